@@ -1,0 +1,47 @@
+# Two commands do everything on a machine that has Python 3.11+, git and make:
+#   make demo   index a folder of real photos, verify it, fetch from it, search it
+#   make test   pass the tests
+# Both make their own virtual environment in .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO ?= .demo
+BIN := $(VENV)/bin
+# scikit-image ships photos with its wheel, so the demo needs no network beyond the package registry.
+PHOTOS = $$($(BIN)/python -c "import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / 'data')")
+
+.PHONY: demo test test-slow lint clean
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[demo,test]'
+	@touch $@
+
+demo: $(VENV)/.demo
+	test -d $(DEMO)/model || $(BIN)/edje-index init-model $(DEMO)/model
+	$(BIN)/edje-index build $(PHOTOS) --out $(DEMO)/photos.edje --model $(DEMO)/model --shard-size 16
+	$(BIN)/edje-index info $(DEMO)/photos.edje
+	$(BIN)/edje-index verify $(DEMO)/photos.edje
+	$(BIN)/python -c "from storage_formats import TokenStore; store = TokenStore.open('$(DEMO)/photos.edje'); \
+	  blocks = store.fetch([3, 0]); print('fetched', blocks.shape, blocks.dtype, 'of', len(store), 'rows')"
+	$(BIN)/edje-index search $(DEMO)/photos.edje "a cat looking at the camera" -k 5
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow
+
+clean:
+	rm -rf $(VENV) $(DEMO)

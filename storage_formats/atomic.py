@@ -1,0 +1,52 @@
+"""Durable writes: flush to the device, rename into place, flush the folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file's bytes, or a folder's entries, to the device."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_folders(folders: Iterable[Path]) -> None:
+    """Flush each distinct folder once."""
+    for folder in sorted(set(folders)):
+        fsync_path(folder)
+
+
+def write_bytes_atomic(path: Path, data: bytes) -> None:
+    """Put `data` at `path` so that a crash leaves the old file or the new one, whole.
+
+    The parent folder is made where it is missing. Raises OSError as the operating system gives it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    fsync_path(path.parent)
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """`write_bytes_atomic` of `value` as JSON: sorted keys, two spaces, UTF-8."""
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    write_bytes_atomic(path, text.encode())

@@ -1,0 +1,78 @@
+"""What a token precision is: a fixed-length record for each block, and its conversions."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.errors import UsageError
+
+BFloat16: TypeAlias = Any  # ml_dtypes.bfloat16 has no stub that NDArray accepts
+Blocks: TypeAlias = NDArray[BFloat16]
+"""Token blocks, ml_dtypes.bfloat16 [k, m, d]."""
+Records: TypeAlias = NDArray[np.uint8]
+"""Encoded blocks, uint8 [k, record_bytes]."""
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Codec(Protocol):
+    """One precision for blocks of one shape.
+
+    Attributes:
+        name: the precision's name, also its folder under `tokens/`.
+        logical_dtype: what the stored bits mean.
+        block_shape: (m, d).
+        record_bytes: length of a record, scales included.
+        record_shape: shape of a record as its Zarr array shows it.
+        zarr_dtype: core Zarr v3 data type of that array.
+        fill_value: its fill value, a NaN of the logical type.
+    """
+
+    name: str
+    logical_dtype: str
+    block_shape: tuple[int, int]
+    record_bytes: int
+    record_shape: tuple[int, ...]
+    zarr_dtype: str
+    fill_value: int
+
+    def encode(self, blocks: Blocks) -> Records:
+        """bf16 [k, m, d] -> uint8 [k, record_bytes]; may share memory with `blocks`."""
+        ...
+
+    def decode(self, records: Records, out: Blocks | None = None) -> Blocks:
+        """uint8 [k, record_bytes] -> bf16 [k, m, d], into `out` where it is given."""
+        ...
+
+
+def check_blocks(blocks: Blocks, block_shape: tuple[int, int]) -> Blocks:
+    """`blocks` as a contiguous array; UsageError unless it is bfloat16 [k, *block_shape]."""
+    if blocks.dtype != BF16 or blocks.ndim != 3 or blocks.shape[1:] != block_shape:
+        raise UsageError(
+            f"blocks must be bfloat16 [k, {block_shape[0]}, {block_shape[1]}], got {blocks.dtype} {list(blocks.shape)}"
+        )
+    return np.ascontiguousarray(blocks)
+
+
+def check_records(records: Records, record_bytes: int) -> Records:
+    """`records` as a contiguous array; UsageError unless it is uint8 [k, record_bytes]."""
+    if records.dtype != np.uint8 or records.ndim != 2 or records.shape[1] != record_bytes:
+        raise UsageError(f"records must be uint8 [k, {record_bytes}], got {records.dtype} {list(records.shape)}")
+    return np.ascontiguousarray(records)
+
+
+def check_out(out: Blocks | None, count: int, block_shape: tuple[int, int]) -> Blocks:
+    """`out`, or a new array, for `count` blocks; UsageError unless it is writeable C-contiguous bfloat16."""
+    shape = (count, *block_shape)
+    if out is None:
+        return np.empty(shape, dtype=BF16)
+    if out.dtype != BF16 or out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
+        raise UsageError(
+            f"out must be a writeable C-contiguous bfloat16 array of shape {list(shape)}, "
+            f"got {out.dtype} {list(out.shape)}"
+        )
+    return out

@@ -1,0 +1,36 @@
+"""`bf16`: the block itself. Record: m x d bfloat16, little endian, tokens in order; 2 m d bytes.
+
+Bit layout of an element (Google, "BFloat16: the secret to high performance on Cloud TPUs", 2019): the upper half
+of an IEEE 754 binary32, that is sign 1, exponent 8 (bias 127), fraction 7. Encoding and decoding keep every bit,
+NaN payloads included.
+"""
+
+from __future__ import annotations
+
+from storage_formats.codecs.base import BF16, Blocks, Records, check_blocks, check_out, check_records
+
+
+class BF16Codec:
+    """The stored bits are the block's own. See `storage_formats.codecs.base.Codec`."""
+
+    name = "bf16"
+    logical_dtype = "bfloat16"
+    zarr_dtype = "uint16"
+    fill_value = 0x7FC0
+
+    def __init__(self, block_shape: tuple[int, int]) -> None:
+        self.block_shape = block_shape
+        self.record_shape: tuple[int, ...] = block_shape
+        self.record_bytes = 2 * block_shape[0] * block_shape[1]
+
+    def encode(self, blocks: Blocks) -> Records:
+        """bf16 [k, m, d] -> uint8 [k, record_bytes], a view of `blocks` where that is contiguous."""
+        blocks = check_blocks(blocks, self.block_shape)
+        return blocks.view("u1").reshape(len(blocks), self.record_bytes)
+
+    def decode(self, records: Records, out: Blocks | None = None) -> Blocks:
+        """uint8 [k, record_bytes] -> bf16 [k, m, d], a copy."""
+        records = check_records(records, self.record_bytes)
+        out = check_out(out, len(records), self.block_shape)
+        out[...] = records.view(BF16).reshape(out.shape)
+        return out

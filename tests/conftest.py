@@ -1,0 +1,65 @@
+"""Fixtures that several packages' tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from storage_formats.layout import IndexSpec
+from storage_formats.publish import Provenance, begin_index, finish_index
+from storage_formats.rows import DUPLICATE, RowRecord, rows_table
+from storage_formats.shard_writer import ShardWriter
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Folder of published outputs, photos and weights that is not part of the project."""
+    folder = Path(os.environ.get("EDJE_SHARED", REPO.parent / "shared"))
+    if not (folder / "golden").is_dir():
+        pytest.skip(f"no reference data at {folder}; set EDJE_SHARED")
+    return folder
+
+
+def random_blocks(rng: np.random.Generator, count: int, spec: IndexSpec) -> np.ndarray:
+    """Finite bfloat16 blocks [count, m, d]."""
+    return rng.standard_normal((count, *spec.block_shape), dtype=np.float32).astype(ml_dtypes.bfloat16)
+
+
+def write_random_index(
+    root: Path, spec: IndexSpec, *, failed: frozenset[int] = frozenset(), duplicates: frozenset[int] = frozenset()
+) -> np.ndarray:
+    """A finished index of random blocks; returns what it should hold, bfloat16 [rows, m, d], NaN at holes."""
+    rng = np.random.default_rng(7)
+    blocks = random_blocks(rng, spec.rows, spec)
+    embeddings = rng.standard_normal((spec.rows, spec.embed_dim), dtype=np.float32)
+    embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
+    begin_index(root, spec)
+    receipts = []
+    for shard in range(spec.shards):
+        rows = np.array(spec.shard_rows(shard))
+        records = [RowRecord(int(row), f"/photos/{row}.jpg", size=row, content_hash=f"{row:064x}") for row in rows]
+        for record in records:
+            if record.row_id in failed:
+                record.fail("truncated", "ends early")
+            elif record.row_id in duplicates:
+                record.status, record.duplicate_of = DUPLICATE, 0
+        kept = np.array([row for row in rows if row not in failed | duplicates], dtype=np.int64)
+        with ShardWriter(root, spec, shard) as writer:
+            for part in np.array_split(kept, 3):
+                writer.put(part - rows[0], blocks[part], embeddings[part])
+            receipts.append(writer.commit(rows_table(records), "plan", {"write": 0.0}))
+    finish_index(root, spec, receipts, Provenance({"fingerprint": "f" * 64}, {}, "plan"), {"kind": "none"})
+    expected = blocks.copy()
+    expected[sorted(failed | duplicates)] = np.nan
+    return expected
+
+
+def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
+    """Whether two bfloat16 arrays hold the same bits, NaN included."""
+    return left.shape == right.shape and bool((left.view(np.uint16) == right.view(np.uint16)).all())

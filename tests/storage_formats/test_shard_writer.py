@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage_formats.checksum import crc32c, crc32c_file
+from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.layout import IndexSpec, Layout, padded_shard_bytes
+from storage_formats.publish import Provenance, begin_index, clear_staging, finish_index
+from storage_formats.receipts import ShardReceipt, read_receipt
+from storage_formats.rows import RowRecord, rows_table
+from storage_formats.shard_writer import ShardWriter
+from tests.conftest import random_blocks, write_random_index
+
+SPEC = IndexSpec(rows=11, shard_size=8, block_shape=(4, 16), embed_dim=6)
+
+
+def table_of(spec: IndexSpec, shard: int, status: str = "indexed"):
+    return rows_table([RowRecord(row, f"/{row}.jpg", status=status) for row in spec.shard_rows(shard)])
+
+
+def commit_shard(root, spec=SPEC, shard=0, seed=0) -> ShardReceipt:
+    count = len(spec.shard_rows(shard))
+    blocks = random_blocks(np.random.default_rng(seed), count, spec)
+    with ShardWriter(root, spec, shard) as writer:
+        writer.put(np.arange(count), blocks, np.ones((count, spec.embed_dim), np.float32))
+        return writer.commit(table_of(spec, shard), "plan", {"write": 1.5})
+
+
+@given(st.integers(1, 2048), st.integers(1, 2048), st.integers(1, 60_000))
+def test_shard_files_are_whole_pages_with_room_for_the_index(rows, shard_size, record_bytes):
+    offset, length = padded_shard_bytes(rows, shard_size, record_bytes)
+    assert length % 4096 == 0
+    assert offset + shard_size * 16 + 4 == length
+    assert 0 <= offset - rows * record_bytes < 4096
+
+
+def test_receipt_names_every_file_with_its_length_and_checksum(tmp_path):
+    begin_index(tmp_path, SPEC)
+    receipt = commit_shard(tmp_path)
+    found = {file.path: (file.bytes, file.crc32c) for file in receipt.files}
+    assert set(found) == {
+        "tokens/bf16/c.0.0.0",
+        "checksums/bf16/00000000.crc32c",
+        "embeddings/c.0.0",
+        "rows/00000000.parquet",
+    }
+    assert found == {path: crc32c_file(tmp_path / path) for path in found}
+    assert read_receipt(Layout(tmp_path), 0, "plan") == receipt
+    records = (tmp_path / "tokens/bf16/c.0.0.0").read_bytes()
+    sums = np.fromfile(tmp_path / "checksums/bf16/00000000.crc32c", "<u4")
+    assert [crc32c(records[at * 128 : (at + 1) * 128]) for at in range(8)] == sums.tolist()
+
+
+def test_receipt_does_not_count_for_another_plan_or_when_files_are_lost(tmp_path):
+    begin_index(tmp_path, SPEC)
+    layout = Layout(tmp_path)
+    assert read_receipt(layout, 0, "plan") is None
+    commit_shard(tmp_path)
+    assert read_receipt(layout, 0, "other") is None
+    for path in (layout.token_shard("bf16", 0), layout.rows_file(0)):
+        data = path.read_bytes()
+        path.write_bytes(data[:-1])
+        assert read_receipt(layout, 0, "plan") is None
+        path.write_bytes(data)
+        assert read_receipt(layout, 0, "plan") is not None
+    layout.receipt(0).write_text(json.dumps({"shard": 0}))
+    assert read_receipt(layout, 0, "plan") is None
+
+
+def test_abandoned_attempt_leaves_nothing_behind(tmp_path):
+    begin_index(tmp_path, SPEC)
+    with ShardWriter(tmp_path, SPEC, 0) as writer:
+        writer.put(np.array([0]), random_blocks(np.random.default_rng(0), 1, SPEC), np.ones((1, 6), np.float32))
+    layout = Layout(tmp_path)
+    assert list(layout.staging.iterdir()) == []
+    assert not layout.token_shard("bf16", 0).exists()
+
+
+def test_attempts_do_not_meet_and_the_last_commit_stands(tmp_path):
+    begin_index(tmp_path, SPEC)
+    first = ShardWriter(tmp_path, SPEC, 0)  # a crashed attempt: never committed, never aborted
+    first.put(np.array([0]), random_blocks(np.random.default_rng(9), 1, SPEC), np.ones((1, 6), np.float32))
+    before = commit_shard(tmp_path, seed=1)
+    after = commit_shard(tmp_path, seed=1)
+    strip = {file.path: file.crc32c for file in before.files}
+    assert strip == {file.path: file.crc32c for file in after.files}
+    assert len(list(Layout(tmp_path).staging.iterdir())) == 1
+    clear_staging(tmp_path)
+    assert list(Layout(tmp_path).staging.iterdir()) == []
+
+
+@pytest.mark.parametrize("positions", [[3, 2], [1, 1], [8], [0, 99]])
+def test_positions_must_ascend_within_the_shard(tmp_path, positions):
+    begin_index(tmp_path, SPEC)
+    blocks = random_blocks(np.random.default_rng(0), len(positions), SPEC)
+    with ShardWriter(tmp_path, SPEC, 0) as writer, pytest.raises(UsageError, match="must ascend"):
+        writer.put(np.array(positions), blocks, np.ones((len(positions), 6), np.float32))
+
+
+def test_positions_must_ascend_between_calls(tmp_path):
+    begin_index(tmp_path, SPEC)
+    block = random_blocks(np.random.default_rng(0), 1, SPEC)
+    with ShardWriter(tmp_path, SPEC, 0) as writer:
+        writer.put(np.array([4]), block, np.ones((1, 6), np.float32))
+        with pytest.raises(UsageError, match="must ascend"):
+            writer.put(np.array([4]), block, np.ones((1, 6), np.float32))
+
+
+def test_shapes_must_agree(tmp_path):
+    begin_index(tmp_path, SPEC)
+    with ShardWriter(tmp_path, SPEC, 0) as writer:
+        with pytest.raises(UsageError, match="embeddings"):
+            writer.put(np.array([0]), np.zeros((1, 4, 16), ml_dtypes.bfloat16), np.ones((1, 7), np.float32))
+        with pytest.raises(UsageError, match="has 8 rows, its table 3"):
+            writer.commit(table_of(SPEC, 1), "plan", {})
+
+
+def test_finishing_needs_every_shard(tmp_path):
+    begin_index(tmp_path, SPEC)
+    receipt = commit_shard(tmp_path)
+    provenance = Provenance({"fingerprint": "f"}, {}, "plan")
+    with pytest.raises(CorruptIndexError, match="2 shards are planned, receipts exist for 1"):
+        finish_index(tmp_path, SPEC, [receipt], provenance, {})
+    assert not Layout(tmp_path).manifest.exists()
+
+
+def test_same_blocks_give_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        write_random_index(tmp_path / name, SPEC, failed=frozenset({2}))
+    files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file())
+    assert len(files) == 13
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage_formats import CorruptIndexError, IncompleteIndexError, TokenStore, UsageError
+from storage_formats.layout import IndexSpec, Layout
+from storage_formats.manifest import Manifest
+from storage_formats.publish import begin_index
+from tests.conftest import REPO, same_bits, write_random_index
+
+SPEC = IndexSpec(rows=37, shard_size=8, block_shape=(4, 16), embed_dim=6)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    root = tmp_path_factory.mktemp("index")
+    return root, write_random_index(root, SPEC, failed=frozenset({3, 36}), duplicates=frozenset({8}))
+
+
+@given(st.lists(st.integers(0, 36), max_size=80))
+def test_fetch_gives_the_asked_rows_in_the_asked_order(built, ids):
+    root, expected = built
+    with TokenStore.open(root) as store:
+        assert same_bits(store.fetch(ids), expected[ids].reshape(len(ids), 4, 16))
+
+
+def test_fetch_into_a_buffer_returns_that_buffer(built):
+    root, expected = built
+    out = np.empty((3, 4, 16), dtype=ml_dtypes.bfloat16)
+    store = TokenStore.open(root)
+    assert store.fetch(np.array([5, 5, 1], dtype=np.uint8), out=out) is out
+    assert same_bits(out, expected[[5, 5, 1]])
+    assert (len(store), store.block_shape) == (37, (4, 16))
+
+
+def test_holes_are_told(built):
+    root, _ = built
+    store = TokenStore.open(root)
+    assert np.flatnonzero(store.holes(store.fetch(range(37)))).tolist() == [3, 8, 36]
+
+
+def test_threads_share_a_store(built):
+    root, expected = built
+    store = TokenStore.open(root)
+    rng = np.random.default_rng(0)
+    requests = [rng.integers(0, 37, 20) for _ in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        for ids, blocks in zip(requests, pool.map(store.fetch, requests), strict=True):
+            assert same_bits(blocks, expected[ids])
+
+
+@pytest.mark.parametrize("ids", [[-1], [37], [0.5], [[1]], ["a"]])
+def test_ids_that_are_no_rows_are_refused(built, ids):
+    with pytest.raises(UsageError, match="row ids"):
+        TokenStore.open(built[0]).fetch(ids)
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        np.empty((1, 4, 16), np.float32),
+        np.empty((2, 4, 16), ml_dtypes.bfloat16),
+        np.empty((1, 4, 32), ml_dtypes.bfloat16)[:, :, ::2],
+    ],
+)
+def test_buffers_of_another_kind_are_refused(built, out):
+    with pytest.raises(UsageError, match="out must be"):
+        TokenStore.open(built[0]).fetch([0], out=out)
+
+
+def test_unknown_precision_and_absent_index_are_refused(built, tmp_path):
+    with pytest.raises(UsageError, match="does not hold precision 'fp3'; it holds: bf16"):
+        TokenStore.open(built[0], "fp3")
+    with pytest.raises(UsageError, match="there is no index"):
+        TokenStore.open(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="not an EDJE index"):
+        TokenStore.open(tmp_path)
+
+
+def test_begun_index_is_told_from_none(tmp_path):
+    begin_index(tmp_path, SPEC)
+    Layout(tmp_path).plan.write_text("{}")
+    with pytest.raises(IncompleteIndexError, match="run the same build command again"):
+        TokenStore.open(tmp_path)
+
+
+@pytest.mark.parametrize("harm", ["missing", "short"])
+def test_lost_bytes_are_an_error_and_not_data(tmp_path, harm):
+    write_random_index(tmp_path, SPEC)
+    path = Layout(tmp_path).token_shard("bf16", 1)
+    path.unlink() if harm == "missing" else os.truncate(path, 200)
+    store = TokenStore.open(tmp_path)
+    store.fetch([0, 20])
+    with pytest.raises(CorruptIndexError, match="edje-index verify"):
+        store.fetch([0, 15])
+
+
+def test_more_shards_than_open_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("storage_formats.token_store._OPEN_FILES", 2)
+    expected = write_random_index(tmp_path, SPEC)
+    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    store = TokenStore.open(tmp_path)
+    assert same_bits(store.fetch(range(37)), expected)
+    assert same_bits(store.fetch([36, 0]), expected[[36, 0]])
+    if sys.platform == "linux":
+        assert len(os.listdir("/proc/self/fd")) <= before + 2
+        store.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_opening_does_not_depend_on_the_number_of_rows(tmp_path):
+    write_random_index(tmp_path, SPEC)
+    manifest = Manifest.load(tmp_path)
+    rows = 10**9
+    counts = replace(manifest.counts, inputs=rows, indexed=rows)
+    large = replace(manifest, spec=replace(SPEC, rows=rows, shard_size=1024), counts=counts)
+    large.write(Layout(tmp_path))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    store = TokenStore.open(tmp_path)
+    assert len(store) == rows
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+
+
+LIGHT = """
+import json, sys
+from storage_formats import TokenStore
+store = TokenStore.open(sys.argv[1])
+block = store.fetch([1, 0])
+heavy = {"torch", "ray", "faiss", "click", "open_clip", "zarr", "numba"} & set(sys.modules)
+print(json.dumps({"shape": list(block.shape), "heavy": sorted(heavy)}))
+"""
+
+
+def test_a_reader_needs_neither_torch_nor_ray_nor_faiss(built, tmp_path):
+    """Runs in an environment that consists of the reader's own dependencies."""
+    import google_crc32c
+    import pyarrow
+
+    for module in (np, ml_dtypes, pyarrow, google_crc32c):
+        site = os.path.dirname(os.path.dirname(module.__file__))
+        name = os.path.basename(os.path.dirname(module.__file__))
+        for entry in os.listdir(site):
+            if entry.startswith(name) and not (tmp_path / entry).exists():
+                (tmp_path / entry).symlink_to(os.path.join(site, entry))
+    (tmp_path / "storage_formats").symlink_to(REPO / "storage_formats")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{LIGHT}"
+    command = [sys.executable, "-I", "-S", "-c", code, str(built[0])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"shape": [2, 4, 16], "heavy": []}
+    refused = subprocess.run([*command[:4], "import torch"], capture_output=True, text=True, check=False)
+    assert "No module named 'torch'" in refused.stderr
