@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from storage_formats.atomic import fsync_folders, write_json_atomic
+from storage_formats.atomic import fsync_paths, write_json_atomic
 from storage_formats.errors import CorruptIndexError
 from storage_formats.layout import IndexSpec, Layout
 from storage_formats.manifest import Counts, Manifest, created_by, write_shard_table
@@ -43,7 +43,7 @@ def begin_index(root: str | Path, spec: IndexSpec) -> None:
     for name in spec.precisions:
         write_json_atomic(layout.token_array(name) / "zarr.json", token_array_metadata(spec, name))
     write_json_atomic(layout.embeddings / "zarr.json", embedding_array_metadata(spec))
-    fsync_folders([layout.root, layout.tokens, layout.root / "checksums"])
+    fsync_paths([layout.root, layout.tokens, layout.root / "checksums"])
 
 
 def clear_staging(root: str | Path) -> None:

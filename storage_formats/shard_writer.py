@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage_formats.atomic import fsync_folders, fsync_path
+from storage_formats.atomic import fsync_paths
 from storage_formats.checksum import crc32c, crc32c_file
 from storage_formats.codecs import Blocks, codec
 from storage_formats.errors import UsageError
@@ -26,7 +26,7 @@ from storage_formats.token_shard import TokenShardFile
 
 @dataclass(frozen=True)
 class _Staged:
-    """A flushed private file, and where it will stand."""
+    """A private file, and where it will stand."""
 
     path: Path
     final: Path
@@ -91,10 +91,11 @@ class ShardWriter:
         if len(rows) != len(self._rows):
             raise UsageError(f"shard {self._shard} has {len(self._rows)} rows, its table {len(rows)}")
         staged = [*self._finish_tokens(), self._finish_embeddings(), self._finish_rows(rows)]
+        fsync_paths(file.path for file in staged)
         for file in staged:
             file.final.parent.mkdir(parents=True, exist_ok=True)
             file.path.replace(file.final)
-        fsync_folders(file.final.parent for file in staged)
+        fsync_paths(file.final.parent for file in staged)
         statuses = rows["status"].to_pylist()
         receipt = ShardReceipt(
             shard=self._shard,
@@ -128,7 +129,7 @@ class ShardWriter:
         staged = []
         for name, file in self._files.items():
             crc, checksums = file.finish()
-            file.flush()
+            file.close()
             final = self._layout.token_shard(name, self._shard, len(self._codecs[name].record_shape))
             staged.append(self._stage(file.path, final, file.length, crc))
             sums = self._layout.checksums(name, self._shard)
@@ -142,13 +143,11 @@ class ShardWriter:
     def _finish_rows(self, rows: pa.Table) -> _Staged:
         path = self._staging / "rows"
         write_rows(path, rows)
-        fsync_path(path)
         return self._stage(path, self._layout.rows_file(self._shard), *crc32c_file(path))
 
     def _stage_bytes(self, name: str, final: Path, data: bytes) -> _Staged:
         path = self._staging / name
         path.write_bytes(data)
-        fsync_path(path)
         return self._stage(path, final, len(data), crc32c(data))
 
     def _stage(self, path: Path, final: Path, length: int, crc: int) -> _Staged:

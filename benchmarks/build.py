@@ -1,0 +1,106 @@
+"""What an index build costs beyond its decoding and its model: processor time and memory of the whole process tree.
+
+Subjects, each in a process of its own and in turn: the bare loop (`benchmarks.bare_loop`) and `edje-index build`
+with each engine, all over the same images with the same model, threads and batch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import environment
+from storage_formats.errors import EdjeError
+
+_MEASURE = """
+import json, sys
+from dataclasses import asdict
+from benchmarks.process_tree import measure
+print(json.dumps(asdict(measure(sys.argv[1:]))))
+"""
+
+
+@dataclass(frozen=True)
+class BuildBench:
+    """What to measure.
+
+    Attributes:
+        images: paths of the images, all decodable.
+        model: the bundle.
+        folder: where indexes are made and removed.
+        threads, batch_size: of the model, in every subject.
+        repeats: runs of each subject.
+        engines: engines to measure beside the bare loop.
+    """
+
+    images: list[Path]
+    model: Path
+    folder: Path
+    threads: int = 2
+    batch_size: int = 32
+    repeats: int = 3
+    engines: tuple[str, ...] = ("inline", "ray")
+
+
+def bench_build(bench: BuildBench) -> dict[str, Any]:
+    """Cost of each run of each subject, and the median ratios of processor time to the bare loop's."""
+    bench.folder.mkdir(parents=True, exist_ok=True)
+    listing = bench.folder / "images.txt"
+    listing.write_text("".join(f"{path}\n" for path in bench.images))
+    source = bench.folder / "images.jsonl"
+    source.write_text("".join(json.dumps({"path": str(path)}) + "\n" for path in bench.images))
+    subjects = {"bare loop": _bare_loop(bench, listing)}
+    subjects |= {engine: _build(bench, engine, source) for engine in bench.engines}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in subjects}
+    for _ in range(bench.repeats):
+        for name, command in subjects.items():
+            shutil.rmtree(bench.folder / "index", ignore_errors=True)
+            runs[name].append(_measured(command))
+    shutil.rmtree(bench.folder / "index", ignore_errors=True)
+    settings = {**asdict(bench), "images": len(bench.images), "model": bench.model.name}
+    settings.pop("folder")
+    return {"environment": environment(), "settings": settings, "runs": runs, "summary": _summary(runs)}
+
+
+def _bare_loop(bench: BuildBench, listing: Path) -> list[str]:
+    options = ["--threads", str(bench.threads), "--batch-size", str(bench.batch_size)]
+    return [sys.executable, "-m", "benchmarks.bare_loop", str(bench.model), str(listing), *options]
+
+
+def _build(bench: BuildBench, engine: str, source: Path) -> list[str]:
+    options = {"--out": bench.folder / "index", "--model": bench.model, "--engine": engine, "--device": "cpu"}
+    options |= {"--threads": bench.threads, "--batch-size": bench.batch_size, "--workers": 1}
+    flat = [str(part) for pair in options.items() for part in pair]
+    return [sys.executable, "-m", "pipelines.cli", "build", str(source), *flat, "--json", "--quiet"]
+
+
+def _measured(command: list[str]) -> dict[str, Any]:
+    """`process_tree.measure` in a fresh process, which accounts for nothing else."""
+    done = subprocess.run([sys.executable, "-c", _MEASURE, *command], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise EdjeError(f"a measured run failed: {done.stderr[-2000:]}")
+    cost: dict[str, Any] = json.loads(done.stdout)
+    return {**cost, "stdout": json.loads(cost["stdout"])}
+
+
+def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Medians; `cpu_ratio` and `extra_pss` (bytes) compare run by run with the bare loop of the same round."""
+    base = runs["bare loop"]
+    return {
+        name: {
+            "wall": statistics.median(run["wall"] for run in found),
+            "cpu": statistics.median(run["cpu"] for run in found),
+            "peak_pss": statistics.median(run["peak_pss"] for run in found),
+            "cpu_ratio": statistics.median(run["cpu"] / bare["cpu"] for run, bare in zip(found, base, strict=True)),
+            "extra_pss": statistics.median(
+                run["peak_pss"] - bare["peak_pss"] for run, bare in zip(found, base, strict=True)
+            ),
+        }
+        for name, found in runs.items()
+    }
