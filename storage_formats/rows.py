@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.layout import Layout
@@ -85,7 +86,9 @@ def read_shard_rows(layout: Layout, shard: int, columns: list[str] | None = None
         raise CorruptIndexError(f"cannot read rows of shard {shard} ({path}): {error}") from error
 
 
-def read_rows(root: str | Path, row_ids: Sequence[int] | None = None, columns: list[str] | None = None) -> pa.Table:
+def read_rows(
+    root: str | Path, row_ids: Sequence[int] | NDArray[np.integer] | None = None, columns: list[str] | None = None
+) -> pa.Table:
     """Rows of an index: those of `row_ids` in that order (duplicates allowed), or all in row order.
 
     Only the shards that hold one of `row_ids` are read. Raises UsageError for a row id outside the index.

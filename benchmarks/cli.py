@@ -1,0 +1,115 @@
+"""`edje-index bench ...`: the benchmarks as commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from storage_formats.layout import IndexSpec
+
+
+@click.group()
+def bench() -> None:
+    """Measure this machine: writing, building. Figures are medians; compare ratios, not seconds."""
+
+
+@bench.command("make-synthetic")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--rows", type=click.IntRange(min=1), required=True, help="Number of rows.")
+@click.option("--precision", "precisions", multiple=True, default=["bf16"], show_default=True, help="May be repeated.")
+@click.option("--shard-size", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows a shard.")
+@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens of a block.")
+@click.option("--width", type=click.IntRange(min=1), default=384, show_default=True, help="Width of a token.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def make_synthetic_command(
+    out: Path,
+    rows: int,
+    precisions: tuple[str, ...],
+    shard_size: int,
+    tokens: int,
+    width: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Write an index of random blocks to OUT, to measure with.
+
+    \b
+    Example:
+      edje-index bench make-synthetic /tmp/random.edje --rows 100000
+    """
+    from benchmarks.synthetic import make_synthetic
+
+    spec = IndexSpec(rows, shard_size, (tokens, width), embed_dim=width, precisions=tuple(dict.fromkeys(precisions)))
+    make_synthetic(out, spec, seed)
+    _show({"index": str(out), "rows": rows, "shards": spec.shards}, as_json, f"{rows} rows in {spec.shards} shards")
+
+
+@bench.command("write")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), required=True, help="Where to write; on the disk to measure."
+)
+@click.option("--rows", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def write_command(folder: Path, rows: int, repeats: int, as_json: bool) -> None:
+    """Shard writer beside zarr-python and dd, on the same blocks and disk.
+
+    \b
+    Example:
+      edje-index bench write --folder /mnt/nvme/bench
+    """
+    from benchmarks.write import bench_write
+
+    report = bench_write(folder, rows, 1024, repeats)
+    lines = [f"{name:12} {rate:6.2f} GB/s" for name, rate in report["median"].items()]
+    lines += [f"{name:22} {ratio:5.2f}x" for name, ratio in report["ratios"].items()]
+    _show(report, as_json, "\n".join(lines))
+
+
+@bench.command("build")
+@click.argument("photos", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--model", type=click.Path(exists=True, path_type=Path), required=True, help="Model bundle.")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Where indexes are made and removed.")
+@click.option("--images", type=click.IntRange(min=1), default=1000, show_default=True, help="Images of PHOTOS to use.")
+@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of the model.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--engine", "engines", multiple=True, default=["inline", "ray"], show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def build_command(
+    photos: Path,
+    model: Path,
+    folder: Path,
+    images: int,
+    threads: int,
+    repeats: int,
+    engines: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Processor time and memory of `build`, beside a bare loop of decoding and model. Linux only.
+
+    \b
+    Example:
+      edje-index bench build ~/photos --model model/ --folder /tmp/bench --images 2000
+    """
+    from benchmarks.build import BuildBench, bench_build
+
+    found = sorted(path for path in photos.rglob("*.jpg") if path.is_file())
+    if not found:
+        raise click.UsageError(f"no .jpg files in {photos}")
+    # A small folder is gone over again, so that a large build can be measured with few photos.
+    chosen = [found[at % len(found)] for at in range(images)]
+    report = bench_build(BuildBench(chosen, model, folder, threads, repeats=repeats, engines=engines))
+    lines = [
+        f"{name:10} cpu {row['cpu']:8.1f} s  x{row['cpu_ratio']:.3f}   wall {row['wall']:8.1f} s   "
+        f"memory {row['peak_pss'] / 2**20:6.0f} MiB ({row['extra_pss'] / 2**20:+.0f})"
+        for name, row in report["summary"].items()
+    ]
+    _show(report, as_json, "\n".join(lines))
+
+
+def _show(report: dict[str, Any], as_json: bool, text: str) -> None:
+    click.echo(json.dumps(report, default=str) if as_json else text)

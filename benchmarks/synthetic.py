@@ -1,0 +1,55 @@
+"""Indexes of random blocks: the real format at any size, without images or a model, to measure with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from storage_formats.codecs import BF16
+from storage_formats.errors import UsageError
+from storage_formats.layout import IndexSpec
+from storage_formats.manifest import Manifest
+from storage_formats.publish import Provenance, begin_index, finish_index
+from storage_formats.receipts import ShardReceipt
+from storage_formats.rows import RowRecord, rows_table
+from storage_formats.shard_writer import ShardWriter
+
+_BATCH = 128
+
+
+def make_synthetic(
+    out: Path, spec: IndexSpec, seed: int = 0, on_progress: Callable[[int, int], None] | None = None
+) -> Manifest:
+    """Write a finished index of standard normal tokens; the same `spec` and `seed` give the same tokens.
+
+    Every row is indexed. There is no model and no nearest-neighbour index: such an index can be fetched from,
+    quantized and verified, not searched. `on_progress(shards done, shards)` follows each shard.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"{out} exists and is not empty; name a new folder")
+    begin_index(out, spec)
+    plan = hashlib.sha256(f"synthetic {spec} {seed}".encode()).hexdigest()
+    receipts = []
+    for shard in range(spec.shards):
+        receipts.append(_write_shard(out, spec, shard, seed, plan))
+        if on_progress:
+            on_progress(shard + 1, spec.shards)
+    provenance = Provenance({"fingerprint": "synthetic"}, {"seed": seed}, plan)
+    return finish_index(out, spec, receipts, provenance, {"kind": "none"})
+
+
+def _write_shard(out: Path, spec: IndexSpec, shard: int, seed: int, plan: str) -> ShardReceipt:
+    rng = np.random.default_rng([seed, shard])
+    rows = spec.shard_rows(shard)
+    with ShardWriter(out, spec, shard) as writer:
+        for start in range(0, len(rows), _BATCH):
+            count = min(_BATCH, len(rows) - start)
+            tokens = rng.standard_normal((count, *spec.block_shape), dtype=np.float32).astype(BF16)
+            embeddings = rng.standard_normal((count, spec.embed_dim), dtype=np.float32)
+            embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
+            writer.put(np.arange(start, start + count), tokens, embeddings)
+        table = rows_table([RowRecord(row, f"synthetic:{row}") for row in rows])
+        return writer.commit(table, plan, {})

@@ -1,0 +1,62 @@
+"""Lets torchvision be imported where its compiled operators do not load.
+
+Owns one workaround and nothing else. torchvision 0.28 from some package indexes is a CUDA build
+whose operator library does not load beside a CPU build of torch. Its Python half then fails on
+import, because it registers fake (shape-only) versions of two operators, ``nms`` and ``qnms``, that
+nobody has defined. open_clip and transformers import torchvision, so they fail with it. Neither
+operator is used here: declaring the two schemas, without any implementation, is enough.
+
+Every module that imports torchvision, open_clip, timm or transformers calls
+:func:`prepare_torchvision` first. Where torchvision is sound, or absent, it changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, FileFinder
+from pathlib import Path
+from typing import Any
+
+FAKE_REGISTERED_OPS = ("nms", "qnms")
+SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+_libraries: list[Any] = []  # a torch.library.Library takes its definitions back when it is collected
+
+
+@functools.cache
+def prepare_torchvision() -> bool:
+    """Declare the operators that a broken torchvision misses. True when the workaround was needed."""
+    if "torchvision" in sys.modules:
+        return False
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None or _operators_load(Path(spec.origin).parent):
+        return False
+    _declare_missing_operators()
+    return True
+
+
+def _operators_load(package: Path) -> bool:
+    """Whether the compiled operators load; loading them twice (torchvision does it again) is harmless."""
+    import torch
+
+    finder = FileFinder(str(package), (ExtensionFileLoader, EXTENSION_SUFFIXES))
+    spec = finder.find_spec("_C")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        torch.ops.load_library(spec.origin)  # type: ignore[no-untyped-call]
+    except OSError:
+        return False
+    return True
+
+
+def _declare_missing_operators() -> None:
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name in FAKE_REGISTERED_OPS:
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(name + SCHEMA)  # type: ignore[no-untyped-call]
+    _libraries.append(library)

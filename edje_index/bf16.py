@@ -1,0 +1,35 @@
+"""Conversions between torch tensors and NumPy arrays of ``ml_dtypes.bfloat16``.
+
+NumPy has no bfloat16 of its own and torch does not know ml_dtypes, so the bits travel as int16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+
+def to_bf16_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
+    """Round to bfloat16 (nearest, ties to even) and return as an ``ml_dtypes.bfloat16`` array.
+
+    The result shares memory with the rounded tensor; the input is not changed.
+    """
+    bits = tensor.detach().to(torch.bfloat16).cpu().contiguous().view(torch.int16)
+    return bits.numpy().view(ml_dtypes.bfloat16)
+
+
+def as_tensor(array: torch.Tensor | np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
+    """A torch tensor of the same values and type, ``ml_dtypes.bfloat16`` included."""
+    if isinstance(array, torch.Tensor):
+        return array
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(_writable(array).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(_writable(array))
+
+
+def _writable(array: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
+    """The array itself, or a copy of a read-only one: torch warns about tensors over read-only memory."""
+    return np.require(array, requirements=["C", "W"])

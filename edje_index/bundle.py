@@ -1,0 +1,229 @@
+"""Model bundles: one folder with all that indexing and search need. Its layout is in ``bundle_info``."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edje_index.adapter import Adapter
+from edje_index.bundle_info import (
+    ADAPTER_WEIGHTS,
+    INFO_FILE,
+    JOINT_CONFIG,
+    JOINT_FOLDER,
+    JOINT_WEIGHTS,
+    VISION_FOLDER,
+    VISION_WEIGHTS,
+    BundleInfo,
+    describe_bundle,
+    read_bundle_info,
+    verify_files,
+)
+from edje_index.bundle_parts import load_adapter
+from edje_index.clip_model import ClipConfig, build_clip, read_clip_config
+from edje_index.devices import resolve_device
+from edje_index.errors import ModelError
+from edje_index.files import write_json
+from edje_index.joint_encoder import JointEncoder, bert_config
+from edje_index.joint_inputs import load_joint_tokenizer
+from edje_index.text import TextTower, save_text_tokenizer, text_tokenizer
+from edje_index.vision import VisionTower, vision_tower
+from edje_index.weights import assign_weights, read_weights, save_weights
+
+HF_TEXT_FOLDER = "hf_text"  # configuration of a Hugging Face text tower, inside vision/
+
+
+@dataclass
+class ModelBundle:
+    """Image and text tower, adapter and joint encoder, in memory.
+
+    Attributes:
+        clip: the open_clip model that holds both towers.
+        clip_config: what it was built from.
+        text_tokenizer: tokenizer of the text tower.
+        adapter: from patch tokens to stored tokens.
+        joint: the joint encoder, with its own tokenizer.
+        trained: False for random weights: scores and order then mean nothing.
+        notes: where the weights came from, for people.
+        info: of the folder that this was loaded from; None for a bundle made in memory.
+    """
+
+    clip: torch.nn.Module
+    clip_config: ClipConfig
+    text_tokenizer: Any
+    adapter: Adapter
+    joint: JointEncoder
+    trained: bool
+    notes: str = ""
+    info: BundleInfo | None = None
+
+    @cached_property
+    def vision(self) -> VisionTower:
+        """The frozen image tower."""
+        return vision_tower(self.clip.visual)  # type: ignore[arg-type]
+
+    @cached_property
+    def text(self) -> TextTower:
+        """The frozen text tower."""
+        return TextTower(self.clip, self.text_tokenizer)
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(m, d) of one image's stored tokens."""
+        return self.adapter.config.num_tokens, self.adapter.config.language_dim
+
+    @property
+    def embed_dim(self) -> int:
+        """Width of image and text embeddings."""
+        return self.vision.embed_dim
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of everything that decides any output, as loaded. Save a changed bundle to get its new one."""
+        return self._loaded().fingerprint
+
+    @property
+    def encoder_fingerprint(self) -> str:
+        """sha256 of what decides the stored tokens and embeddings, as loaded."""
+        return self._loaded().encoder_fingerprint
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: str = "cpu", verify: bool = True) -> ModelBundle:
+        """Read a bundle.
+
+        Args:
+            path: its folder.
+            device: where the weights go: ``auto`` (CUDA where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+            verify: compare every file with its hash first.
+
+        Raises:
+            ModelError: not a bundle, or a file missing, changed or not fitting.
+        """
+        info = read_bundle_info(path)
+        target = resolve_device(device)
+        if verify:
+            verify_files(info)
+        config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
+        clip = _load_clip(info, config)
+        joint = _load_joint(info)
+        bundle = cls(
+            clip=clip.to(target),
+            clip_config=config,
+            text_tokenizer=text_tokenizer(config, info.path / VISION_FOLDER),
+            adapter=load_adapter(info).to(target),
+            joint=joint.to(target),
+            trained=info.trained,
+            notes=info.notes,
+            info=info,
+        )
+        _check_fit(bundle)
+        return bundle
+
+    def save(self, path: str | Path) -> BundleInfo:
+        """Write the bundle as a new folder, whole or not at all.
+
+        Raises:
+            ModelError: the folder exists, or the parts do not fit each other.
+        """
+        _check_fit(self)
+        out = Path(path)
+        if out.exists():
+            raise ModelError(f"{out} exists already: give another folder, or remove it")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            self._write_parts(staging)
+            _make_readable(staging)
+            info = self._describe(staging)
+            write_json(staging / INFO_FILE, info.to_json())
+            staging.rename(out)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        return read_bundle_info(out)
+
+    def _write_parts(self, folder: Path) -> None:
+        vision = folder / VISION_FOLDER
+        joint = folder / JOINT_FOLDER
+        vision.mkdir()
+        joint.mkdir()
+        self.clip_config.write(vision)
+        save_weights(self.clip, folder / VISION_WEIGHTS)
+        save_text_tokenizer(self.text_tokenizer, vision)
+        if self.clip_config.hf_text_name:
+            hf_text: Any = self.clip.text
+            hf_text.config.save_pretrained(str(vision / HF_TEXT_FOLDER))
+        save_weights(self.adapter, folder / ADAPTER_WEIGHTS)
+        save_weights(self.joint, folder / JOINT_WEIGHTS)
+        self.joint.tokenizer.save(joint)
+        write_json(folder / JOINT_CONFIG, self.joint.config.to_dict())
+
+    def _describe(self, folder: Path) -> BundleInfo:
+        vision = {
+            "name": self.clip_config.name,
+            "patch_dim": self.vision.patch_dim,
+            "num_patches": self.vision.num_patches,
+            "num_heads": self.vision.num_heads,
+            "embed_dim": self.vision.embed_dim,
+            "image_size": list(self.vision.image_size),
+        }
+        joint = {"text_embed_dim": self.joint.text_projection.out_features}
+        adapter = self.adapter.config.to_json()
+        return describe_bundle(
+            folder, vision=vision, adapter=adapter, joint=joint, trained=self.trained, notes=self.notes
+        )
+
+    def _loaded(self) -> BundleInfo:
+        if self.info is None:
+            raise ModelError("a bundle made in memory has no fingerprint yet: save it")
+        return self.info
+
+
+def _make_readable(folder: Path) -> None:
+    """Temporary folders and safetensors files begin as the owner's alone; a bundle is read by others too."""
+    folder.chmod(0o755)
+    for path in folder.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def _load_clip(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
+    clip = build_clip(config, info.path / VISION_FOLDER / HF_TEXT_FOLDER if config.hf_text_name else None)
+    weights = info.path / VISION_WEIGHTS
+    assign_weights(clip, read_weights(weights), str(weights))
+    return clip.requires_grad_(False)
+
+
+def _load_joint(info: BundleInfo) -> JointEncoder:
+    tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER)
+    joint = JointEncoder(bert_config(info.path / JOINT_CONFIG), tokenizer, int(info.joint["text_embed_dim"]))
+    weights = info.path / JOINT_WEIGHTS
+    assign_weights(joint, read_weights(weights), str(weights))
+    return joint
+
+
+def _check_fit(bundle: ModelBundle) -> None:
+    """Adapter, tower and joint encoder must have the same widths and counts where they meet."""
+    adapter, vision = bundle.adapter.config, bundle.vision
+    name = bundle.clip_config.name
+    if adapter.vision_dim != vision.patch_dim:
+        raise ModelError(
+            f"the adapter takes patch tokens of width {adapter.vision_dim}, but the vision tower {name} gives "
+            f"width {vision.patch_dim}: name the tower that the adapter was trained with"
+        )
+    if adapter.kind == "local" and adapter.num_tokens != vision.num_patches:
+        raise ModelError(
+            f"a local adapter stores every patch: {adapter.num_tokens} given, {name} has {vision.num_patches}"
+        )
+    if adapter.kind not in ("local", "compressed") and adapter.num_tokens > vision.num_patches:
+        raise ModelError(f"cannot keep {adapter.num_tokens} of the {vision.num_patches} patches of {name}")
+    if adapter.language_dim != bundle.joint.width:
+        raise ModelError(
+            f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads width "
+            f"{bundle.joint.width}: take both from the same training run"
+        )

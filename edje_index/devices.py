@@ -1,0 +1,24 @@
+"""Names of devices."""
+
+from __future__ import annotations
+
+import torch
+
+from edje_index.errors import ModelError
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device that a name stands for.
+
+    Raises:
+        ModelError: no such device, or no CUDA here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:N") from error
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"no device {device}: torch sees {torch.cuda.device_count()} CUDA devices; use --device cpu")
+    return target

@@ -1,0 +1,112 @@
+"""What the first bytes of a file say about an image, before any decoder is trusted with them.
+
+Owns the list of formats that are decoded and the sizes that a decoder would allocate for while it is only
+opening a file. Reads nothing but the bytes it is given and loads no imaging library.
+"""
+
+from __future__ import annotations
+
+import struct
+
+HEAD_BYTES = 32
+"""Bytes from the start of a file that `image_format` needs."""
+
+_MAGIC = (
+    (b"\xff\xd8\xff", "JPEG"),
+    (b"\x89PNG\r\n\x1a\n", "PNG"),
+    (b"GIF87a", "GIF"),
+    (b"GIF89a", "GIF"),
+    (b"II*\x00", "TIFF"),
+    (b"MM\x00*", "TIFF"),
+    (b"II+\x00", "TIFF"),
+    (b"MM\x00+", "TIFF"),
+    (b"\xff\x4f\xff\x51", "JPEG2000"),
+    (b"\x00\x00\x00\x0cjP  \r\n\x87\n", "JPEG2000"),
+    (b"qoif", "QOI"),
+)
+_AVIF_BRANDS = (b"avif", b"avis")
+_BMP_HEADER_BYTES = frozenset({12, 16, 40, 52, 56, 64, 108, 124})
+_NETPBM_KINDS = b"123456f"
+
+_NOT_DECODED = (
+    (b"\xff\x0a", "JPEG XL"),
+    (b"\x00\x00\x00\x0cJXL \r\n\x87\n", "JPEG XL"),
+    (b"8BPS", "Photoshop"),
+    (b"\x76\x2f\x31\x01", "OpenEXR"),
+    (b"\x00\x00\x01\x00", "icon"),
+    (b"%!PS", "PostScript"),
+    (b"%PDF", "PDF"),
+    (b"<svg", "SVG"),
+)
+
+
+def image_format(head: bytes) -> str | None:
+    """Pillow's name of the format that `head`, the first `HEAD_BYTES` of a file, opens; None if it is none of ours."""
+    for magic, name in _MAGIC:
+        if head.startswith(magic):
+            return name
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
+        return "WEBP"
+    if head[4:8] == b"ftyp" and head[8:12] in _AVIF_BRANDS:
+        return "AVIF"
+    if head[:2] == b"BM" and len(head) >= 18 and struct.unpack_from("<I", head, 14)[0] in _BMP_HEADER_BYTES:
+        return "BMP"
+    if head[:1] == b"P" and head[1:2] in _NETPBM_KINDS and head[1:2] and head[2:3].isspace():
+        return "PPM"
+    return None
+
+
+def undecoded_format(head: bytes) -> str | None:
+    """Name of a known image format that is not decoded here, for a message; None if `head` is none of those."""
+    if head[4:8] == b"ftyp":
+        return f"ISO media of brand {head[8:12].decode('latin-1')!r} (HEIC?)"
+    return next((name for magic, name in _NOT_DECODED if head.startswith(magic)), None)
+
+
+def canvas_size(data: bytes, name: str) -> tuple[int, int] | None:
+    """(width, height) that the decoder of format `name` allocates for on opening; None where it allocates nothing.
+
+    WebP: the container's canvas (VP8X), or the key frame's size. GIF: the logical screen, widened to the
+    first frame, which may reach beyond it. Damaged headers give None: opening them fails by itself.
+    """
+    try:
+        if name == "WEBP":
+            return _webp_canvas(data)
+        if name == "GIF":
+            return _gif_canvas(data)
+    except (struct.error, IndexError):
+        return None
+    return None
+
+
+def _webp_canvas(data: bytes) -> tuple[int, int] | None:
+    """RFC 9649: sizes less one in 24 bits (VP8X) or 14 bits (VP8L); sizes in 14 bits (VP8)."""
+    kind = data[12:16]
+    if kind == b"VP8X":
+        return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
+    if kind == b"VP8L":
+        (bits,) = struct.unpack_from("<I", data, 21)
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    if kind == b"VP8 ":
+        width, height = struct.unpack_from("<HH", data, 26)
+        return width & 0x3FFF, height & 0x3FFF
+    return None
+
+
+def _gif_canvas(data: bytes) -> tuple[int, int]:
+    """GIF89a section 18 (screen) and 20 (frame); the extension blocks between them are skipped."""
+    width, height, flags = struct.unpack_from("<HHB", data, 6)
+    place = 13 + ((2 << (flags & 7)) * 3 if flags & 0x80 else 0)
+    while data[place] != 0x2C:
+        place += 1
+        if data[place - 1] == 0x21:
+            place = _after_blocks(data, place + 1)
+    left, top, frame_width, frame_height = struct.unpack_from("<HHHH", data, place + 1)
+    return max(width, left + frame_width), max(height, top + frame_height)
+
+
+def _after_blocks(data: bytes, place: int) -> int:
+    """Place after the chain of sub-blocks at `place`: each a length byte and its bytes, ended by a length of 0."""
+    while data[place]:
+        place += 1 + data[place]
+    return place + 1

@@ -1,0 +1,111 @@
+"""Searching an index: text embedding, nearest rows, token fetch, joint encoder, sort (the paper's algorithm 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from edje_index.ann import AnnIndex
+from edje_index.errors import ModelError
+from storage_formats.errors import UsageError
+from storage_formats.manifest import Manifest
+from storage_formats.rows import read_rows
+from storage_formats.token_store import TokenStore
+
+if TYPE_CHECKING:
+    from edje_index.bundle import ModelBundle
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One result.
+
+    Attributes:
+        row_id: its row.
+        uri: where the image came from.
+        embedding_score: cosine similarity of text and image embedding.
+        joint_score: logit of the joint encoder; None without re-ranking.
+    """
+
+    row_id: int
+    uri: str
+    embedding_score: float
+    joint_score: float | None
+
+
+class TokenIndex:
+    """An index with the model that it was built by, ready to be searched."""
+
+    def __init__(self, root: Path, manifest: Manifest, model: ModelBundle, precision: str) -> None:
+        self._root = root
+        self._ann = AnnIndex(root)
+        self._store = TokenStore.open(root, precision)
+        self.manifest = manifest
+        self.model = model
+
+    @classmethod
+    def open(
+        cls,
+        root: str | Path,
+        model: str | Path | None = None,
+        *,
+        precision: str | None = None,
+        device: str = "auto",
+    ) -> TokenIndex:
+        """Open the index at `root`.
+
+        Args:
+            root: the index.
+            model: bundle to search with; the one that built the index where it is None.
+            precision: tokens to re-rank with; the first that the index holds where it is None.
+            device: "auto", "cpu" or "cuda", for the text tower and the joint encoder.
+
+        Raises:
+            UsageError: no index, no such precision.
+            ModelError: the bundle is not there, or it did not build this index.
+        """
+        from edje_index.bundle import ModelBundle
+        from edje_index.bundle_info import read_bundle_info
+
+        manifest = Manifest.load(root)
+        path = Path(model) if model is not None else Path(manifest.model["bundle"])
+        if model is None and not path.exists():
+            raise ModelError(f"the model bundle {path} that built {root} is gone; name its place with --model")
+        info = read_bundle_info(path)
+        built_by = manifest.model["fingerprint"]
+        if info.encoder_fingerprint != built_by:
+            raise ModelError(
+                f"the bundle {path} did not build {root}: its encoder is {info.encoder_fingerprint}, "
+                f"the index has {built_by}"
+            )
+        precision = precision or manifest.spec.precisions[0]
+        return cls(Path(root), manifest, ModelBundle.load(path, device=device), precision)
+
+    def search(self, text: str, k: int = 10, pool: int = 100, *, rerank: bool = True) -> list[Hit]:
+        """The `k` best images for `text`, best first.
+
+        Args:
+            text: the query.
+            k: number of hits.
+            pool: nearest rows by embedding that the joint encoder scores; at least `k`.
+            rerank: False keeps the order of the embeddings.
+        """
+        if not text.strip():
+            raise UsageError("the query is empty")
+        if k < 1 or pool < k:
+            raise UsageError(f"need 1 <= k <= pool, got k = {k}, pool = {pool}")
+        query = self.model.text.encode([text])[0]
+        rows, similarities = self._ann.nearest(query, pool if rerank else k)
+        if not len(rows):
+            return []
+        scores = self.model.joint.score(text, self._store.fetch(rows)).numpy(force=True) if rerank else None
+        # Stable, so that equal scores keep the order of the embeddings.
+        order = np.argsort(-scores if scores is not None else -similarities, kind="stable")[:k]
+        uris = read_rows(self._root, rows[order], ["uri"])["uri"].to_pylist()
+        return [
+            Hit(int(rows[at]), uri, float(similarities[at]), None if scores is None else float(scores[at]))
+            for at, uri in zip(order, uris, strict=True)
+        ]

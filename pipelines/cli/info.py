@@ -1,0 +1,113 @@
+"""`edje-index info`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipelines.cli.output import json_option, print_json
+from storage_formats.layout import Layout
+
+
+@click.command(no_args_is_help=True)
+@click.argument("index", type=click.Path(path_type=Path))
+@json_option
+def info(index: Path, as_json: bool) -> None:
+    """Show what INDEX holds and how it was made; of a begun one, how far it is.
+
+    \b
+    Examples:
+      edje-index info photos.edje
+      edje-index info photos.edje --json
+    """
+    value = describe_index(index)
+    if as_json:
+        print_json(value)
+    else:
+        for name, shown in _lines(value):
+            click.echo(f"{name:<14}{shown}")
+
+
+def describe_index(root: Path) -> dict[str, Any]:
+    """What is known of a finished or begun index. EdjeError where there is none."""
+    from pipelines.plan import read_plan
+
+    if not Layout(root).manifest.exists() and (plan := read_plan(root)) is not None:
+        return {
+            "index": str(root),
+            "state": "begun",
+            "rows": plan.spec.rows,
+            "shards": plan.spec.shards,
+            "finished_shards": _finished_shards(root, plan.spec.shards, plan.fingerprint),
+            "shard_size": plan.spec.shard_size,
+            "block_shape": list(plan.spec.block_shape),
+            "embed_dim": plan.spec.embed_dim,
+            "precisions": list(plan.spec.precisions),
+            "model": plan.model,
+            "plan": plan.fingerprint,
+        }
+    from dataclasses import asdict
+
+    from storage_formats.manifest import Manifest
+
+    manifest = Manifest.load(root)
+    spec, counts = manifest.spec, manifest.counts
+    sizes = manifest.shard_files(root)["bytes"].to_pylist()
+    return {
+        "index": str(root),
+        "state": "finished",
+        "rows": spec.rows,
+        "counts": {**asdict(counts), "failed_total": counts.failed_total},
+        "shards": spec.shards,
+        "shard_size": spec.shard_size,
+        "block_shape": list(spec.block_shape),
+        "embed_dim": spec.embed_dim,
+        "precisions": list(spec.precisions),
+        "bytes": sum(sizes) + sum(int(file["bytes"]) for file in manifest.ann.get("files", [])),
+        "ann": manifest.ann,
+        "model": manifest.model,
+        "settings": manifest.settings,
+        "plan": manifest.plan,
+        "format_version": manifest.format_version,
+        "created_by": manifest.created_by,
+    }
+
+
+def _finished_shards(root: Path, shards: int, plan: str) -> int:
+    from storage_formats.receipts import read_receipt
+
+    layout = Layout(root)
+    return sum(read_receipt(layout, shard, plan) is not None for shard in range(shards))
+
+
+def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
+    """The part of the description that people ask for first."""
+    from pipelines.estimates import human_bytes
+
+    m, d = value["block_shape"]
+    lines = [("index", value["index"]), ("state", value["state"])]
+    if value["state"] == "begun":
+        lines.append(("shards", f"{value['finished_shards']:,} of {value['shards']:,} finished; build again to resume"))
+    else:
+        counts = value["counts"]
+        failed = "".join(f", {reason} {count:,}" for reason, count in counts["failed"].items())
+        lines += [
+            ("inputs", f"{counts['inputs']:,}"),
+            ("indexed", f"{counts['indexed']:,}"),
+            ("duplicates", f"{counts['duplicates']:,}"),
+            ("failed", f"{counts['failed_total']:,}{failed}"),
+            ("shards", f"{value['shards']:,} of {value['shard_size']:,} rows"),
+            ("size", human_bytes(value["bytes"])),
+            ("search", f"{value['ann'].get('kind')}, {value['ann'].get('vectors', 0):,} vectors"),
+        ]
+    model = value["model"]
+    untrained = "" if model.get("trained", True) else ", untrained"
+    return [
+        *lines,
+        ("tokens", f"{m} x {d}, {', '.join(value['precisions'])}"),
+        ("embeddings", f"{value['embed_dim']}, float32"),
+        ("model", f"{model.get('vision', 'unknown')}{untrained}, {model['fingerprint']}"),
+        ("plan", value["plan"]),
+    ]

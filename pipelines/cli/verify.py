@@ -1,0 +1,35 @@
+"""`edje-index verify`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from pipelines.cli.output import json_option, note, print_json
+
+
+@click.command(no_args_is_help=True)
+@click.argument("index", type=click.Path(path_type=Path))
+@json_option
+def verify(index: Path, as_json: bool) -> int:
+    """Read every file of INDEX and check it: checksums, rows, counts, and that stock Zarr readers open it.
+
+    Ends with exit code 1 when there is a problem.
+
+    \b
+    Examples:
+      edje-index verify photos.edje
+      edje-index verify photos.edje --json
+    """
+    from storage_formats.verify import verify_index
+
+    problems = verify_index(index)
+    if as_json:
+        print_json({"index": str(index), "sound": not problems, "problems": [asdict(problem) for problem in problems]})
+    for problem in problems:
+        note(f"{problem.path}: {problem.message}")
+    if not as_json:
+        click.echo(f"{index}: {f'{len(problems)} problems' if problems else 'sound'}")
+    return 1 if problems else 0

@@ -1,0 +1,3 @@
+"""Execution engines: ways to run independent tasks on long-lived workers."""
+
+from __future__ import annotations

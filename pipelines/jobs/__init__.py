@@ -1,0 +1,3 @@
+"""Jobs: what a command does, free of any command line."""
+
+from __future__ import annotations

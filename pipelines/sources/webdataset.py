@@ -1,0 +1,78 @@
+"""A WebDataset shard: an uncompressed tar whose image members are inputs, read in place."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from edje_index.image_headers import HEAD_BYTES
+from edje_index.inputs import InputRef, display_path
+from pipelines.sources.folder import problem_of
+from pipelines.sources.selection import Ignored, ignored_as
+from pipelines.sources.tar_headers import FOLDER, OTHER, REGULAR, TarDamage, TarMember, iter_members
+
+
+@dataclass
+class WebDatasetSource:
+    """The image members of one tar, in their order; captions and the like are counted as ignored.
+
+    A member is read later at its place in the tar, so nothing is unpacked. Links and sparse members have no bytes of
+    their own in one piece: as images they are inputs that failed as "unsupported-member". Whatever
+    lies behind a damaged place is one input that failed as "truncated-archive" or "damaged-archive".
+    """
+
+    spec: str
+    kind: str = "webdataset"
+    path: bytes = field(init=False)
+    ignored: Ignored = field(init=False, default_factory=Ignored)
+
+    def __post_init__(self) -> None:
+        self.path = os.path.abspath(os.fsencode(self.spec))
+
+    def iter_inputs(self) -> Iterator[InputRef]:
+        self.ignored.clear()
+        uri = display_path(self.path)
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            yield InputRef(uri, self.path, problem=problem_of(error))
+            return
+        try:
+            if sys.platform == "linux":  # headers alone are read: reading ahead would read everything
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            yield from self._members(fd, uri)
+        except TarDamage as damage:
+            yield InputRef(uri, self.path, problem=damage.reason)
+        except OSError as error:
+            yield InputRef(uri, self.path, problem=problem_of(error))
+        finally:
+            os.close(fd)
+
+    def _members(self, fd: int, uri: str) -> Iterator[InputRef]:
+        end = os.fstat(fd).st_size
+        for member in iter_members(fd):
+            ref = self._input(fd, uri, member)
+            if member.offset + member.size > end and member.kind == REGULAR:
+                yield InputRef(ref.uri if ref else uri, self.path, problem="truncated-archive")
+                return
+            if ref is not None:
+                yield ref
+
+    def _input(self, fd: int, uri: str, member: TarMember) -> InputRef | None:
+        if member.kind == FOLDER:
+            return None
+        parts = [part for part in member.name.split(b"/") if part not in (b"", b".", b"..")]
+        if member.kind == OTHER or not parts:
+            self.ignored.count("(not a file)")
+            return None
+        hidden = next((part for part in parts if part.startswith(b".")), parts[-1])
+        ignored = ignored_as(hidden, lambda: os.pread(fd, min(HEAD_BYTES, member.size), member.offset))
+        if ignored is not None:
+            self.ignored.count(ignored)
+            return None
+        member_uri = f"{uri}!{display_path(member.name)}"
+        if member.kind != REGULAR:
+            return InputRef(member_uri, self.path, problem="unsupported-member")
+        return InputRef(member_uri, self.path, member.offset, member.size, member=True)

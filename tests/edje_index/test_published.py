@@ -1,0 +1,171 @@
+"""Checkpoints in the format of the published training code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from edje_index import load_published_checkpoint
+from edje_index.errors import ModelError
+from tests.edje_index.published_cases import (
+    Case,
+    expected_scores,
+    expected_tokens,
+    write_case,
+    write_tokenizer,
+)
+
+TOLERANCE = 1e-5
+LONG = "a red dog on the beach , " * 30
+CAPTIONS = ["a dog", "", LONG, "the red cars on the beach!"]
+CASES = [
+    Case(),
+    Case(tokens=None),
+    Case(tokens=1, activation="relu"),
+    Case(tokens=9, activation="gelu_new", hidden=8, vision_heads=8, eps=1e-5),
+    Case(tokens=16, activation="quick_gelu", width=24, heads=6, layers=1),
+    Case(tokens=None, activation="silu", patches=49),
+    Case(tokens=20, positions=40),
+]
+
+
+@pytest.mark.parametrize("name", ["compressed_small", "local_small"])
+def test_golden_case(shared: Path, name: str) -> None:
+    """Outputs of the authors' own code."""
+    folder = shared / "golden" / name
+    case = json.loads((folder / "case.json").read_text())
+    expected = load_file(folder / "expected.safetensors")
+    model = load_published_checkpoint(
+        folder / "checkpoint.pth",
+        folder / "tokenizer",
+        vision_heads=case["vision_heads"],
+        layer_norm_eps=case["layer_norm_eps"],
+    )
+    tokens = model.adapter(expected["vision_tokens"])
+    torch.testing.assert_close(tokens, expected["adapter_output"], atol=TOLERANCE, rtol=0)
+    scores = model.score(case["captions"], expected["adapter_output"])
+    torch.testing.assert_close(scores, expected["logits"], atol=TOLERANCE, rtol=0)
+    inputs = model.joint.tokenizer.inputs(case["captions"], tokens.shape[1])
+    for field in ("input_ids", "token_type_ids", "attention_mask"):
+        assert torch.equal(getattr(inputs, field), expected[field])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.tokens}-{case.activation}-{case.positions}")
+def test_matches_plain_arithmetic(tmp_path: Path, case: Case) -> None:
+    state = write_case(tmp_path, case)
+    model = load_published_checkpoint(
+        tmp_path / "checkpoint.pth",
+        tmp_path / "tokenizer",
+        vision_heads=case.vision_heads,
+        layer_norm_eps=case.eps,
+    )
+    patches = torch.randn(len(CAPTIONS), case.patches, case.vision_dim, generator=torch.Generator().manual_seed(3))
+    tokens = model.adapter(patches)
+    torch.testing.assert_close(tokens, expected_tokens(state, case, patches), atol=TOLERANCE, rtol=0)
+    m = tokens.shape[1]
+    rows = _stock_rows(tmp_path / "tokenizer", CAPTIONS, m)
+    inputs = model.joint.tokenizer.inputs(CAPTIONS, m)
+    for field in rows:
+        assert torch.equal(getattr(inputs, field), rows[field])
+    assert inputs.input_ids.shape[1] == 64 + m, "the long caption fills a row"
+    expected = expected_scores(state, case, rows, tokens, model.joint.tokenizer.image_token_id)
+    torch.testing.assert_close(model.score(CAPTIONS, tokens), expected, atol=TOLERANCE, rtol=0)
+
+
+def _stock_rows(folder: Path, captions: list[str], m: int) -> dict[str, torch.Tensor]:
+    """Rows by the tokenizer's own pair encoding, as the published code asks for them."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pairs = (captions, ["<image>" * m] * len(captions))
+    encoded = tokenizer(*pairs, padding=True, truncation="only_first", max_length=64 + m, return_tensors="pt")
+    return dict(encoded)
+
+
+def test_tokenizer_without_image_word_gets_it(tmp_path: Path) -> None:
+    """The language model's own tokenizer does as well: training added the word at the end."""
+    case = Case()
+    write_case(tmp_path, case)
+    write_tokenizer(tmp_path / "bare", case, image_token=False)
+    blocks = torch.randn(2, 6, case.width)
+    scores = [
+        load_published_checkpoint(tmp_path / "checkpoint.pth", tmp_path / name, vision_heads=3).score("a dog", blocks)
+        for name in ("tokenizer", "bare")
+    ]
+    assert torch.equal(*scores)
+
+
+class Payload:
+    """Unpickling this would create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("save", ["torch", "pickle"])
+def test_never_runs_what_a_checkpoint_holds(tmp_path: Path, save: str) -> None:
+    write_case(tmp_path, Case())
+    path = tmp_path / "evil.pth"
+    content = {"model": {}, "config": Payload(tmp_path / "touched")}
+    if save == "torch":
+        torch.save(content, path)
+    else:
+        path.write_bytes(pickle.dumps(content))
+    with pytest.raises(ModelError, match="could run code") as error:
+        load_published_checkpoint(path, tmp_path / "tokenizer", vision_heads=3)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "cannot read|refused to read"),
+        (b"not a checkpoint", "refused to read|cannot read"),
+        ([1, 2], "not a training checkpoint"),
+        ({"state_dict": {}}, "no 'model' weights"),
+        ({"model": {"weight": 3}}, "no 'model' weights"),
+        ({"model": {}}, "it lacks"),
+    ],
+    ids=["empty", "text", "list", "no-model", "no-tensors", "no-weights"],
+)
+def test_other_files_are_refused(tmp_path: Path, content: object, message: str) -> None:
+    write_tokenizer(tmp_path / "tokenizer", Case())
+    path = tmp_path / "other.pth"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(ModelError, match=message):
+        load_published_checkpoint(path, tmp_path / "tokenizer", vision_heads=3)
+
+
+def test_says_what_is_missing_or_does_not_fit(tmp_path: Path) -> None:
+    case = Case()
+    state = write_case(tmp_path, case)
+    checkpoint, tokenizer = tmp_path / "checkpoint.pth", tmp_path / "tokenizer"
+    with pytest.raises(ModelError, match="no checkpoint file"):
+        load_published_checkpoint(tmp_path / "absent.pth", tokenizer, vision_heads=3)
+    with pytest.raises(ModelError, match="configuration"):
+        load_published_checkpoint(checkpoint, tmp_path / "absent", vision_heads=3)
+    with pytest.raises(ModelError, match="5 heads do not divide the tower's width 24"):
+        load_published_checkpoint(checkpoint, tokenizer, vision_heads=5)
+    for name in ("vision_projection.value.bias", "language_model.bert.encoder.layer.1.output.dense.weight"):
+        torch.save({"model": {k: v for k, v in state.items() if k != name}}, tmp_path / "part.pth")
+        with pytest.raises(ModelError, match="1 tensors missing"):
+            load_published_checkpoint(tmp_path / "part.pth", tokenizer, vision_heads=3)
+    torch.save({"model": {k: v for k, v in state.items() if "vision_projection" not in k}}, tmp_path / "part.pth")
+    with pytest.raises(ModelError, match="holds no adapter"):
+        load_published_checkpoint(tmp_path / "part.pth", tokenizer, vision_heads=3)
+    wide = state | {"vision_projection.projection.weight": torch.zeros(20, 24)}
+    torch.save({"model": wide | {"vision_projection.projection.bias": torch.zeros(20)}}, tmp_path / "part.pth")
+    with pytest.raises(ModelError, match="width 20, the joint 16"):
+        load_published_checkpoint(tmp_path / "part.pth", tokenizer, vision_heads=3)

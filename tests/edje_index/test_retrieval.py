@@ -1,0 +1,98 @@
+"""Search over an index that the same tiny model built, against the same steps done by hand."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from edje_index import TokenIndex
+from edje_index.ann import build_ann
+from edje_index.bundle import ModelBundle
+from edje_index.encoder import ImageEncoder
+from edje_index.errors import ModelError
+from edje_index.inputs import InputRef, write_inputs
+from edje_index.shard_encoding import ShardTask, encode_shard
+from edje_index.untrained import TINY, create_untrained_bundle
+from storage_formats import TokenStore, UsageError
+from storage_formats.embeddings import iter_embeddings
+from storage_formats.layout import IndexSpec, Layout
+from storage_formats.publish import Provenance, begin_index, finish_index
+
+SPEC = IndexSpec(rows=12, shard_size=8, block_shape=(4, 16), embed_dim=24)
+HOLE = 5
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("search")
+    info = create_untrained_bundle(folder / "model", sizes=TINY)
+    root = folder / "index"
+    begin_index(root, SPEC)
+    encoder = ImageEncoder.open(folder / "model", device="cpu", threads=1)
+    receipts = []
+    for shard in range(SPEC.shards):
+        refs = [photo(folder, row) for row in SPEC.shard_rows(shard)]
+        Layout(root).inputs(shard).parent.mkdir(exist_ok=True)
+        write_inputs(Layout(root).inputs(shard), refs)
+        receipts.append(encode_shard(ShardTask(str(root), shard, SPEC, "plan", 4, 10**7, 1), encoder))
+    model = {"fingerprint": info.encoder_fingerprint, "bundle": str(folder / "model")}
+    finish_index(root, SPEC, receipts, Provenance(model, {}, "plan"), build_ann(root, SPEC))
+    return root, folder / "model"
+
+
+def photo(folder, row: int) -> InputRef:
+    path = folder / f"{row}.png"
+    if row == HOLE:
+        path.write_bytes(b"not an image")
+    else:
+        pixels = np.random.default_rng(row).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    return InputRef(str(path), os.fsencode(path))
+
+
+def by_hand(built, text: str, pool: int) -> list[tuple[int, float, float]]:
+    root, model = built
+    bundle = ModelBundle.load(model)
+    embeddings = np.concatenate([vectors for _, vectors in iter_embeddings(root, SPEC)])
+    similarity = np.nan_to_num(embeddings @ bundle.text.encode([text])[0], nan=-9)
+    rows = np.argsort(-similarity)[:pool]
+    blocks = TokenStore.open(root).fetch(rows)
+    scores = [float(bundle.joint.score([text], block[None])[0]) for block in blocks]
+    found = [(int(row), float(similarity[row]), score) for row, score in zip(rows, scores, strict=True)]
+    return sorted(found, key=lambda hit: -hit[2])
+
+
+def test_hits_are_the_pool_sorted_by_the_joint_encoder(built):
+    hits = TokenIndex.open(built[0]).search("a red canoe", k=3, pool=6)
+    expected = by_hand(built, "a red canoe", 6)[:3]
+    assert [hit.row_id for hit in hits] == [row for row, _, _ in expected]
+    np.testing.assert_allclose([hit.embedding_score for hit in hits], [score for _, score, _ in expected], atol=1e-5)
+    np.testing.assert_allclose([hit.joint_score for hit in hits], [score for _, _, score in expected], atol=1e-5)
+    assert [os.path.basename(hit.uri) for hit in hits] == [f"{hit.row_id}.png" for hit in hits]
+
+
+def test_without_the_joint_encoder_the_embeddings_decide(built):
+    hits = TokenIndex.open(built[0]).search("a red canoe", k=4, pool=6, rerank=False)
+    expected = sorted(by_hand(built, "a red canoe", 6), key=lambda hit: -hit[1])[:4]
+    assert [hit.row_id for hit in hits] == [row for row, _, _ in expected]
+    assert {hit.joint_score for hit in hits} == {None}
+
+
+def test_holes_are_never_found(built):
+    hits = TokenIndex.open(built[0]).search("anything", k=100, pool=100)
+    assert sorted(hit.row_id for hit in hits) == [row for row in range(SPEC.rows) if row != HOLE]
+
+
+@pytest.mark.parametrize(("text", "k", "pool"), [("", 1, 1), ("  ", 1, 1), ("x", 0, 1), ("x", 2, 1)])
+def test_senseless_requests_are_refused(built, text, k, pool):
+    with pytest.raises(UsageError):
+        TokenIndex.open(built[0]).search(text, k=k, pool=pool)
+
+
+def test_only_the_model_that_built_an_index_searches_it(built, tmp_path):
+    create_untrained_bundle(tmp_path / "other", seed=1, sizes=TINY)
+    with pytest.raises(ModelError, match="did not build"):
+        TokenIndex.open(built[0], model=tmp_path / "other")

@@ -1,0 +1,58 @@
+"""Small open_clip models with random weights, of the same classes as the real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from edje_index._torchvision_compat import prepare_torchvision
+
+prepare_torchvision()
+
+import open_clip  # noqa: E402
+
+from edje_index.clip_model import ClipConfig, build_clip  # noqa: E402
+
+SMALL_TEXT = {"context_length": 16, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}
+PREPROCESS = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "resize_mode": "squash"}
+
+
+def clip_config(**vision: Any) -> ClipConfig:
+    """open_clip's own transformer: class token, 16 patches of 32 pixels, width 32, 2 heads."""
+    settings = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 3, "head_width": 16, **vision}
+    model = {"embed_dim": 24, "vision_cfg": settings, "text_cfg": SMALL_TEXT}
+    return ClipConfig("small-clip", model, {"size": [32, 32]})
+
+
+def timm_config(name: str, size: int, pool: str = "map", embed_dim: int = 192) -> ClipConfig:
+    """A timm trunk with a small text tower, set up as open_clip does SigLIP."""
+    vision = {
+        "image_size": size,
+        "timm_model_name": name,
+        "timm_model_pretrained": False,
+        "timm_pool": pool,
+        "timm_proj": "none",
+    }
+    model = {"embed_dim": embed_dim, "vision_cfg": vision, "text_cfg": SMALL_TEXT, "custom_text": True}
+    return ClipConfig(name, model, {"size": [size, size], **PREPROCESS})
+
+
+def published_config(name: str) -> ClipConfig:
+    """A model that open_clip knows by name, with its real image tower and a small text tower."""
+    model = open_clip.get_model_config(name)
+    model["text_cfg"] = SMALL_TEXT
+    size = model["vision_cfg"]["image_size"]
+    return ClipConfig(name, model, {"size": [size, size]})
+
+
+def random_clip(config: ClipConfig, seed: int = 0) -> torch.nn.Module:
+    """The model of a configuration, its weights decided by ``seed``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build_clip(config)
+
+
+def random_pixels(config: ClipConfig, count: int = 2) -> torch.Tensor:
+    """Float32 [count, 3, height, width]."""
+    return torch.randn(count, 3, *config.preprocess["size"], generator=torch.Generator().manual_seed(1))

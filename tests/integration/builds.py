@@ -1,0 +1,61 @@
+"""Builds as a user runs them: photos on disk, the command line in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from storage_formats.rows import TIMING_COLUMNS, read_rows
+from tests.conftest import REPO
+
+
+def make_photos(folder: Path, count: int) -> None:
+    """`count` small JPEGs, of which each seventh is cut short and each eleventh repeats the one before."""
+    folder.mkdir(parents=True)
+    for at in range(count):
+        path = folder / f"{at:04d}.jpg"
+        if at % 11 == 10:
+            path.write_bytes((folder / f"{at - 1:04d}.jpg").read_bytes())
+            continue
+        pixels = np.random.default_rng(at).integers(0, 255, (48, 64, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+        if at % 7 == 6:
+            path.write_bytes(path.read_bytes()[:1500])
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """The command line of `edje-index ARGUMENTS`."""
+    return [sys.executable, "-m", "pipelines.cli", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with the source tree importable from any folder."""
+    return {**os.environ, "PYTHONPATH": str(REPO)}
+
+
+def run(*arguments: str | Path, expect: int = 0) -> dict[str, Any]:
+    """Run `edje-index ARGUMENTS --json` and return its object; fails unless the exit code is `expect`."""
+    done = subprocess.run(
+        command(*arguments, "--json"), capture_output=True, text=True, env=environment(), check=False, timeout=300
+    )
+    assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    value: dict[str, Any] = json.loads(done.stdout)
+    return value
+
+
+def contents(root: Path) -> dict[str, Any]:
+    """Everything of a finished index that must not differ between two builds of one plan."""
+    folders = [root / name for name in ("tokens", "embeddings", "checksums", "ann")]
+    files = sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
+    found: dict[str, Any] = {str(path.relative_to(root)): path.read_bytes() for path in files}
+    found["rows"] = read_rows(root).drop_columns(list(TIMING_COLUMNS)).to_pylist()
+    manifest = json.loads((root / "index.json").read_text())
+    return found | {name: manifest[name] for name in ("plan", "counts", "rows", "shards", "ann")}

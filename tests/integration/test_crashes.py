@@ -1,0 +1,125 @@
+"""Real processes killed with SIGKILL at random moments; what is resumed ends in the same bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from edje_index.untrained import TINY, create_untrained_bundle
+from storage_formats import verify_index
+from tests.integration.builds import command, contents, environment, make_photos, run
+
+PHOTOS, SHARD_SIZE = 120, 8
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """Folder with photos, a tiny model, and an index that was built without any crash."""
+    folder = tmp_path_factory.mktemp("crashes")
+    make_photos(folder / "photos", PHOTOS)
+    create_untrained_bundle(folder / "model", sizes=TINY)
+    run(*build(folder, folder / "calm", "inline"))
+    return folder
+
+
+def build(folder: Path, out: Path, engine: str, workers: int = 1) -> list[str | Path]:
+    options = ["--engine", engine, "--shard-size", SHARD_SIZE, "--batch-size", 4, "--threads", 1, "--dedupe"]
+    if engine == "ray":
+        options += ["--workers", workers]
+    return ["build", folder / "photos", "--out", out, "--model", folder / "model", *map(str, options)]
+
+
+def start(arguments: list[str | Path]) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(*arguments, "--json"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
+    )
+
+
+def victims(process: subprocess.Popen, kind: str) -> list[psutil.Process]:
+    """Living processes of a build: the driver itself, Ray's workers, or its raylet."""
+    driver = psutil.Process(process.pid)
+    if kind == "driver":
+        return [driver]
+    names = {"worker": "ray::", "raylet": "raylet"}
+    found = []
+    for child in driver.children(recursive=True):
+        try:
+            if names[kind] in " ".join(child.cmdline()[:1]):
+                found.append(child)
+        except psutil.Error:
+            continue
+    return found
+
+
+def kill_once(process: subprocess.Popen, kind: str, delay: float) -> bool:
+    """SIGKILL one process of `kind` after `delay` seconds; False where none came to life before the build ended."""
+    time.sleep(delay)
+    while process.poll() is None:
+        try:
+            if found := victims(process, kind):
+                os.kill(found[0].pid, signal.SIGKILL)
+                return True
+        except (psutil.Error, ProcessLookupError):
+            pass
+        time.sleep(0.02)
+    return False
+
+
+def ray_leftovers(before: set[int]) -> list[int]:
+    """Ray's processes that were not there before and do not go away."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = [
+            process.pid
+            for process in psutil.process_iter(["cmdline"])
+            if process.pid not in before and any("raylet" in part for part in process.info["cmdline"] or [])
+        ]
+        if not found:
+            return []
+        time.sleep(0.5)
+    return found
+
+
+def crash_and_resume(case: Path, out: Path, kinds: list[str], seed: int) -> int:
+    """Begin a build, kill a process of each kind in turn, resume at the end; returns how many kills hit."""
+    chance = random.Random(seed)
+    before = {process.pid for process in psutil.process_iter()}
+    hits = 0
+    for kind in kinds:
+        engine = "inline" if kind == "inline" else "ray"
+        process = start(build(case, out, engine, workers=chance.choice([1, 2])))
+        hits += kill_once(process, "driver" if kind == "inline" else kind, chance.uniform(0, 1.5))
+        process.wait(timeout=180)
+    result = run(*build(case, out, "inline"))
+    assert result["inputs"] == result["indexed"] + result["duplicates"] + result["failed"] == PHOTOS
+    assert verify_index(out) == []
+    assert ray_leftovers(before) == []
+    return hits
+
+
+def test_a_killed_build_resumes_to_the_same_bytes(case, tmp_path):
+    assert crash_and_resume(case, tmp_path / "index", ["inline", "worker", "driver"], seed=1) >= 2
+    assert contents(tmp_path / "index") == contents(case / "calm")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_engines_and_workers_give_the_same_bytes(case, tmp_path, workers):
+    result = run(*build(case, tmp_path / "index", "ray", workers))
+    assert result["failed"] == 16
+    assert result["duplicates"] == 9
+    assert contents(tmp_path / "index") == contents(case / "calm")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_twenty_kills_at_random_moments(case, tmp_path, seed):
+    """Four kills a case, five cases: worker, driver, raylet and the inline engine."""
+    crash_and_resume(case, tmp_path / "index", ["worker", "raylet", "driver", "inline"], seed)
+    assert contents(tmp_path / "index") == contents(case / "calm")
