@@ -1,7 +1,7 @@
 """Pillow, set up once for a program that decodes whatever it is given: its openers, and silence.
 
-What became of an input is said by its row, so neither Pillow's warnings nor the lines that libtiff prints by
-itself on damaged files belong on the user's screen.
+What became of an input is said by its row, so neither Pillow's warnings and log nor the lines that libtiff prints
+by itself on damaged files belong on the user's screen.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import logging
 import re
 import warnings
 from pathlib import Path
@@ -23,6 +24,7 @@ _WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 def openers() -> dict[str, Any]:
     """Pillow's opener of each format. Calling one says what is wrong where `Image.open` says "cannot identify"."""
     Image.init()
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # without handlers, its errors would go to stderr
     _silence_libtiff()
     return {name: opener for name, (opener, _) in Image.OPEN.items()}
 

@@ -345,7 +345,7 @@ def _local_node(wanted: dict[str, int]) -> Iterator[Any]:
         def start_api_server(self, **_: Any) -> None:
             """Not started: it serves the dashboard and job submission."""
 
-    folder = tempfile.mkdtemp(prefix="edje-ray-", dir="/tmp" if os.access("/tmp", os.W_OK) else None)
+    folder = tempfile.mkdtemp(prefix=f"edje-ray-{os.getpid()}-", dir="/tmp" if os.access("/tmp", os.W_OK) else None)
     params: dict[str, Any] = {
         "node_ip_address": "127.0.0.1",
         "num_cpus": wanted["CPU"],

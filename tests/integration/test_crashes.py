@@ -113,7 +113,7 @@ def test_a_killed_build_resumes_to_the_same_bytes(case, tmp_path):
 def test_engines_and_workers_give_the_same_bytes(case, tmp_path, workers):
     result = run(*build(case, tmp_path / "index", "ray", workers))
     assert result["failed"] == 16
-    assert result["duplicates"] == 9
+    assert result["duplicates"] == 10
     assert contents(tmp_path / "index") == contents(case / "calm")
 
 

@@ -1,0 +1,80 @@
+"""Duplicates depend on the inputs alone: the first of identical ones is the original."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edje_index.images import content_hash
+from edje_index.inputs import InputRef
+from pipelines.sources import mark_duplicates
+
+
+def refs_of(folder: Path, contents: list[bytes | None]) -> list[InputRef]:
+    """An input for each content; None is a file that is missing."""
+    refs = []
+    for row, content in enumerate(contents):
+        path = folder / f"{row}.jpg"
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        refs.append(InputRef(str(path), os.fsencode(path), size=None if content is None else len(content)))
+    return refs
+
+
+@given(st.lists(st.none() | st.sampled_from([b"", b"a", b"b", b"c"]), max_size=80))
+def test_first_of_identical_inputs_is_the_original(tmp_path_factory: pytest.TempPathFactory, contents: list) -> None:
+    folder = tmp_path_factory.getbasetemp() / "dedupe"
+    folder.mkdir(exist_ok=True)
+    refs = refs_of(folder, contents)
+    done: list[int] = []
+    marked = list(mark_duplicates(refs, done.append))
+    assert [ref.uri for ref in marked] == [ref.uri for ref in refs]
+    assert done == list(range(1, len(refs) + 1))
+    for row, (ref, content) in enumerate(zip(marked, contents, strict=True)):
+        first = contents.index(content)
+        if not content:
+            assert (ref.problem, ref.content_hash, ref.duplicate_of) == (
+                "missing" if content is None else "empty",
+                None,
+                None,
+            )
+        else:
+            assert (ref.problem, ref.content_hash) == (None, content_hash(content))
+            assert ref.duplicate_of == (None if first == row else first)
+
+
+def test_known_problems_pass_through() -> None:
+    ref = InputRef("list.csv#3", b"list.csv", problem="bad-list-line")
+    assert list(mark_duplicates([ref, ref])) == [ref, ref]
+
+
+def test_members_of_a_tar(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(b"abcabc")
+    refs = [InputRef("a!1", os.fsencode(path), 0, 3, True), InputRef("a!2", os.fsencode(path), 3, 3, True)]
+    assert [ref.duplicate_of for ref in mark_duplicates(refs)] == [None, 0]
+
+
+def test_looks_ahead_a_bounded_number_of_inputs(tmp_path: Path) -> None:
+    (ref,) = refs_of(tmp_path, [b"x"])
+    taken = 0
+
+    def endless() -> Iterator[InputRef]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield ref
+
+    marked = mark_duplicates(endless())
+    for _ in range(10):
+        next(marked)
+    assert taken < 200
+    marked.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-hash")]

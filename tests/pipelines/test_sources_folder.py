@@ -1,0 +1,255 @@
+"""Folders: everything is an input, an ignored file that is counted, or an input with a problem; once each."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edje_index.inputs import InputRef, read_bytes
+from pipelines.sources import open_source
+from pipelines.sources.folder import FolderSource
+from pipelines.sources.selection import Ignored
+
+JPEG = b"\xff\xd8\xff\xe0" + bytes(40)
+
+
+def put(path: Path, data: bytes = JPEG) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def scan(root: Path) -> tuple[list[str], dict[str, int], dict[str, str]]:
+    """(paths below root in order, ignored, problems by path)."""
+    source = open_source(str(root))
+    refs = list(source.iter_inputs())
+    names = [os.path.relpath(ref.uri, root) for ref in refs]
+    return (
+        names,
+        dict(source.ignored),
+        {name: ref.problem for name, ref in zip(names, refs, strict=True) if ref.problem},
+    )
+
+
+def test_order_is_by_bytes_files_before_folders(tmp_path: Path) -> None:
+    for name in ("b.jpg", "a/2.png", "a/10.png", "Z.jpg", "a.jpg", "é.jpg", "a/b/c.webp", "a0/x.gif"):
+        put(tmp_path / name)
+    names, ignored, problems = scan(tmp_path)
+    assert names == ["Z.jpg", "a.jpg", "b.jpg", "é.jpg", "a/10.png", "a/2.png", "a/b/c.webp", "a0/x.gif"]
+    assert (ignored, problems) == ({}, {})
+
+
+def test_refs_can_be_read(tmp_path: Path) -> None:
+    put(tmp_path / "a.jpg", b"abc")
+    (ref,) = open_source(str(tmp_path)).iter_inputs()
+    assert ref == InputRef(str(tmp_path / "a.jpg"), os.fsencode(tmp_path / "a.jpg"), size=3)
+    assert read_bytes(ref) == b"abc"
+
+
+def test_relative_folders_give_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "photos/a.jpg")
+    monkeypatch.chdir(tmp_path)
+    (ref,) = open_source("photos").iter_inputs()
+    assert ref.uri == str(tmp_path / "photos/a.jpg")
+
+
+def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
+    put(tmp_path / "a.JPG")
+    for name in (
+        "a.txt",
+        "b.txt",
+        "c.XML",
+        ".DS_Store",
+        "._a.jpg",
+        ".git/a.jpg",
+        "noise",
+        "a.jpg~",
+        "a.averyverylongsuffix",
+    ):
+        put(tmp_path / name, b"no image")
+    names, ignored, _ = scan(tmp_path)
+    assert names == ["a.JPG"]
+    assert ignored == {".txt": 2, ".xml": 1, "(hidden)": 3, "(no suffix)": 1, ".jpg~": 1, "(other)": 1}
+
+
+def test_ignored_is_that_of_the_latest_pass(tmp_path: Path) -> None:
+    put(tmp_path / "a.txt")
+    source = open_source(str(tmp_path))
+    for _ in range(2):
+        assert list(source.iter_inputs()) == []
+        assert source.ignored == {".txt": 1}
+
+
+def test_ignored_stays_small() -> None:
+    ignored = Ignored()
+    for number in range(10_000):
+        ignored.count(f".{number}")
+    assert len(ignored) <= 101
+    assert sum(ignored.values()) == 10_000
+
+
+def test_files_without_suffix_are_known_by_their_first_bytes(tmp_path: Path) -> None:
+    put(tmp_path / "blob", JPEG)
+    put(tmp_path / "bitmap", b"BM is how this text begins, and it is long enough")
+    names, ignored, _ = scan(tmp_path)
+    assert (names, ignored) == (["blob"], {"(no suffix)": 1})
+
+
+def test_pipes_and_sockets_are_counted_and_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.jpg")
+    os.mkfifo("pipe")
+    (tmp_path / "link.jpg").symlink_to("pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket.jpg")
+        names, ignored, _ = scan(tmp_path)
+    assert (names, ignored) == ([], {"(not a file)": 4})
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    raw = os.fsencode(tmp_path) + b"/\xff\xe9.jpg"
+    Path(os.fsdecode(raw)).write_bytes(b"abc")
+    (ref,) = open_source(str(tmp_path)).iter_inputs()
+    assert (ref.path, ref.uri) == (raw, f"{tmp_path}/%FF%E9.jpg")
+    assert read_bytes(ref) == b"abc"
+
+
+def test_folder_names_that_are_not_utf8(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xfe")
+    put(folder / "a.jpg")
+    (ref,) = open_source(str(folder)).iter_inputs()
+    assert ref.uri == f"{tmp_path}/%FE/a.jpg"
+
+
+# Links
+
+
+def test_loops_end(tmp_path: Path) -> None:
+    put(tmp_path / "a/a.jpg")
+    (tmp_path / "a/up").symlink_to(tmp_path)
+    (tmp_path / "a/self").symlink_to("self")
+    names, ignored, problems = scan(tmp_path)
+    assert (names, ignored, problems) == (["a/a.jpg"], {"(folder seen)": 1, "(broken link)": 1}, {})
+
+
+def test_two_links_to_one_folder_count_once(tmp_path: Path) -> None:
+    put(tmp_path / "outside/a.jpg")
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in ("x", "y"):
+        (root / name).symlink_to(tmp_path / "outside")
+    assert scan(root)[:2] == (["x/a.jpg"], {"(folder seen)": 1})
+
+
+def test_a_folder_and_its_link_count_once(tmp_path: Path) -> None:
+    put(tmp_path / "b/a.jpg")
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "c").symlink_to("b")
+    assert scan(tmp_path)[:2] == (["a/a.jpg"], {"(folder seen)": 2})
+
+
+def test_a_file_and_its_links_count_once(tmp_path: Path) -> None:
+    put(tmp_path / "b.jpg")
+    for name in ("a.jpg", "c.jpg", "sub/d.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(tmp_path / "b.jpg")
+    assert scan(tmp_path)[:2] == (["b.jpg"], {"(link seen)": 3})
+
+
+def test_a_link_before_its_file_takes_its_place(tmp_path: Path) -> None:
+    put(tmp_path / "z/b.jpg")
+    (tmp_path / "a.jpg").symlink_to("z/b.jpg")
+    (tmp_path / "c.jpg").symlink_to("a.jpg")
+    assert scan(tmp_path)[:2] == (["a.jpg"], {"(link seen)": 2})
+
+
+def test_links_to_files_outside(tmp_path: Path) -> None:
+    put(tmp_path / "outside/blob1")
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in ("a.jpg", "b.jpg", "c"):
+        (root / name).symlink_to(tmp_path / "outside/blob1")
+    assert scan(root)[:2] == (["a.jpg"], {"(link seen)": 2})
+
+
+def test_a_link_of_another_suffix_does_not_hide_its_file(tmp_path: Path) -> None:
+    put(tmp_path / "z/b.jpg")
+    (tmp_path / "a.txt").symlink_to("z/b.jpg")
+    assert scan(tmp_path)[:2] == (["z/b.jpg"], {".txt": 1})
+
+
+def test_a_link_to_an_ignored_file_is_an_input(tmp_path: Path) -> None:
+    put(tmp_path / "a/blob.dat")
+    put(tmp_path / "a/.hidden.jpg")
+    (tmp_path / "z.jpg").symlink_to("a/blob.dat")
+    (tmp_path / "a/y.jpg").symlink_to(".hidden.jpg")
+    assert scan(tmp_path)[:2] == (["z.jpg", "a/y.jpg"], {".dat": 1, "(hidden)": 1})
+
+
+def test_broken_link_is_a_missing_image(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").symlink_to("b.jpg")
+    (tmp_path / "c.txt").symlink_to("d.txt")
+    (tmp_path / "e.jpg").symlink_to("e.jpg")
+    names, ignored, problems = scan(tmp_path)
+    assert names == ["a.jpg", "e.jpg"]
+    assert problems == {"a.jpg": "missing", "e.jpg": "unreadable"}
+    assert ignored == {"(broken link)": 1}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"), st.sampled_from(["file", "link"])), max_size=12
+    )
+)
+def test_every_real_image_is_found_once(tmp_path_factory: pytest.TempPathFactory, made: list) -> None:
+    """Whatever links there are: each file by exactly one way, and the same order on a second pass."""
+    root = tmp_path_factory.mktemp("tree")
+    for folder, name, kind in made:
+        (root / folder).mkdir(exist_ok=True)
+        path = root / folder / (f"{name}.jpg" if kind == "file" else f"link{name}")
+        if not os.path.lexists(path):
+            path.write_bytes(JPEG) if kind == "file" else path.symlink_to(root / name, target_is_directory=True)
+    refs = list(FolderSource(str(root)).iter_inputs())
+    real = [os.path.realpath(ref.path) for ref in refs]
+    assert sorted(real) == sorted(os.fsencode(path) for path in root.rglob("*.jpg") if not path.is_symlink())
+    assert list(FolderSource(str(root)).iter_inputs()) == refs
+
+
+# What cannot be read
+
+
+def test_a_folder_too_deep_to_open_is_an_input_with_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deeper than a path may be long; made step by step."""
+    monkeypatch.chdir(tmp_path)
+    for _ in range(20):
+        os.mkdir("d" * 250)
+        os.chdir("d" * 250)
+    Path("a.jpg").write_bytes(JPEG)
+    os.chdir(tmp_path)
+    put(tmp_path / "a.jpg")
+    names, _, problems = scan(tmp_path)
+    assert len(names) == 2
+    assert names[0] == "a.jpg"
+    assert list(problems.values()) == ["unreadable"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_a_folder_without_permission_is_an_input_with_a_problem(tmp_path: Path) -> None:
+    put(tmp_path / "a/a.jpg")
+    (tmp_path / "a").chmod(0)
+    try:
+        assert scan(tmp_path)[2] == {"a": "unreadable"}
+    finally:
+        (tmp_path / "a").chmod(0o755)
+
+
+def test_a_single_image(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.png", b"abc")
+    source = open_source(str(path))
+    assert source.kind == "image"
+    assert list(source.iter_inputs()) == [InputRef(str(path), os.fsencode(path), size=3)]

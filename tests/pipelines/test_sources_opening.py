@@ -1,0 +1,144 @@
+"""What users write as a source: its kind, or one line that says what would be accepted."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.sources import iter_all, open_source, open_sources
+from pipelines.sources.braces import expand_braces
+from storage_formats.errors import UsageError
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    for name in ("photos/a.jpg", "photos/sub/b.jpg", "photos2/c.jpg", "a.tar", "b.tar"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(10240))
+    (tmp_path / "list.csv").write_text("path\nphotos/a.jpg\nphotos/a.jpg\n")
+    return tmp_path
+
+
+def refused(*specs: object, column: str | None = None) -> str:
+    with pytest.raises(UsageError) as caught:
+        open_sources([str(spec) for spec in specs], column)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_kinds(photos: Path) -> None:
+    specs = [photos / "photos", photos / "a.tar", photos / "list.csv", photos / "photos2/c.jpg"]
+    sources = open_sources([str(spec) for spec in specs])
+    assert [source.kind for source in sources] == ["folder", "webdataset", "list", "image"]
+    assert [source.spec for source in sources] == [str(spec) for spec in specs]
+
+
+def test_inputs_in_the_order_of_the_sources(photos: Path) -> None:
+    sources = open_sources([str(photos / "photos2"), str(photos / "list.csv"), str(photos / "photos")])
+    names = [os.path.basename(ref.path).decode() for ref in iter_all(sources)]
+    assert names == ["c.jpg", "a.jpg", "a.jpg", "a.jpg", "b.jpg"]
+
+
+def test_unknown_kinds_are_refused_with_what_is_accepted(photos: Path) -> None:
+    (photos / "notes.txt").write_text("x")
+    for name in ("notes.txt", "missing", "missing.tar", "missing.csv", "missing-{00..03}.tar"):
+        assert name.partition("{")[0] in refused(photos / name)
+    assert "a folder, an uncompressed .tar" in refused(photos / "notes.txt")
+    assert "not on this machine" in refused("s3://bucket/photos")
+    os.mkfifo(photos / "pipe.jpg")
+    assert "neither a folder nor a regular file" in refused(photos / "pipe.jpg")
+
+
+def test_images_are_known_by_suffix_or_content(photos: Path) -> None:
+    (photos / "photo").write_bytes(b"\x89PNG\r\n\x1a\n")
+    assert open_source(str(photos / "photo")).kind == "image"
+    assert open_source(str(photos / "photos/a.jpg")).kind == "image"
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "zipped.tar"])
+def test_compressed_archives_are_refused(photos: Path, name: str) -> None:
+    (photos / name).write_bytes(gzip.compress(bytes(10240)))
+    assert "gzip" in refused(photos / name)
+    assert "unpack" in refused(photos / name)
+
+
+def test_overlaps_are_refused_with_both_names(photos: Path) -> None:
+    (photos / "link").symlink_to("photos")
+    for one, two in [
+        ("photos", "photos"),
+        ("photos", "photos/"),
+        ("photos", "photos/sub"),
+        ("photos/sub", "photos"),
+        ("photos", "link"),
+        ("link/sub", "photos"),
+        ("photos", "photos/a.jpg"),
+        ("photos", "photos/sub/b.jpg"),
+        ("a.tar", "a.tar"),
+        ("{a,b}.tar", "b.tar"),
+        ("list.csv", "list.csv"),
+    ]:
+        message = refused(photos / one, f"{photos}/{two}")
+        assert two in message
+        assert one.removeprefix("{a,").removesuffix("}.tar") in message
+
+
+def test_neighbours_do_not_overlap(photos: Path) -> None:
+    specs = ["photos", "photos2", "a.tar", "b.tar", "list.csv"]
+    assert len(open_sources([str(photos / spec) for spec in specs])) == 5
+    assert len(open_sources([str(photos), str(photos / "a.tar")])) == 2  # a tar in a folder is no input of the folder
+
+
+def test_a_column_needs_a_list(photos: Path) -> None:
+    assert "no source is a list" in refused(photos / "photos", column="path")
+
+
+def test_a_name_with_braces_that_exists_is_that_file(photos: Path) -> None:
+    (photos / "{a,b}.tar").write_bytes(bytes(10240))
+    assert [source.spec for source in open_sources([str(photos / "{a,b}.tar")])] == [str(photos / "{a,b}.tar")]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("plain.tar", ["plain.tar"]),
+        ("{0..2}", ["0", "1", "2"]),
+        ("{08..11}.tar", ["08.tar", "09.tar", "10.tar", "11.tar"]),
+        ("{2..0}", ["2", "1", "0"]),
+        ("{-1..1}", ["-1", "0", "1"]),
+        ("{a,b}-{0..1}", ["a-0", "a-1", "b-0", "b-1"]),
+        ("{x,{1..2}}", ["x", "1", "2"]),
+        ("{a{1,2}}", ["{a1}", "{a2}"]),
+        ("{{1,2}", ["{1", "{2"]),
+        ("{a,b}}", ["a}", "b}"]),
+        ("{a}", ["{a}"]),
+        ("{a", ["{a"]),
+        ("{}", ["{}"]),
+        ("{a..c}", ["{a..c}"]),
+        ("{,x}", ["", "x"]),
+    ],
+)
+def test_braces(pattern: str, names: list[str]) -> None:
+    assert expand_braces(pattern) == names
+
+
+@pytest.mark.parametrize("pattern", ["{0..99999999999}", "{0..9999}{0..9999}", "{0..9}" * 7])
+def test_too_many_names(pattern: str) -> None:
+    with pytest.raises(UsageError, match="more than"):
+        expand_braces(pattern)
+
+
+@given(st.text("ab{},.019-", max_size=14))
+def test_braces_always_end(pattern: str) -> None:
+    try:
+        names = expand_braces(pattern)
+    except UsageError:
+        return
+    assert names
+    if "{" not in pattern:
+        assert names == [pattern]

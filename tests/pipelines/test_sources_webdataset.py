@@ -1,0 +1,292 @@
+"""WebDataset tars: members in place, whatever writer made them; nothing behind damage is lost in silence."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edje_index.images import REASONS
+from edje_index.inputs import InputRef, read_bytes
+from pipelines.sources import iter_all, open_sources
+from pipelines.sources.tar_headers import REGULAR, TarDamage, TarMember, iter_members
+from pipelines.sources.webdataset import WebDatasetSource
+
+Member = tuple[str, bytes]
+
+
+def write_tar(path: Path, members: list[Member], form: int = tarfile.PAX_FORMAT) -> Path:
+    with tarfile.open(path, "w", format=form) as archive:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def scan(path: Path) -> tuple[list[InputRef], dict[str, int]]:
+    source = WebDatasetSource(str(path))
+    return list(source.iter_inputs()), dict(source.ignored)
+
+
+def read_all(path: Path) -> list[tuple[str, bytes | str]]:
+    """(member, its bytes or its problem) of every input."""
+    return [(ref.uri.partition("!")[2], ref.problem or read_bytes(ref)) for ref in scan(path)[0]]
+
+
+def headers(path: Path) -> list[TarMember]:
+    with open(path, "rb") as file:
+        return list(iter_members(file.fileno()))
+
+
+MEMBERS = [("0001.jpg", b"first"), ("0001.txt", b"caption"), ("0001.json", b"{}"), ("0002.png", b"x" * 512)]
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_image_members_are_inputs(tmp_path: Path, form: int) -> None:
+    path = write_tar(tmp_path / "a.tar", MEMBERS, form)
+    refs, ignored = scan(path)
+    assert [ref.uri for ref in refs] == [f"{path}!0001.jpg", f"{path}!0002.png"]
+    assert [read_bytes(ref) for ref in refs] == [b"first", b"x" * 512]
+    assert ignored == {".txt": 1, ".json": 1}
+
+
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("name", ["a" * 300 + ".jpg", "d/" * 120 + "é.jpg", "été/été.jpg"])
+def test_long_and_foreign_names(tmp_path: Path, form: int, name: str) -> None:
+    path = write_tar(tmp_path / "a.tar", [(name, b"one"), ("b.jpg", b"two")], form)
+    assert read_all(path) == [(name, b"one"), ("b.jpg", b"two")]
+
+
+def test_ustar_prefix(tmp_path: Path) -> None:
+    name = "folder" * 20 + "/" + "n" * 90 + ".jpg"
+    assert read_all(write_tar(tmp_path / "a.tar", [(name, b"one")], tarfile.USTAR_FORMAT)) == [(name, b"one")]
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    name = os.fsdecode(b"\xff\xe9.jpg")
+    path = write_tar(tmp_path / "a.tar", [(name, b"one")], tarfile.GNU_FORMAT)
+    assert read_all(path) == [("%FF%E9.jpg", b"one")]
+
+
+def test_folders_hidden_files_and_files_without_suffix(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        folder = tarfile.TarInfo("folder.jpg")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        pipe = tarfile.TarInfo("pipe.jpg")
+        pipe.type = tarfile.FIFOTYPE
+        archive.addfile(pipe)
+        for name, data in [
+            ("./a.jpg", b"one"),
+            ("x/._a.jpg", b"fork"),
+            (".git/b.jpg", b""),
+            ("c", b"\xff\xd8\xff"),
+            ("d", b""),
+        ]:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    assert read_all(path) == [("./a.jpg", b"one"), ("c", b"\xff\xd8\xff")]
+    assert scan(path)[1] == {"(not a file)": 1, "(hidden)": 2, "(no suffix)": 1}
+
+
+def test_links_and_sparse_members_fail_with_a_reason(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        for name, kind in [("hard.jpg", tarfile.LNKTYPE), ("soft.jpg", tarfile.SYMTYPE), ("soft.txt", tarfile.SYMTYPE)]:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "a.jpg"
+            archive.addfile(info)
+        sparse = tarfile.TarInfo("pax.jpg")
+        sparse.size, sparse.pax_headers = 4, {"GNU.sparse.major": "1", "GNU.sparse.name": "sparse.jpg"}
+        archive.addfile(sparse, io.BytesIO(b"abcd"))
+        after = tarfile.TarInfo("after.jpg")
+        after.size = 3
+        archive.addfile(after, io.BytesIO(b"end"))
+    failed = [(name, "unsupported-member") for name in ("hard.jpg", "soft.jpg", "sparse.jpg")]
+    assert read_all(path) == [*failed, ("after.jpg", b"end")]
+
+
+def test_old_gnu_sparse_members_are_stepped_over(tmp_path: Path) -> None:
+    """Type S, whose header may go on in further blocks."""
+    path = write_tar(tmp_path / "a.tar", [("s.jpg", b"packed"), ("after.jpg", b"end")], tarfile.GNU_FORMAT)
+    data = bytearray(path.read_bytes())
+    data[156:157] = b"S"
+    data[482] = 1
+    data[148:156] = b" " * 8
+    data[148:155] = b"%06o\0" % sum(data[:512])
+    more = bytearray(512)
+    more[504] = 1
+    path.write_bytes(bytes(data[:512]) + bytes(more) + bytes(512) + bytes(data[512:]))
+    assert read_all(path) == [("s.jpg", "unsupported-member"), ("after.jpg", b"end")]
+
+
+def test_sizes_in_base_256(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    info = tarfile.TarInfo("huge.txt")
+    info.size = 9 << 30
+    after = tarfile.TarInfo("after.jpg")
+    after.size = 3
+    with open(path, "wb") as file:
+        file.write(info.tobuf(tarfile.GNU_FORMAT))
+        file.seek(info.size, os.SEEK_CUR)  # sparse on disk
+        file.write(after.tobuf() + b"end".ljust(512, b"\0") + bytes(10240))
+    assert read_all(path) == [("after.jpg", b"end")]
+
+
+def test_archives_joined_end_to_end(tmp_path: Path) -> None:
+    one, two = (write_tar(tmp_path / name, [(f"{name}.jpg", b"x")]) for name in ("one", "two"))
+    both = tmp_path / "both.tar"
+    both.write_bytes(one.read_bytes() + two.read_bytes())
+    assert [name for name, _ in read_all(both)] == ["one.jpg", "two.jpg"]
+
+
+def test_scanning_reads_only_headers(tmp_path: Path) -> None:
+    """A terabyte of holes is scanned at once."""
+    path = tmp_path / "a.tar"
+    with open(path, "wb") as file:
+        for number in range(1024):
+            info = tarfile.TarInfo(f"{number}.jpg")
+            info.size = 1 << 30
+            file.write(info.tobuf(tarfile.GNU_FORMAT))
+            file.seek(info.size, os.SEEK_CUR)
+        file.write(bytes(10240))
+    refs, _ = scan(path)
+    assert [ref.offset for ref in refs] == [512 + number * (512 + (1 << 30)) for number in range(1024)]
+
+
+# Damage
+
+
+def test_truncated_anywhere(tmp_path: Path) -> None:
+    """Whole members stay inputs; what was cut off is exactly one input that failed."""
+    whole = write_tar(tmp_path / "whole.tar", MEMBERS, tarfile.GNU_FORMAT)
+    data = whole.read_bytes()
+    ends = {ref.uri.partition("!")[2]: ref.offset + ref.size for ref in scan(whole)[0] if ref.size is not None}
+    path = tmp_path / "cut.tar"
+    for length in [*range(0, 8 * 512, 100), *range(0, 8 * 512, 512)]:
+        path.write_bytes(data[:length])
+        found = read_all(path)
+        kept = [(name, value) for name, value in found if isinstance(value, bytes)]
+        assert [name for name, _ in kept] == [name for name, end in ends.items() if end <= length]
+        assert [value for _, value in found if isinstance(value, str)] == ["truncated-archive"]
+
+
+def test_cut_member_is_named(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("a.jpg", b"x" * 5000)])
+    os.truncate(path, 3000)
+    assert [(ref.uri, ref.problem) for ref in scan(path)[0]] == [(f"{path}!a.jpg", "truncated-archive")]
+
+
+def test_damaged_header_in_the_middle(tmp_path: Path) -> None:
+    """`tarfile` ends here without a word."""
+    path = write_tar(
+        tmp_path / "a.tar", [("a.jpg", b"one"), ("b.jpg", b"two"), ("c.jpg", b"three")], tarfile.GNU_FORMAT
+    )
+    data = bytearray(path.read_bytes())
+    data[1024 + 10] ^= 0xFF
+    path.write_bytes(data)
+    assert [(ref.uri, ref.problem) for ref in scan(path)[0]] == [
+        (f"{path}!a.jpg", None),
+        (str(path), "damaged-archive"),
+    ]
+
+
+def test_not_a_tar(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    for data, problem in [(b"", "truncated-archive"), (b"x" * 2000, "damaged-archive"), (b"x", "truncated-archive")]:
+        path.write_bytes(data)
+        assert [ref.problem for ref in scan(path)[0]] == [problem]
+
+
+def test_tar_that_went_away(tmp_path: Path) -> None:
+    assert [ref.problem for ref in scan(tmp_path / "gone.tar")[0]] == ["missing"]
+
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size=1, max_size=150)
+
+
+@given(st.lists(st.tuples(NAMES, st.binary(max_size=1500)), max_size=6), st.sampled_from([0, 1, 2]))
+def test_headers_are_those_that_tarfile_reads(
+    tmp_path_factory: pytest.TempPathFactory, members: list, form: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "oracle.tar"
+    try:
+        write_tar(path, members, form)
+    except ValueError:  # ustar cannot hold the name
+        return
+    with tarfile.open(path) as archive:
+        expected = [(os.fsencode(info.name), info.offset_data, info.size) for info in archive if info.isreg()]
+    found = [(member.name, member.offset, member.size) for member in headers(path) if member.kind == REGULAR]
+    assert found == expected
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_any_damage_ends_with_a_reason(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.tar"
+    form = data.draw(st.sampled_from([0, 1, 2]))
+    content = bytearray(
+        write_tar(path, [("a.jpg", b"one"), ("é" * 80 + ".jpg", b"two")], 2 if form == 0 else form).read_bytes()
+    )
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, min(len(content), 5000) - 1))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):  # with a true checksum, so that later checks are reached
+        header = data.draw(st.sampled_from([0, 1024]))
+        content[header + 148 : header + 156] = b" " * 8
+        content[header + 148 : header + 155] = b"%06o\0" % sum(content[header : header + 512])
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    refs, _ = scan(path)
+    assert all(ref.problem is None or ref.problem in REASONS for ref in refs)
+    assert len(refs) <= 20
+
+
+@pytest.mark.parametrize("size", [b"-0000000001", b"\xff" * 12, b"\x80" + b"\xff" * 11, b"zzz"])
+def test_senseless_sizes(tmp_path: Path, size: bytes) -> None:
+    info = bytearray(tarfile.TarInfo("a.jpg").tobuf(tarfile.GNU_FORMAT))
+    info[124:136] = size.ljust(12, b"\0")
+    info[148:156] = b" " * 8
+    info[148:155] = b"%06o\0" % sum(info)
+    path = tmp_path / "a.tar"
+    path.write_bytes(bytes(info) + bytes(10240))
+    with pytest.raises(TarDamage):
+        headers(path)
+
+
+@pytest.mark.parametrize(
+    "record", [b"junk", b"9 size=-1\n", b"30 size=99999999999999999999999\n", b"0 path=x\n", b"99 path=x\n"]
+)
+def test_senseless_pax_records(tmp_path: Path, record: bytes) -> None:
+    extension = tarfile.TarInfo("pax")
+    extension.type, extension.size = tarfile.XHDTYPE, len(record)
+    path = tmp_path / "a.tar"
+    header = tarfile.TarInfo("a.jpg").tobuf(tarfile.GNU_FORMAT)
+    path.write_bytes(extension.tobuf(tarfile.GNU_FORMAT) + record.ljust(512, b"\0") + header + bytes(10240))
+    assert [ref.problem for ref in scan(path)[0]] == ["damaged-archive"]
+
+
+# Many tars
+
+
+def test_shards_keep_their_order(tmp_path: Path) -> None:
+    """More tars than are scanned at once."""
+    for number in range(30):
+        write_tar(tmp_path / f"{number:03d}.tar", [(f"{number}-{member}.jpg", b"x") for member in range(number % 4)])
+    sources = open_sources([str(tmp_path / "{000..029}.tar")])
+    names = [ref.uri.partition("!")[2] for ref in iter_all(sources)]
+    assert names == [f"{number}-{member}.jpg" for number in range(30) for member in range(number % 4)]
+
+
+def test_scanning_may_be_left_early(tmp_path: Path) -> None:
+    for number in range(30):
+        write_tar(tmp_path / f"{number:03d}.tar", [("a.jpg", b"x")])
+    refs = iter_all(open_sources([str(tmp_path / "{000..029}.tar")]))
+    assert next(refs).uri.endswith("000.tar!a.jpg")
+    refs.close()
