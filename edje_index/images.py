@@ -63,6 +63,8 @@ _TRANSPOSE = {
     8: Image.Transpose.ROTATE_90,
 }
 _WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
+# What decoders say, and what it comes to; anything else is "corrupt".
+_DAMAGE = (("truncat|unexpected end|EOF", "truncated"), ("unknown pixel mode|unsupported", "unsupported-image"))
 _SMALLEST_SPAN = 1e-30  # below it 255 / span leaves float32
 _TIFF_BITS, _TIFF_PHOTOMETRIC = 258, 262
 _TIFF_TILE_SIZE = (322, 323)
@@ -242,5 +244,5 @@ def _not_decoded(data: bytes, name: str | None) -> ImageError:
 def _damage(error: Exception, name: str) -> ImageError:
     """The error for a file that its decoder gave up on."""
     said = f"{error}" or type(error).__name__
-    reason = "truncated" if re.search("truncat|unexpected end|EOF", said, re.IGNORECASE) else "corrupt"
+    reason = next((reason for words, reason in _DAMAGE if re.search(words, said, re.IGNORECASE)), "corrupt")
     return ImageError(reason, f"{name}: {said}")
