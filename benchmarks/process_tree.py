@@ -21,7 +21,7 @@ from storage_formats.errors import EdjeError
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _SAMPLE_SECONDS = 0.5
-_ORPHAN_SECONDS = 30.0
+_ORPHAN_SECONDS = 180.0
 
 
 @dataclass(frozen=True)

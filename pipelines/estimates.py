@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from storage_formats.layout import CRC_BYTES, IndexSpec, padded_shard_bytes
+from storage_formats.layout import CRC_BYTES, PAGE_BYTES, IndexSpec, padded_shard_bytes
 
-_SLACK = 1.02  # folders, metadata, and what a file system adds
+_SLACK = 1.02  # metadata, and what a file system adds
+_FILES_PER_SHARD = 6  # tokens, checksums, embeddings, rows, and while it is built inputs and receipt
 _ROW_BYTES = 200  # of the rows table and the frozen inputs together, compressed; paths of some 60 characters
 _PROCESS_BYTES = 600 * 2**20  # torch, open_clip and their libraries, loaded
 _BATCHES_HELD = 4  # in decoding, ready, and in the model
@@ -36,7 +37,8 @@ def disk_need(spec: IndexSpec) -> Need:
 
     tokens = sum(_token_bytes(spec, codec(name, spec.block_shape).record_bytes) for name in spec.precisions)
     embeddings = spec.shards * spec.shard_size * spec.embed_dim * _FLOAT32_BYTES
-    parts = {"tokens": tokens, "embeddings": embeddings, "rows": spec.rows * _ROW_BYTES, "ann": _ann_bytes(spec)}
+    rows = spec.rows * _ROW_BYTES + spec.shards * _FILES_PER_SHARD * PAGE_BYTES  # files end in a part of a block
+    parts = {"tokens": tokens, "embeddings": embeddings, "rows": rows, "ann": _ann_bytes(spec)}
     return Need({name: int(size * _SLACK) for name, size in parts.items()})
 
 

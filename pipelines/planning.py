@@ -173,7 +173,11 @@ class _Listing:
 
 
 def _new_plan(config: BuildConfig, info: BundleInfo, on_event: OnEvent, should_stop: StopAsked) -> BuildPlan:
+    from storage_formats.codecs import codec
+
     settings = _settings(config, None)
+    for name in settings.precisions:
+        codec(name, info.block_shape)  # raises for a name that is none
     _check_device(config, settings)
     _check_worker_memory(config, settings, info)
     sources = _open_sources(config)
@@ -268,7 +272,7 @@ def _settings(config: BuildConfig, begun: BuildSettings | None) -> BuildSettings
         column=config.column,
         dedupe=config.dedupe,
         shard_size=config.shard_size,
-        precisions=config.precisions,
+        precisions=tuple(dict.fromkeys(config.precisions)),
         max_pixels=config.max_pixels or DEFAULT_MAX_PIXELS,
         batch_size=config.batch_size,
         threads=threads,

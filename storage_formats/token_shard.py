@@ -34,7 +34,7 @@ class TokenShardFile:
 
     def __init__(self, path: Path, codec: Codec, rows: int, shard_size: int) -> None:
         self.path = path
-        self._codec = codec
+        self.codec = codec
         self._rows = rows
         self._present = np.zeros(shard_size, dtype=np.bool_)
         self._checksums = np.empty(rows, dtype="<u4")
@@ -44,11 +44,11 @@ class TokenShardFile:
         self._index_offset, self.length = padded_shard_bytes(rows, shard_size, codec.record_bytes)
         self._file = SequentialFile(path, self.length)
 
-    def append(self, position: int, records: Records) -> None:
-        """Write `records` [k, record_bytes] at positions `position` onwards; skipped positions become holes."""
-        self._fill_to(position)
-        self._present[position : position + len(records)] = True
-        self._write(records)
+    def put(self, positions: NDArray[np.int64], records: Records) -> None:
+        """Write `records` [k, record_bytes] at ascending `positions` [k], in as few pieces as those have runs."""
+        for run in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(positions) > 1) + 1):
+            if len(run):
+                self._append(int(positions[run[0]]), records[run[0] : run[-1] + 1])
 
     def finish(self) -> tuple[int, NDArray[np.uint32]]:
         """Fill the rest with holes, add padding and index, and write what is buffered.
@@ -56,8 +56,8 @@ class TokenShardFile:
         Returns (CRC-32C of the file, CRC-32C of each record [rows]).
         """
         self._fill_to(self._rows)
-        end = self._rows * self._codec.record_bytes
-        tail = bytes(self._index_offset - end) + shard_index_bytes(self._present, self._codec.record_bytes)
+        end = self._rows * self.codec.record_bytes
+        tail = bytes(self._index_offset - end) + shard_index_bytes(self._present, self.codec.record_bytes)
         self._file.write(np.frombuffer(tail, dtype=np.uint8))
         self._file.flush()
         self._crc = crc32c(tail, self._crc)
@@ -67,10 +67,15 @@ class TokenShardFile:
         """Release the file; may be called twice."""
         self._file.close()
 
+    def _append(self, position: int, records: Records) -> None:
+        self._fill_to(position)
+        self._present[position : position + len(records)] = True
+        self._write(records)
+
     def _fill_to(self, position: int) -> None:
         while self._next < position:
             count = min(position - self._next, 64)
-            self._write(np.broadcast_to(self._fill, (count, self._codec.record_bytes)))
+            self._write(np.broadcast_to(self._fill, (count, self.codec.record_bytes)))
 
     def _write(self, records: Records) -> None:
         records = np.ascontiguousarray(records)

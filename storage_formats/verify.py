@@ -224,14 +224,20 @@ class _ShardCheck:
 
 
 def _check_strays(layout: Layout, manifest: Manifest, by_shard: dict[int, dict[str, FileRecord]]) -> Iterator[Problem]:
-    """Files in the data folders that no commit put there."""
+    """Files in the data folders that no commit put there; those of a conversion under way are none."""
     known = {path for files in by_shard.values() for path in files} | {manifest.shard_table.path}
     folders = [layout.rows, layout.embeddings, layout.tokens, layout.root / "checksums", layout.root / "manifest"]
-    for folder in folders:
-        for path in sorted(folder.rglob("*")):
-            where = layout.relative(path)
-            if path.is_file() and path.name != "zarr.json" and where not in known:
-                yield Problem(where, "stray-file", "is no file of this index; delete it")
+    for path in (path for folder in folders for path in sorted(folder.rglob("*"))):
+        where = layout.relative(path)
+        converting = layout.build.exists() and _precision_of(where) not in (None, *manifest.spec.precisions)
+        if path.is_file() and path.name != "zarr.json" and where not in known and not converting:
+            yield Problem(where, "stray-file", "is no file of this index; delete it")
+
+
+def _precision_of(path: str) -> str | None:
+    """The precision that a relative path belongs to."""
+    first, _, rest = path.partition("/")
+    return rest.partition("/")[0] if first in ("tokens", "checksums") and "/" in rest else None
 
 
 def _check_ann(layout: Layout, manifest: Manifest) -> Iterator[Problem]:

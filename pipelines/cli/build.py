@@ -24,7 +24,7 @@ _PATH = click.Path(path_type=Path)
 _POSITIVE = click.IntRange(min=1)
 
 
-@click.command(no_args_is_help=True)
+@click.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.option("--out", required=True, type=_PATH, help="Folder of the index.")
 @click.option("--model", type=_PATH, help="Folder of the model bundle.")
@@ -35,10 +35,16 @@ _POSITIVE = click.IntRange(min=1)
     "--workers", type=_POSITIVE, help="Processes that hold a model.  [default: CPUs over --threads, or one a GPU]"
 )
 @click.option("--threads", type=_POSITIVE, help="CPU threads of each model.  [default: the CPUs, at most 4]")
-@click.option("--address", metavar="HOST:PORT", help="Ray cluster to join, or 'auto'.  [default: a Ray of its own]")
+@click.option("--address", metavar="HOST:PORT", help="Head of a Ray cluster to join.  [default: a Ray of its own]")
 @click.option("--shard-size", type=_POSITIVE, default=SHARD_SIZE, show_default=True, help="Images a shard.")
 @click.option("--batch-size", type=_POSITIVE, default=BATCH_SIZE, show_default=True, help="Images a forward pass.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where the model runs.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16"]),
@@ -98,9 +104,9 @@ def _run(config: BuildConfig, *, quiet: bool) -> BuildResult:
     try:
         with stop_on_signals() as should_stop, progress_display(quiet=quiet) as on_event:
             return run_build(config, on_event, should_stop)
-    except BuildStopped as error:
+    except (BuildStopped, KeyboardInterrupt) as error:
         if Layout(config.out).plan.exists():
-            raise BuildStopped(f"{error}. To resume: {this_command()}") from error
+            raise BuildStopped(f"{str(error) or 'interrupted'}. To resume: {this_command()}") from error
         raise
 
 

@@ -11,7 +11,7 @@ from pipelines.cli.output import json_option, print_json
 _FOLDER = click.Path(path_type=Path)
 
 
-@click.command("import-checkpoint", no_args_is_help=True)
+@click.command("import-checkpoint")
 @click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option(
     "--vision", required=True, help="The tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO or local-dir:DIR."
@@ -34,7 +34,9 @@ def import_checkpoint(
     text_tokenizer: Path | None,
     as_json: bool,
 ) -> None:
-    """Make a model bundle of a CHECKPOINT that the published training code wrote, and the tower it was trained with.
+    """Make a model bundle of a checkpoint.
+
+    CHECKPOINT is what the published training code writes; the tower that it was trained with comes from open_clip.
 
     \b
     Examples:

@@ -11,11 +11,13 @@ from pipelines.cli.output import json_option, print_json
 from storage_formats.layout import Layout
 
 
-@click.command(no_args_is_help=True)
+@click.command()
 @click.argument("index", type=click.Path(path_type=Path))
 @json_option
 def info(index: Path, as_json: bool) -> None:
-    """Show what INDEX holds and how it was made; of a begun one, how far it is.
+    """Show what INDEX holds, or how far it is.
+
+    What it was made of and with, where every input went, and its size; of a begun index, the shards that are finished.
 
     \b
     Examples:

@@ -9,17 +9,18 @@ import click
 from pipelines.cli.output import json_option, note, print_json
 
 
-@click.command("init-model", no_args_is_help=True)
+@click.command("init-model")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Equal seeds give equal weights."
 )
 @json_option
 def init_model(out: Path, seed: int, as_json: bool) -> None:
-    """Make a model bundle of random weights in the new folder OUT.
+    """Make a model bundle of random weights.
 
-    It has the size of a real model (ViT-S/16, 64 x 384 tokens, a six-layer joint encoder), so that every step can be
-    tried at its real cost. It has learned nothing: the order of its search results has no meaning.
+    OUT is a new folder. The model has the size of a real one (ViT-S/16, 64 x 384 tokens, a six-layer joint
+    encoder), so that every step can be tried at its real cost. It has learned nothing: the order of its
+    search results has no meaning.
 
     \b
     Example:

@@ -12,12 +12,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 import click
 
+from pipelines.engines.base import describe_error
 from storage_formats.errors import EdjeError, UsageError
 
 COMMANDS = {
     "build": "pipelines.cli.build:build",
     "info": "pipelines.cli.info:info",
     "verify": "pipelines.cli.verify:verify",
+    "quantize": "pipelines.cli.quantize:quantize",
     "search": "pipelines.cli.search:search",
     "init-model": "pipelines.cli.init_model:init_model",
     "import-checkpoint": "pipelines.cli.import_checkpoint:import_checkpoint",
@@ -70,7 +72,7 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         code = cli.main(arguments, prog_name="edje-index", standalone_mode=False)
         sys.stdout.flush()
@@ -97,10 +99,9 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return 1, "interrupted"
     if isinstance(error, SystemExit):
         return (error.code, "") if isinstance(error.code, int) else (1, str(error.code or ""))
-    text = " ".join(str(error).split()) or "no message"
     if isinstance(error, OSError) and error.strerror:
-        return 1, text
-    return 1, f"unexpected {type(error).__name__}: {text}; run again with EDJE_DEBUG=1 to see where"
+        return 1, describe_error(error)
+    return 1, f"unexpected {describe_error(error)}; run again with EDJE_DEBUG=1 to see where"
 
 
 def _report(error: BaseException, message: str, code: int, *, as_json: bool) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _POSITIVE = click.IntRange(min=1)
 
 
-@click.command(no_args_is_help=True)
+@click.command()
 @click.argument("index", type=click.Path(path_type=Path))
 @click.argument("text")
 @click.option("-k", "k", type=_POSITIVE, default=10, show_default=True, help="Hits to show.")
@@ -26,12 +26,18 @@ _POSITIVE = click.IntRange(min=1)
     "--rerank/--no-rerank", default=True, help="Re-rank with the joint encoder, or keep the embeddings' order."
 )
 @click.option("--model", type=click.Path(path_type=Path), help="Model bundle.  [default: the one that built INDEX]")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where the model runs.",
+)
 @json_option
 def search(
     index: Path, text: str, k: int, pool: int, rerank: bool, model: Path | None, device: str, as_json: bool
 ) -> None:
-    """Find the images of INDEX that fit TEXT best.
+    """Find the images that fit TEXT best.
 
     The nearest rows by embedding are fetched from the token store and sorted by the joint encoder's score.
 

@@ -10,13 +10,14 @@ import click
 from pipelines.cli.output import json_option, note, print_json
 
 
-@click.command(no_args_is_help=True)
+@click.command()
 @click.argument("index", type=click.Path(path_type=Path))
 @json_option
 def verify(index: Path, as_json: bool) -> int:
-    """Read every file of INDEX and check it: checksums, rows, counts, and that stock Zarr readers open it.
+    """Check every file of INDEX.
 
-    Ends with exit code 1 when there is a problem.
+    Reads all of it: checksums, rows, counts, and that a stock Zarr reader opens the arrays. Ends with
+    exit code 1 when there is a problem.
 
     \b
     Examples:

@@ -33,10 +33,8 @@ class InlineEngine:
     ) -> Generator[Outcome, None, None]:
         try:
             worker = make_worker()
-        except EdjeError:
-            raise
         except Exception as error:
-            raise EdjeError(f"the worker could not start: {describe_error(error)}") from error
+            raise EdjeError(f"a worker could not start: {describe_error(error)}") from error
         for task in tasks:
             if should_stop():
                 return

@@ -8,11 +8,15 @@ nothing here uses (dashboard, autoscaler, log monitor), which halves what it cos
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
+import socket
+import subprocess
 import tempfile
 import threading
 import time
@@ -41,7 +45,8 @@ ATTEMPTS = 3
 _POLL_SECONDS = 1.0
 _WAKE_SECONDS = 0.2  # bounds how late a stop request, or the death of Ray, is seen
 _STOP_GRACE_SECONDS = 60.0  # a batch of a large model on few cores takes seconds
-_CLOSE_SECONDS = 5.0
+_CLOSE_SECONDS = 20.0
+_PROBE_SECONDS = 5.0
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; tasks and results are small and go round it
 _CONTROL = "control"  # group of calls that a worker answers while it is at a task
 _ENVIRONMENT = {
@@ -52,6 +57,7 @@ _LOCAL_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's switch for "the address of this machine is 127.0.0.1"
     "RAY_AUTH_MODE": "token",
     "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",  # no record of tasks for a dashboard
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
 }
@@ -64,14 +70,14 @@ class RayEngine:
         workers: actors; None takes as many as the cluster has room for.
         cpus: CPUs of an actor.
         gpus: GPUs of an actor.
-        address: of a cluster to join, "host:port" or "auto"; None starts Ray on this machine.
+        address: head of a Ray cluster to join, "host:port"; None starts Ray on this machine.
     """
 
     name = "ray"
 
     def __init__(self, workers: int | None, *, cpus: int = 1, gpus: int = 0, address: str | None = None) -> None:
-        if address is not None and "://" in address:
-            raise UsageError(f"cannot join {address}: give the address of the cluster's head as host:port, or 'auto'")
+        if address is not None and not re.fullmatch(r"[^/]+:\d+", address):
+            raise UsageError(f"cannot join {address}: give the address of the cluster's head as host:port")
         self._workers = workers
         self._needs = {"CPU": cpus, "GPU": gpus}
         self._address = address
@@ -260,7 +266,10 @@ class _Pool:
             reply = self._ray.get(slot.call)
         except self._ray.exceptions.RayTaskError as error:  # the reply could not be pickled, for one
             reply = _Reply("failed", describe_error(error.cause or error), str(error))
-        except self._ray.exceptions.RayError:
+        except self._ray.exceptions.RayError as error:
+            if getattr(error, "actor_init_failed", False):
+                last_line = str(error).strip().splitlines()[-1]
+                raise EdjeError(f"a worker could not start: {last_line} (every node needs edje-index)") from error
             return self._bury(slot, work)
         slot.work = slot.call = None
         if reply.status == "unusable":
@@ -321,12 +330,10 @@ def _connected(address: str | None, wanted: dict[str, int]) -> Iterator[_Cluster
                 ray.init(address=node.address, **options)
             else:
                 node = None
+                _probe(address)
                 ray.init(address=address, **options)
         except Exception as error:
-            what = (
-                "Ray did not start on this machine" if address is None else f"cannot join the Ray cluster at {address}"
-            )
-            raise EdjeError(f"{what}: {describe_error(error)}; '--engine inline' works without Ray") from error
+            raise EdjeError(_not_connected(address, error)) from error
         finally:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts its own in place
@@ -356,18 +363,61 @@ def _local_node(wanted: dict[str, int]) -> Iterator[Any]:
         "no_monitor": True,
         "temp_dir": folder,
     }
-    node = None
+    watchdog = _start_watchdog(folder)
+    with _python_path():
+        # The kernel ends these processes together with this one (PR_SET_PDEATHSIG), however it ends.
+        node = LeanNode(
+            RayParams(**params), head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True
+        )
     try:
-        with _python_path():
-            # The kernel ends these processes together with this one (PR_SET_PDEATHSIG), however it ends.
-            node = LeanNode(
-                RayParams(**params), head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True
-            )
+        agents = _family(node)
+        watchdog.stdin.write("".join(f"{process.pid}\n" for process in agents))
+        watchdog.stdin.flush()
         yield node
     finally:
-        if node is not None:
-            node.kill_all_processes(check_alive=False, allow_graceful=False)
+        _end_processes(node, agents)
         shutil.rmtree(folder, ignore_errors=True)
+        watchdog.kill()
+        watchdog.communicate()
+
+
+def _family(node: Any) -> list[Any]:
+    """The processes that Ray's processes have started."""
+    import psutil
+
+    found = []
+    for info in itertools.chain.from_iterable(node.all_processes.values()):
+        with contextlib.suppress(psutil.Error):
+            found += psutil.Process(info.process.pid).children(recursive=True)
+    return found
+
+
+def _end_processes(node: Any, agents: list[Any]) -> None:
+    """End Ray's processes and those that they have started; the agents would go on by themselves for a minute."""
+    import psutil
+
+    family = [*agents, *_family(node)]
+    node.kill_all_processes(check_alive=False, allow_graceful=False)
+    for process in family:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(family, timeout=_CLOSE_SECONDS)
+
+
+def _start_watchdog(folder: str) -> Any:
+    """A shell that, when this process is gone, ends the processes it was told of and removes `folder`.
+
+    It learns of that by the end of the pipe that is its input. Ray's own processes are ended by the kernel then, and
+    the workers by themselves; the agents would go on for a minute.
+    """
+    script = 'pids=; while read -r pid; do pids="$pids $pid"; done; kill -9 $pids; sleep 1; rm -rf "$0"'
+    return subprocess.Popen(
+        ["sh", "-c", script, folder],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
 
 
 @contextlib.contextmanager
@@ -383,6 +433,21 @@ def _python_path() -> Iterator[None]:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+
+
+def _not_connected(address: str | None, error: Exception) -> str:
+    if address is None:
+        return f"Ray did not start on this machine: {describe_error(error)}; '--engine inline' works without it"
+    return (
+        f"cannot join the Ray cluster at {address}: {describe_error(error)}; "
+        "a cluster that asks for a token needs RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or ~/.ray/auth_token"
+    )
+
+
+def _probe(address: str) -> None:
+    """OSError unless something listens at `address`: Ray would try for minutes, and then end this process."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
 
 
 def _shut_down(ray: Any) -> None:

@@ -132,7 +132,7 @@ def build_index(
     try:
         return run.build(engine, should_stop)
     except OSError as error:
-        raise BuildStopped(f"{describe_error(error)} ({run.standing()})") from error
+        raise BuildStopped(f"cannot write {plan.root}: {describe_error(error)} ({run.standing()})") from error
 
 
 class _Run:
@@ -154,9 +154,9 @@ class _Run:
     def build(self, engine: Engine, should_stop: StopAsked) -> BuildResult:
         from storage_formats.publish import begin_index, clear_staging, total_counts
 
+        self._find_receipts()
         begin_index(self._plan.root, self._plan.spec)
         clear_staging(self._plan.root)
-        self._find_receipts()
         self._on_event(self._plan_ready())
         try:
             rates = self._run_shards(engine, should_stop)

@@ -1,4 +1,4 @@
-"""The registry of token precisions. Adding one is one module with a codec class, and its line here."""
+"""The registry of token precisions. Adding one is one module with a codec class, and its name here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import numpy as np
 
 from storage_formats.codecs.base import BF16, Blocks, Codec, Records
 from storage_formats.codecs.bf16 import BF16Codec
+from storage_formats.codecs.fp8 import FP8Codec
+from storage_formats.codecs.fp16 import FP16Codec
+from storage_formats.codecs.int8 import Int8Codec
+from storage_formats.codecs.mxfp4 import MXFP4Codec
+from storage_formats.codecs.mxfp8 import MXFP8Codec
+from storage_formats.codecs.nvfp4 import NVFP4Codec
+from storage_formats.codecs.sign1 import Sign1Codec
 from storage_formats.errors import UsageError
 
 __all__ = ["BF16", "Blocks", "Codec", "Records", "codec", "fill_record", "precisions"]
@@ -15,7 +22,8 @@ __all__ = ["BF16", "Blocks", "Codec", "Records", "codec", "fill_record", "precis
 DEFAULT_BLOCK_SHAPE = (64, 384)
 
 _CODECS: dict[str, Callable[[tuple[int, int]], Codec]] = {
-    BF16Codec.name: BF16Codec,
+    entry.name: entry
+    for entry in (BF16Codec, FP16Codec, FP8Codec, MXFP8Codec, Int8Codec, NVFP4Codec, MXFP4Codec, Sign1Codec)
 }
 
 
@@ -25,7 +33,10 @@ def precisions() -> tuple[str, ...]:
 
 
 def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Codec:
-    """The codec of precision `name` for blocks of `block_shape` (m, d). UsageError for an unknown name."""
+    """The codec of precision `name` for blocks of `block_shape` (m, d).
+
+    UsageError for an unknown name, and for a width that the precision cannot group.
+    """
     try:
         return _CODECS[name](block_shape)
     except KeyError:

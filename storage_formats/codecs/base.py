@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 import ml_dtypes
@@ -15,12 +16,18 @@ Blocks: TypeAlias = NDArray[BFloat16]
 """Token blocks, ml_dtypes.bfloat16 [k, m, d]."""
 Records: TypeAlias = NDArray[np.uint8]
 """Encoded blocks, uint8 [k, record_bytes]."""
+Rows: TypeAlias = Sequence[int] | NDArray[np.integer]
+"""Places of records in an array of records, [k]."""
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class Codec(Protocol):
     """One precision for blocks of one shape.
+
+    Conversions are defined for every input. What is not finite is stored as NaN, with all that shares its scale;
+    a block of NaN becomes the bytes of a hole. Finite blocks decode to finite blocks. `threads` is the number of
+    threads to use at most, by default `threads.default_threads()`; the result does not depend on it.
 
     Attributes:
         name: the precision's name, also its folder under `tokens/`.
@@ -29,7 +36,7 @@ class Codec(Protocol):
         record_bytes: length of a record, scales included.
         record_shape: shape of a record as its Zarr array shows it.
         zarr_dtype: core Zarr v3 data type of that array.
-        fill_value: its fill value, a NaN of the logical type.
+        fill_value: its fill value; a record of it decodes to NaN.
     """
 
     name: str
@@ -40,12 +47,21 @@ class Codec(Protocol):
     zarr_dtype: str
     fill_value: int
 
-    def encode(self, blocks: Blocks) -> Records:
+    def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
         """bf16 [k, m, d] -> uint8 [k, record_bytes]; may share memory with `blocks`."""
         ...
 
-    def decode(self, records: Records, out: Blocks | None = None) -> Blocks:
+    def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
         """uint8 [k, record_bytes] -> bf16 [k, m, d], into `out` where it is given."""
+        ...
+
+    def decode_rows(
+        self, records: Records, rows: Rows, out: Blocks | None = None, threads: int | None = None
+    ) -> Blocks:
+        """Decode `records[rows]` in one pass, without a copy of them: bf16 [k, m, d], into `out` where it is given.
+
+        `records` [n, record_bytes] must be C-contiguous, as a mapped shard is. UsageError for a row outside it.
+        """
         ...
 
 
@@ -63,6 +79,18 @@ def check_records(records: Records, record_bytes: int) -> Records:
     if records.dtype != np.uint8 or records.ndim != 2 or records.shape[1] != record_bytes:
         raise UsageError(f"records must be uint8 [k, {record_bytes}], got {records.dtype} {list(records.shape)}")
     return np.ascontiguousarray(records)
+
+
+def check_rows(rows: Rows, records: Records) -> NDArray[np.int64]:
+    """`rows` as int64 [k]; UsageError unless all are within `records`, and those are contiguous."""
+    places = np.asarray(rows)
+    if places.ndim != 1 or (places.size and places.dtype.kind not in "iu"):
+        raise UsageError(f"rows must be a flat sequence of integers, got {places.dtype} {list(places.shape)}")
+    if places.size and (places.min() < 0 or places.max() >= len(records)):
+        raise UsageError(f"rows must be in 0..{len(records) - 1}, got {places.min()}..{places.max()}")
+    if not records.flags.c_contiguous:
+        raise UsageError("records to gather from must be C-contiguous; pass a contiguous copy")
+    return np.ascontiguousarray(places, dtype=np.int64)
 
 
 def check_out(out: Blocks | None, count: int, block_shape: tuple[int, int]) -> Blocks:

@@ -1,4 +1,12 @@
+"""What every precision promises, whatever its format."""
+
 from __future__ import annotations
+
+import doctest
+import importlib
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -8,7 +16,133 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from storage_formats import UsageError, codec, precisions
-from storage_formats.codecs import fill_record
+from storage_formats.codecs import fill_record, kernels, threads
+from tests.conftest import REPO, same_bits
+
+BF16 = ml_dtypes.bfloat16
+SHAPE = (6, 64)
+EVERY = pytest.mark.parametrize("name", precisions())
+COMPILED = pytest.mark.parametrize("name", [name for name in precisions() if name != "bf16"])
+
+
+def gaussian(count: int, shape: tuple[int, int] = SHAPE, scale: float = 1.0) -> np.ndarray:
+    rng = np.random.default_rng(5)
+    return (rng.standard_normal((count, *shape), dtype=np.float32) * np.float32(scale)).astype(BF16)
+
+
+def relative_error(blocks: np.ndarray, decoded: np.ndarray) -> float:
+    exact = blocks.astype(np.float64)
+    return float(np.linalg.norm(decoded.astype(np.float64) - exact) / np.linalg.norm(exact))
+
+
+def every_finite_number() -> np.ndarray:
+    """All finite bfloat16, in tokens of 64 neighbours: [k, 6, 64]."""
+    numbers = np.arange(0x10000, dtype=np.uint16).view(BF16)
+    finite = numbers[np.isfinite(numbers.astype(np.float32))]
+    return np.resize(finite, (-(-len(finite) // 384), *SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("name", "record_bytes"),
+    [
+        ("bf16", 49152),
+        ("fp16", 49152),
+        ("fp8", 24640),
+        ("mxfp8", 25344),
+        ("int8", 24704),
+        ("nvfp4", 13824),
+        ("mxfp4", 13056),
+        ("sign1", 3200),
+    ],
+)
+def test_bytes_of_an_image(name, record_bytes):
+    assert codec(name).record_bytes == record_bytes
+    assert name in precisions()
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [
+        ("bf16", 0.0),
+        ("fp16", 1e-5),
+        ("fp8", 0.0275),
+        ("mxfp8", 0.030),
+        ("int8", 0.0080),
+        ("nvfp4", 0.0965),
+        ("mxfp4", 0.117),
+        ("sign1", 0.61),
+    ],
+)
+@pytest.mark.parametrize("scale", [2.0**-6, 1.0, 2.0**5])
+def test_error_on_gaussian_tokens(name, bound, scale):
+    entry = codec(name, (8, 384))
+    blocks = gaussian(40, (8, 384), scale)
+    error = relative_error(blocks, entry.decode(entry.encode(blocks)))
+    assert 0.9 * bound - 1e-5 <= error <= bound  # not better than the format can be, either
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "mxfp4", "int8", "sign1"])
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**100])
+def test_formats_with_wide_scales_do_not_depend_on_magnitude(name, scale):
+    entry = codec(name)
+    error = [relative_error(blocks, entry.decode(entry.encode(blocks))) for blocks in scaled_pair(scale)]
+    assert error[0] == error[1]
+
+
+def scaled_pair(scale: float) -> tuple[np.ndarray, np.ndarray]:
+    blocks = gaussian(2, (64, 384))
+    return blocks, (blocks.astype(np.float32) * np.float32(scale)).astype(BF16)
+
+
+@EVERY
+def test_finite_blocks_decode_to_finite_blocks(name):
+    entry = codec(name, SHAPE)
+    blocks = every_finite_number()
+    shuffled = np.random.default_rng(2).permutation(blocks.reshape(-1)).reshape(blocks.shape)
+    for given_blocks in (blocks, shuffled):
+        assert np.isfinite(entry.decode(entry.encode(given_blocks)).astype(np.float32)).all()
+
+
+@EVERY
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.0, 2.0**-133, 2.0**-126, 3.3895e38, -3.3895e38])
+def test_groups_of_equal_numbers(name, value):
+    blocks = np.full((1, *SHAPE), value, dtype=BF16)
+    entry = codec(name, SHAPE)
+    decoded = entry.decode(entry.encode(blocks)).astype(np.float32)
+    assert len(np.unique(decoded)) == 1
+    if abs(value) in (0.0, 1.0, 3.0):
+        assert np.allclose(decoded, value, rtol=0.04 if name == "nvfp4" else 1e-2, atol=0)
+    elif name not in ("fp16", "nvfp4") and abs(value) >= 2.0**-126:  # the range of those two is smaller
+        assert relative_error(blocks, decoded) < 0.27
+
+
+@EVERY
+def test_fill_record_decodes_to_nan(name):
+    entry = codec(name)
+    assert entry.block_shape == (64, 384)
+    record = fill_record(entry)
+    assert record.shape == (1, entry.record_bytes)
+    assert np.isnan(entry.decode(record).astype(np.float32)).all()
+
+
+@EVERY
+def test_block_of_nan_encodes_to_the_fill_record(name):
+    entry = codec(name, SHAPE)
+    assert (entry.encode(np.full((2, *SHAPE), np.nan, dtype=BF16)) == fill_record(entry)).all()
+
+
+@COMPILED
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_nan_with_all_that_shares_its_scale(name, value):
+    entry = codec(name, SHAPE)
+    blocks = gaussian(1)
+    clean = entry.decode(entry.encode(blocks))
+    blocks[0, 2, 21] = value
+    decoded = entry.decode(entry.encode(blocks))
+    shared = {"fp16": slice(21, 22), "nvfp4": slice(16, 32), "mxfp4": slice(0, 32), "mxfp8": slice(0, 32)}
+    expected = clean.view(np.uint16).copy()
+    expected[0, 2, shared.get(name, slice(None))] = 0x7FC0
+    assert same_bits(decoded, expected.view(BF16))
 
 
 @given(hnp.arrays(np.uint16, st.tuples(st.integers(0, 5), st.just(3), st.just(8))))
@@ -20,28 +154,146 @@ def test_bf16_keeps_every_bit(bits):
     assert (entry.decode(records).view(np.uint16) == bits).all()
 
 
-@pytest.mark.parametrize("name", precisions())
-def test_fill_record_decodes_to_nan(name):
-    entry = codec(name)
-    assert entry.block_shape == (64, 384)
-    record = fill_record(entry)
-    assert record.shape == (1, entry.record_bytes)
-    assert np.isnan(entry.decode(record).astype(np.float32)).all()
+@EVERY
+def test_rows_of_a_mapped_file(name, tmp_path):
+    entry = codec(name, SHAPE)
+    records = entry.encode(gaussian(50))
+    path = tmp_path / "shard"
+    path.write_bytes(b"#" + records.tobytes())  # no number is at its natural address
+    mapped = np.memmap(path, dtype=np.uint8, mode="r", offset=1, shape=records.shape)
+    rows = [49, 0, 7, 7, 13]
+    expected = entry.decode(records)[rows]
+    assert same_bits(entry.decode_rows(mapped, rows), expected)
+    space = np.empty(2 + expected.nbytes, dtype=np.uint8)[2:].view(BF16).reshape(expected.shape)
+    assert entry.decode_rows(mapped, np.array(rows, dtype=np.uint16), out=space) is space
+    assert same_bits(space, expected)
+    assert entry.decode_rows(mapped, []).shape == (0, *SHAPE)
+    assert type(entry.decode_rows(mapped, rows)) is np.ndarray
 
 
-@pytest.mark.parametrize("name", precisions())
+@EVERY
+def test_wrong_rows_are_refused(name):
+    entry = codec(name, SHAPE)
+    records = entry.encode(gaussian(3))
+    for rows in ([3], [-1], [0, 99]):
+        with pytest.raises(UsageError, match=r"rows must be in 0\.\.2"):
+            entry.decode_rows(records, rows)
+    with pytest.raises(UsageError, match="flat sequence of integers"):
+        entry.decode_rows(records, np.array([0.5]))
+    with pytest.raises(UsageError, match="C-contiguous"):
+        entry.decode_rows(records[::2], [0])
+
+
+@EVERY
 def test_arrays_of_another_kind_are_refused(name):
-    entry = codec(name, (3, 8))
+    entry = codec(name, SHAPE)
     with pytest.raises(UsageError, match="blocks must be bfloat16"):
-        entry.encode(np.zeros((1, 3, 8), np.float32))
+        entry.encode(np.zeros((1, *SHAPE), np.float32))
     with pytest.raises(UsageError, match="blocks must be bfloat16"):
-        entry.encode(np.zeros((1, 8, 3), ml_dtypes.bfloat16))
+        entry.encode(np.zeros((1, *SHAPE[::-1]), BF16))
     with pytest.raises(UsageError, match="records must be uint8"):
         entry.decode(np.zeros((1, entry.record_bytes + 1), np.uint8))
     with pytest.raises(UsageError, match="out must be"):
-        entry.decode(np.zeros((1, entry.record_bytes), np.uint8), out=np.zeros((2, 3, 8), ml_dtypes.bfloat16))
+        entry.decode(np.zeros((1, entry.record_bytes), np.uint8), out=np.zeros((2, *SHAPE), BF16))
+
+
+@pytest.mark.parametrize(("name", "multiple"), [("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16), ("sign1", 8)])
+def test_width_that_cannot_be_grouped_is_refused(name, multiple):
+    assert codec(name, (3, multiple)).record_bytes > 0
+    with pytest.raises(UsageError, match=rf"{multiple + 4} \(blocks of 3 x {multiple + 4}\) is no multiple"):
+        codec(name, (3, multiple + 4))
 
 
 def test_unknown_precision_is_refused():
-    with pytest.raises(UsageError, match="unknown precision 'fp3'; known: bf16"):
+    with pytest.raises(UsageError, match="unknown precision 'fp3'; known: bf16, fp16, fp8"):
         codec("fp3")
+
+
+@EVERY
+def test_results_do_not_depend_on_threads(name):
+    entry = codec(name, (64, 384))
+    blocks = gaussian(200, (64, 384))  # several chunks
+    records = entry.encode(blocks, threads=1)
+    decoded = entry.decode(records, threads=1)
+    rows = np.random.default_rng(3).permutation(len(blocks))
+    for count in (2, 5):
+        assert (entry.encode(blocks, threads=count) == records).all()
+        assert same_bits(entry.decode(records, threads=count), decoded)
+        assert same_bits(entry.decode_rows(records, rows, threads=count), decoded[rows])
+
+
+def test_many_threads_may_convert_at_once():
+    entry = codec("nvfp4", (64, 384))
+    blocks = gaussian(120, (64, 384))
+    expected = entry.encode(blocks, threads=1)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: entry.encode(blocks, threads=4), range(16)))
+    assert all((records == expected).all() for records in found)
+
+
+def test_threads_follow_the_share_of_a_worker(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    everything = threads.default_threads()
+    assert everything >= 1
+    for setting, expected in [("1", 1), ("1,4", 1), ("0", 1), ("4096", everything), ("", everything)]:
+        monkeypatch.setenv("OMP_NUM_THREADS", setting)
+        assert threads.default_threads() == expected
+
+
+def test_failure_of_a_thread_reaches_the_caller():
+    def fail(start: int, stop: int) -> None:
+        raise ValueError(start)
+
+    with pytest.raises(ValueError, match=r"\d"):
+        threads.run_chunks(fail, 100, 1 << 20, threads=2)
+
+
+def run_python(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_forked_process_converts():
+    script = """
+import os, numpy as np, ml_dtypes
+from storage_formats import codec
+entry = codec("fp8")
+blocks = np.ones((100, 64, 384), ml_dtypes.bfloat16)
+entry.encode(blocks, threads=2)
+child = os.fork()
+if child == 0:
+    os._exit(0 if (entry.decode(entry.encode(blocks, threads=2), threads=2) == blocks).all() else 1)
+print(os.waitpid(child, 0)[1])
+"""
+    assert run_python(script).endswith("0")
+
+
+def test_numba_is_loaded_by_the_first_compiled_conversion_only():
+    script = """
+import sys, numpy as np, ml_dtypes
+from storage_formats.codecs import codec, fill_record, precisions
+entries = [codec(name) for name in precisions()]
+records = codec("bf16").encode(np.ones((2, 64, 384), ml_dtypes.bfloat16))
+codec("bf16").decode(records); codec("bf16").decode_rows(records, [1])
+[fill_record(entry) for entry in entries]
+print("numba" in sys.modules)
+"""
+    assert run_python(script) == "False"
+
+
+def test_kernel_without_a_folder_for_its_cache_is_compiled():
+    space: dict = {}
+    exec("def seven(numbers):\n    numbers[0] = 7", space)  # numba keeps nothing for code without a file
+    with pytest.raises(RuntimeError, match="cannot cache"):
+        kernels.Kernel(space["seven"], (kernels._output(kernels.types.int64),))._compile(cache=True)
+    numbers = np.zeros(1, dtype=np.int64)
+    kernels.Kernel(space["seven"], (kernels._output(kernels.types.int64),))(numbers)
+    assert numbers[0] == 7
+
+
+@EVERY
+def test_documented_numpy_recipe(name):
+    results = doctest.testmod(importlib.import_module(f"storage_formats.codecs.{name}"))
+    assert results.attempted >= 5
+    assert results.failed == 0

@@ -1,0 +1,80 @@
+"""`edje-index quantize`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipelines.cli.output import json_option, print_json, this_command
+
+if TYPE_CHECKING:
+    from pipelines.engines.base import Engine
+    from pipelines.jobs.quantize import QuantizeConfig, QuantizeResult
+
+
+@click.command(no_args_is_help=True)
+@click.argument("index", type=click.Path(path_type=Path))
+@click.option("--to", "to", multiple=True, required=True, metavar="NAME", help="Precision to add; may be repeated.")
+@click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove afterwards; may be repeated.")
+@click.option("--from", "source", metavar="NAME", help="Precision to read.  [default: the one of the longest records]")
+@click.option("--engine", type=click.Choice(["inline", "ray"]), default="inline", show_default=True)
+@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Processes, with ray.")
+@click.option("--address", metavar="HOST:PORT", help="Ray cluster to join, or 'auto'.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+@json_option
+def quantize(
+    index: Path,
+    to: tuple[str, ...],
+    drop: tuple[str, ...],
+    source: str | None,
+    engine: str,
+    workers: int,
+    address: str | None,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Store the tokens of INDEX in further precisions, without the vision model.
+
+    Known precisions: bf16 fp16 fp8 mxfp8 int8 nvfp4 mxfp4 sign1. The index can be read all the while. The same command,
+    run again, resumes what was stopped, and does nothing where all is there.
+
+    \b
+    Examples:
+      edje-index quantize photos.edje --to fp8 --to nvfp4
+      edje-index quantize photos.edje --to fp8 --drop bf16
+    """
+    from pipelines.jobs.quantize import QuantizeConfig
+
+    result = _run(QuantizeConfig(index, to, drop, source), _engine(engine, workers, address), quiet=quiet)
+    if as_json:
+        print_json(asdict(result))
+        return
+    for name, size in result.bytes_per_image.items():
+        click.echo(f"{name:6} {size:7,} bytes an image{'  (new)' if name in result.added else ''}")
+    click.echo(f"{index}: {result.rows:,} rows, {result.seconds:.1f} s")
+
+
+def _engine(name: str, workers: int, address: str | None) -> Engine:
+    if name == "inline":
+        from pipelines.engines.inline import InlineEngine
+
+        return InlineEngine()
+    from pipelines.engines.ray_engine import RayEngine
+
+    return RayEngine(workers, address=address)
+
+
+def _run(config: QuantizeConfig, engine: Engine, *, quiet: bool) -> QuantizeResult:
+    from pipelines.jobs.quantize import quantize_index
+    from pipelines.planning import BuildStopped
+    from pipelines.progress import progress_display
+    from pipelines.signals import stop_on_signals
+
+    try:
+        with stop_on_signals() as should_stop, progress_display(quiet=quiet) as on_event:
+            return quantize_index(config, engine, on_event, should_stop)
+    except BuildStopped as error:
+        raise BuildStopped(f"{error}. To resume: {this_command()}") from error

@@ -1,0 +1,225 @@
+"""The quantize job: further precisions of a finished index, on the engines of the build job."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.engines.base import Engine, TaskFailure, TaskInterrupted, Worker, describe_error
+from pipelines.events import OnEvent, PlanReady, ShardDone
+from pipelines.lock import locked_index
+from pipelines.machine import free_disk
+from pipelines.meter import BuildMeter, ShardState
+from pipelines.planning import BuildStopped, StopAsked
+from storage_formats.errors import UsageError
+from storage_formats.layout import IndexSpec, Layout, padded_shard_bytes
+
+if TYPE_CHECKING:
+    from storage_formats.conversion import ConversionTask
+    from storage_formats.manifest import Manifest
+    from storage_formats.receipts import ShardReceipt
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """What a conversion came to.
+
+    Attributes:
+        source: precision that was read; None where nothing had to be done.
+        added, dropped: precisions.
+        precisions: what the index holds now.
+        rows, shards: of the index.
+        bytes_per_image: length of a record by precision.
+        seconds: wall time of this run.
+    """
+
+    source: str | None
+    added: tuple[str, ...]
+    dropped: tuple[str, ...]
+    precisions: tuple[str, ...]
+    rows: int
+    shards: int
+    bytes_per_image: dict[str, int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """A request.
+
+    Attributes:
+        root: the index.
+        to: precisions that it shall hold afterwards, beside what it holds.
+        drop: precisions to remove then.
+        source: precision to convert from; None takes the one of the longest records.
+    """
+
+    root: Path
+    to: tuple[str, ...]
+    drop: tuple[str, ...] = ()
+    source: str | None = None
+
+
+def quantize_index(
+    config: QuantizeConfig, engine: Engine, on_event: OnEvent, should_stop: StopAsked = lambda: False
+) -> QuantizeResult:
+    """Add the precisions that are missing, then drop those that are to go; resumes what was begun.
+
+    Raises:
+        UsageError: no index, an unknown precision, a source that it does not hold, too little disk.
+        BuildStopped: stopped or failed before the end; running it again resumes it.
+    """
+    from storage_formats.conversion import drop_precision
+    from storage_formats.manifest import Manifest
+
+    started = time.monotonic()
+    before = Manifest.load(config.root)
+    with locked_index(config.root):
+        manifest = Manifest.load(config.root)
+        missing = tuple(name for name in dict.fromkeys(config.to) if name not in manifest.spec.precisions)
+        _check_drop(config, (*manifest.spec.precisions, *missing))
+        source = _source(config, manifest.spec) if missing else None
+        if source is not None:
+            manifest = _Conversion(config.root, manifest.spec, source, missing, on_event).run(engine, should_stop)
+        for name in config.drop:
+            if name in manifest.spec.precisions:
+                manifest = drop_precision(config.root, name)
+    dropped = tuple(name for name in before.spec.precisions if name not in manifest.spec.precisions)
+    return _result(manifest, source, missing, dropped, time.monotonic() - started)
+
+
+def _result(
+    manifest: Manifest, source: str | None, added: tuple[str, ...], dropped: tuple[str, ...], seconds: float
+) -> QuantizeResult:
+    return QuantizeResult(
+        source=source,
+        added=added,
+        dropped=dropped,
+        precisions=manifest.spec.precisions,
+        rows=manifest.spec.rows,
+        shards=manifest.spec.shards,
+        bytes_per_image={name: _record_bytes(manifest.spec, name) for name in manifest.spec.precisions},
+        seconds=seconds,
+    )
+
+
+def _check_drop(config: QuantizeConfig, held: tuple[str, ...]) -> None:
+    if config.drop and not set(held) - set(config.drop):
+        raise UsageError(f"dropping {', '.join(config.drop)} would leave {config.root} without tokens")
+
+
+def _record_bytes(spec: IndexSpec, name: str) -> int:
+    from storage_formats.codecs import codec
+
+    return codec(name, spec.block_shape).record_bytes
+
+
+def _source(config: QuantizeConfig, spec: IndexSpec) -> str:
+    """The precision to convert from. UsageError where the index does not hold it."""
+    if config.source is None:
+        return max(spec.precisions, key=lambda name: _record_bytes(spec, name))
+    if config.source not in spec.precisions:
+        held = ", ".join(spec.precisions)
+        raise UsageError(f"{config.root} does not hold '{config.source}' to convert from; it holds: {held}")
+    return config.source
+
+
+class _Conversion:
+    """One run over the shards of an index."""
+
+    def __init__(self, root: Path, spec: IndexSpec, source: str, targets: tuple[str, ...], on_event: OnEvent) -> None:
+        self._root = root
+        self._layout = Layout(root)
+        self._spec = spec
+        self._source = source
+        self._targets = targets
+        self._on_event = on_event
+        self._meter = BuildMeter(spec.rows, spec.shards)
+        self._receipts: dict[int, ShardReceipt] = {}
+        described = f"convert {spec} {source} {targets}"
+        self._plan = hashlib.sha256(described.encode()).hexdigest()
+
+    def run(self, engine: Engine, should_stop: StopAsked) -> Manifest:
+        """Convert what is missing and publish."""
+        from storage_formats.conversion import add_precisions
+        from storage_formats.publish import clear_staging
+
+        self._check_disk()
+        clear_staging(self._root)
+        self._find_receipts()
+        self._on_event(PlanReady(self._spec.rows, 0, self._spec.shards, len(self._receipts), {}, 1))
+        try:
+            self._run_shards(engine, should_stop)
+            if len(self._receipts) < self._spec.shards:
+                raise BuildStopped(f"stopped; {self._standing()}")
+            return add_precisions(self._root, self._targets, list(self._receipts.values()))
+        except OSError as error:
+            raise BuildStopped(f"{describe_error(error)} ({self._standing()})") from error
+
+    def _standing(self) -> str:
+        return f"{len(self._receipts)} of {self._spec.shards} shards are finished"
+
+    def _check_disk(self) -> None:
+        need = sum(
+            self._spec.shards * padded_shard_bytes(self._spec.shard_size, self._spec.shard_size, size)[1]
+            for size in (_record_bytes(self._spec, name) for name in self._targets)
+        )
+        free = free_disk(self._root)
+        if need > free:
+            raise UsageError(
+                f"{', '.join(self._targets)} of {self._spec.rows} rows need up to {need} bytes of disk, "
+                f"{free} are free at {self._root}; free some, or convert to fewer precisions at a time"
+            )
+
+    def _find_receipts(self) -> None:
+        from storage_formats.receipts import read_receipt
+
+        for shard in range(self._spec.shards):
+            if (receipt := read_receipt(self._layout, shard, self._plan)) is not None:
+                self._receipts[shard] = receipt
+                self._meter.finished_earlier(receipt.rows, 0)
+
+    def _run_shards(self, engine: Engine, should_stop: StopAsked) -> None:
+        from storage_formats.conversion import ConversionTask
+
+        spec, root = self._spec, str(self._root.absolute())
+        tasks = [
+            ConversionTask(root, shard, spec, self._source, self._targets, self._plan)
+            for shard in range(spec.shards)
+            if shard not in self._receipts
+        ]
+        if not tasks:
+            return
+        with closing(
+            engine.run(open_converter, tasks, on_progress=self._progress, should_stop=should_stop)
+        ) as outcomes:
+            for outcome in outcomes:
+                if isinstance(outcome, TaskFailure):
+                    raise BuildStopped(f"shard {outcome.task.shard}: {outcome.message} ({self._standing()})")
+                self._receipts[outcome.result.shard] = outcome.result
+                self._meter.finished(outcome.result.shard, ShardState(outcome.result.rows, 0))
+                self._on_event(ShardDone(outcome.result.shard, self._meter.progress()))
+
+    def _progress(self, report: tuple[int, int]) -> None:
+        shard, done = report
+        self._meter.report(shard, ShardState(done, 0))
+        self._on_event(self._meter.progress())
+
+
+def open_converter() -> Worker:
+    """A worker of `pipelines.engines` that converts one shard after another."""
+    return _convert
+
+
+def _convert(task: ConversionTask, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]) -> ShardReceipt:
+    from storage_formats.conversion import ConversionInterrupted, convert_shard
+
+    try:
+        return convert_shard(task, lambda done: on_progress((task.shard, done)), should_stop)
+    except ConversionInterrupted as error:
+        raise TaskInterrupted from error

@@ -1,0 +1,103 @@
+"""The formats in plain NumPy, slow and clear: what the compiled kernels are checked against, bit for bit.
+
+A second implementation may be checked against it too. It shares with the codecs the definitions of the small types
+(`minifloat`) and the rules for scales, and none of the code that converts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.codecs.base import BF16, Blocks, Codec, Records
+from storage_formats.codecs.fp16 import FP16Codec
+from storage_formats.codecs.group_scaled import LARGEST_INPUT, GroupScaledCodec
+from storage_formats.codecs.int8 import NAN_SCALE, Int8Codec
+from storage_formats.codecs.minifloat import CANONICAL_NAN, E2M1, NAN_CODE
+from storage_formats.codecs.sign1 import Sign1Codec
+
+
+def encode(codec: Codec, blocks: Blocks) -> Records:
+    """bf16 [k, m, d] -> uint8 [k, record_bytes]."""
+    numbers = blocks.astype(np.float32)
+    match codec:
+        case GroupScaledCodec():
+            return _encode_groups(codec, numbers)
+        case Int8Codec():
+            return _encode_int8(codec, numbers)
+        case Sign1Codec():
+            return _encode_sign1(codec, numbers)
+        case FP16Codec():
+            finite = np.clip(np.where(np.isfinite(numbers), numbers, np.nan), -65504, 65504).astype(np.float16)
+            words = np.where(np.isnan(finite), np.uint16(0x7E00), finite.view(np.uint16))
+            return words.view(np.uint8).reshape(-1, codec.record_bytes)
+    raise NotImplementedError(codec.name)
+
+
+def decode(codec: Codec, records: Records) -> Blocks:
+    """uint8 [k, record_bytes] -> bf16 [k, m, d]."""
+    with np.errstate(over="ignore", invalid="ignore"):  # scales that no encoder writes
+        match codec:
+            case GroupScaledCodec():
+                numbers = _decode_groups(codec, records)
+            case Int8Codec():
+                codes, scales = np.split(records, [codec.values], axis=1)
+                numbers = codes.view(np.int8).reshape(-1, *codec.block_shape) * _from_bf16_bytes(scales)[..., None]
+            case Sign1Codec():
+                codes, scales = np.split(records, [codec.values // 8], axis=1)
+                negative = np.unpackbits(codes, axis=1, bitorder="little").reshape(-1, *codec.block_shape)
+                numbers = np.where(negative, -1, 1).astype(np.float32) * _from_bf16_bytes(scales)[..., None]
+            case FP16Codec():
+                numbers = records.view(np.float16).astype(np.float32)
+            case _:
+                raise NotImplementedError(codec.name)
+        blocks = numbers.reshape(-1, *codec.block_shape).astype(BF16)
+    return np.where(np.isnan(blocks), np.uint16(CANONICAL_NAN), blocks.view(np.uint16)).view(BF16)
+
+
+def _encode_groups(codec: GroupScaledCodec, numbers: NDArray[np.float32]) -> Records:
+    groups = numbers.reshape(-1, codec.values // codec.group, codec.group)
+    finite = np.asarray(np.isfinite(groups).all(axis=-1))
+    groups = np.where(finite[..., None], groups, np.float32(0))
+    scales = codec.scale_codes(np.abs(groups).max(axis=-1))
+    quotients = np.clip(groups, -LARGEST_INPUT, LARGEST_INPUT) / codec.scale_values[scales][..., None]
+    codes = codec.element.encode(quotients.astype(np.float32))
+    codes[~finite] = NAN_CODE
+    scales[~finite] = NAN_CODE
+    codes = codes.reshape(-1, codec.values)
+    if codec.element is E2M1:
+        codes = (codes[:, ::2] & np.uint8(15)) | (codes[:, 1::2] << np.uint8(4))
+    return np.concatenate([codes, scales], axis=1)
+
+
+def _decode_groups(codec: GroupScaledCodec, records: Records) -> NDArray[np.float32]:
+    codes, scales = np.split(records, [codec.codes_bytes], axis=1)
+    halves = np.stack([codes & 15, codes >> 4], axis=-1)
+    elements = codec.element.values[halves if codec.element is E2M1 else codes].reshape(*scales.shape, codec.group)
+    return elements * codec.scale_values[scales][..., None]
+
+
+def _encode_int8(codec: Int8Codec, numbers: NDArray[np.float32]) -> Records:
+    finite = np.asarray(np.isfinite(numbers).all(axis=-1))
+    tokens = np.where(finite[..., None], numbers, np.float32(0))
+    largest = np.abs(tokens).max(axis=-1)
+    scales = codec.scales(largest)
+    codes = np.clip(np.rint(tokens / scales[..., None]), -127, 127).astype(np.int8).view(np.uint8)
+    codes[~finite] = NAN_CODE
+    words = np.where(finite, scales.astype(BF16).view(np.uint16), np.uint16(NAN_SCALE))
+    return np.concatenate([codes.reshape(-1, codec.values), words.view(np.uint8)], axis=1)
+
+
+def _encode_sign1(codec: Sign1Codec, numbers: NDArray[np.float32]) -> Records:
+    finite = np.asarray(np.isfinite(numbers).all(axis=-1))
+    magnitudes = np.where(finite[..., None], np.abs(numbers), 0).astype(np.float64)
+    means = np.add.accumulate(magnitudes, axis=-1)[..., -1] / numbers.shape[-1]
+    words = means.astype(np.float32).astype(BF16).view(np.uint16)
+    codes = np.packbits(np.signbit(numbers), axis=-1, bitorder="little")
+    codes[~finite] = NAN_CODE
+    words = np.where(finite, words, np.uint16(NAN_SCALE))
+    return np.concatenate([codes.reshape(-1, codec.values // 8), words.view(np.uint8)], axis=1)
+
+
+def _from_bf16_bytes(data: Records) -> NDArray[np.float32]:
+    return np.asarray(np.ascontiguousarray(data).view(BF16), dtype=np.float32)

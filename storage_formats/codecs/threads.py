@@ -1,0 +1,57 @@
+"""Threads for conversions, which run without the GIL.
+
+Threads of Python and not of Numba: its thread pools abort the process when two threads call at once (workqueue)
+or when it forked (OpenMP), and stores are read by many threads in processes that fork.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+_CHUNK_BYTES = 2 << 20  # of bfloat16: some 0.3 ms of work, long against handing it over
+
+_pool: ThreadPoolExecutor | None = None
+
+
+def default_threads() -> int:
+    """CPUs that this process may use, and no more than OMP_NUM_THREADS, which Ray sets to a worker's share."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return max(1, min(cpus, int(limit))) if limit.isdigit() else cpus
+
+
+def run_chunks(work: Callable[[int, int], None], count: int, block_bytes: int, threads: int | None) -> None:
+    """Call `work(start, stop)` on consecutive parts of range(count), on up to `threads` threads, this one included."""
+    chunk = max(1, _CHUNK_BYTES // block_bytes)
+    starts = iter(range(0, count, chunk))
+
+    def drain() -> None:
+        for start in starts:
+            work(start, min(start + chunk, count))
+
+    wanted = min(default_threads() if threads is None else threads, -(-count // chunk))
+    helpers = [_shared_pool().submit(drain) for _ in range(wanted - 1)]
+    try:
+        drain()
+    finally:
+        for helper in helpers:
+            if not helper.cancel():  # one that never began has nothing left to do
+                helper.result()
+
+
+def _shared_pool() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(max_workers=max(32, os.cpu_count() or 1), thread_name_prefix="codec")
+    return _pool
+
+
+def _forget_pool() -> None:
+    global _pool
+    _pool = None  # its threads did not survive the fork
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)

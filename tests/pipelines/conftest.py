@@ -1,0 +1,50 @@
+"""Fixtures of the pipelines' tests: real photos made on the spot, and a model small enough for any test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from edje_index.untrained import TINY, create_untrained_bundle
+from pipelines.config import BuildConfig
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model bundle of random weights, 4 x 16 blocks."""
+    path = tmp_path_factory.mktemp("bundles") / "tiny"
+    create_untrained_bundle(path, sizes=TINY)
+    return path
+
+
+def write_photo(path: Path, seed: int) -> None:
+    """A small JPEG; equal seeds give equal bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 255, (24, 32, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path, "JPEG")
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Ten photos, of which 03 repeats 01 and 07 is no image, and a text file."""
+    folder = tmp_path / "photos"
+    for name in range(10):
+        write_photo(folder / f"{name:02d}.jpg", 1 if name == 3 else name)
+    (folder / "07.jpg").write_bytes(b"not a photo")
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path, photos: Path, bundle: Path) -> Callable[..., BuildConfig]:
+    """A build of `photos` in shards of four rows, with changes."""
+
+    def make(**changes: object) -> BuildConfig:
+        settings = {"shard_size": 4, "batch_size": 2, "threads": 1, "device": "cpu", "engine": "inline"}
+        return BuildConfig((str(photos),), tmp_path / "index", bundle, **{**settings, **changes})
+
+    return make

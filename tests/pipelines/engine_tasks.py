@@ -1,0 +1,94 @@
+"""Small real workers for the engine tests: what they do is seen in the file system and in their results."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelines.engines.base import TaskInterrupted
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task: what to do, under which name."""
+
+    name: int
+    action: str = "succeed"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Progress of a task."""
+
+    name: int
+    step: int
+    process: int
+
+
+class UnpicklableError(Exception):
+    def __reduce__(self):
+        raise TypeError("this error stays where it is")
+
+
+class FileWorker:
+    """Appends a line to `folder`/<name> for each attempt at a task."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        (self.folder / f"worker-{os.getpid()}").touch()
+
+    def __call__(self, job, on_progress, should_stop):
+        with open(self.folder / str(job.name), "a") as file:
+            file.write("attempt\n")
+        return getattr(self, job.action)(job, on_progress, should_stop)
+
+    def attempts(self, job):
+        return (self.folder / str(job.name)).read_text().count("attempt")
+
+    def succeed(self, job, on_progress, should_stop):
+        on_progress(Report(job.name, 1, os.getpid()))
+        return job.name * 10
+
+    def report_slowly(self, job, on_progress, should_stop):
+        for step in range(25):
+            on_progress(Report(job.name, step, os.getpid()))
+            time.sleep(0.1)
+        return job.name * 10
+
+    def raise_value_error(self, job, on_progress, should_stop):
+        raise ValueError("two\nlines")
+
+    def raise_unpicklable(self, job, on_progress, should_stop):
+        raise UnpicklableError("cannot travel")
+
+    def fill_disk(self, job, on_progress, should_stop):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/photos.edje/tokens")
+
+    def until_stopped(self, job, on_progress, should_stop):
+        for step in range(600):
+            if should_stop():
+                (self.folder / f"stopped-{job.name}").touch()
+                raise TaskInterrupted
+            on_progress(Report(job.name, step, os.getpid()))
+            time.sleep(0.05)
+        raise AssertionError("nobody asked for a stop")
+
+    def die_once(self, job, on_progress, should_stop):
+        if self.attempts(job) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return job.name * 10
+
+    def die(self, job, on_progress, should_stop):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def return_unpicklable(self, job, on_progress, should_stop):
+        return threading.Lock()
+
+
+def broken_worker():
+    raise RuntimeError("no such weights")

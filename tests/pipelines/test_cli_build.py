@@ -1,0 +1,194 @@
+"""build, info, verify and search from the command line, on real files and a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from edje_index import untrained
+from pipelines.cli import main
+from pipelines.planning import plan_build
+from storage_formats.layout import Layout
+from storage_formats.rows import read_rows
+from tests.conftest import REPO
+from tests.pipelines.conftest import write_photo
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command line; returns exit code, standard output and standard error."""
+
+    def call(*arguments):
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def index(tmp_path):
+    return tmp_path / "photos.edje"
+
+
+@pytest.fixture
+def build(photos, bundle, index):
+    """Arguments of a build of `photos` in shards of four."""
+    fixed = ["--engine", "inline", "--shard-size", 4, "--batch-size", 2, "--threads", 1, "--device", "cpu"]
+    return ["build", photos, "--out", index, "--model", bundle, *fixed]
+
+
+def test_a_build_accounts_for_every_input(run, build, index):
+    code, out, err = run(*build, "--dedupe", "--json")
+    assert code == 0
+    result = json.loads(out)
+    counts = {name: result[name] for name in ("inputs", "indexed", "duplicates", "failed", "rows", "shards")}
+    assert counts == {"inputs": 10, "indexed": 8, "duplicates": 1, "failed": 1, "rows": 10, "shards": 3}
+    assert result["failed_by_reason"] == {"not-an-image": 1}
+    assert result["images_per_second"] > 0
+    assert result["bottleneck"] in ("decode", "model", "write")
+    assert result["already_finished"] is False
+    assert "ignored 1 file that are no images: .txt 1" in err
+    assert "1 inputs failed: not-an-image 1" in err
+    assert not Layout(index).build.exists()
+    rows = read_rows(index).to_pylist()
+    assert [row["status"] for row in rows].count("indexed") == 8
+    assert rows[3]["duplicate_of"] == 1
+
+
+def test_the_same_command_again_does_nothing_and_says_so(run, build, index):
+    run(*build)
+    before = {path: path.stat().st_mtime_ns for path in index.rglob("*")}
+    code, out, _ = run(*build)
+    assert code == 0
+    assert "is finished already; nothing was done" in out
+    assert json.loads(run(*build, "--json")[1])["already_finished"] is True
+    assert {path: path.stat().st_mtime_ns for path in index.rglob("*")} == before
+
+
+def test_a_finished_index_is_not_rebuilt_for_other_inputs_or_settings(run, build, photos):
+    run(*build)
+    code, _, err = run(*build, "--max-pixels", 5)
+    assert code == 2
+    assert "was built with other settings: max-pixels" in err
+    write_photo(photos / "new.jpg", 99)
+    (photos / "00.jpg").unlink()
+    write_photo(photos / "01.jpg", 98)
+    with open(photos / "01.jpg", "ab") as file:
+        file.write(b"longer")
+    code, _, err = run(*build)
+    assert code == 2
+    assert "10 inputs then, 10 now (1 new, 1 gone, 1 of another size)" in err
+
+
+def test_a_build_where_everything_fails_writes_no_index(run, build, photos, index):
+    for photo in photos.glob("*.jpg"):
+        photo.write_bytes(b"")
+    code, _, err = run(*build)
+    assert code == 1
+    assert "none of the 10 inputs could be indexed (empty 10)" in err
+    assert not Layout(index).manifest.exists()
+
+
+def test_info_of_a_begun_and_of_a_finished_index(run, build, index, config):
+    plan_build(config(), lambda _: None)
+    begun = json.loads(run("info", config().out, "--json")[1])
+    assert (begun["state"], begun["finished_shards"], begun["shards"]) == ("begun", 0, 3)
+    assert "0 of 3 finished" in run("info", config().out)[1]
+    run(*build)
+    finished = json.loads(run("info", index, "--json")[1])
+    assert (finished["state"], finished["counts"]["indexed"], finished["block_shape"]) == ("finished", 9, [4, 16])
+    assert finished["model"]["trained"] is False
+    assert "not-an-image 1" in run("info", index)[1]
+
+
+def test_verify_tells_a_sound_index_from_a_damaged_one(run, build, index):
+    run(*build)
+    assert json.loads(run("verify", index, "--json")[1]) == {"index": str(index), "sound": True, "problems": []}
+    shard = Layout(index).token_shard("bf16", 1)
+    damaged = bytearray(shard.read_bytes())
+    damaged[100] ^= 1
+    shard.write_bytes(damaged)
+    code, out, _ = run("verify", index, "--json")
+    assert code == 1
+    assert any(problem["path"] == "tokens/bf16/c.1.0.0" for problem in json.loads(out)["problems"])
+
+
+def test_search_shows_both_scores_and_says_that_random_weights_mean_nothing(run, build, index):
+    run(*build)
+    code, out, err = run("search", index, "a photo", "-k", 3, "--json")
+    assert code == 0
+    assert "untrained" in err
+    hits = json.loads(out)["hits"]
+    assert [set(hit) for hit in hits] == [{"row_id", "uri", "embedding_score", "joint_score"}] * 3
+    assert [hit["joint_score"] for hit in hits] == sorted((hit["joint_score"] for hit in hits), reverse=True)
+    plain = json.loads(run("search", index, "a photo", "-k", 3, "--no-rerank", "--json")[1])["hits"]
+    assert all(hit["joint_score"] is None for hit in plain)
+    assert len(run("search", index, "a photo", "-k", 3)[1].splitlines()) == 4
+
+
+def test_init_model_says_that_its_weights_are_untrained(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(untrained, "UntrainedSizes", lambda: untrained.TINY)  # the real size takes half a minute
+    code, out, err = run("init-model", tmp_path / "model", "--json")
+    assert code == 0
+    assert json.loads(out)["trained"] is False
+    assert "untrained" in err
+    code, _, err = run("init-model", tmp_path / "model")
+    assert code == 1
+    assert "exists" in err
+
+
+def start_build(arguments, folder, log):
+    """A build in a process group of its own, in another folder than the sources; its errors go to `log`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipelines.cli", *map(str, arguments)],
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "number", "to_group"),
+    [
+        ("inline", signal.SIGTERM, False),
+        ("inline", signal.SIGINT, True),
+        ("ray", signal.SIGINT, True),
+        ("ray", signal.SIGHUP, False),
+    ],
+)
+def test_a_signal_stops_a_build_cleanly_and_the_same_command_resumes(
+    run, build, photos, index, tmp_path, engine, number, to_group
+):
+    for name in range(100, 500):
+        write_photo(photos / f"{name}.jpg", name % 3)
+    build[build.index("--engine") + 1] = engine
+    with open(tmp_path / "log", "w") as log:
+        process = start_build(build, tmp_path, log)
+        deadline = time.monotonic() + 120
+        while not list(Layout(index).receipt(0).parent.glob("*.json")):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        family = psutil.Process(process.pid).children(recursive=True)
+        (os.killpg if to_group else os.kill)(process.pid, number)
+        assert process.wait(timeout=60) == 1
+    said = (tmp_path / "log").read_text()
+    assert f"{number.name}: stopping" in said
+    last = said.splitlines()[-1]
+    assert last.startswith("error: stopped; ")
+    assert f"of 103 shards are finished. To resume: edje-index build {photos}" in last
+    assert "Traceback" not in said
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+    build[build.index("--engine") + 1] = "inline"
+    result = json.loads(run(*build, "--json")[1])
+    assert (result["inputs"], result["indexed"], result["failed"]) == (410, 409, 1)
+    assert run("verify", index)[0] == 0

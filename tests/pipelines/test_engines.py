@@ -1,0 +1,174 @@
+"""The contract of an engine, held by every engine, and what Ray adds to it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipelines.engines.base import TaskDone, TaskFailure
+from pipelines.engines.inline import InlineEngine
+from pipelines.engines.ray_engine import ATTEMPTS, RayEngine
+from storage_formats.errors import EdjeError, UsageError
+from tests.pipelines.engine_tasks import FileWorker, Job, Report, broken_worker
+
+WORKERS = {"inline": 1, "ray": 2}
+
+
+@pytest.fixture(params=["inline", "ray"])
+def engine(request):
+    return InlineEngine() if request.param == "inline" else RayEngine(WORKERS["ray"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    assert psutil.Process().children(recursive=True) == []
+    assert processes_of_this_run() == []
+    assert list(Path("/tmp").glob(f"edje-ray-{os.getpid()}-*")) == []
+
+
+def processes_of_this_run():
+    """Processes that inherited the token of this process's Ray, adopted ones included."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("RAY_AUTH_TOKEN") == os.environ.get(
+                "RAY_AUTH_TOKEN", ""
+            ):
+                found.append(process)
+    return found
+
+
+def run(engine, folder, jobs, *, on_progress=lambda _: None, should_stop=lambda: False):
+    """Outcomes of `jobs` on workers that leave their traces in `folder`."""
+    make_worker = functools.partial(FileWorker, str(folder))
+    return engine.run(make_worker, jobs, on_progress=on_progress, should_stop=should_stop)
+
+
+def test_every_task_is_done_once_and_taken_only_when_a_worker_is_free(engine, tmp_path):
+    taken, done, waiting = 0, 0, []
+
+    def jobs():
+        nonlocal taken
+        for name in range(9):
+            taken += 1
+            waiting.append(taken - done)
+            yield Job(name)
+
+    outcomes = []
+    for outcome in run(engine, tmp_path, jobs()):
+        done += 1
+        outcomes.append(outcome)
+    assert sorted(outcomes, key=lambda outcome: outcome.task.name) == [TaskDone(Job(n), n * 10) for n in range(9)]
+    assert all((tmp_path / str(name)).read_text() == "attempt\n" for name in range(9))
+    assert max(waiting) <= WORKERS[engine.name]
+    assert 1 <= len(list(tmp_path.glob("worker-*"))) <= WORKERS[engine.name]
+
+
+def test_progress_arrives_while_tasks_run(engine, tmp_path):
+    reports = []
+    outcomes = list(
+        run(engine, tmp_path, [Job(1, "report_slowly"), Job(2, "report_slowly")], on_progress=reports.append)
+    )
+    assert len(outcomes) == 2
+    assert {report.name for report in reports} == {1, 2}
+    assert all(isinstance(report, Report) for report in reports)
+    for name in (1, 2):
+        steps = [report.step for report in reports if report.name == name]
+        assert steps == sorted(steps)
+
+
+def test_a_failing_task_is_an_outcome_and_the_others_go_on(engine, tmp_path):
+    actions = ["raise_value_error", "raise_unpicklable", "fill_disk", "succeed"]
+    outcomes = {o.task.action: o for o in run(engine, tmp_path, [Job(n, action) for n, action in enumerate(actions)])}
+    assert outcomes["raise_value_error"].message == "ValueError: two lines"
+    assert outcomes["raise_unpicklable"].message == "UnpicklableError: cannot travel"
+    assert outcomes["fill_disk"].message == "No space left on device: /photos.edje/tokens"
+    assert outcomes["succeed"] == TaskDone(Job(3), 30)
+    assert "in raise_value_error" in outcomes["raise_value_error"].trace
+
+
+def test_a_worker_that_cannot_be_built_is_one_clear_error(engine):
+    outcomes = engine.run(broken_worker, [Job(1)], on_progress=lambda _: None, should_stop=lambda: False)
+    with pytest.raises(EdjeError, match=r"^a worker could not start: RuntimeError: no such weights$"):
+        list(outcomes)
+
+
+def test_no_tasks_are_no_outcomes(engine, tmp_path):
+    assert list(run(engine, tmp_path, [])) == []
+
+
+def test_a_stop_reaches_running_tasks_and_begins_no_others(engine, tmp_path):
+    reports = []
+    jobs = [Job(name, "until_stopped") for name in range(6)]
+    outcomes = run(engine, tmp_path, jobs, on_progress=reports.append, should_stop=lambda: len(reports) > 2)
+    started = time.monotonic()
+    assert list(outcomes) == []
+    assert time.monotonic() - started < 20
+    stopped = [path.name for path in tmp_path.glob("stopped-*")]
+    begun = [path.name for path in tmp_path.glob("?")]
+    assert 1 <= len(stopped) == len(begun) <= WORKERS[engine.name]
+
+
+def test_closing_the_outcomes_ends_the_run(engine, tmp_path):
+    outcomes = run(engine, tmp_path, (Job(name) for name in range(1000)))
+    next(outcomes)
+    outcomes.close()
+    assert len(list(tmp_path.glob("*"))) < 100
+
+
+def test_ray_runs_the_task_of_a_killed_worker_again_and_gives_up_on_one_that_always_kills(tmp_path, capfd):
+    jobs = [Job(1, "die_once"), Job(2, "die"), Job(3), Job(4), Job(5, "return_unpicklable")]
+    outcomes = {outcome.task.name: outcome for outcome in run(RayEngine(2), tmp_path, jobs)}
+    assert [outcomes[name] for name in (1, 3, 4)] == [TaskDone(jobs[0], 10), TaskDone(Job(3), 30), TaskDone(Job(4), 40)]
+    assert isinstance(outcomes[2], TaskFailure)
+    assert f"{ATTEMPTS} worker processes died" in outcomes[2].message
+    assert (tmp_path / "2").read_text().count("attempt") == ATTEMPTS
+    assert isinstance(outcomes[5], TaskFailure)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+def test_the_death_of_ray_is_one_clear_error_in_bounded_time(tmp_path, capfd, victim):
+    killed_at = None
+
+    def kill(_report):
+        nonlocal killed_at
+        if killed_at is None:
+            killed_at = time.monotonic()
+            next(child for child in psutil.Process().children(recursive=True) if child.name() == victim).kill()
+
+    outcomes = run(RayEngine(1), tmp_path, [Job(1, "until_stopped")], on_progress=kill)
+    with pytest.raises(EdjeError, match=f"Ray ended in mid-run .its {victim}"):
+        list(outcomes)
+    assert time.monotonic() - killed_at < 20
+    assert capfd.readouterr() == ("", "")
+
+
+def test_ray_listens_on_the_loopback_interface_alone(tmp_path):
+    addresses = set()
+
+    def look(_report):
+        for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+            addresses.update(c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN)
+
+    list(run(RayEngine(1), tmp_path, [Job(1, "report_slowly")], on_progress=look))
+    assert addresses
+    assert all(address.endswith("127.0.0.1") for address in addresses)
+
+
+def test_ray_addresses_that_cannot_be_joined_are_refused():
+    with pytest.raises(UsageError, match="host:port"):
+        RayEngine(1, address="ray://head:10001")
+
+
+def test_environment_is_left_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
+    list(run(RayEngine(1), tmp_path, [Job(1)]))
+    assert os.environ["PYTHONPATH"] == "somewhere"

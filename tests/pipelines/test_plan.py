@@ -1,0 +1,198 @@
+"""Plans: what is frozen, what resumes, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+
+import pytest
+
+from edje_index.inputs import read_inputs
+from edje_index.untrained import TINY, create_untrained_bundle
+from pipelines import planning
+from pipelines.estimates import disk_need
+from pipelines.lock import locked_index
+from pipelines.plan import read_plan
+from pipelines.planning import BuildStopped, check_out_folder, choose_workers, plan_build
+from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
+from storage_formats.layout import IndexSpec, Layout
+
+
+def plan(config, **options):
+    return plan_build(config, lambda _: None, **options)
+
+
+def test_a_plan_holds_every_input_and_is_read_back(config):
+    made = plan(config())
+    assert made.spec == IndexSpec(10, 4, (4, 16), 24)
+    assert made.ignored == {".txt": 1}
+    layout = Layout(made.root)
+    names = [os.path.basename(ref.path).decode() for shard in range(3) for ref in read_inputs(layout.inputs(shard))]
+    assert names == [f"{name:02d}.jpg" for name in range(10)]
+    assert read_plan(made.root) == made
+    assert json.loads(layout.plan.read_text())["fingerprint"] == made.fingerprint
+
+
+def test_a_begun_index_goes_on_from_its_plan_without_looking_at_the_sources(config, photos):
+    begun = plan(config())
+    shutil.rmtree(photos)
+    photos.mkdir()
+    assert plan(config()) == begun
+
+
+def test_duplicates_are_decided_in_the_plan(config):
+    made = plan(config(dedupe=True))
+    refs = read_inputs(Layout(made.root).inputs(0))
+    assert [ref.duplicate_of for ref in refs] == [None, None, None, 1]
+    assert made.duplicates == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"shard_size": 5}, "shard-size 4 there, 5 asked"),
+        ({"batch_size": 3}, "batch-size 2 there, 3 asked"),
+        ({"threads": 2}, "threads 1 there, 2 asked"),
+        ({"dedupe": True}, "dedupe False there, True asked"),
+        ({"max_pixels": 100}, "max-pixels .* there, 100 asked"),
+        ({"dtype": "bfloat16"}, "dtype float32 there, bfloat16 asked"),
+    ],
+)
+def test_other_settings_over_a_begun_index_are_refused_with_both_fingerprints(config, change, words):
+    begun = plan(config())
+    with pytest.raises(UsageError, match=words) as caught:
+        plan(config(**change))
+    assert begun.fingerprint in str(caught.value)
+    assert read_plan(begun.root) == begun
+
+
+def test_another_model_over_a_begun_index_is_refused_with_both_fingerprints(config, tmp_path):
+    begun = plan(config())
+    other = create_untrained_bundle(tmp_path / "other", seed=1, sizes=TINY)
+    with pytest.raises(UsageError, match=begun.model["fingerprint"]) as caught:
+        plan(dataclasses.replace(config(), model=other.path))
+    assert other.encoder_fingerprint in str(caught.value)
+
+
+def test_engine_and_workers_may_change(config):
+    begun = plan(config())
+    assert plan(config(engine="ray", workers=2)) == begun
+
+
+def test_what_the_machine_chose_is_taken_from_the_begun_index(config):
+    begun = plan(config(threads=3))
+    assert plan(config(threads=None, device="auto", dtype="auto")).settings == begun.settings
+
+
+def test_a_model_bundle_may_move(config, tmp_path, bundle):
+    plan(config())
+    shutil.copytree(bundle, tmp_path / "moved")
+    moved = plan(dataclasses.replace(config(), model=tmp_path / "moved"))
+    assert moved.model["bundle"] == str(tmp_path / "moved")
+
+
+def test_nothing_to_index_is_refused_and_leaves_nothing(config, tmp_path, photos):
+    for photo in photos.glob("*.jpg"):
+        photo.unlink()
+    with pytest.raises(UsageError, match=r"nothing to index .*\.txt 1"):
+        plan(config())
+    assert not Layout(tmp_path / "index").inputs(0).parent.exists()
+
+
+def test_a_full_disk_is_refused_with_numbers(config, monkeypatch):
+    monkeypatch.setattr(planning, "free_disk", lambda _: 12_345)
+    with pytest.raises(UsageError, match=r"10 inputs needs .* \(tokens .*embeddings .* of disk, 12\.3 kB are free"):
+        plan(config())
+
+
+def test_too_little_memory_is_refused_with_numbers(config, monkeypatch):
+    monkeypatch.setattr(planning, "available_memory", lambda: 10**8)
+    with pytest.raises(UsageError, match=r"at least .* of memory, 100\.0 MB are free; use fewer --workers"):
+        plan(config())
+
+
+def test_cuda_without_a_device_is_refused(config, monkeypatch):
+    monkeypatch.setattr(planning, "cuda_devices", lambda: 0)
+    with pytest.raises(UsageError, match="use --device cpu"):
+        plan(config(device="cuda"))
+
+
+@pytest.mark.parametrize("name", ["photo.jpg", "build/other"])
+def test_a_folder_with_other_things_in_it_is_refused(config, name):
+    stranger = config().out / name
+    stranger.parent.mkdir(parents=True)
+    stranger.touch()
+    with pytest.raises(UsageError, match="not empty and not an index"):
+        check_out_folder(config())
+    assert stranger.exists()
+
+
+def test_a_source_as_output_is_refused(config, photos):
+    with pytest.raises(UsageError, match="one of the sources"):
+        check_out_folder(dataclasses.replace(config(), out=photos / "." / ".." / "photos"))
+
+
+def test_a_file_as_output_is_refused(config):
+    config().out.touch()
+    with pytest.raises(UsageError, match="not a folder"):
+        check_out_folder(config())
+
+
+def test_what_an_interrupted_listing_left_is_no_obstacle(config):
+    inputs = Layout(config().out).inputs(77)
+    inputs.parent.mkdir(parents=True)
+    inputs.write_bytes(b"half a file")
+    plan(config())
+    assert not inputs.exists()
+
+
+def test_a_stop_while_listing_leaves_no_plan(config):
+    with pytest.raises(BuildStopped, match="nothing was begun"):
+        plan(config(), should_stop=lambda: True)
+    assert read_plan(config().out) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"version": 1}'])
+def test_a_damaged_plan_is_one_clear_error(config, damage):
+    made = plan(config())
+    Layout(made.root).plan.write_bytes(damage)
+    with pytest.raises(CorruptIndexError, match="build again"):
+        plan(config())
+
+
+def test_a_plan_changed_by_hand_is_refused(config):
+    path = Layout(plan(config()).root).plan
+    path.write_text(path.read_text().replace('"batch_size": 2', '"batch_size": 3'))
+    with pytest.raises(CorruptIndexError, match="was changed"):
+        plan(config())
+
+
+def test_two_drivers_never_share_an_index(tmp_path):
+    root = tmp_path / "index"
+    with locked_index(root):
+        with pytest.raises(EdjeError, match=f"process {os.getpid()} on"), locked_index(root):
+            pass
+        assert root.exists()
+    assert not root.exists()
+    with locked_index(root):
+        pass
+
+
+def test_disk_need_is_what_the_files_take():
+    need = disk_need(IndexSpec(2500, 1024, (64, 384), 512))
+    assert need.parts["tokens"] == pytest.approx(2500 * 64 * 384 * 2 * 1.02, rel=0.002)
+    assert need.parts["embeddings"] == int(3 * 1024 * 512 * 4 * 1.02)
+    assert need.total == sum(need.parts.values())
+
+
+def test_workers_fill_the_machine_unless_told(config, monkeypatch):
+    monkeypatch.setattr(planning, "usable_cpus", lambda: 9)
+    monkeypatch.setattr(planning, "cuda_devices", lambda: 3)
+    settings = plan(config()).settings
+    assert choose_workers(config(engine="inline", workers=5), settings) == 1
+    assert choose_workers(config(engine="ray"), dataclasses.replace(settings, threads=4)) == 2
+    assert choose_workers(config(engine="ray", workers=5), settings) == 5
+    assert choose_workers(config(engine="ray"), dataclasses.replace(settings, device="cuda")) == 3
+    assert choose_workers(config(engine="ray", address="head:6379"), settings) is None

@@ -1,0 +1,59 @@
+"""Signals that ask for a stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from pipelines.signals import stop_on_signals
+
+THREE_SIGNALS = """
+import os, signal
+from pipelines.signals import stop_on_signals
+with stop_on_signals():
+    for _ in range(3):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            pass
+print("still here")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_asks_and_the_second_insists(number, capfd):
+    before = signal.getsignal(number)
+    with stop_on_signals() as should_stop:
+        assert not should_stop()
+        os.kill(os.getpid(), number)
+        assert should_stop()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+    assert signal.Signals(number).name in capfd.readouterr().err
+
+
+def test_a_third_signal_ends_the_process():
+    done = subprocess.run([sys.executable, "-c", THREE_SIGNALS], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+
+
+def test_a_thread_gets_a_flag_that_can_be_set():
+    seen = []
+
+    def work():
+        with stop_on_signals() as should_stop:
+            seen.append(should_stop())
+            should_stop.set()
+            seen.append(should_stop())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False, True]

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorstore as ts
+import zarr
+
+from storage_formats import CorruptIndexError, TokenStore, UsageError, codec, precisions, verify_index
+from storage_formats.conversion import (
+    ConversionInterrupted,
+    ConversionTask,
+    add_precisions,
+    convert_shard,
+    drop_precision,
+)
+from storage_formats.layout import IndexSpec, Layout
+from storage_formats.manifest import Manifest
+from tests.conftest import same_bits, write_random_index
+
+SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 64), embed_dim=6)
+HOLES = frozenset({3, 8, 20})
+TARGETS = tuple(name for name in precisions() if name != "bf16")
+
+
+def convert(root, targets, source="bf16"):
+    spec = Manifest.load(root).spec
+    Layout(root).staging.mkdir(parents=True, exist_ok=True)
+    tasks = [ConversionTask(str(root), shard, spec, source, tuple(targets), "plan") for shard in range(spec.shards)]
+    return add_precisions(root, targets, [convert_shard(task) for task in tasks])
+
+
+@pytest.fixture
+def built(tmp_path):
+    return tmp_path, write_random_index(tmp_path, SPEC, failed=HOLES)
+
+
+def test_every_precision_holds_what_its_codec_makes_of_the_blocks(built):
+    root, expected = built
+    convert(root, TARGETS)
+    assert verify_index(root) == []
+    assert not Layout(root).build.exists()
+    kept = np.array([row for row in range(SPEC.rows) if row not in HOLES])
+    for name in TARGETS:
+        entry = codec(name, SPEC.block_shape)
+        with TokenStore.open(root, name) as store:
+            blocks = store.fetch(range(SPEC.rows))
+        assert same_bits(blocks[kept], entry.decode(entry.encode(expected[kept])))
+        assert set(np.flatnonzero(store.holes(blocks))) == HOLES
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_stock_readers_give_the_records(built, name):
+    root, expected = built
+    convert(root, [name])
+    entry = codec(name, SPEC.block_shape)
+    kept = np.array([row for row in range(SPEC.rows) if row not in HOLES])
+    path = str(root / "tokens" / name)
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}
+    for values in (zarr.open_array(path, mode="r")[...], ts.open(spec, read=True).result().read().result()):
+        values = np.ascontiguousarray(values)
+        assert (values[kept].view(np.uint8).reshape(len(kept), -1) == entry.encode(expected[kept])).all()
+        assert (values[sorted(HOLES)] == entry.fill_value).all()
+
+
+def test_building_a_precision_and_converting_to_it_give_the_same_bytes(tmp_path):
+    from dataclasses import replace
+
+    write_random_index(tmp_path / "both", replace(SPEC, precisions=("bf16", "nvfp4")), failed=HOLES)
+    write_random_index(tmp_path / "one", SPEC, failed=HOLES)
+    convert(tmp_path / "one", ["nvfp4"])
+    for path in sorted((tmp_path / "both").rglob("*nvfp4*/*")):
+        other = tmp_path / "one" / path.relative_to(tmp_path / "both")
+        assert path.read_bytes() == other.read_bytes(), path
+
+
+def test_damage_is_never_copied(built):
+    root, _ = built
+    path = Layout(root).token_shard("bf16", 1)
+    data = bytearray(path.read_bytes())
+    data[2 * 512 + 7] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptIndexError, match="the block of row 10 "):
+        convert(root, ["fp8"])
+    assert Manifest.load(root).spec.precisions == ("bf16",)
+
+
+def test_index_is_readable_and_sound_while_it_is_converted(built):
+    root, expected = built
+    Layout(root).staging.mkdir(parents=True)
+    convert_shard(ConversionTask(str(root), 1, SPEC, "bf16", ("fp8",), "plan"))
+    assert verify_index(root) == []
+    assert same_bits(TokenStore.open(root).fetch(range(21)), expected)
+    with pytest.raises(CorruptIndexError, match="3 shards are planned, receipts exist for 0"):
+        add_precisions(root, ["fp8"], [])
+
+
+def test_stopping_leaves_nothing_behind(built):
+    root, _ = built
+    Layout(root).staging.mkdir(parents=True)
+    task = ConversionTask(str(root), 0, SPEC, "bf16", ("fp8",), "plan")
+    with pytest.raises(ConversionInterrupted):
+        convert_shard(task, should_stop=lambda: True)
+    assert list(Layout(root).staging.iterdir()) == []
+
+
+def test_dropping(built):
+    root, _ = built
+    convert(root, ["fp8"])
+    assert drop_precision(root, "bf16").spec.precisions == ("fp8",)
+    assert verify_index(root) == []
+    assert not (root / "tokens/bf16").exists()
+    assert len(list((root / "manifest").iterdir())) == 1
+    with pytest.raises(UsageError, match="only precision"):
+        drop_precision(root, "fp8")
+    with pytest.raises(UsageError, match="does not hold 'bf16'"):
+        drop_precision(root, "bf16")
