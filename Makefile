@@ -26,9 +26,10 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 demo: $(VENV)/.demo
 	test -d $(DEMO)/model || $(BIN)/edje-index init-model $(DEMO)/model
 	$(BIN)/edje-index build $(PHOTOS) --out $(DEMO)/photos.edje --model $(DEMO)/model --shard-size 16
+	$(BIN)/edje-index quantize $(DEMO)/photos.edje --to fp8 --to nvfp4
 	$(BIN)/edje-index info $(DEMO)/photos.edje
 	$(BIN)/edje-index verify $(DEMO)/photos.edje
-	$(BIN)/python -c "from storage_formats import TokenStore; store = TokenStore.open('$(DEMO)/photos.edje'); \
+	$(BIN)/python -c "from storage_formats import TokenStore; store = TokenStore.open('$(DEMO)/photos.edje', 'fp8'); \
 	  blocks = store.fetch([3, 0]); print('fetched', blocks.shape, blocks.dtype, 'of', len(store), 'rows')"
 	$(BIN)/edje-index search $(DEMO)/photos.edje "a cat looking at the camera" -k 5
 

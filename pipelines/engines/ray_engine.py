@@ -397,7 +397,7 @@ def _end_processes(node: Any, agents: list[Any]) -> None:
     import psutil
 
     family = [*agents, *_family(node)]
-    node.kill_all_processes(check_alive=False, allow_graceful=False)
+    node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
     for process in family:
         with contextlib.suppress(psutil.Error):
             process.kill()

@@ -52,8 +52,10 @@ class GroupScaledCodec(CompiledCodec):
     def _encode(self, bits: Bits, records: Bytes, start: int, stop: int) -> None:
         from storage_formats.codecs import kernels
 
-        encode = kernels.encode_e4m3 if self.element is E4M3 else kernels.encode_e2m1
-        encode(bits, self._scale_table(), self.scale_values, records, self._shape, start, stop)
+        if self.element is E4M3:  # its scales are powers of two: multiplying by their inverses is exact
+            kernels.encode_e4m3(bits, self._scale_table(), 1 / self.scale_values, records, self._shape, start, stop)
+        else:
+            kernels.encode_e2m1(bits, self._scale_table(), self.scale_values, records, self._shape, start, stop)
 
     def _decode(self, records: Bytes, rows: NDArray[np.int64], bits: Bits, start: int, stop: int) -> None:
         from storage_formats.codecs import kernels

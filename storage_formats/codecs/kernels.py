@@ -142,12 +142,12 @@ def _choose_scales(
 
 
 @_inlined
-def _spread(records: U8, scales_at: Index, group: Index, scale_values: F32, divisors: F32) -> None:
-    """The value of each scale of a token, once for each number of its group."""
-    for index in range(np.uint64(len(divisors)) // group):
+def _spread(records: U8, scales_at: Index, group: Index, scale_values: F32, spread: F32) -> None:
+    """The value of each scale code of a token, once for each number of its group."""
+    for index in range(np.uint64(len(spread)) // group):
         value = scale_values[records[scales_at + index]]
         for place in range(group):
-            divisors[index * group + place] = value
+            spread[index * group + place] = value
 
 
 @_inlined
@@ -163,8 +163,8 @@ def _scale_exponents(records: U8, scales_at: Index, group: Index, exponents: U16
 
 
 @_inlined
-def _needs_division(bits: U16, first: Index, exponents: U16) -> bool:
-    """Whether a number of a token is subnormal in E4M3 under its scale."""
+def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
+    """Whether a number of a token is subnormal in E4M3 under its power-of-two scale."""
     highest = np.uint16(0)
     for place in range(np.uint64(len(exponents))):
         magnitude = np.uint16(bits[first + place] & np.uint16(0x7FFF))
@@ -184,13 +184,9 @@ def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
 
 
 @_inlined
-def _quotient_code(
-    number: np.uint16, divisor: np.float32, fraction_bits: int, bias: int, largest: float, sign: int
-) -> Any:
-    # 15 x 2**124: E4M3 would round larger ones to 2**128, which is no bfloat16.
-    magnitude = min(np.uint16(number & np.uint16(0x7FFF)), np.uint16(0x7F70))
-    code = _minifloat_code(_bf16(magnitude) / divisor, fraction_bits, bias, largest)
-    return np.uint8(code | (np.uint32(number >> np.uint16(15)) << np.uint32(sign)))
+def _magnitude(number: np.uint16) -> Any:
+    """|number|, at most 15 x 2**124: E4M3 would round larger ones to 2**128, which is no bfloat16."""
+    return _bf16(min(np.uint16(number & np.uint16(0x7FFF)), np.uint16(0x7F70)))
 
 
 @_inlined
@@ -210,26 +206,28 @@ _GROUP_ENCODER = (
 
 @_kernel(*_GROUP_ENCODER)
 def encode_e4m3(
-    bits: U16, scale_codes: U8, scale_values: F32, records: U8, shape: Shape, start: Index, stop: Index
+    bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, shape: Shape, start: Index, stop: Index
 ) -> None:
-    """E4M3 codes, then E8M0 scales: `scale_codes` [32768] by bits of the largest magnitude; their values [256].
+    """E4M3 codes, then E8M0 scales: `scale_codes` [32768] by bits of the largest magnitude; `inverse_scales` [256].
 
-    Tokens without subnormal codes, nearly all, need no division; the result is the same.
+    Tokens without subnormal codes, nearly all, take a way without floating point, with the same result.
     """
     values, width, group = shape
     exponents = np.empty(width, dtype=np.uint16)
-    divisors = np.empty(width, dtype=np.float32)
+    factors = np.empty(width, dtype=np.float32)
     for block in range(start, stop):
         codes_at = block * (values + values // group)
         scales_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
             poisoned = _choose_scales(bits, first, width, group, scale_codes, records, scales_at)
             extreme = _scale_exponents(records, scales_at, group, exponents)
-            if extreme or _needs_division(bits, first, exponents):
-                _spread(records, scales_at, group, scale_values, divisors)
+            if extreme or _has_subnormal_codes(bits, first, exponents):
+                _spread(records, scales_at, group, inverse_scales, factors)
                 for place in range(width):
-                    code = _quotient_code(bits[first + place], divisors[place], 3, 7, 448.0, 7)
-                    records[codes_at + place] = code
+                    number = bits[first + place]
+                    code = _minifloat_code(_magnitude(number) * factors[place], 3, 7, 448.0)
+                    sign = np.uint32(number >> np.uint16(8)) & np.uint32(0x80)
+                    records[codes_at + place] = np.uint8(code | sign)
             else:
                 for place in range(width):
                     records[codes_at + place] = _shifted(bits[first + place], exponents[place])
@@ -243,7 +241,7 @@ def encode_e4m3(
 def encode_e2m1(
     bits: U16, scale_codes: U8, scale_values: F32, records: U8, shape: Shape, start: Index, stop: Index
 ) -> None:
-    """E2M1 codes, two a byte and the first in the low half, then one-byte scales as `encode_e4m3`."""
+    """E2M1 codes, two a byte and the first in the low half, then one-byte scales; `scale_values` [256]."""
     values, width, group = shape
     half = width >> np.uint64(1)
     divisors = np.empty(width, dtype=np.float32)
@@ -256,7 +254,9 @@ def encode_e2m1(
             poisoned = _choose_scales(bits, first, width, group, scale_codes, records, scales_at)
             _spread(records, scales_at, group, scale_values, divisors)
             for place in range(width):
-                nibbles[place] = _quotient_code(bits[first + place], divisors[place], 1, 1, 6.0, 3)
+                number = bits[first + place]
+                code = _minifloat_code(_magnitude(number) / divisors[place], 1, 1, 6.0)
+                nibbles[place] = np.uint8(code | (np.uint32(number >> np.uint16(12)) & np.uint32(0x08)))
             for place in range(half):
                 records[codes_at + place] = np.uint8(pairs[place] | (pairs[place] >> np.uint16(4)))
             if poisoned:
