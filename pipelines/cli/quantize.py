@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from pipelines.jobs.quantize import QuantizeConfig, QuantizeResult
 
 
-@click.command(no_args_is_help=True)
+@click.command()
 @click.argument("index", type=click.Path(path_type=Path))
 @click.option("--to", "to", multiple=True, required=True, metavar="NAME", help="Precision to add; may be repeated.")
 @click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove afterwards; may be repeated.")
 @click.option("--from", "source", metavar="NAME", help="Precision to read.  [default: the one of the longest records]")
-@click.option("--engine", type=click.Choice(["inline", "ray"]), default="inline", show_default=True)
+@click.option(
+    "--engine", type=click.Choice(["inline", "ray"]), default="inline", show_default=True, help="What converts."
+)
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Processes, with ray.")
-@click.option("--address", metavar="HOST:PORT", help="Ray cluster to join, or 'auto'.")
+@click.option("--address", metavar="HOST:PORT", help="Ray cluster to join.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 @json_option
 def quantize(

@@ -25,9 +25,10 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 class Codec(Protocol):
     """One precision for blocks of one shape.
 
-    Conversions are defined for every input. What is not finite is stored as NaN, with all that shares its scale;
-    a block of NaN becomes the bytes of a hole. Finite blocks decode to finite blocks. `threads` is the number of
-    threads to use at most, by default `threads.default_threads()`; the result does not depend on it.
+    Conversions are defined for every input. Finite blocks decode to finite blocks. What is not finite is stored as
+    NaN, with all that shares its scale, and a block of NaN so becomes the bytes of a hole (`bf16` keeps all bits).
+    `threads` is the number of threads to use at most, by default `threads.default_threads()`; the result does not
+    depend on it.
 
     Attributes:
         name: the precision's name, also its folder under `tokens/`.

@@ -49,8 +49,8 @@ class FP16Codec(CompiledCodec):
     def _encode(self, bits: Bits, records: Bytes, start: int, stop: int) -> None:
         from storage_formats.codecs import kernels
 
-        rows = np.arange(stop)
-        kernels.translate(bits, rows, _from_bf16(), records.view(np.uint16), self.values, start, stop)
+        words = records.view(np.uint16)[start * self.values :]
+        kernels.translate(bits, np.arange(start, stop), _from_bf16(), words, self.values, 0, stop - start)
 
     def _decode(self, records: Bytes, rows: NDArray[np.int64], bits: Bits, start: int, stop: int) -> None:
         from storage_formats.codecs import kernels

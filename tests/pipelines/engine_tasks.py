@@ -55,7 +55,7 @@ class FileWorker:
         return job.name * 10
 
     def report_slowly(self, job, on_progress, should_stop):
-        for step in range(25):
+        for step in range(15):
             on_progress(Report(job.name, step, os.getpid()))
             time.sleep(0.1)
         return job.name * 10

@@ -160,15 +160,14 @@ def start_build(arguments, folder, log):
     ("engine", "number", "to_group"),
     [
         ("inline", signal.SIGTERM, False),
-        ("inline", signal.SIGINT, True),
         ("ray", signal.SIGINT, True),
-        ("ray", signal.SIGHUP, False),
+        pytest.param("ray", signal.SIGHUP, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_stops_a_build_cleanly_and_the_same_command_resumes(
     run, build, photos, index, tmp_path, engine, number, to_group
 ):
-    for name in range(100, 500):
+    for name in range(100, 300):
         write_photo(photos / f"{name}.jpg", name % 3)
     build[build.index("--engine") + 1] = engine
     with open(tmp_path / "log", "w") as log:
@@ -185,10 +184,10 @@ def test_a_signal_stops_a_build_cleanly_and_the_same_command_resumes(
     assert f"{number.name}: stopping" in said
     last = said.splitlines()[-1]
     assert last.startswith("error: stopped; ")
-    assert f"of 103 shards are finished. To resume: edje-index build {photos}" in last
+    assert f"of 53 shards are finished. To resume: edje-index build {photos}" in last
     assert "Traceback" not in said
     assert psutil.wait_procs(family, timeout=10)[1] == []
     build[build.index("--engine") + 1] = "inline"
     result = json.loads(run(*build, "--json")[1])
-    assert (result["inputs"], result["indexed"], result["failed"]) == (410, 409, 1)
+    assert (result["inputs"], result["indexed"], result["failed"]) == (210, 209, 1)
     assert run("verify", index)[0] == 0

@@ -13,7 +13,8 @@ import pytest
 
 from pipelines.engines.base import TaskDone, TaskFailure
 from pipelines.engines.inline import InlineEngine
-from pipelines.engines.ray_engine import ATTEMPTS, RayEngine
+from pipelines.engines.ray_engine import RayEngine
+from pipelines.engines.ray_pool import ATTEMPTS
 from storage_formats.errors import EdjeError, UsageError
 from tests.pipelines.engine_tasks import FileWorker, Job, Report, broken_worker
 
@@ -151,7 +152,8 @@ def test_the_death_of_ray_is_one_clear_error_in_bounded_time(tmp_path, capfd, vi
     assert capfd.readouterr() == ("", "")
 
 
-def test_ray_listens_on_the_loopback_interface_alone(tmp_path):
+def test_ray_listens_on_the_loopback_interface_alone_and_leaves_the_path_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
     addresses = set()
 
     def look(_report):
@@ -161,14 +163,9 @@ def test_ray_listens_on_the_loopback_interface_alone(tmp_path):
     list(run(RayEngine(1), tmp_path, [Job(1, "report_slowly")], on_progress=look))
     assert addresses
     assert all(address.endswith("127.0.0.1") for address in addresses)
+    assert os.environ["PYTHONPATH"] == "somewhere"
 
 
 def test_ray_addresses_that_cannot_be_joined_are_refused():
     with pytest.raises(UsageError, match="host:port"):
         RayEngine(1, address="ray://head:10001")
-
-
-def test_environment_is_left_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "somewhere")
-    list(run(RayEngine(1), tmp_path, [Job(1)]))
-    assert os.environ["PYTHONPATH"] == "somewhere"

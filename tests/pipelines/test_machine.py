@@ -1,0 +1,54 @@
+"""What the machine, or its container, has to give."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import psutil
+import pytest
+
+from pipelines import machine
+
+
+@pytest.fixture
+def cgroup(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    return tmp_path
+
+
+def test_without_a_container_the_affinity_counts(cgroup):
+    assert machine.usable_cpus() == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [("150000 100000", 1), ("50000 100000", 1), ("max 100000", None)])
+def test_a_containers_quota_bounds_the_cpus(cgroup, monkeypatch, quota, cpus):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    (cgroup / "cpu.max").write_text(quota)
+    assert machine.usable_cpus() == (cpus or 8)
+
+
+def test_a_containers_limit_bounds_the_memory(cgroup):
+    assert 0 < machine.available_memory() <= psutil.virtual_memory().total
+    (cgroup / "memory.max").write_text("5000000")
+    (cgroup / "memory.current").write_text("2000000")
+    assert machine.available_memory() == 3_000_000
+    (cgroup / "memory.current").write_text("6000000")
+    assert machine.available_memory() == 0
+
+
+def test_no_device_file_means_no_device_and_no_process(monkeypatch):
+    monkeypatch.setattr(machine, "_GPU_NODES", ())
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
+    assert machine.cuda_devices() == 0
+
+
+@pytest.mark.parametrize(("probe", "devices"), [("print('noise'); print(3)", 3), ("raise OSError", 0), ("", 0)])
+def test_torch_is_asked_in_another_process(monkeypatch, tmp_path, probe, devices):
+    monkeypatch.setattr(machine, "_GPU_NODES", (str(tmp_path),))
+    monkeypatch.setattr(machine, "_PROBE", probe)
+    assert machine.cuda_devices() == devices
+
+
+def test_free_disk_of_a_folder_that_is_still_to_be_made(tmp_path):
+    assert machine.free_disk(tmp_path / "a" / "b") == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
