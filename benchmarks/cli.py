@@ -13,7 +13,7 @@ from storage_formats.layout import IndexSpec
 
 @click.group()
 def bench() -> None:
-    """Measure this machine: writing, building. Figures are medians; compare ratios, not seconds."""
+    """Measure this machine: writing, converting, building. Figures are medians; compare ratios, not seconds."""
 
 
 @bench.command("make-synthetic")
@@ -67,6 +67,30 @@ def write_command(folder: Path, rows: int, repeats: int, as_json: bool) -> None:
     report = bench_write(folder, rows, 1024, repeats)
     lines = [f"{name:12} {rate:6.2f} GB/s" for name, rate in report["median"].items()]
     lines += [f"{name:22} {ratio:5.2f}x" for name, ratio in report["ratios"].items()]
+    _show(report, as_json, "\n".join(lines))
+
+
+@bench.command("quantize")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Where records are mapped from.")
+@click.option("--blocks", type=click.IntRange(min=1), default=512, show_default=True, help="Blocks at a time.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of the codecs.  [default: the CPUs]")
+@click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: int, as_json: bool) -> None:
+    """Codecs at every precision, beside torch, torchao (where installed) and ml_dtypes; GB/s of bfloat16.
+
+    \b
+    Example:
+      edje-index bench quantize --folder /tmp/bench
+    """
+    from benchmarks.codecs import bench_codecs
+
+    folder.mkdir(parents=True, exist_ok=True)
+    report = bench_codecs(folder, blocks, repeats, threads)
+    lines = []
+    for task, rates in report["median"].items():
+        lines.append(f"{task:14} " + "  ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items()))
+        lines.append(" " * 15 + "  ".join(f"{name} {ratio:.2f}x" for name, ratio in report["ratios"][task].items()))
     _show(report, as_json, "\n".join(lines))
 
 

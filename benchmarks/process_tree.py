@@ -30,7 +30,9 @@ class Cost:
 
     Attributes:
         wall: seconds from start to exit of the command itself.
-        cpu: user and system seconds of the whole tree.
+        cpu: user and system seconds of the whole tree, by the kernel's account of those that were waited for, or by
+            samples of each process where that is more: a parent that ignores SIGCHLD takes its children's account
+            with it.
         peak_pss: largest sampled sum of proportional set sizes of the tree, bytes; shared pages count once.
         peak_largest_rss: largest resident set of any single process, bytes, as the kernel tells.
         stdout: what the command printed.
@@ -55,17 +57,17 @@ def measure(command: Sequence[str], env: dict[str, str] | None = None) -> Cost:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
     )
-    sampler = _MemorySampler(os.getpid())
+    sampler = _Sampler(os.getpid())
     sampler.start()
     stdout, stderr = process.communicate()
     wall = time.perf_counter() - started
-    peak = sampler.stop()
+    peak, sampled_cpu = sampler.stop()
     if process.returncode != 0:
         raise EdjeError(f"{' '.join(command[:4])} ... failed ({process.returncode}): {stderr[-2000:]}")
     _reap_orphans()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Cost(wall, cpu, peak, after.ru_maxrss * 1024, stdout)
+    return Cost(wall, max(cpu, sampled_cpu), peak, after.ru_maxrss * 1024, stdout)
 
 
 def descendants(pid: int) -> list[int]:
@@ -91,23 +93,36 @@ def _reap_orphans() -> None:
     raise EdjeError(f"processes were still running {_ORPHAN_SECONDS:.0f} s after the command ended")
 
 
-class _MemorySampler(threading.Thread):
-    """Largest sum of proportional set sizes below a process."""
+class _Sampler(threading.Thread):
+    """Largest sum of proportional set sizes below a process, and the last seen CPU seconds of each."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self._pid = pid
         self._peak = 0
+        self._cpu: dict[int, float] = {}
         self._over = threading.Event()
 
     def run(self) -> None:
         while not self._over.wait(_SAMPLE_SECONDS):
-            self._peak = max(self._peak, sum(_pss(pid) for pid in descendants(self._pid)))
+            pids = descendants(self._pid)
+            self._peak = max(self._peak, sum(_pss(pid) for pid in pids))
+            for pid in pids:
+                self._cpu[pid] = max(self._cpu.get(pid, 0.0), _cpu_seconds(pid))
 
-    def stop(self) -> int:
+    def stop(self) -> tuple[int, float]:
+        """(bytes, seconds)."""
         self._over.set()
         self.join()
-        return self._peak
+        return self._peak, sum(self._cpu.values())
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system seconds of one process, without its children; 0 when it has gone."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime: proc(5)
+    return 0.0
 
 
 def _pss(pid: int) -> int:

@@ -190,7 +190,9 @@ def _start_watchdog(folder: str) -> Any:
     """
     tell = 'while read -r pid; do pids="$pids $pid"; done'
     # Killed before it could tell, while Ray was starting: the agents still write for about a minute.
-    end = 'if [ "$pids" ]; then kill -9 $pids; sleep 1; else sleep 90; fi; rm -rf "$0"'
+    # By then a number may stand for another program: only what still calls itself Ray's is ended.
+    kill = 'for pid in $pids; do case "$(ps -o args= -p $pid)" in *ray*) kill -9 $pid;; esac; done'
+    end = f'if [ "$pids" ]; then {kill}; sleep 1; else sleep 90; fi; rm -rf "$0"'
     return subprocess.Popen(
         ["sh", "-c", f"pids=; {tell}; {end}", folder],
         stdin=subprocess.PIPE,
