@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import pytest
 
 from storage_formats.layout import IndexSpec
 from storage_formats.publish import Provenance, begin_index, finish_index
@@ -15,15 +13,6 @@ from storage_formats.rows import DUPLICATE, RowRecord, rows_table
 from storage_formats.shard_writer import ShardWriter
 
 REPO = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    """Folder of published outputs, photos and weights that is not part of the project."""
-    folder = Path(os.environ.get("EDJE_SHARED", REPO.parent / "shared"))
-    if not (folder / "golden").is_dir():
-        pytest.skip(f"no reference data at {folder}; set EDJE_SHARED")
-    return folder
 
 
 def random_blocks(rng: np.random.Generator, count: int, spec: IndexSpec) -> np.ndarray:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from edje_index import load_published_checkpoint
 from edje_index.errors import ModelError
+from tests.conftest import REPO
 from tests.edje_index.published_cases import (
     Case,
     expected_scores,
@@ -37,9 +38,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("name", ["compressed_small", "local_small"])
-def test_golden_case(shared: Path, name: str) -> None:
+def test_golden_case(name: str) -> None:
     """Outputs of the authors' own code."""
-    folder = shared / "golden" / name
+    folder = REPO / "tests" / "golden" / name
     case = json.loads((folder / "case.json").read_text())
     expected = load_file(folder / "expected.safetensors")
     model = load_published_checkpoint(
