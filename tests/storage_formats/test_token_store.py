@@ -107,19 +107,6 @@ def test_lost_bytes_are_an_error_and_not_data(tmp_path, harm):
         store.fetch([0, 15])
 
 
-def test_more_shards_than_open_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("storage_formats.token_store._OPEN_FILES", 2)
-    expected = write_random_index(tmp_path, SPEC)
-    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
-    store = TokenStore.open(tmp_path)
-    assert same_bits(store.fetch(range(37)), expected)
-    assert same_bits(store.fetch([36, 0]), expected[[36, 0]])
-    if sys.platform == "linux":
-        assert len(os.listdir("/proc/self/fd")) <= before + 2
-        store.close()
-        assert len(os.listdir("/proc/self/fd")) == before
-
-
 def test_opening_does_not_depend_on_the_number_of_rows(tmp_path):
     write_random_index(tmp_path, SPEC)
     manifest = Manifest.load(tmp_path)

@@ -1,0 +1,36 @@
+"""A compiled loop over memcpy. Importing this module imports Numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from storage_formats.codecs.kernels import Kernel, types
+
+
+@intrinsic
+def _memcpy(_: Any, target: Any, source: Any, size: Any) -> Any:
+    """The C library's memcpy, of addresses."""
+
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(64)
+        function_type = ir.FunctionType(pointer, [pointer, pointer, word])
+        function = builder.module.globals.get("memcpy") or ir.Function(builder.module, function_type, "memcpy")
+        builder.call(function, [*(builder.inttoptr(address, pointer) for address in arguments[:2]), arguments[2]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+def _copy(sources: NDArray[np.int64], targets: NDArray[np.int64], size: int, start: int, stop: int) -> None:
+    for index in range(start, stop):
+        _memcpy(targets[index], sources[index], size)  # type: ignore[call-arg]
+
+
+_ADDRESSES = types.Array(types.int64, 1, "C", readonly=True)
+copy_pieces = Kernel(_copy, (_ADDRESSES, _ADDRESSES, types.int64, types.int64, types.int64))
+"""(sources, targets, size, start, stop): copy `size` bytes between the addresses at [start, stop), without the GIL."""

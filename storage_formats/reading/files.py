@@ -1,0 +1,158 @@
+"""Open shard files, some hundred at most however many shards there are."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.errors import CorruptIndexError
+from storage_formats.reading.base import Batch, Ints
+from storage_formats.reading.syscalls import sector_bytes
+
+OPEN_FILES = 256
+
+
+@dataclass
+class ShardFile:
+    """An open shard file.
+
+    Attributes:
+        fd: its descriptor.
+        size: its length in bytes.
+        path: where it is.
+        readers: how many use it now.
+        resident: which records were in the page cache, with all their pages, when last looked up.
+        resident_at: when that was, `time.monotonic()`.
+    """
+
+    fd: int
+    size: int
+    path: Path
+    readers: int = 0
+    resident: NDArray[np.bool_] | None = field(default=None, repr=False)
+    resident_at: float = 0.0
+    _map: mmap.mmap | None = field(default=None, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def mapped_at(self) -> int:
+        """Address of the file in memory, mapped when first asked for."""
+        with self._lock:
+            if self._map is None:
+                self._map = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)
+            return int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
+
+    def close(self) -> None:
+        self._map = None
+        os.close(self.fd)
+
+
+class ShardFiles:
+    """Files of one precision, the least recently used closed first and never while a reader holds it. Thread-safe.
+
+    Args:
+        path: of a shard's file.
+        record_bytes: length of its records.
+        direct: open for direct I/O, past the page cache, where the file system has it.
+
+    Attributes:
+        sector: what offsets, lengths and memory of reads must be multiples of; known once a file is open.
+    """
+
+    def __init__(self, path: Callable[[int], Path], record_bytes: int, *, direct: bool = False) -> None:
+        self.record_bytes = record_bytes
+        self._path = path
+        self._flags = os.O_RDONLY | os.O_CLOEXEC
+        self._direct = getattr(os, "O_DIRECT", 0) if direct else 0
+        self.sector = 1
+        self._open: OrderedDict[int, ShardFile] = OrderedDict()
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._open).atexit = False
+
+    @property
+    def past_cache(self) -> bool:
+        """Whether reads go past the page cache, as far as is known."""
+        return bool(self._direct)
+
+    def acquire(self, batch: Batch) -> dict[int, ShardFile]:
+        """The files of a batch, to be given to `release`. CorruptIndexError: one is missing or ends too early."""
+        last = np.append(np.flatnonzero(np.diff(batch.shards)), len(batch) - 1)
+        files: dict[int, ShardFile] = {}
+        try:
+            for shard, position in zip(batch.shards[last].tolist(), batch.positions[last].tolist(), strict=True):
+                files[shard] = self._get(shard)
+                if (position + 1) * self.record_bytes > files[shard].size:
+                    raise ends_early(files[shard], position)
+        except BaseException:
+            self.release(files)
+            raise
+        return files
+
+    def release(self, files: dict[int, ShardFile]) -> None:
+        """Let go of what `acquire` gave."""
+        with self._lock:
+            for file in files.values():
+                file.readers -= 1
+            self._evict(OPEN_FILES)
+
+    def close(self) -> None:
+        """Close all files that nobody holds; they are opened again when needed."""
+        with self._lock:
+            self._evict(0)
+
+    def _get(self, shard: int) -> ShardFile:
+        with self._lock:
+            file = self._open.pop(shard, None) or self._open_shard(shard)
+            self._open[shard] = file
+            file.readers += 1
+        return file
+
+    def _open_shard(self, shard: int) -> ShardFile:
+        path = self._path(shard)
+        try:
+            fd = self._open_direct(path) if self._direct else os.open(path, self._flags)
+            return ShardFile(fd, os.fstat(fd).st_size, path)
+        except OSError as error:
+            raise CorruptIndexError(f"cannot open {path}: {error.strerror}; run 'edje-index verify'") from error
+
+    def _open_direct(self, path: Path) -> int:
+        try:
+            fd = os.open(path, self._flags | self._direct)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._direct = 0  # not on this file system
+            return os.open(path, self._flags)
+        if self.sector == 1:
+            self.sector = sector_bytes(path)
+        return fd
+
+    def _evict(self, keep: int) -> None:
+        for shard in list(self._open)[: max(0, len(self._open) - keep)]:
+            if not self._open[shard].readers:
+                self._open.pop(shard).close()
+
+
+def _close_all(files: OrderedDict[int, ShardFile]) -> None:
+    while files:
+        files.popitem()[1].close()
+
+
+def descriptors(files: dict[int, ShardFile], batch: Batch) -> Ints:
+    """The descriptor of each record's file, [n]."""
+    shards, which = np.unique(batch.shards, return_inverse=True)
+    return np.array([files[shard].fd for shard in shards.tolist()], dtype=np.int64)[which]
+
+
+def ends_early(file: ShardFile, position: int) -> CorruptIndexError:
+    """The error for a shard that has no record at `position`."""
+    return CorruptIndexError(f"{file.path} ends before position {position}; run 'edje-index verify'")

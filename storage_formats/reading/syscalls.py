@@ -1,0 +1,42 @@
+"""System calls of Linux that Python has no function for."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from storage_formats.layout import PAGE_BYTES
+
+_AT_FDCWD = -100
+_STATX_DIOALIGN = 0x2000
+
+
+def system_call(number: int, *arguments: int) -> int:
+    """Call the kernel, without the GIL. OSError as it reports."""
+    result = _syscall()(number, *(ctypes.c_long(argument) for argument in arguments))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(result)
+
+
+def sector_bytes(path: Path) -> int:
+    """What offsets, lengths and memory of direct reads of a file must be multiples of: statx(2), else a page."""
+    status = ctypes.create_string_buffer(256)
+    statx = getattr(ctypes.CDLL(None), "statx", None)  # glibc 2.28
+    if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, status):
+        return PAGE_BYTES
+    alignments: tuple[int, int] = struct.unpack_from("=II", status, 0x98)  # of memory, of offsets; 0: not told
+    return max(alignments) if min(alignments) else PAGE_BYTES
+
+
+@functools.cache
+def _syscall() -> Any:
+    function = ctypes.CDLL(None, use_errno=True).syscall
+    function.restype = ctypes.c_long
+    function.argtypes = [ctypes.c_long]
+    return function

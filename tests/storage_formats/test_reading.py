@@ -1,0 +1,474 @@
+"""Every engine gives the same blocks, and refuses what is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import shutil
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage_formats import CorruptIndexError, TokenStore, UsageError, codec
+from storage_formats.layout import IndexSpec, Layout
+from storage_formats.reading import engines, memory
+from storage_formats.reading.aio import AioQueue, aio_works
+from storage_formats.reading.base import Batch, Runs
+from storage_formats.reading.files import ShardFiles
+from storage_formats.reading.page_cache import cache_room, resident_records, resident_share
+from storage_formats.reading.queues import QueuePool
+from storage_formats.reading.ring import Ring, io_uring_works
+from tests.conftest import same_bits, write_random_index
+
+ALL = [*engines(), "auto"]
+# Records of 512 bytes are whole sectors, those of the quantized precisions and of the odd shape are not.
+SPEC = IndexSpec(rows=300, shard_size=64, block_shape=(8, 32), embed_dim=6, precisions=("bf16", "fp8", "nvfp4"))
+ODD = IndexSpec(rows=90, shard_size=40, block_shape=(3, 7), embed_dim=6, precisions=("bf16", "fp8"))
+HOLES = frozenset({0, 63, 64, 299})
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    root = tmp_path_factory.mktemp("index")
+    return root, write_random_index(root, SPEC, failed=HOLES)
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    root = tmp_path_factory.mktemp("odd")
+    return root, write_random_index(root, ODD)
+
+
+@pytest.fixture(scope="module")
+def many_shards(tmp_path_factory):
+    root = tmp_path_factory.mktemp("shards")
+    return root, write_random_index(root, IndexSpec(rows=60, shard_size=4, block_shape=(2, 8), embed_dim=4))
+
+
+@pytest.fixture(scope="module")
+def whole(built):
+    """All blocks of each precision, by the engine that has no tricks."""
+    return {name: TokenStore.open(built[0], name, "portable").fetch(range(SPEC.rows)) for name in SPEC.precisions}
+
+
+def evict(root, precision="bf16"):
+    """Throw the shard files out of the page cache; they were flushed when the index was written."""
+    for path in Layout(root).token_array(precision).glob("c.*"):
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+def test_plain_slicing_is_the_reference(built, whole):
+    assert same_bits(whole["bf16"], built[1])
+
+
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("precision", SPEC.precisions)
+@given(ids=st.lists(st.integers(0, SPEC.rows - 1), max_size=200))
+@settings(max_examples=10, deadline=None)
+def test_every_engine_equals_plain_slicing(built, whole, precision, engine, ids):
+    with TokenStore.open(built[0], precision, engine) as store:
+        assert same_bits(store.fetch(ids), whole[precision][ids].reshape(-1, *SPEC.block_shape))
+
+
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("precision", ODD.precisions)
+def test_records_that_fit_no_sector(odd, precision, engine):
+    expected = TokenStore.open(odd[0], precision, "portable").fetch(range(ODD.rows))
+    ids = np.random.default_rng(0).integers(0, ODD.rows, 200)
+    assert same_bits(TokenStore.open(odd[0], precision, engine).fetch(ids), expected[ids])
+
+
+@linux
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("precision", SPEC.precisions)
+def test_cold_files(built, whole, precision, engine):
+    ids = np.random.default_rng(2).integers(0, SPEC.rows, 250)
+    evict(built[0], precision)
+    assert same_bits(TokenStore.open(built[0], precision, engine).fetch(ids), whole[precision][ids])
+
+
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_any_buffer_serves(built, engine, offset):
+    memory = np.zeros(SPEC.rows * 256 + 512, dtype=ml_dtypes.bfloat16)
+    out = memory[offset : offset + SPEC.rows * 256].reshape(SPEC.rows, 8, 32)
+    ids = np.random.default_rng(1).permutation(SPEC.rows)
+    assert TokenStore.open(built[0], engine=engine).fetch(ids, out=out) is out
+    assert same_bits(out, built[1][ids])
+    assert not memory[:offset].any()
+    assert not memory[offset + SPEC.rows * 256 :].any()
+
+
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("precision", SPEC.precisions)
+def test_records_are_given_as_stored(built, whole, precision, engine):
+    store = TokenStore.open(built[0], precision, engine)
+    ids = np.random.default_rng(3).integers(0, SPEC.rows, 150)
+    records = store.fetch_records(ids)
+    assert records.shape == (150, store.record_bytes)
+    assert same_bits(codec(precision, SPEC.block_shape).decode(records), whole[precision][ids])
+    out = np.empty_like(records)
+    assert store.fetch_records(ids, out=out) is out
+    assert (out == records).all()
+    assert store.fetch_records([]).shape == (0, store.record_bytes)
+    with pytest.raises(UsageError, match="out must be a writeable C-contiguous uint8 array"):
+        store.fetch_records([0], out=out)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_memory_is_copied_piece_by_piece(compiled, monkeypatch):
+    monkeypatch.setattr(memory, "_COMPILE_FROM", 0)
+    if not compiled:
+        monkeypatch.setattr(memory, "_compiled_loop", lambda: memory._copy_pieces)
+    source = np.random.default_rng(0).integers(0, 256, (50, 100), dtype=np.uint8)
+    target = np.zeros((60, 100), dtype=np.uint8)
+    where = np.random.default_rng(1).permutation(60)[:50]
+    memory.copy_memory(source.ctypes.data + np.arange(50) * 100, target.ctypes.data + where * 100, 100, threads=3)
+    assert (target[where] == source).all()
+    assert not np.delete(target, where, axis=0).any()
+
+
+def test_memory_for_out_is_aligned(built):
+    store = TokenStore.open(built[0])
+    out = store.empty(20_000)  # 10 MB, in huge pages where there are some
+    assert out.shape == (20_000, 8, 32)
+    assert out.ctypes.data % mmap.PAGESIZE == 0
+    assert store.fetch(range(20), out=out[:20]) is not None
+    assert same_bits(out[:20], built[1][:20])
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_holes_are_told_whatever_the_engine(built, engine):
+    store = TokenStore.open(built[0], "fp8", engine)
+    assert set(np.flatnonzero(store.holes(store.fetch(range(SPEC.rows))))) == HOLES
+    assert store.fetch([]).shape == (0, 8, 32)
+
+
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("harm", ["missing", "short", "folder"])
+def test_lost_bytes_are_an_error_with_every_engine(odd, tmp_path, engine, harm):
+    shutil.copytree(odd[0], tmp_path, dirs_exist_ok=True)
+    path = Layout(tmp_path).token_shard("bf16", 1)
+    if harm == "short":
+        os.truncate(path, 200)
+    else:
+        path.unlink()
+    if harm == "folder":
+        path.mkdir()
+    store = TokenStore.open(tmp_path, engine=engine)
+    store.fetch([0, 85])
+    with pytest.raises(CorruptIndexError, match="edje-index verify"):
+        store.fetch([0, 55, 85])
+    assert store.fetch([0, 85]).shape == (2, 3, 7), "the store goes on"
+
+
+@linux
+@pytest.mark.parametrize("engine", [name for name in ALL if name not in ("mapped", "auto")])
+def test_a_file_that_shrank_while_it_was_open_is_an_error(odd, tmp_path, engine):
+    shutil.copytree(odd[0], tmp_path, dirs_exist_ok=True)
+    store = TokenStore.open(tmp_path, engine=engine)
+    store.fetch([45])
+    os.truncate(Layout(tmp_path).token_shard("bf16", 1), 0)
+    with pytest.raises(CorruptIndexError, match="edje-index verify"):
+        store.fetch([50])
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_threads_share_an_engine(built, whole, engine):
+    rng = np.random.default_rng(0)
+    requests = [rng.integers(0, SPEC.rows, 100) for _ in range(40)]
+    with TokenStore.open(built[0], "fp8", engine) as store, ThreadPoolExecutor(8) as pool:
+        for ids, blocks in zip(requests, pool.map(store.fetch, requests), strict=True):
+            assert same_bits(blocks, whole["fp8"][ids])
+
+
+@linux
+@pytest.mark.parametrize("engine", ALL)
+def test_few_files_are_open_and_none_after_close(many_shards, engine, monkeypatch):
+    monkeypatch.setattr("storage_formats.reading.files.OPEN_FILES", 2)
+    root, expected = many_shards
+    before = len(os.listdir("/proc/self/fd"))
+    store = TokenStore.open(root, engine=engine)
+    for _ in range(2):
+        assert same_bits(store.fetch(range(60)), expected)
+    assert len(os.listdir("/proc/self/fd")) <= before + 2 * 2 + 1  # two ways to open a file, one queue
+    store.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert same_bits(store.fetch([59]), expected[[59]])
+    del store
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@linux
+@pytest.mark.parametrize("engine", ALL)
+def test_signals_do_not_disturb_reads(built, whole, engine):
+    """A handler runs every half millisecond: system calls are interrupted, and taken up again."""
+    fired = []
+    previous = signal.signal(signal.SIGALRM, lambda *_: fired.append(1))
+    store = TokenStore.open(built[0], "fp8", engine)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+        while len(fired) < 50:
+            evict(built[0], "fp8")
+            assert same_bits(store.fetch(range(SPEC.rows)), whole["fp8"])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_reads_served_in_part_are_continued(built, monkeypatch):
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:100]], offset))
+    for engine in {"buffered", "portable"} & set(engines()):
+        assert same_bits(TokenStore.open(built[0], engine=engine).fetch(range(70)), built[1][:70])
+
+
+@pytest.mark.parametrize("queue", [Ring, AioQueue])
+@pytest.mark.parametrize("result", [-errno.EAGAIN, -errno.EIO, 0, 100])
+def test_requests_that_the_kernel_fails_are_read_again(built, monkeypatch, queue, result):
+    engine = {Ring: "io_uring", AioQueue: "direct"}[queue]
+    if engine not in engines():
+        pytest.skip(f"no {engine} here")
+    wait = queue.wait
+
+    def failing(self, minimum):
+        tags, results = wait(self, minimum)
+        return tags, np.where(tags % 3 == 0, result, results)
+
+    monkeypatch.setattr(queue, "wait", failing)
+    for precision in ("bf16", "fp8"):
+        expected = TokenStore.open(built[0], precision, "portable").fetch(range(SPEC.rows))
+        assert same_bits(TokenStore.open(built[0], precision, engine).fetch(range(SPEC.rows)), expected)
+
+
+@pytest.mark.parametrize("queue", [Ring, AioQueue])
+def test_an_error_leaves_nothing_in_flight(built, monkeypatch, queue):
+    """The decoder fails on the first piece while others are being read into memory that is about to be freed."""
+    engine = {Ring: "io_uring", AioQueue: "direct"}[queue]
+    if engine not in engines():
+        pytest.skip(f"no {engine} here")
+    store = TokenStore.open(built[0], "fp8", engine)
+    returned = []
+    give_back = QueuePool.give_back
+    monkeypatch.setattr(
+        QueuePool, "give_back", lambda self, item: (returned.append(item.in_flight), give_back(self, item))
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("storage_formats.reading.landing._Decoded.land", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            store.fetch(range(SPEC.rows))
+    assert returned == [0]
+    assert same_bits(store.fetch([5]), TokenStore.open(built[0], "fp8", "portable").fetch([5]))
+
+
+@linux
+@pytest.mark.parametrize("engine", ALL)
+def test_a_store_works_after_a_fork(built, whole, engine):
+    store = TokenStore.open(built[0], "fp8", engine)
+    store.fetch(range(100))
+    child = os.fork()
+    if not child:
+        code = 1
+        with contextlib.suppress(BaseException):
+            code = 0 if same_bits(store.fetch(range(SPEC.rows)), whole["fp8"]) else 2
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert same_bits(store.fetch(range(SPEC.rows)), whole["fp8"])
+
+
+def test_unknown_engines_are_refused(built):
+    with pytest.raises(UsageError, match=r"engine 'floppy' .*; give one of: auto, .*portable"):
+        TokenStore.open(built[0], engine="floppy")
+
+
+def test_an_engine_that_does_not_work_here_is_refused_by_name_and_left_out_of_auto(built, monkeypatch):
+    for name in ("io_uring_works", "aio_works"):
+        monkeypatch.setattr(f"storage_formats.reading.choice.{name}", lambda: False)
+    monkeypatch.setattr("storage_formats.reading.choice.engines", engines.__wrapped__)
+    assert not {"io_uring", "direct", "sequential"} & set(engines.__wrapped__())
+    with pytest.raises(UsageError, match="does not work here"):
+        TokenStore.open(built[0], engine="io_uring")
+    assert same_bits(TokenStore.open(built[0]).fetch(range(SPEC.rows)), built[1])
+
+
+@linux
+def test_file_systems_without_direct_io_are_read_through_the_cache(built, monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *rest, **named):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for engine in ALL:
+        store = TokenStore.open(built[0], engine=engine)
+        for _ in range(2):
+            evict(built[0])
+            assert same_bits(store.fetch(range(SPEC.rows)), built[1])
+
+
+class TestChoice:
+    """`auto` goes by what the page cache holds."""
+
+    @staticmethod
+    def names(store, ids):
+        batch = store._batch(np.asarray(ids))[0]
+        return {engine.name: len(part) for engine, part in store._engines.split(batch)}
+
+    @pytest.fixture
+    def store(self, built):
+        if sys.platform != "linux" or not {"io_uring", "direct"} & set(engines()):
+            pytest.skip("no direct reads here")
+        evict(built[0])
+        with TokenStore.open(built[0]) as store:
+            yield store
+
+    def test_cold_rows_are_read_past_the_cache_and_warm_ones_copied(self, built, store):
+        cold = {"io_uring", "direct"}
+        assert set(self.names(store, range(1, 64, 2))) < cold
+        assert set(self.names(store, [1, 70, 130])) < cold
+        path = Layout(built[0]).token_shard("bf16", 0)
+        path.read_bytes()
+        assert self.names(store, range(1, 64, 2)) == {"mapped": 32}
+        found = self.names(store, range(1, 128, 2))
+        assert found.pop("mapped") == 32
+        assert set(found) < cold
+        assert self.names(store, [1, 9]) == {"buffered": 2}
+
+    def test_direct_reads_do_not_fill_the_cache_and_are_told_so(self, built, store):
+        store.fetch(range(SPEC.rows))
+        files = ShardFiles(lambda shard: Layout(built[0]).token_shard("bf16", shard), 512)
+        batch = Batch(*(np.array([0]) for _ in range(3)))
+        (file,) = files.acquire(batch).values()
+        assert resident_share(file, 0, 60 * 512) == 0
+        assert not resident_records(file, 512).any()
+        file.path.read_bytes()
+        assert resident_share(file, 0, 60 * 512) == 1
+        assert resident_records(file, 512).all()
+        assert resident_share(file, 100, 5000) == 1
+
+    def test_a_whole_shard_in_any_order_is_read_in_large_requests(self, store):
+        assert self.names(store, np.random.default_rng(0).permutation(64)) == {"sequential": 64}
+        assert "sequential" not in self.names(store, range(64))
+
+    def test_what_is_read_again_and_again_is_kept_in_memory(self, built, store, monkeypatch):
+        if cache_room() < 1 << 20:
+            pytest.skip("no memory to keep it in")
+        seen = []
+        for _ in range(5):
+            seen.append(set(self.names(store, range(0, 64, 2))))
+            store.fetch(range(0, 64, 2))
+        assert {"buffered"} in seen
+        assert seen[-1] == {"mapped"}
+        store.close()  # a page that is mapped cannot be evicted
+        evict(built[0])
+        monkeypatch.setattr("storage_formats.reading.admission._SETTLED_SECONDS", 0)
+        assert not {"mapped", "buffered"} & set(self.names(store, range(0, 64, 2))), "the cache lost it: try later"
+
+    def test_prefetched_rows_are_found_in_the_cache(self, store):
+        store.prefetch(range(8, 40))
+        assert self.names(store, range(8, 40)) == {"mapped": 32}
+        store.prefetch([])
+        with pytest.raises(UsageError, match="row ids"):
+            store.prefetch([-1])
+
+
+@given(
+    positions=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), min_size=1, unique=True).map(sorted),
+    gap=st.integers(0, 3),
+    size=st.sampled_from([1 << 10, 1 << 18, 1 << 21]),
+)
+def test_runs_cover_every_record_once_and_cross_no_shard(positions, gap, size):
+    shards, places = np.array(positions).T
+    batch = Batch(shards, places, np.arange(len(shards)))
+    runs = Runs.of(batch, size, gap=gap)
+    covered = [range(first, first + count) for first, count in zip(runs.first, runs.count, strict=True)]
+    assert [index for run in covered for index in run] == list(range(len(batch)))
+    for run in covered:
+        assert len(set(shards[run])) == 1
+        assert (np.diff(places[run]) <= gap + 1).all()
+        assert len(run) == 1 or len(run) * size <= 1 << 20
+
+
+class TestAhead:
+    BATCHES = ([0, 5, 5], [], np.arange(299, 0, -7), [1])
+
+    def test_iter_fetch_gives_each_batch_in_order(self, built):
+        store = TokenStore.open(built[0])
+        for ahead in (1, 2, 10):
+            found = list(store.iter_fetch(iter(self.BATCHES), ahead=ahead))
+            assert len(found) == 4
+            for ids, blocks in zip(self.BATCHES, found, strict=True):
+                assert same_bits(blocks, built[1][np.asarray(ids, dtype=int)])
+
+    def test_it_takes_no_more_batches_than_it_may_hold(self, built):
+        taken = []
+        batches = (taken.append(number) or [number] for number in range(100))
+        results = TokenStore.open(built[0]).iter_fetch(batches, ahead=2)
+        next(results)
+        assert len(taken) == 3
+        results.close()
+        assert len(taken) == 3
+
+    @pytest.mark.parametrize("fault", ["break", "bad ids", "bad iterator"])
+    def test_it_ends_its_thread_whatever_happens(self, built, fault):
+        def batches():
+            yield [1]
+            if fault == "bad iterator":
+                raise ZeroDivisionError
+            yield [10**9] if fault == "bad ids" else [2]
+            yield from ([number] for number in range(50))
+
+        results = TokenStore.open(built[0]).iter_fetch(batches())
+        expected = {"bad ids": UsageError, "bad iterator": ZeroDivisionError}
+        if fault == "break":
+            for _ in results:
+                break
+            results.close()
+        else:
+            with pytest.raises(expected[fault]):
+                list(results)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-fetch")]
+
+    def test_an_impossible_ahead_is_refused(self, built):
+        with pytest.raises(UsageError, match="ahead must be at least 1"):
+            next(TokenStore.open(built[0]).iter_fetch([[1]], ahead=0))
+
+    def test_async_iteration(self, built):
+        import asyncio
+
+        async def collect(stop_after=None):
+            ticks = 0
+            found = []
+            generator = TokenStore.open(built[0]).aiter_fetch(self.BATCHES, ahead=2)
+            async for blocks in generator:
+                found.append(blocks)
+                ticks += 1
+                if ticks == stop_after:
+                    break
+            await generator.aclose()
+            return found
+
+        for ids, blocks in zip(self.BATCHES, asyncio.run(collect()), strict=True):
+            assert same_bits(blocks, built[1][np.asarray(ids, dtype=int)])
+        assert len(asyncio.run(collect(stop_after=1))) == 1
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-fetch")]
+
+
+@pytest.mark.parametrize("works", [io_uring_works, aio_works])
+def test_what_works_is_known_without_harm(works):
+    assert works() is works()
