@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # scikit-image ships photos with its wheel, so the demo needs no network beyond the package registry.
 PHOTOS = $$($(BIN)/python -c "import pathlib, skimage; print(pathlib.Path(skimage.__file__).parent / 'data')")
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow oracles lint clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -38,8 +38,13 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+test: lint oracles
 	$(BIN)/python -m pytest
+
+# torchao is an oracle of the block formats. It stays out of the environment, because transformers would load it.
+oracles: $(VENV)/.test
+	test -d $(VENV)/torchao || $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/torchao 'torchao==0.18.*'
+	PYTHONPATH=$(VENV)/torchao TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1 $(BIN)/python -m pytest -q tests/storage_formats/test_codecs_oracles.py
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow

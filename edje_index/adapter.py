@@ -18,7 +18,9 @@ from edje_index.reduction import cluster_tokens, prune_tokens, stride_tokens
 
 COMPRESSED, LOCAL = "compressed", "local"
 STRIDED, CLUSTERED, PRUNED = "strided", "clustered", "pruned"
-KINDS = (COMPRESSED, LOCAL, STRIDED, CLUSTERED, PRUNED)
+PATCHES = "patches"
+REDUCTIONS = (STRIDED, CLUSTERED, PRUNED)
+KINDS = (COMPRESSED, LOCAL, *REDUCTIONS, PATCHES)
 PUBLISHED_HIDDEN_DIM = 8192  # width of the adapters' MLP in the paper
 
 
@@ -28,11 +30,12 @@ class AdapterConfig:
 
     Attributes:
         kind: ``compressed`` (learned queries attend to the patches), ``local`` (an MLP on every patch), or a
-            training-free reduction followed by that MLP: ``strided``, ``clustered``, ``pruned``.
-        num_tokens: m, tokens stored for an image; the tower's n for ``local``.
+            training-free reduction followed by that MLP: ``strided``, ``clustered``, ``pruned``. ``patches`` stores
+            the patch tokens untouched (d = d_v, hidden_dim 0): features to train on, not to re-rank with.
+        num_tokens: m, tokens stored for an image; the tower's n for ``local`` and ``patches``.
         vision_dim: d_v.
         language_dim: d.
-        hidden_dim: width of the MLP. 0 leaves the MLP out of a training-free kind (then d_v = d).
+        hidden_dim: width of the MLP. 0 leaves the MLP out of a training-free kind (then d = d_v).
         num_heads: heads of the compressing attention; published adapters have the tower's number.
         activation: of the MLP, by its name in transformers; published adapters have the language model's.
         layer_norm_eps: of the compressing adapter; published adapters have the tower's.
@@ -46,6 +49,11 @@ class AdapterConfig:
     num_heads: int = 1
     activation: str = "gelu"
     layer_norm_eps: float = 1e-6
+
+    @property
+    def is_feature(self) -> bool:
+        """Whether nothing in it is learned: its tokens have the tower's width and are there to train on."""
+        return self.hidden_dim == 0
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -131,6 +139,14 @@ class ReducedAdapter(Adapter):
         return prune_tokens(patches, received, count)
 
 
+class PatchesAdapter(Adapter):
+    """Nothing: [b, n, d_v] to the same. It has no weights."""
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """[b, n, d_v] to [b, n, d_v]."""
+        return patches
+
+
 class _ResidualMlp(nn.Module):
     def __init__(self, width: int, hidden: int, activation_name: str) -> None:
         super().__init__()
@@ -154,6 +170,8 @@ def build_adapter(config: AdapterConfig) -> Adapter:
         return CompressionAdapter(config).eval()
     if config.kind == LOCAL:
         return LocalAdapter(config).eval()
+    if config.kind == PATCHES:
+        return PatchesAdapter(config).eval()
     return ReducedAdapter(config).eval()
 
 
@@ -189,3 +207,5 @@ def _check(config: AdapterConfig) -> None:
         )
     if config.hidden_dim == 0 and (config.kind in (COMPRESSED, LOCAL) or config.vision_dim != config.language_dim):
         raise ModelError("only a training-free adapter with equal widths can do without a hidden layer")
+    if config.kind == PATCHES and config.hidden_dim:
+        raise ModelError("an adapter of kind 'patches' stores patch tokens as they are: its hidden width must be 0")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from edje_index.adapter import Adapter
+from edje_index.adapter import LOCAL, PATCHES, REDUCTIONS, Adapter
 from edje_index.bundle_info import (
     ADAPTER_WEIGHTS,
     INFO_FILE,
@@ -51,6 +51,7 @@ class ModelBundle:
         joint: the joint encoder, with its own tokenizer.
         trained: False for random weights: scores and order then mean nothing.
         notes: where the weights came from, for people.
+        embedding_weight: w of the score that re-ranking sorts by, joint score + w x embedding similarity.
         info: of the folder that this was loaded from; None for a bundle made in memory.
     """
 
@@ -61,6 +62,7 @@ class ModelBundle:
     joint: JointEncoder
     trained: bool
     notes: str = ""
+    embedding_weight: float = 0.0
     info: BundleInfo | None = None
 
     @cached_property
@@ -120,6 +122,7 @@ class ModelBundle:
             joint=joint.to(target),
             trained=info.trained,
             notes=info.notes,
+            embedding_weight=info.embedding_weight,
             info=info,
         )
         _check_fit(bundle)
@@ -173,7 +176,9 @@ class ModelBundle:
             "embed_dim": self.vision.embed_dim,
             "image_size": list(self.vision.image_size),
         }
-        joint = {"text_embed_dim": self.joint.text_projection.out_features}
+        joint: dict[str, Any] = {"text_embed_dim": self.joint.text_projection.out_features}
+        if self.embedding_weight:  # left out where it changes nothing: earlier bundles keep their fingerprints
+            joint["embedding_weight"] = self.embedding_weight
         adapter = self.adapter.config.to_json()
         return describe_bundle(
             folder, vision=vision, adapter=adapter, joint=joint, trained=self.trained, notes=self.notes
@@ -216,13 +221,13 @@ def _check_fit(bundle: ModelBundle) -> None:
             f"the adapter takes patch tokens of width {adapter.vision_dim}, but the vision tower {name} gives "
             f"width {vision.patch_dim}: name the tower that the adapter was trained with"
         )
-    if adapter.kind == "local" and adapter.num_tokens != vision.num_patches:
+    if adapter.kind in (LOCAL, PATCHES) and adapter.num_tokens != vision.num_patches:
         raise ModelError(
-            f"a local adapter stores every patch: {adapter.num_tokens} given, {name} has {vision.num_patches}"
+            f"a {adapter.kind} adapter stores every patch: {adapter.num_tokens} given, {name} has {vision.num_patches}"
         )
-    if adapter.kind not in ("local", "compressed") and adapter.num_tokens > vision.num_patches:
+    if adapter.kind in REDUCTIONS and adapter.num_tokens > vision.num_patches:
         raise ModelError(f"cannot keep {adapter.num_tokens} of the {vision.num_patches} patches of {name}")
-    if adapter.language_dim != bundle.joint.width:
+    if adapter.language_dim != bundle.joint.width and not adapter.is_feature:
         raise ModelError(
             f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads width "
             f"{bundle.joint.width}: take both from the same training run"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,8 @@ class BundleInfo:
         path: the bundle's folder.
         vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim``, ``image_size`` of the tower.
         adapter: fields of the adapter's configuration.
-        joint: ``text_embed_dim`` of the joint encoder's text-embedding head.
+        joint: ``text_embed_dim`` of the joint encoder's text-embedding head; ``embedding_weight`` of the re-ranking
+            score, where it is not 0.
         trained: False for random weights.
         notes: where the weights came from, for people.
         files: relative path to ``{"bytes", "sha256"}``, every file but ``bundle.json``.
@@ -78,6 +80,11 @@ class BundleInfo:
     def embed_dim(self) -> int:
         """Width of the pooled embedding."""
         return int(self.vision["embed_dim"])
+
+    @property
+    def embedding_weight(self) -> float:
+        """w of the re-ranking score, joint score + w x embedding similarity."""
+        return float(self.joint.get("embedding_weight", 0.0))
 
     @property
     def weights_bytes(self) -> int:
@@ -118,7 +125,7 @@ def describe_bundle(
     names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file() and p.name != INFO_FILE)
     files = {name: {"bytes": (path / name).stat().st_size, "sha256": _sha256(path / name)} for name in names}
     fingerprint = _fingerprint(adapter, joint, files, files)
-    encoder = _fingerprint(adapter, {}, files, ENCODER_FILES)
+    encoder = encoder_fingerprint(adapter, files)
     return BundleInfo(path, vision, adapter, joint, trained, notes, files, fingerprint, encoder)
 
 
@@ -142,15 +149,22 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             fingerprint=str(content["fingerprint"]),
             encoder_fingerprint=str(content["encoder_fingerprint"]),
         )
+        if not math.isfinite(info.embedding_weight):
+            raise ValueError(f"embedding_weight is {info.embedding_weight}")
         expected = (
             _fingerprint(info.adapter, info.joint, info.files, info.files),
-            _fingerprint(info.adapter, {}, info.files, ENCODER_FILES),
+            encoder_fingerprint(info.adapter, info.files),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{folder / INFO_FILE} is damaged ({error!r}): make the bundle anew") from error
     if expected != (info.fingerprint, info.encoder_fingerprint):
         raise ModelError(f"{folder / INFO_FILE} was changed: its fingerprint does not fit it; make the bundle anew")
     return info
+
+
+def encoder_fingerprint(adapter: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> str:
+    """sha256 over what decides the stored tokens and embeddings: `files` are as in :class:`BundleInfo`."""
+    return _fingerprint(adapter, {}, files, ENCODER_FILES)
 
 
 def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edje_index.ann import AnnIndex
 from edje_index.errors import ModelError
@@ -26,12 +27,14 @@ class Hit:
     Attributes:
         row_id: its row.
         uri: where the image came from.
+        score: what the hits are sorted by: the fused score, or the embedding's without re-ranking.
         embedding_score: cosine similarity of text and image embedding.
         joint_score: logit of the joint encoder; None without re-ranking.
     """
 
     row_id: int
     uri: str
+    score: float
     embedding_score: float
     joint_score: float | None
 
@@ -67,22 +70,9 @@ class TokenIndex:
             UsageError: no index, no such precision.
             ModelError: the bundle is not there, or it did not build this index.
         """
-        from edje_index.bundle import ModelBundle
-        from edje_index.bundle_info import read_bundle_info
-
         manifest = Manifest.load(root)
-        path = Path(model) if model is not None else Path(manifest.model["bundle"])
-        if model is None and not path.exists():
-            raise ModelError(f"the model bundle {path} that built {root} is gone; name its place with --model")
-        info = read_bundle_info(path)
-        built_by = manifest.model["fingerprint"]
-        if info.encoder_fingerprint != built_by:
-            raise ModelError(
-                f"the bundle {path} did not build {root}: its encoder is {info.encoder_fingerprint}, "
-                f"the index has {built_by}"
-            )
-        precision = precision or manifest.spec.precisions[0]
-        return cls(Path(root), manifest, ModelBundle.load(path, device=device), precision)
+        bundle = load_search_model(root, manifest, model, device=device)
+        return cls(Path(root), manifest, bundle, precision or manifest.spec.precisions[0])
 
     def search(self, text: str, k: int = 10, pool: int = 100, *, rerank: bool = True) -> list[Hit]:
         """The `k` best images for `text`, best first.
@@ -92,20 +82,77 @@ class TokenIndex:
             k: number of hits.
             pool: nearest rows by embedding that the joint encoder scores; at least `k`.
             rerank: False keeps the order of the embeddings.
+
+        Raises:
+            UsageError: an empty query, or numbers that do not fit.
+            ModelError: re-ranking with a bundle that stores features.
         """
         if not text.strip():
             raise UsageError("the query is empty")
         if k < 1 or pool < k:
             raise UsageError(f"need 1 <= k <= pool, got k = {k}, pool = {pool}")
+        if rerank:
+            check_reranks(self.model)
         query = self.model.text.encode([text])[0]
         rows, similarities = self._ann.nearest(query, pool if rerank else k)
         if not len(rows):
             return []
-        scores = self.model.joint.score(text, self._store.fetch(rows)).numpy(force=True) if rerank else None
+        joint = self.model.joint.score(text, self._store.fetch(rows)).numpy(force=True) if rerank else None
+        scores = similarities if joint is None else fused_scores(joint, similarities, self.model.embedding_weight)
         # Stable, so that equal scores keep the order of the embeddings.
-        order = np.argsort(-scores if scores is not None else -similarities, kind="stable")[:k]
+        order = np.argsort(-scores, kind="stable")[:k]
         uris = read_rows(self._root, rows[order], ["uri"])["uri"].to_pylist()
         return [
-            Hit(int(rows[at]), uri, float(similarities[at]), None if scores is None else float(scores[at]))
+            Hit(
+                row_id=int(rows[at]),
+                uri=uri,
+                score=float(scores[at]),
+                embedding_score=float(similarities[at]),
+                joint_score=None if joint is None else float(joint[at]),
+            )
             for at, uri in zip(order, uris, strict=True)
         ]
+
+
+def load_search_model(
+    root: str | Path, manifest: Manifest, model: str | Path | None = None, *, device: str = "auto"
+) -> ModelBundle:
+    """The bundle at `model`, or the one that built the index `root`, after a check that they belong together.
+
+    Raises:
+        ModelError: the bundle is not there, or it did not build this index.
+    """
+    from edje_index.bundle import ModelBundle
+    from edje_index.bundle_info import read_bundle_info
+
+    path = Path(model) if model is not None else Path(manifest.model["bundle"])
+    if model is None and not path.exists():
+        raise ModelError(f"the model bundle {path} that built {root} is gone; name its place with --model")
+    info = read_bundle_info(path)
+    built_by = manifest.model["fingerprint"]
+    if info.encoder_fingerprint != built_by:
+        raise ModelError(
+            f"the bundle {path} did not build {root}: its encoder is {info.encoder_fingerprint}, "
+            f"the index has {built_by}"
+        )
+    return ModelBundle.load(path, device=device)
+
+
+def check_reranks(model: ModelBundle) -> None:
+    """ModelError for a bundle whose stored tokens are features to train on, which its joint encoder cannot read."""
+    config = model.adapter.config
+    if config.is_feature:
+        raise ModelError(
+            f"this bundle stores features to train on ({config.kind}), not tokens that its joint encoder was trained "
+            "with: search without re-ranking (--no-rerank), or with an index that a trained bundle built"
+        )
+
+
+def fused_scores(
+    joint: NDArray[np.float32], similarities: NDArray[np.float32], embedding_weight: float
+) -> NDArray[np.float32]:
+    """What re-ranking sorts by: joint logits + `embedding_weight` x cosine similarities, float32 of their shape.
+
+    The sum is ALBEF's and BLIP's way of re-ranking; a weight of 0 gives the logits themselves.
+    """
+    return joint + np.float32(embedding_weight) * similarities

@@ -9,15 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
 from storage_formats.atomic import fsync_paths, write_json_atomic
 from storage_formats.checksum import crc32c_rows
-from storage_formats.codecs import Records, codec
+from storage_formats.codecs import BF16, Blocks, Codec, Records, codec, precisions
+from storage_formats.codecs.bf16 import BF16Codec
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.layout import IndexSpec, Layout
 from storage_formats.manifest import FileRecord, Manifest, write_shard_table
@@ -28,6 +32,8 @@ from storage_formats.token_shard import TokenShardFile
 from storage_formats.zarr_meta import token_array_metadata
 
 _PIECE_BYTES = 8 << 20
+_HINT_BYTES = 1 << 20  # of a longer one the kernel may take the beginning alone
+Piece: TypeAlias = tuple[int, Blocks]
 
 
 class ConversionInterrupted(EdjeError):
@@ -80,16 +86,14 @@ def convert_shard(
         for name in task.targets:
             files[name] = open_tokens(staged, task.spec, task.shard, name)
             stack.callback(files[name].close)
-        source = codec(task.source, task.spec.block_shape)
         holes = done = 0
-        for first, records in _checked_records(task, layout):
+        for first, blocks in stack.enter_context(contextlib.closing(_read_ahead(_checked_blocks(task, layout)))):
             if should_stop():
                 raise ConversionInterrupted(f"stopped inside shard {task.shard}")
-            blocks = source.decode(records)
             kept = np.flatnonzero(~np.isnan(blocks[:, 0, 0].astype(np.float32)))
             for file in files.values():
                 file.put(kept + first, file.codec.encode(blocks if len(kept) == len(blocks) else blocks[kept]))
-            done, holes = first + len(records), holes + len(records) - len(kept)
+            done, holes = first + len(blocks), holes + len(blocks) - len(kept)
             on_progress(done)
         for name, file in files.items():
             stage_tokens(staged, layout, task.shard, name, file)
@@ -100,33 +104,72 @@ def convert_shard(
     return receipt
 
 
-def _checked_records(task: ConversionTask, layout: Layout) -> Iterator[tuple[int, Records]]:
-    """(position, records) of pieces of the source shard in order, each block checked against its CRC-32C."""
+def _read_ahead(pieces: Iterator[Piece]) -> Generator[Piece]:
+    """`pieces`, each made in a thread while the caller works on the one before."""
+    with ThreadPoolExecutor(1, "edje-read") as thread:
+        soon = thread.submit(next, pieces, None)
+        while (piece := soon.result()) is not None:
+            soon = thread.submit(next, pieces, None)
+            yield piece
+
+
+def _checked_blocks(task: ConversionTask, layout: Layout) -> Iterator[Piece]:
+    """(position, blocks) of pieces of the source shard in order, each block checked against its CRC-32C.
+
+    A piece is overwritten when the second after it is made: fresh memory would cost a page fault each 4 KiB.
+    """
     entry = codec(task.source, task.spec.block_shape)
+    step = max(1, _PIECE_BYTES // entry.record_bytes)
+    spare = [np.empty((step, *task.spec.block_shape), dtype=BF16) for _ in range(2)]
+    for first, records in _checked_records(task, layout, entry, step):
+        if entry.name == BF16Codec.name:
+            yield first, records.view(BF16).reshape(len(records), *task.spec.block_shape)
+        else:
+            spare.reverse()
+            yield first, entry.decode(records, spare[0][: len(records)])
+
+
+def _checked_records(task: ConversionTask, layout: Layout, entry: Codec, step: int) -> Iterator[tuple[int, Records]]:
+    """(position, records) of pieces of `step` rows, in one of two buffers by turns."""
     rows = len(task.spec.shard_rows(task.shard))
     path = layout.token_shard(task.source, task.shard, len(entry.record_shape))
-    step = max(1, _PIECE_BYTES // entry.record_bytes)
+    buffers = [np.empty((min(step, rows), entry.record_bytes), dtype=np.uint8) for _ in range(2)]
     try:
         sums = np.fromfile(layout.checksums(task.source, task.shard), dtype="<u4")
         with open(path, "rb", buffering=0) as file:
-            if hasattr(os, "posix_fadvise"):  # the whole shard in flight while the first piece is encoded
-                os.posix_fadvise(file.fileno(), 0, rows * entry.record_bytes, os.POSIX_FADV_WILLNEED)
             for first in range(0, rows, step):
-                count = min(step, rows - first)
-                data = np.fromfile(file, dtype=np.uint8, count=count * entry.record_bytes)
-                if data.size != count * entry.record_bytes or sums.size != rows:
+                buffers.reverse()
+                records = buffers[0][: rows - first]
+                if not _fill(file, records) or sums.size != rows:
                     raise CorruptIndexError(f"{path} or its checksums end early; run 'edje-index verify'")
-                records = data.reshape(count, entry.record_bytes)
-                for position in np.flatnonzero(crc32c_rows(records) != sums[first : first + count]):
+                for position in np.flatnonzero(crc32c_rows(records) != sums[first : first + len(records)]):
                     row = task.spec.shard_rows(task.shard).start + first + position
                     raise CorruptIndexError(f"the block of row {row} in {path} is damaged; run 'edje-index verify'")
                 yield first, records
+        _announce_next(task, layout, entry)
     except OSError as error:
         raise CorruptIndexError(f"cannot read shard {task.shard} of '{task.source}': {error}") from error
 
 
+def _announce_next(task: ConversionTask, layout: Layout, entry: Codec) -> None:
+    """Let the device begin the next shard while this one is flushed; only a hint, for whoever converts that."""
+    path = layout.token_shard(task.source, task.shard + 1, len(entry.record_shape))
+    if hasattr(os, "posix_fadvise") and path.exists():
+        with open(path, "rb", buffering=0) as file:
+            for offset in range(0, 2 * _PIECE_BYTES, _HINT_BYTES):
+                os.posix_fadvise(file.fileno(), offset, _HINT_BYTES, os.POSIX_FADV_WILLNEED)
+
+
+def _fill(file: FileIO, records: Records) -> bool:
+    """Read the next bytes of `file` into `records`; whether there were enough."""
+    target, done = records.data.cast("B"), 0
+    while count := file.readinto(target[done:]):
+        done += count
+    return done == len(target)
+
+
 def add_precisions(root: str | Path, targets: Sequence[str], receipts: Sequence[ShardReceipt]) -> Manifest:
-    """Make converted precisions part of the index: metadata, shard table, and last `index.json`; remove `build/`.
+    """Make converted precisions part of the index: metadata, shard table, and last `index.json`.
 
     Args:
         root: the index.
@@ -143,13 +186,11 @@ def add_precisions(root: str | Path, targets: Sequence[str], receipts: Sequence[
         write_json_atomic(layout.token_array(name) / "zarr.json", token_array_metadata(spec, name))
     fsync_paths([layout.tokens, layout.root / "checksums"])
     files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
-    changed = _replace_manifest(layout, manifest, spec, [*_table(manifest, root), *files])
-    shutil.rmtree(layout.build, ignore_errors=True)
-    return changed
+    return _replace_manifest(layout, manifest, spec, [*_table(manifest, root), *files])
 
 
 def drop_precision(root: str | Path, name: str) -> Manifest:
-    """Take a precision out of the index and delete its files.
+    """Take a precision out of the index; its files go with `remove_leftovers`.
 
     Raises:
         UsageError: the index does not hold it, or holds no other.
@@ -164,10 +205,29 @@ def drop_precision(root: str | Path, name: str) -> Manifest:
     folders = [layout.token_array(name), layout.checksums(name, 0).parent]
     gone = tuple(f"{layout.relative(folder)}/" for folder in folders)
     kept = [(shard, file) for shard, file in _table(manifest, root) if not file.path.startswith(gone)]
-    changed = _replace_manifest(layout, manifest, spec, kept)
-    for folder in folders:
-        shutil.rmtree(folder)
-    return changed
+    return _replace_manifest(layout, manifest, spec, kept)
+
+
+def remove_leftovers(root: str | Path) -> None:
+    """Delete what `index.json` does not name: dropped precisions, conversions that were given up, `build/`.
+
+    A run that dies between a commit and this leaves them for the next; they take room and nothing else. The caller
+    holds the index's lock, and has nothing to resume.
+    """
+    layout = Layout(Path(root))
+    manifest = Manifest.load(root)
+    for parent in (layout.tokens, layout.checksums(manifest.spec.precisions[0], 0).parents[1]):
+        for folder in parent.iterdir():
+            if folder.name in precisions() and folder.name not in manifest.spec.precisions:
+                shutil.rmtree(folder)
+    named = layout.root / manifest.shard_table.path
+    for table in named.parent.glob("shards-*.parquet"):
+        if table != named:
+            table.unlink()
+    for unfinished in (".index.json.*", "manifest/.shards-*", "tokens/*/.zarr.json.*"):  # see write_bytes_atomic
+        for path in layout.root.glob(unfinished):
+            path.unlink()
+    shutil.rmtree(layout.build, ignore_errors=True)
 
 
 def _table(manifest: Manifest, root: str | Path) -> list[tuple[int, FileRecord]]:
@@ -178,10 +238,7 @@ def _table(manifest: Manifest, root: str | Path) -> list[tuple[int, FileRecord]]
 def _replace_manifest(
     layout: Layout, manifest: Manifest, spec: IndexSpec, files: Sequence[tuple[int, FileRecord]]
 ) -> Manifest:
-    """Commit another set of precisions; the shard table that is no longer named is removed."""
-    table = write_shard_table(layout, files)
-    changed = replace(manifest, spec=spec, shard_table=table)
+    """Commit another set of precisions."""
+    changed = replace(manifest, spec=spec, shard_table=write_shard_table(layout, files))
     changed.write(layout)
-    if table.path != manifest.shard_table.path:
-        (layout.root / manifest.shard_table.path).unlink(missing_ok=True)
     return changed

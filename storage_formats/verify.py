@@ -224,12 +224,13 @@ class _ShardCheck:
 
 
 def _check_strays(layout: Layout, manifest: Manifest, by_shard: dict[int, dict[str, FileRecord]]) -> Iterator[Problem]:
-    """Files in the data folders that no commit put there; those of a conversion under way are none."""
+    """Files in the data folders that no commit put there; what a run under way made, or has yet to remove, is none."""
     known = {path for files in by_shard.values() for path in files} | {manifest.shard_table.path}
     folders = [layout.rows, layout.embeddings, layout.tokens, layout.root / "checksums", layout.root / "manifest"]
     for path in (path for folder in folders for path in sorted(folder.rglob("*"))):
         where = layout.relative(path)
-        converting = layout.build.exists() and _precision_of(where) not in (None, *manifest.spec.precisions)
+        in_other_precision = _precision_of(where) not in (None, *manifest.spec.precisions)
+        converting = layout.build.exists() and (in_other_precision or path.parent == layout.root / "manifest")
         if path.is_file() and path.name != "zarr.json" and where not in known and not converting:
             yield Problem(where, "stray-file", "is no file of this index; delete it")
 

@@ -13,13 +13,14 @@ REPO = Path(__file__).resolve().parents[1]
 ORDER = ["storage_formats", "edje_index", "pipelines", "benchmarks"]
 # The only places that may import a library at all; a folder stands for everything below it.
 HOMES = {
-    "ray": ["pipelines/engines/ray_engine.py"],
+    "ray": ["pipelines/engines/ray_engine.py", "pipelines/engines/ray_train.py"],
     "faiss": ["edje_index/ann.py"],
-    "click": ["pipelines/cli", "benchmarks/cli.py"],
+    "click": ["pipelines/cli", "benchmarks/cli.py", "benchmarks/commands"],
     "torch": ["edje_index", "benchmarks"],
     "open_clip": ["edje_index"],
     "transformers": ["edje_index"],
     "rich": ["pipelines"],
+    "matplotlib": ["edje_index/plots.py", "edje_index/evaluation/figures.py", "benchmarks"],
 }
 
 
@@ -49,7 +50,7 @@ def test_imports_point_one_way(path):
             assert any(path == REPO / home or REPO / home in path.parents for home in homes), library
 
 
-HEAVY = ["torch", "ray", "faiss", "zarr", "pyarrow", "numba", "open_clip", "transformers", "PIL", "rich"]
+HEAVY = ["torch", "ray", "faiss", "zarr", "pyarrow", "numba", "open_clip", "transformers", "PIL", "rich", "matplotlib"]
 
 
 @pytest.mark.parametrize("code", ["import edje_index", "import storage_formats", "import pipelines.cli"])

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipelines.cli.output import json_option, print_json, this_command
+from pipelines.cli.quantize_report import ReportRequest, measure, report_options
+from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from pipelines.engines.base import Engine
     from pipelines.jobs.quantize import QuantizeConfig, QuantizeResult
+    from pipelines.jobs.quantize_report import QuantizeReport
 
 
 @click.command()
 @click.argument("index", type=click.Path(path_type=Path))
-@click.option("--to", "to", multiple=True, required=True, metavar="NAME", help="Precision to add; may be repeated.")
+@click.option("--to", "to", multiple=True, metavar="NAME", help="Precision to add; may be repeated.")
 @click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove afterwards; may be repeated.")
 @click.option("--from", "source", metavar="NAME", help="Precision to read.  [default: the one of the longest records]")
 @click.option(
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 )
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Processes, with ray.")
 @click.option("--address", metavar="HOST:PORT", help="Ray cluster to join.")
+@report_options
 @click.option("--quiet", is_flag=True, help="No progress.")
 @json_option
 def quantize(
@@ -35,6 +39,7 @@ def quantize(
     engine: str,
     workers: int,
     address: str | None,
+    request: ReportRequest | None,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -43,17 +48,46 @@ def quantize(
     Known precisions: bf16 fp16 fp8 mxfp8 int8 nvfp4 mxfp4 sign1. The index can be read all the while. The same command,
     run again, resumes what was stopped, and does nothing where all is there.
 
+    --report compares tokens and re-ranking at every precision, or at those of --to, with the stored one of the longest
+    records. It needs no labels and no stored copies, and without --to and --drop changes nothing; with them it comes
+    first.
+
     \b
     Examples:
       edje-index quantize photos.edje --to fp8 --to nvfp4
       edje-index quantize photos.edje --to fp8 --drop bf16
+      edje-index quantize photos.edje --report
+      edje-index quantize photos.edje --report costs/ --queries captions.txt
     """
-    from pipelines.jobs.quantize import QuantizeConfig
+    if not (to or drop or request):
+        raise UsageError("nothing to do: give --to, --drop or --report")
+    found: dict[str, Any] = {}
+    if request is not None:
+        report = measure(request, index, to, source, quiet=quiet)
+        if not as_json:
+            _print_report(report, request)
+        found = {"report": asdict(report)} if to or drop else asdict(report)
+    if to or drop:
+        from pipelines.jobs.quantize import QuantizeConfig
 
-    result = _run(QuantizeConfig(index, to, drop, source), _engine(engine, workers, address), quiet=quiet)
+        result = _run(QuantizeConfig(index, to, drop, source), _engine(engine, workers, address), quiet=quiet)
+        if not as_json:
+            _print(index, result)
+        found |= asdict(result)
     if as_json:
-        print_json(asdict(result))
-        return
+        print_json(found)
+
+
+def _print_report(report: QuantizeReport, request: ReportRequest) -> None:
+    from pipelines.jobs.quantize_report_files import table
+
+    for line in table(report):
+        click.echo(line)
+    if request.folder is not None:
+        click.echo(f"written: {request.folder}")
+
+
+def _print(index: Path, result: QuantizeResult) -> None:
     for name, size in result.bytes_per_image.items():
         click.echo(f"{name:6} {size:7,} bytes an image{'  (new)' if name in result.added else ''}")
     click.echo(f"{index}: {result.rows:,} rows, {result.seconds:.1f} s")

@@ -39,7 +39,8 @@ def search(
 ) -> None:
     """Find the images that fit TEXT best.
 
-    The nearest rows by embedding are fetched from the token store and sorted by the joint encoder's score.
+    The nearest rows by embedding are fetched from the token store and sorted by score: the joint encoder's, plus the
+    embeddings' similarity times the weight that the model bundle gives to it.
 
     \b
     Examples:
@@ -65,7 +66,7 @@ def search(
 
 
 def _print(hits: list[Hit]) -> None:
-    click.echo(f"{'joint':>9} {'embedding':>10} {'row':>9}  image")
+    click.echo(f"{'score':>9} {'joint':>9} {'embedding':>10} {'row':>9}  image")
     for hit in hits:
         joint = "-" if hit.joint_score is None else f"{hit.joint_score:.4f}"
-        click.echo(f"{joint:>9} {hit.embedding_score:>10.4f} {hit.row_id:>9}  {hit.uri}")
+        click.echo(f"{hit.score:>9.4f} {joint:>9} {hit.embedding_score:>10.4f} {hit.row_id:>9}  {hit.uri}")

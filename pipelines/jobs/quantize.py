@@ -74,7 +74,7 @@ def quantize_index(
         UsageError: no index, an unknown precision, a source that it does not hold, too little disk.
         BuildStopped: stopped or failed before the end; running it again resumes it.
     """
-    from storage_formats.conversion import drop_precision
+    from storage_formats.conversion import drop_precision, remove_leftovers
     from storage_formats.manifest import Manifest
 
     started = time.monotonic()
@@ -83,12 +83,13 @@ def quantize_index(
         manifest = Manifest.load(config.root)
         missing = tuple(name for name in dict.fromkeys(config.to) if name not in manifest.spec.precisions)
         _check_drop(config, (*manifest.spec.precisions, *missing))
-        source = _source(config, manifest.spec) if missing else None
+        source = precision_to_read(config.root, manifest.spec, config.source) if missing else None
         if source is not None:
             manifest = _Conversion(config.root, manifest.spec, source, missing, on_event).run(engine, should_stop)
         for name in config.drop:
             if name in manifest.spec.precisions:
                 manifest = drop_precision(config.root, name)
+        remove_leftovers(config.root)
     dropped = tuple(name for name in before.spec.precisions if name not in manifest.spec.precisions)
     return _result(manifest, source, missing, dropped, time.monotonic() - started)
 
@@ -119,14 +120,16 @@ def _record_bytes(spec: IndexSpec, name: str) -> int:
     return codec(name, spec.block_shape).record_bytes
 
 
-def _source(config: QuantizeConfig, spec: IndexSpec) -> str:
-    """The precision to convert from. UsageError where the index does not hold it."""
-    if config.source is None:
+def precision_to_read(root: Path, spec: IndexSpec, wanted: str | None) -> str:
+    """The precision to read: `wanted`, or where it is None the one of the longest records.
+
+    UsageError where the index does not hold it.
+    """
+    if wanted is None:
         return max(spec.precisions, key=lambda name: _record_bytes(spec, name))
-    if config.source not in spec.precisions:
-        held = ", ".join(spec.precisions)
-        raise UsageError(f"{config.root} does not hold '{config.source}' to convert from; it holds: {held}")
-    return config.source
+    if wanted not in spec.precisions:
+        raise UsageError(f"{root} does not hold '{wanted}' to convert from; it holds: {', '.join(spec.precisions)}")
+    return wanted
 
 
 class _Conversion:

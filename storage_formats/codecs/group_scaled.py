@@ -53,7 +53,8 @@ class GroupScaledCodec(CompiledCodec):
         from storage_formats.codecs import kernels
 
         if self.element is E4M3:  # its scales are powers of two: multiplying by their inverses is exact
-            kernels.encode_e4m3(bits, self._scale_table(), 1 / self.scale_values, records, self._shape, start, stop)
+            encode = kernels.encode_e4m3_tokens if self.group == self.block_shape[1] else kernels.encode_e4m3
+            encode(bits, self._scale_table(), 1 / self.scale_values, records, self._shape, start, stop)
         else:
             kernels.encode_e2m1(bits, self._scale_table(), self.scale_values, records, self._shape, start, stop)
 

@@ -190,6 +190,24 @@ def _magnitude(number: np.uint16) -> Any:
 
 
 @_inlined
+def _rounded_e4m3(number: np.uint16, factor: np.float32) -> Any:
+    """E4M3 code of a number times the inverse of its scale, whatever they are."""
+    code = _minifloat_code(_magnitude(number) * factor, 3, 7, 448.0)
+    return np.uint8(code | (np.uint32(number >> np.uint16(8)) & np.uint32(0x80)))
+
+
+@_inlined
+def _extremes(bits: U16, first: Index, count: Index) -> Any:
+    """(bits of the largest magnitude, bits of the smallest that is not zero less one, 65535 where all are zero)."""
+    largest, below_smallest = np.uint16(0), np.uint16(0xFFFF)
+    for place in range(count):
+        magnitude = np.uint16(bits[first + place] & np.uint16(0x7FFF))
+        largest = max(largest, magnitude)
+        below_smallest = min(below_smallest, np.uint16(magnitude - np.uint16(1)))
+    return largest, below_smallest
+
+
+@_inlined
 def _poison(records: U8, codes_at: Index, scales_at: Index, groups: Index, size: Index) -> None:
     """Set every byte of codes, `size` a group, of the groups of a token whose scale is NaN."""
     for index in range(groups):
@@ -224,10 +242,7 @@ def encode_e4m3(
             if extreme or _has_subnormal_codes(bits, first, exponents):
                 _spread(records, scales_at, group, inverse_scales, factors)
                 for place in range(width):
-                    number = bits[first + place]
-                    code = _minifloat_code(_magnitude(number) * factors[place], 3, 7, 448.0)
-                    sign = np.uint32(number >> np.uint16(8)) & np.uint32(0x80)
-                    records[codes_at + place] = np.uint8(code | sign)
+                    records[codes_at + place] = _rounded_e4m3(bits[first + place], factors[place])
             else:
                 for place in range(width):
                     records[codes_at + place] = _shifted(bits[first + place], exponents[place])
@@ -235,6 +250,34 @@ def encode_e4m3(
                 _poison(records, codes_at, scales_at, width // group, group)
             codes_at += width
             scales_at += width // group
+
+
+@_kernel(*_GROUP_ENCODER)
+def encode_e4m3_tokens(
+    bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, shape: Shape, start: Index, stop: Index
+) -> None:
+    """`encode_e4m3` where the group is the token: one pass finds the scale and whether a code would be subnormal."""
+    values, width, group = shape
+    for block in range(start, stop):
+        codes_at = block * (values + values // group)
+        scales_at = codes_at + values
+        for first in range(block * values, (block + np.uint64(1)) * values, width):
+            largest, below_smallest = _extremes(bits, first, width)
+            scale = scale_codes[int(largest)]
+            records[scales_at] = scale
+            exponent = np.uint16(np.uint16(scale) - np.uint16(7))
+            shift = np.uint16(exponent << np.uint16(7))
+            if scale == np.uint8(0xFF):
+                for place in range(width):
+                    records[codes_at + place] = np.uint8(0xFF)
+            elif exponent >= np.uint16(240) or np.int64(below_smallest) + 1 < np.int64(shift) + 0x80:
+                for place in range(width):
+                    records[codes_at + place] = _rounded_e4m3(bits[first + place], inverse_scales[scale])
+            else:
+                for place in range(width):
+                    records[codes_at + place] = _shifted(bits[first + place], shift)
+            codes_at += width
+            scales_at += np.uint64(1)
 
 
 @_kernel(*_GROUP_ENCODER)

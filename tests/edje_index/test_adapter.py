@@ -10,9 +10,9 @@ import torch
 from edje_index.adapter import (
     CLUSTERED,
     COMPRESSED,
-    KINDS,
     LOCAL,
     PRUNED,
+    REDUCTIONS,
     STRIDED,
     AdapterConfig,
     build_adapter,
@@ -25,13 +25,22 @@ PATCHES = torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))
 RECEIVED = torch.rand(2, 9, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [COMPRESSED, LOCAL, *REDUCTIONS])
 def test_makes_m_tokens_of_the_language_width(kind: str) -> None:
     adapter = build_adapter(replace(CONFIG, kind=kind, num_tokens=9 if kind == LOCAL else 3))
     tokens = adapter(PATCHES, RECEIVED) if adapter.needs_attention else adapter(PATCHES)
     assert tokens.shape == (2, adapter.config.num_tokens, 6)
     assert adapter.needs_attention == (kind == PRUNED)
     assert not adapter.training
+
+
+def test_patches_are_stored_untouched_by_an_adapter_without_weights() -> None:
+    adapter = build_adapter(AdapterConfig("patches", num_tokens=9, vision_dim=8, language_dim=8, hidden_dim=0))
+    assert torch.equal(adapter(PATCHES), PATCHES)
+    assert not adapter.state_dict()
+    assert adapter.config.is_feature
+    with pytest.raises(ModelError, match="hidden width must be 0"):
+        build_adapter(replace(adapter.config, hidden_dim=4))
 
 
 @pytest.mark.parametrize("kind", [STRIDED, CLUSTERED, PRUNED])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertTokenizerFast
 
-from edje_index.adapter import KINDS, LOCAL, build_adapter
+from edje_index.adapter import COMPRESSED, LOCAL, PATCHES, REDUCTIONS, build_adapter
 from edje_index.bundle import ModelBundle
 from edje_index.bundle_info import INFO_FILE, JOINT_WEIGHTS, VISION_WEIGHTS, read_bundle_info
 from edje_index.clip_model import ClipConfig
@@ -72,6 +72,18 @@ def test_encoder_fingerprint_is_only_about_what_is_stored(tiny_model: ModelBundl
     with torch.no_grad():
         tiny_model.adapter.projection.bias += 1
     assert tiny_model.save(tmp_path / "adapter").encoder_fingerprint != before.encoder_fingerprint
+
+
+def test_a_weight_for_the_embedding_is_kept_and_none_leaves_no_trace(tiny_model: ModelBundle, tmp_path: Path) -> None:
+    assert tiny_model.embedding_weight == 0.0
+    assert tiny_model.info is not None
+    assert "embedding_weight" not in tiny_model.info.joint
+    tiny_model.embedding_weight = 2.5
+    info = tiny_model.save(tmp_path / "weighted")
+    assert (info.joint["embedding_weight"], info.embedding_weight) == (2.5, 2.5)
+    assert ModelBundle.load(tmp_path / "weighted").embedding_weight == 2.5
+    assert info.fingerprint != tiny_model.fingerprint
+    assert info.encoder_fingerprint == tiny_model.encoder_fingerprint
 
 
 def test_preprocessing_is_part_of_both_fingerprints(tiny_model: ModelBundle, tmp_path: Path) -> None:
@@ -161,15 +173,18 @@ def test_parts_that_do_not_fit_are_refused(tiny_model: ModelBundle, tmp_path: Pa
             tiny_model.save(tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [COMPRESSED, LOCAL, PATCHES, *REDUCTIONS])
 def test_every_kind_of_adapter(tiny_model: ModelBundle, tmp_path: Path, kind: str) -> None:
-    count = tiny_model.vision.num_patches if kind == LOCAL else 4
-    tiny_model.adapter = build_adapter(replace(tiny_model.adapter.config, kind=kind, num_tokens=count))
+    count = tiny_model.vision.num_patches if kind in (LOCAL, PATCHES) else 4
+    config = replace(tiny_model.adapter.config, kind=kind, num_tokens=count)
+    if kind == PATCHES:  # stores the tower's own tokens
+        config = replace(config, language_dim=config.vision_dim, hidden_dim=0)
+    tiny_model.adapter = build_adapter(config)
     tiny_model.save(tmp_path / kind)
     encoder = ImageEncoder.open(tmp_path / kind)
     pixels = random_pixels(tiny_model.clip_config, count=3)
     tokens, embeddings = encoder.encode(pixels)
-    assert tokens.shape == (3, *encoder.block_shape) == (3, count, 16)
+    assert tokens.shape == (3, *encoder.block_shape) == (3, count, config.language_dim)
     expected, _ = image_tokens(tiny_model.vision, tiny_model.adapter, pixels)
     np.testing.assert_allclose(tokens.astype(np.float32), expected.detach().numpy(), rtol=2**-8, atol=1e-6)
     np.testing.assert_allclose(np.linalg.norm(embeddings, axis=1), 1, rtol=1e-6)
@@ -212,6 +227,9 @@ def test_hugging_face_text_tower_travels_in_the_bundle(tiny_model: ModelBundle, 
     shutil.rmtree(bert)
     loaded = ModelBundle.load(tmp_path / "bundle")
     np.testing.assert_array_equal(loaded.text.encode(["a dog", "the beach"]), expected)
+    texts = ["the beach", "a red dog on the beach " * 9, "a"]  # padding that the tower masks is not computed
+    padded = loaded.clip.encode_text(loaded.text_tokenizer(texts), normalize=True)
+    np.testing.assert_allclose(loaded.text.encode(texts, batch_size=2), padded.numpy(), atol=1e-6)
     assert expected.shape == (2, 192)
     assert loaded.save(tmp_path / "again").fingerprint == info.fingerprint
 

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from edje_index import TokenIndex
+from edje_index.adapter import PATCHES, AdapterConfig, build_adapter
 from edje_index.ann import build_ann
 from edje_index.bundle import ModelBundle
 from edje_index.encoder import ImageEncoder
@@ -74,16 +75,38 @@ def test_hits_are_the_pool_sorted_by_the_joint_encoder(built):
     assert [os.path.basename(hit.uri) for hit in hits] == [f"{hit.row_id}.png" for hit in hits]
 
 
+def test_a_bundle_may_weigh_the_embedding_in(built, tmp_path):
+    bundle = ModelBundle.load(built[1])
+    bundle.embedding_weight = 30.0
+    bundle.save(tmp_path / "fused")
+    hits = TokenIndex.open(built[0], model=tmp_path / "fused").search("a red canoe", k=6, pool=6)
+    pool = by_hand(built, "a red canoe", 6)
+    expected = sorted(pool, key=lambda hit: -(hit[2] + 30 * hit[1]))
+    assert [hit.row_id for hit in hits] == [row for row, _, _ in expected] != [row for row, _, _ in pool]
+    np.testing.assert_allclose([hit.score for hit in hits], [score + 30 * sim for _, sim, score in expected], atol=1e-4)
+
+
 def test_without_the_joint_encoder_the_embeddings_decide(built):
     hits = TokenIndex.open(built[0]).search("a red canoe", k=4, pool=6, rerank=False)
     expected = sorted(by_hand(built, "a red canoe", 6), key=lambda hit: -hit[1])[:4]
     assert [hit.row_id for hit in hits] == [row for row, _, _ in expected]
     assert {hit.joint_score for hit in hits} == {None}
+    assert [hit.score for hit in hits] == [hit.embedding_score for hit in hits]
 
 
 def test_holes_are_never_found(built):
     hits = TokenIndex.open(built[0]).search("anything", k=100, pool=100)
     assert sorted(hit.row_id for hit in hits) == [row for row in range(SPEC.rows) if row != HOLE]
+
+
+def test_features_to_train_on_are_not_reranked(built):
+    opened = TokenIndex.open(built[0])
+    vision = opened.model.vision
+    width = vision.patch_dim
+    opened.model.adapter = build_adapter(AdapterConfig(PATCHES, vision.num_patches, width, width, hidden_dim=0))
+    with pytest.raises(ModelError, match="--no-rerank"):
+        opened.search("anything", k=1, pool=1)
+    assert len(opened.search("anything", k=2, pool=2, rerank=False)) == 2
 
 
 @pytest.mark.parametrize(("text", "k", "pool"), [("", 1, 1), ("  ", 1, 1), ("x", 0, 1), ("x", 2, 1)])

@@ -45,11 +45,11 @@ def start(arguments: list[str | Path]) -> subprocess.Popen:
 
 
 def victims(process: subprocess.Popen, kind: str) -> list[psutil.Process]:
-    """Living processes of a build: the driver itself, Ray's workers, or its raylet."""
+    """Living processes of a job: the driver itself, our workers (none of Ray's agents), or Ray's raylet."""
     driver = psutil.Process(process.pid)
     if kind == "driver":
         return [driver]
-    names = {"worker": "ray::", "raylet": "raylet"}
+    names = {"worker": "ray::_WorkerActor", "raylet": "raylet"}
     found = []
     for child in driver.children(recursive=True):
         try:

@@ -12,6 +12,7 @@ from storage_formats.conversion import (
     add_precisions,
     convert_shard,
     drop_precision,
+    remove_leftovers,
 )
 from storage_formats.layout import IndexSpec, Layout
 from storage_formats.manifest import Manifest
@@ -26,7 +27,8 @@ def convert(root, targets, source="bf16"):
     spec = Manifest.load(root).spec
     Layout(root).staging.mkdir(parents=True, exist_ok=True)
     tasks = [ConversionTask(str(root), shard, spec, source, tuple(targets), "plan") for shard in range(spec.shards)]
-    return add_precisions(root, targets, [convert_shard(task) for task in tasks])
+    add_precisions(root, targets, [convert_shard(task) for task in tasks])
+    remove_leftovers(root)
 
 
 @pytest.fixture
@@ -107,10 +109,33 @@ def test_dropping(built):
     root, _ = built
     convert(root, ["fp8"])
     assert drop_precision(root, "bf16").spec.precisions == ("fp8",)
-    assert verify_index(root) == []
-    assert not (root / "tokens/bf16").exists()
-    assert len(list((root / "manifest").iterdir())) == 1
+    assert {problem.code for problem in verify_index(root)} == {"stray-file"}
+    Layout(root).build.mkdir()
+    assert verify_index(root) == []  # a run is under way, which removes them
     with pytest.raises(UsageError, match="only precision"):
         drop_precision(root, "fp8")
     with pytest.raises(UsageError, match="does not hold 'bf16'"):
         drop_precision(root, "bf16")
+
+
+def test_what_no_manifest_names_is_removed_and_nothing_else(built):
+    root, expected = built
+    others = {path for path in root.rglob("*") if path.is_file()} - {root / "index.json"}
+    convert(root, ["fp8"])
+    drop_precision(root, "fp8")
+    convert_shard(ConversionTask(str(root), 1, SPEC, "bf16", ("nvfp4",), "given up"))
+    (root / "tokens/mine").mkdir()
+    for killed_in_writing in (".index.json.1f", "manifest/.shards-00.parquet.1f", "tokens/bf16/.zarr.json.1f"):
+        (root / killed_in_writing).write_text("")
+    remove_leftovers(root)
+    assert {path for path in root.rglob("*") if path.is_file()} - {root / "index.json"} == others
+    assert {path.name for path in (root / "tokens").iterdir()} == {"zarr.json", "bf16", "mine"}
+    assert [path.name for path in (root / "checksums").iterdir()] == ["bf16"]
+    assert not Layout(root).build.exists()
+    assert same_bits(TokenStore.open(root).fetch(range(21)), expected)
+    convert(root, ["fp8"])
+    drop_precision(root, "bf16")
+    remove_leftovers(root)
+    assert not (root / "tokens/bf16").exists()
+    assert len(list((root / "manifest").iterdir())) == 1
+    assert verify_index(root) == []

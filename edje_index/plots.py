@@ -1,0 +1,116 @@
+"""The style of every plot: size, grid, colours, labels beside what they name. The Agg canvas, no pyplot, no display."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+    from matplotlib.transforms import Bbox
+
+# Told apart also by those who see few colours: M. Okabe and K. Ito, "Color Universal Design", 2008.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_INK = "#333333"
+_GRID = "#dddddd"
+_DPI = 144
+
+
+def new_figure(title: str, xlabel: str, ylabel: str, *, size: tuple[float, float] = (7.0, 4.3)) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes in the house's style; `size` in inches. Save it with `save_figure`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    style_axes(axes, title, xlabel, ylabel)
+    return figure, axes
+
+
+def style_axes(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
+    """Give axes, of `new_figure` or of subplots, title, labels, colours and grid."""
+    axes.set_title(title, loc="left", fontsize=11, color=_INK, fontweight="bold")
+    axes.set_xlabel(xlabel, color=_INK)
+    axes.set_ylabel(ylabel, color=_INK)
+    axes.set_prop_cycle(color=COLOURS)
+    axes.grid(True, color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_INK, length=0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_INK)
+
+
+def label_points(
+    axes: Axes,
+    points: Sequence[tuple[float, float]],
+    names: Sequence[str],
+    *,
+    avoid: Sequence[tuple[float, float]] = (),
+    colour: str = _INK,
+) -> None:
+    """Write each name beside its point, where it covers no other name, no point and none of `avoid`.
+
+    Call it last: the limits of the axes must not change afterwards. Eight places are tried, near ones first; a name
+    that fits nowhere near is moved away and joined to its point by a line.
+    """
+    axes.get_figure(root=True).canvas.draw()  # type: ignore[union-attr]  # sets what places are measured in
+    taken = [_mark(axes, point) for point in (*points, *avoid)]
+    for point, name in zip(points, names, strict=True):
+        label = _place(axes, point, name, colour, taken)
+        taken.append(_extent(label))
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write a figure as the kind of file that the name's ending says, PNG at 144 dots an inch."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=_DPI, facecolor="white")
+
+
+def _mark(axes: Axes, point: tuple[float, float]) -> Bbox:
+    from matplotlib.transforms import Bbox
+
+    x, y = axes.transData.transform(point)
+    return Bbox.from_bounds(x - 4, y - 4, 8, 8)
+
+
+def _extent(label: Annotation) -> Bbox:
+    """Of the words alone, without the line to the point."""
+    from matplotlib.text import Text
+
+    label.update_positions(label.get_figure(root=True).canvas.get_renderer())  # type: ignore[union-attr]
+    return Text.get_window_extent(label)
+
+
+def _place(axes: Axes, point: tuple[float, float], name: str, colour: str, taken: Sequence[Bbox]) -> Annotation:
+    """Annotate `point` at the first place around it that is free and within the axes."""
+    frame = axes.get_window_extent()
+    label: Annotation | None = None
+    for distance in (6, 18, 30, 42):
+        for x, y in ((1, 0), (0, 1), (0, -1), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1)):
+            if label is not None:
+                label.remove()
+            label = axes.annotate(
+                name,
+                point,
+                (x * distance, y * distance),
+                textcoords="offset points",
+                ha=("right", "center", "left")[x + 1],
+                va=("top", "center", "bottom")[y + 1],
+                fontsize=9,
+                color=colour,
+                arrowprops={"arrowstyle": "-", "color": _GRID, "shrinkA": 0, "shrinkB": 3} if distance > 6 else None,
+            )
+            label.set_in_layout(False)
+            box = _extent(label)
+            inside = frame.contains(box.x0, box.y0) and frame.contains(box.x1, box.y1)
+            if inside and not any(box.overlaps(other) for other in taken):
+                return label
+    assert label is not None
+    return label

@@ -1,0 +1,179 @@
+"""`quantize --report`: what it measures, what it writes, and that it leaves the index alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from edje_index.agreement.token_errors import compare_tokens
+from edje_index.untrained import TINY, create_untrained_bundle
+from pipelines.cli import main
+from pipelines.jobs.quantize_report import ReportConfig, measure_precisions
+from pipelines.jobs.quantize_report_files import markdown, table, write_report
+from storage_formats import IndexSpec, Manifest, TokenStore, UsageError, codec
+from tests.conftest import write_random_index
+from tests.integration.builds import make_photos, run
+
+SPEC = IndexSpec(rows=50, shard_size=16, block_shape=(8, 64), embed_dim=6, precisions=("bf16", "fp8"))
+HOLES = frozenset({3, 17, 49})
+
+
+@pytest.fixture(scope="module")
+def synthetic(tmp_path_factory):
+    """An index without a model, in two precisions, and its blocks."""
+    root = tmp_path_factory.mktemp("report") / "index"
+    return root, write_random_index(root, SPEC, failed=HOLES)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """An index of photos by a tiny model."""
+    folder = tmp_path_factory.mktemp("report_built")
+    make_photos(folder / "photos", 30)
+    create_untrained_bundle(folder / "model", sizes=TINY)
+    options = ["--model", folder / "model", "--engine", "inline", "--shard-size", 8, "--threads", 1]
+    run("build", folder / "photos", "--out", folder / "index", *options)
+    return folder / "index"
+
+
+def files(root):
+    return {path: path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def test_token_errors_of_stored_and_unstored_precisions(synthetic):
+    root, blocks = synthetic
+    before = files(root)
+    report = measure_precisions(ReportConfig(root))
+    assert files(root) == before
+    kept = blocks[[row for row in range(SPEC.rows) if row not in HOLES]]
+    assert (report.reference, report.sample.rows, report.sample.holes) == ("bf16", 50, 3)
+    assert {cost.name for cost in report.precisions if cost.stored} == {"fp8"}
+    assert [cost.bytes_per_image for cost in report.precisions] == sorted(
+        (codec(cost.name, SPEC.block_shape).record_bytes for cost in report.precisions), reverse=True
+    )
+    for cost in report.precisions:
+        entry = codec(cost.name, SPEC.block_shape)
+        errors, cosines = compare_tokens(kept, entry.decode(entry.encode(kept)))
+        assert cost.tokens.tokens == len(kept) * 8
+        assert cost.tokens.relative_error.p99 == pytest.approx(np.percentile(errors, 99))
+        assert cost.tokens.relative_error.highest == errors.max()
+        assert cost.tokens.cosine.lowest == cosines.min()
+        assert cost.ranking is None
+    assert report.ranking_left_out == "the index was not built by a model"
+    assert "re-ranking was not measured: the index was not built by a model." in table(report)
+
+
+def test_what_is_stored_is_measured_and_not_what_would_be(tmp_path):
+    """A stored precision that is worse than its codec shows."""
+    write_random_index(tmp_path, SPEC)
+    path = tmp_path / "tokens/fp8/c.0.0"
+    data = bytearray(path.read_bytes())
+    data[0] ^= 0x80
+    path.write_bytes(data)
+    found = measure_precisions(ReportConfig(tmp_path, precisions=("fp8",))).precisions[0]
+    assert found.stored
+    assert found.tokens.relative_error.highest > 0.05
+
+
+def test_a_sample_is_the_same_for_the_same_seed(synthetic):
+    root, _ = synthetic
+    one, same, other = (
+        measure_precisions(ReportConfig(root, ("sign1",), rows=10, seed=seed)).precisions[0] for seed in (0, 0, 1)
+    )
+    assert one == same != other
+
+
+def test_a_reference_that_is_not_bf16_is_told(synthetic):
+    root, _ = synthetic
+    report = measure_precisions(ReportConfig(root, source="fp8"))
+    assert report.reference == "fp8"
+    assert "the reference is fp8: errors come on top of those that it made." in table(report)
+    with pytest.raises(UsageError, match="does not hold 'nvfp4'"):
+        measure_precisions(ReportConfig(root, source="nvfp4"))
+
+
+def test_rankings_of_an_index_with_a_model(built, tmp_path):
+    queries = tmp_path / "queries.txt"
+    queries.write_text("a dog\na cat\n")
+    report = measure_precisions(ReportConfig(built, queries=queries, pool=12))
+    assert (report.queries.source, report.queries.count, report.queries.trained) == (str(queries), 2, False)
+    assert set(report.impossible) == {"mxfp8", "mxfp4"}  # tokens of width 16
+    found = {cost.name: cost.ranking for cost in report.precisions}
+    assert found["sign1"].score_change > found["fp8"].score_change > 0
+    assert all(change.queries == 2 and change.kendall_tau.highest <= 1 for change in found.values())
+    by_hand = _scores_by_hand(built, "a dog", 12)
+    assert found["int8"].score_change == pytest.approx(
+        np.mean([by_hand, _scores_by_hand(built, "a cat", 12)]), rel=1e-3
+    )
+    write_report(report, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.json", "report.md", "quality.png"}
+    assert json.loads((tmp_path / "out/report.json").read_text()) == json.loads(json.dumps(asdict(report)))
+    assert (tmp_path / "out/quality.png").read_bytes()[:4] == b"\x89PNG"
+    page = markdown(report)
+    widths = {line.count("|") for line in page if line.startswith("| nvfp4")}
+    assert widths == {5, 9, 8}  # cells of the tables of sizes, distributions and rankings
+    assert any("have no meaning" in line for line in table(report))
+
+
+def _scores_by_hand(root, text, pool):
+    """Mean |change of score| of int8, from the parts of a search."""
+    from edje_index.retrieval import TokenIndex
+
+    index = TokenIndex.open(root)
+    rows = [hit.row_id for hit in index.search(text, pool, pool)]
+    blocks, entry = TokenStore.open(root).fetch(rows), codec("int8", (4, 16))
+    change = index.model.joint.score(text, blocks) - index.model.joint.score(text, entry.decode(entry.encode(blocks)))
+    return float(change.abs().mean())
+
+
+def test_a_bundle_that_is_gone_leaves_ranking_out(built, tmp_path):
+    import shutil
+
+    bundle = Manifest.load(built).model["bundle"]
+    shutil.move(bundle, tmp_path / "elsewhere")
+    try:
+        assert "is gone; name its place with --model" in measure_precisions(ReportConfig(built)).ranking_left_out
+        moved = measure_precisions(ReportConfig(built, ("fp8",), pool=5, model=tmp_path / "elsewhere"))
+        assert (moved.queries.source, moved.queries.count) == ("built-in captions", 24)
+    finally:
+        shutil.move(tmp_path / "elsewhere", bundle)
+
+
+def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, capsys):
+    root, _ = synthetic
+    before = files(root)
+    assert main(["quantize", str(root), "--report", "--rows", "20", "--quiet"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split()[:2] == ["precision", "bytes/image"]
+    assert main(["quantize", str(root), "--report", str(tmp_path / "out"), "--json", "--quiet"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "out/report.json").read_text())
+    assert files(root) == before
+    (tmp_path / "file").write_text("")
+    assert main(["quantize", str(root), "--report", str(tmp_path / "file")]) == 2
+
+
+def test_the_command_reports_before_it_converts(tmp_path, capsys):
+    write_random_index(tmp_path / "index", SPEC)
+    arguments = ["--to", "nvfp4", "--drop", "bf16", "--report", "--json", "--quiet"]
+    assert main(["quantize", str(tmp_path / "index"), *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["report"]["reference"] == "bf16"
+    assert [cost["name"] for cost in found["report"]["precisions"]] == ["nvfp4"]
+    assert (found["added"], found["precisions"]) == (["nvfp4"], ["fp8", "nvfp4"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give --to, --drop or --report"),
+        (["--to", "fp8", "--pool", "5"], "--pool is for --report"),
+        (["--to", "fp3", "--report"], "unknown precision 'fp3'"),
+    ],
+)
+def test_wrong_usage(synthetic, capsys, arguments, words):
+    assert main(["quantize", str(synthetic[0]), *arguments]) == 2
+    assert words in capsys.readouterr().err
