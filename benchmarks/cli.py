@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import click
 
+from benchmarks.commands.fetch import fetch_command
+from benchmarks.commands.output import json_option, show
+from benchmarks.commands.quantize_index import quantize_index_command
+from benchmarks.commands.rerank import rerank_command
+from benchmarks.commands.scales_layout import scales_layout_command
 from storage_formats.layout import IndexSpec
 
 
 @click.group()
 def bench() -> None:
-    """Measure this machine: writing, converting, building. Figures are medians; compare ratios, not seconds."""
+    """Measure this machine: fetching, scoring, writing, converting, building.
+
+    Figures are medians; compare ratios, not seconds.
+    """
+
+
+bench.add_command(fetch_command)
+bench.add_command(rerank_command)
+bench.add_command(quantize_index_command)
+bench.add_command(scales_layout_command)
 
 
 @bench.command("make-synthetic")
@@ -24,7 +36,7 @@ def bench() -> None:
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens of a block.")
 @click.option("--width", type=click.IntRange(min=1), default=384, show_default=True, help="Width of a token.")
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@json_option
 def make_synthetic_command(
     out: Path,
     rows: int,
@@ -45,7 +57,7 @@ def make_synthetic_command(
 
     spec = IndexSpec(rows, shard_size, (tokens, width), embed_dim=width, precisions=tuple(dict.fromkeys(precisions)))
     make_synthetic(out, spec, seed)
-    _show({"index": str(out), "rows": rows, "shards": spec.shards}, as_json, f"{rows} rows in {spec.shards} shards")
+    show({"index": str(out), "rows": rows, "shards": spec.shards}, as_json, [f"{rows} rows in {spec.shards} shards"])
 
 
 @bench.command("write")
@@ -54,7 +66,7 @@ def make_synthetic_command(
 )
 @click.option("--rows", type=click.IntRange(min=1), default=8192, show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@json_option
 def write_command(folder: Path, rows: int, repeats: int, as_json: bool) -> None:
     """Shard writer beside zarr-python and dd, on the same blocks and disk.
 
@@ -67,7 +79,7 @@ def write_command(folder: Path, rows: int, repeats: int, as_json: bool) -> None:
     report = bench_write(folder, rows, 1024, repeats)
     lines = [f"{name:12} {rate:6.2f} GB/s" for name, rate in report["median"].items()]
     lines += [f"{name:22} {ratio:5.2f}x" for name, ratio in report["ratios"].items()]
-    _show(report, as_json, "\n".join(lines))
+    show(report, as_json, lines)
 
 
 @bench.command("quantize")
@@ -75,7 +87,7 @@ def write_command(folder: Path, rows: int, repeats: int, as_json: bool) -> None:
 @click.option("--blocks", type=click.IntRange(min=1), default=512, show_default=True, help="Blocks at a time.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of the codecs.  [default: the CPUs]")
 @click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@json_option
 def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: int, as_json: bool) -> None:
     """Codecs at every precision, beside torch, torchao (where installed) and ml_dtypes; GB/s of bfloat16.
 
@@ -91,7 +103,7 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
     for task, rates in report["median"].items():
         lines.append(f"{task:14} " + "  ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items()))
         lines.append(" " * 15 + "  ".join(f"{name} {ratio:.2f}x" for name, ratio in report["ratios"][task].items()))
-    _show(report, as_json, "\n".join(lines))
+    show(report, as_json, lines)
 
 
 @bench.command("build")
@@ -102,7 +114,7 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of the model.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--engine", "engines", multiple=True, default=["inline", "ray"], show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@json_option
 def build_command(
     photos: Path,
     model: Path,
@@ -132,8 +144,4 @@ def build_command(
         f"memory {row['peak_pss'] / 2**20:6.0f} MiB ({row['extra_pss'] / 2**20:+.0f})"
         for name, row in report["summary"].items()
     ]
-    _show(report, as_json, "\n".join(lines))
-
-
-def _show(report: dict[str, Any], as_json: bool, text: str) -> None:
-    click.echo(json.dumps(report, default=str) if as_json else text)
+    show(report, as_json, lines)

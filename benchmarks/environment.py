@@ -25,6 +25,52 @@ def environment() -> dict[str, Any]:
     }
 
 
+def storage(path: Path) -> dict[str, str | None]:
+    """File system, device, model and scheduler of the disk that holds `path`; None for what is not told."""
+    number = os.stat(path).st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    found = {"file_system": None, "mount_options": None, **_mount(device)}
+    folder, disk = _folders(device)
+    scheduler = _text(disk / "queue/scheduler")
+    return {
+        **found,
+        "device": folder.name if folder.exists() else device,
+        "model": _text(disk / "device/model"),
+        "rotational": _text(disk / "queue/rotational"),
+        "scheduler": scheduler.partition("[")[2].partition("]")[0] or scheduler if scheduler else None,
+    }
+
+
+def logical_block_bytes(path: Path) -> int | None:
+    """Smallest unit that the disk of `path` reads, bytes; None for what is on no disk."""
+    number = os.stat(path).st_dev
+    found = _text(_folders(f"{os.major(number)}:{os.minor(number)}")[1] / "queue/logical_block_size")
+    return int(found) if found else None
+
+
+def _folders(device: str) -> tuple[Path, Path]:
+    """Folders of a device, "major:minor", and of its disk in /sys: a partition is a folder inside its disk's."""
+    folder = Path(f"/sys/dev/block/{device}").resolve()
+    return folder, folder if (folder / "queue").exists() else folder.parent
+
+
+def _mount(device: str) -> dict[str, str]:
+    """Type and options of the file system on a device, "major:minor"."""
+    mounts = _text(Path("/proc/self/mountinfo")) or ""
+    for line in mounts.splitlines():
+        if line.split()[2] == device:
+            kind, _, options = line.partition(" - ")[2].split()[:3]
+            return {"file_system": kind, "mount_options": options}
+    return {}
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
 def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

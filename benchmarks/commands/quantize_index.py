@@ -1,0 +1,44 @@
+"""`edje-index bench quantize-index`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from benchmarks.commands.output import json_option, show
+
+
+@click.command("quantize-index")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Where indexes are made and removed.")
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    default=102_400,
+    show_default=True,
+    help="Rows of 49,152 bytes; the default is 5 GB.",
+)
+@click.option("--to", default="fp8", show_default=True, metavar="NAME", help="Precision to make.")
+@click.option("--engine", type=click.Choice(["inline", "ray"]), default="inline", show_default=True)
+@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Processes, with ray.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each.")
+@json_option
+def quantize_index_command(
+    folder: Path, rows: int, to: str, engine: str, workers: int, repeats: int, as_json: bool
+) -> None:
+    """`quantize` of a BF16 index, cold and durable, beside `cp` of its token files. Linux only.
+
+    Bytes moved a second: read and written together, fsync included; with and without the start of the program.
+
+    \b
+    Example:
+      edje-index bench quantize-index --folder /mnt/nvme/bench
+    """
+    from benchmarks.quantize_index import QuantizeBench, bench_quantize_index
+
+    folder.mkdir(parents=True, exist_ok=True)
+    bench = QuantizeBench(folder, rows, to, engine, workers, repeats)
+    report = bench_quantize_index(bench, lambda line: click.echo(line, err=True))
+    lines = [f"{name:24} {rate:5.2f} GB/s read + written" for name, rate in report["median_gb_per_s"].items()]
+    lines += [f"{name:24} {ratio:5.2f}x, the bar is {report['bar']}x" for name, ratio in report["ratios"].items()]
+    show(report, as_json, lines)

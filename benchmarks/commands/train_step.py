@@ -1,0 +1,35 @@
+"""`edje-index bench train-step`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.commands.output import json_option, show
+
+
+@click.command("train-step")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="New folder for model and features.")
+@click.option("--images", type=click.IntRange(min=8), default=1024, show_default=True, help="Images of the index.")
+@click.option("--batch-size", type=click.IntRange(min=2), default=16, show_default=True, help="Pairs of a step.")
+@click.option("--negatives", type=click.IntRange(min=1), default=3, show_default=True, help="Negatives of a pair.")
+@click.option("--dropout", type=float, default=0.1, show_default=True, help="Dropout of the language model.")
+@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of torch.")
+@click.option("--windows", type=click.IntRange(min=1), default=5, show_default=True, help="Turns of each subject.")
+@click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Steps of a turn.")
+@json_option
+def train_step_command(folder: Path, as_json: bool, **options: Any) -> None:
+    """A training step beside forward and backward of the model on tensors that are ready.
+
+    \b
+    Example:
+      edje-index bench train-step --folder /tmp/bench
+    """
+    from benchmarks.train_step import TrainStepCase, bench_train_step
+
+    report = bench_train_step(folder, TrainStepCase(**options))
+    lines = [f"{name:17} {value:8.3f} s" for name, value in report["median"].items()]
+    lines += [f"{name:17} {value:8.2f}" for name, value in report["ratios"].items()]
+    show(report, as_json, [*lines, f"{'waiting for data':17} {report['waiting_for_data']:8.1%}"])

@@ -1,0 +1,72 @@
+"""What a process cost and what the disk did meanwhile, as the kernel counts them. Linux."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_SECTOR = 512  # Documentation/block/stat.rst: sectors are of 512 bytes, whatever the device's
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Readings at one moment, or differences between two.
+
+    Attributes:
+        seconds: wall clock.
+        cpu_seconds: user and system time of this process, all threads.
+        read_bytes: bytes that this process made the storage deliver (/proc/self/io); page cache hits do not count.
+        device_bytes: bytes read from the block device, by anybody; None where there is no such counter.
+        major_faults: page faults of this process that waited for the disk.
+        refaults: pages of files that came back after they had been evicted for want of memory, system-wide.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    read_bytes: int
+    device_bytes: int | None
+    major_faults: int
+    refaults: int
+
+    @classmethod
+    def now(cls, path: Path) -> Counters:
+        """Readings of this process, and of the device that holds `path`."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(
+            seconds=time.perf_counter(),
+            cpu_seconds=usage.ru_utime + usage.ru_stime,
+            read_bytes=_field("/proc/self/io", "read_bytes:"),
+            device_bytes=device_bytes(path),
+            major_faults=usage.ru_majflt,
+            refaults=_field("/proc/vmstat", "workingset_refault_file"),
+        )
+
+    def since(self, before: Counters) -> dict[str, float | int | None]:
+        """Differences to an earlier reading, by name."""
+        earlier = asdict(before)
+        return {
+            name: None if value is None or earlier[name] is None else value - earlier[name]
+            for name, value in asdict(self).items()
+        }
+
+
+def device_bytes(path: Path) -> int | None:
+    """Bytes read so far from the block device that holds `path`; None where there is none (tmpfs, network)."""
+    number = os.stat(path).st_dev
+    stat = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat")
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int(stat.read_text().split()[2]) * _SECTOR
+    return None
+
+
+def _field(file: str, name: str) -> int:
+    """The number after `name` in a file of /proc; 0 where the kernel does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path(file).read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1])
+    return 0

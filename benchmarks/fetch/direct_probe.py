@@ -1,0 +1,70 @@
+"""The device's ceiling where fio is not installed: many threads of O_DIRECT reads. Linux."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from benchmarks.fetch.subjects import Subject
+from benchmarks.fetch.workloads import Ids
+from storage_formats.codecs import Records
+from storage_formats.layout import PAGE_BYTES
+
+_SEGMENT = 1 << 20
+
+
+class DirectProbe(Subject):
+    """Sector-aligned reads of the asked records past the page cache. Options `depth`, threads, and `merge`, whether
+    neighbouring records become one read of up to 1 MiB. What it reads is thrown away.
+    """
+
+    setting = "O_DIRECT preadv by many threads"
+
+    def open(self) -> None:
+        self._pool = ThreadPoolExecutor(int(self.options["depth"]))
+        self._local = threading.local()
+        self._files = {shard: os.open(path, os.O_RDONLY | os.O_DIRECT) for shard, path in enumerate(self.files())}
+
+    def fetch(self, ids: Ids, out: Records) -> Records:
+        list(self._pool.map(self._read, self._extents(ids)))
+        return out
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for fd in self._files.values():
+            os.close(fd)
+
+    def expected(self, ids: Ids) -> Records:
+        return np.ones((len(ids), self.output_bytes), dtype=np.uint8)  # as the worker made the buffer
+
+    def _extents(self, ids: Ids) -> Iterator[tuple[int, int, int]]:
+        """(shard, offset, length) of each read, in whole sectors."""
+        size = self.source.record_bytes
+        unit = self.source.sector_bytes
+        room = max(1, _SEGMENT // size) if self.options.get("merge") else 1
+        rows = np.sort(ids) if room > 1 else ids
+        shards, positions = (part.tolist() for part in np.divmod(rows, self.source.spec.shard_size))
+        at = 0
+        while at < len(rows):
+            end = at + 1
+            while end < min(at + room, len(rows)) and (shards[end], positions[end]) == (
+                shards[at],
+                positions[end - 1] + 1,
+            ):
+                end += 1
+            start = positions[at] * size // unit * unit
+            stop = -(-(positions[end - 1] + 1) * size // unit) * unit
+            yield shards[at], start, stop - start
+            at = end
+
+    def _read(self, extent: tuple[int, int, int]) -> None:
+        shard, offset, length = extent
+        if getattr(self._local, "buffer", None) is None:
+            self._local.buffer = mmap.mmap(-1, _SEGMENT + 2 * PAGE_BYTES)
+        with memoryview(self._local.buffer) as view:
+            os.preadv(self._files[shard], [view[:length]], offset)

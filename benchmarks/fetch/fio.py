@@ -1,0 +1,119 @@
+"""The device's ceiling by fio: direct reads of the index's own files, of the same size and number as the blocks.
+
+https://fio.readthedocs.io. Options are given on the command line with --readonly; fio writes nothing but its report.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fetch.records import StoredRecords
+from benchmarks.fetch.workloads import Workload
+from storage_formats.errors import EdjeError
+
+_SEQUENTIAL_BYTES = 1 << 20
+_SEQUENTIAL_DEPTH = 32
+_MAX_FILES = 1000  # named on a command line
+_ENGINES = ("io_uring", "libaio")
+
+
+@dataclass(frozen=True)
+class Fio:
+    """A fio that works here: its version and the fastest of its engines that the kernel permits."""
+
+    version: str
+    engine: str
+
+    def describe(self, depth: int) -> str:
+        return f"{self.version}, {self.engine}, O_DIRECT, depth {depth}"
+
+
+def find_fio(sample: Path) -> Fio | None:
+    """fio, tried on the file `sample`; None where it is absent or can do no asynchronous direct reads of it."""
+    if not shutil.which("fio"):
+        return None
+    version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    options = [
+        f"--filename={_escape(sample)}",
+        "--rw=randread",
+        "--bs=4096",
+        "--io_size=4096",
+        "--direct=1",
+        "--readonly",
+    ]
+    for engine in _ENGINES:
+        command = ["fio", "--name=try", *options, f"--ioengine={engine}"]
+        if not subprocess.run(command, capture_output=True, check=False).returncode:
+            return Fio(version, engine)
+    return None
+
+
+def measure_with_fio(fio: Fio, source: StoredRecords, workload: Workload, depth: int, seed: int) -> dict[str, Any]:
+    """Read as many blocks as `workload` asks for, in fio's own random order, or in order of the file.
+
+    A workload of several calls becomes one after the other batch of `pool` reads, handed in at once and waited for:
+    `latencies` are the seconds from the first read's start to the last one's end. Seconds of a single batch have a
+    resolution of a millisecond.
+    """
+    pool = min(workload.pool, source.rows)
+    calls = max(1, min(workload.blocks, source.rows) // pool)
+    shared = _pattern(source, workload, pool) | {"directory": _escape(source.array_path), "filename": _names(source)}
+    if calls > 1:
+        shared |= {"iodepth": pool, "iodepth_batch_submit": pool, "iodepth_batch_complete_min": pool}
+    elif workload.pattern == "random":
+        shared |= {"iodepth": depth}
+    jobs = _run(fio, shared, [seed * calls + call for call in range(calls)])
+    reads = [job["read"] for job in jobs]
+    milliseconds = [max(read["runtime"], 1) for read in reads]
+    latencies = [read["lat_ns"]["max"] / 1e9 for read in reads] if calls > 1 else [milliseconds[0] / 1e3]
+    total = sum(read["io_bytes"] for read in reads)
+    percents = [job["usr_cpu"] + job["sys_cpu"] for job in jobs]
+    return {
+        "seconds": sum(latencies),
+        "cpu_seconds": sum(share * wall for share, wall in zip(percents, milliseconds, strict=True)) / 1e5,
+        "blocks": total / (source.record_bytes if workload.pattern == "contiguous" else source.direct_bytes),
+        "read_bytes": total,
+        "asked_bytes": total,
+        "page_bytes": total,
+        "latencies": latencies,
+    }
+
+
+def _pattern(source: StoredRecords, workload: Workload, pool: int) -> dict[str, Any]:
+    """Block size, order and amount of one batch."""
+    if workload.pattern != "contiguous":
+        size = source.direct_bytes
+        return {"rw": "randread", "bs": size, "io_size": pool * size, "file_service_type": "random"}
+    block = min(_SEQUENTIAL_BYTES, source.files()[0].stat().st_size)
+    total = max(block, pool * source.record_bytes // block * block)
+    order = {"rw": "read", "file_service_type": "sequential"}
+    return {**order, "bs": block, "io_size": total, "iodepth": _SEQUENTIAL_DEPTH}
+
+
+def _run(fio: Fio, shared: dict[str, Any], seeds: list[int]) -> list[dict[str, Any]]:
+    """Reports of a job for each seed, run one after the other by one fio."""
+    command = ["fio", "--readonly", f"--ioengine={fio.engine}", "--direct=1", "--output-format=json"]
+    command += [f"--{name}={value}" for name, value in shared.items()]
+    for seed in seeds:
+        command += [f"--name=batch{seed}", f"--randseed={seed + 1}", "--stonewall"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EdjeError(f"fio failed ({done.returncode}): {(done.stderr or done.stdout)[-500:]}")
+    report = json.loads(done.stdout[done.stdout.index("{") :])
+    jobs: list[dict[str, Any]] = report["jobs"]
+    return jobs
+
+
+def _names(source: StoredRecords) -> str:
+    """Shard files, evenly chosen where there are very many."""
+    files = source.files()
+    return ":".join(_escape(Path(path.name)) for path in files[:: -(-len(files) // _MAX_FILES)])
+
+
+def _escape(path: Path) -> str:
+    return str(path).replace(":", "\\:")

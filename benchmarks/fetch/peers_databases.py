@@ -1,0 +1,189 @@
+"""Peers that keep records in files of their own: Lance, LMDB, HDF5, Parquet. Each is prepared once, untimed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.fetch.subjects import Subject
+from benchmarks.fetch.workloads import Ids
+from storage_formats.atomic import fsync_path
+from storage_formats.codecs import Records
+from storage_formats.layout import PAGE_BYTES
+
+_COLUMN = "record"
+_BATCH = 256
+_LMDB_HEADER = 16
+_LMDB_TREE = 16 << 20  # room for the tree of a small store
+_GROUPS_A_READ = 1024  # bounds memory
+_HDF5_SELECTION = 1000  # rows a selection: its cost grows faster than its length
+
+
+class _ArrowPeer(Subject):
+    """Records as a column of fixed-size binaries."""
+
+    copies = True
+
+    def _batches(self) -> Iterator[Any]:
+        pa: Any = import_module("pyarrow")
+        kind = pa.binary(self.source.record_bytes)
+        for _, records in self.source.shards():
+            for start in range(0, len(records), _BATCH):
+                part = np.ascontiguousarray(records[start : start + _BATCH])
+                column = pa.Array.from_buffers(kind, len(part), [None, pa.py_buffer(part)])
+                yield pa.record_batch([column], schema=self._schema())
+
+    def _schema(self) -> Any:
+        pa: Any = import_module("pyarrow")
+        return pa.schema([pa.field(_COLUMN, pa.binary(self.source.record_bytes), nullable=False)])
+
+    def _bytes_of(self, chunk: Any) -> Records:
+        """uint8 [k, record_bytes] of an Arrow array, without a copy."""
+        size = self.source.record_bytes
+        flat = np.frombuffer(chunk.buffers()[1], dtype=np.uint8)
+        return flat[chunk.offset * size : (chunk.offset + len(chunk)) * size].reshape(len(chunk), size)
+
+
+class LancePeer(_ArrowPeer):
+    """`take` of a Lance dataset."""
+
+    package = "pylance"
+    setting = "fixed-size binary column, dataset.take"
+
+    def prepare(self) -> None:
+        pa: Any = import_module("pyarrow")
+        lance: Any = import_module("lance")
+        reader = pa.RecordBatchReader.from_batches(self._schema(), self._batches())
+        lance.write_dataset(reader, str(self.folder / "records.lance"))
+
+    def open(self) -> None:
+        lance: Any = import_module("lance")
+        self._dataset = lance.dataset(str(self.folder / "records.lance"))
+
+    def fetch(self, ids: Ids, out: Records) -> Records:
+        place = 0
+        for chunk in self._dataset.take(ids)[_COLUMN].chunks:
+            out[place : place + len(chunk)] = self._bytes_of(chunk)
+            place += len(chunk)
+        return out
+
+    def close(self) -> None:
+        del self._dataset
+
+
+class LmdbPeer(Subject):
+    """One value a row in a B+ tree that is memory-mapped."""
+
+    package = "lmdb"
+    copies = True
+    setting = "8-byte big-endian keys, readahead off, one read transaction a call"
+
+    @classmethod
+    def copy_bytes(cls, rows: int, record_bytes: int) -> int:
+        pages = -(-(record_bytes + _LMDB_HEADER) // PAGE_BYTES)  # a long value has pages of its own
+        return int(rows * pages * PAGE_BYTES * 1.05) + _LMDB_TREE
+
+    def prepare(self) -> None:
+        size = self.copy_bytes(self.source.rows, self.source.record_bytes)
+        with self._environment(map_size=size, sync=True) as environment:
+            for first, records in self.source.shards():
+                with environment.begin(write=True) as transaction:
+                    for row, record in enumerate(records, first):
+                        transaction.put(row.to_bytes(8, "big"), record.tobytes(), append=True)
+
+    def files(self) -> list[Path]:
+        return [self.folder / "data.mdb"]
+
+    def open(self) -> None:
+        self._opened = self._environment(readonly=True, lock=False, readahead=False)
+
+    def fetch(self, ids: Ids, out: Records) -> Records:
+        with self._opened.begin(buffers=True) as transaction:
+            for place, row in enumerate(ids.tolist()):
+                out[place] = np.frombuffer(transaction.get(row.to_bytes(8, "big")), dtype=np.uint8)
+        return out
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def _environment(self, **options: Any) -> Any:
+        lmdb: Any = import_module("lmdb")
+        return lmdb.open(str(self.folder), **options)
+
+
+class Hdf5Peer(Subject):
+    """A contiguous dataset, selections of sorted rows."""
+
+    package = "h5py"
+    copies = True
+    setting = f"contiguous dataset, sorted fancy selections of {_HDF5_SELECTION} rows"
+
+    def prepare(self) -> None:
+        h5py: Any = import_module("h5py")
+        shape = (self.source.rows, self.source.record_bytes)
+        with h5py.File(self.folder / "records.h5", "w") as file:
+            dataset = file.create_dataset("records", shape=shape, dtype="uint8")
+            for first, records in self.source.shards():
+                dataset[first : first + len(records)] = records
+
+    def open(self) -> None:
+        h5py: Any = import_module("h5py")
+        self._file = h5py.File(self.folder / "records.h5", "r")
+        self._dataset = self._file["records"]
+
+    def fetch(self, ids: Ids, out: Records) -> Records:
+        order = np.argsort(ids)
+        for start in range(0, len(ids), _HDF5_SELECTION):
+            places = order[start : start + _HDF5_SELECTION]
+            out[places] = self._dataset[ids[places]]
+        return out
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ParquetPeer(_ArrowPeer):
+    """Row groups of 16 rows, uncompressed; reads the groups that hold an asked row."""
+
+    setting = "row groups of 16 rows, uncompressed, whole groups read"
+    _GROUP = 16
+
+    def prepare(self) -> None:
+        pq: Any = import_module("pyarrow.parquet")
+        options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+        path = self.folder / "records.parquet"
+        with pq.ParquetWriter(path, self._schema(), **options) as writer:
+            for batch in self._batches():
+                writer.write_batch(batch, row_group_size=self._GROUP)
+        fsync_path(path)
+
+    def open(self) -> None:
+        pq: Any = import_module("pyarrow.parquet")
+        self._file = pq.ParquetFile(self.folder / "records.parquet", pre_buffer=True)
+        groups = self._file.metadata
+        lengths = [groups.row_group(group).num_rows for group in range(groups.num_row_groups)]
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])  # first row of each group, and the end
+
+    def fetch(self, ids: Ids, out: Records) -> Records:
+        order = np.argsort(ids)
+        groups = np.searchsorted(self._starts, ids[order], side="right") - 1
+        chosen = np.unique(groups)
+        for part in np.array_split(chosen, -(-len(chosen) // _GROUPS_A_READ)):
+            within = (groups >= part[0]) & (groups <= part[-1])
+            self._take(part, order[within], groups[within], ids, out)
+        return out
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _take(self, chosen: Ids, places: Ids, groups: Ids, ids: Ids, out: Records) -> None:
+        """Read the groups `chosen` and copy the rows that `places` of the request want, each in its one of `groups`."""
+        chunks = self._file.read_row_groups(chosen.tolist(), columns=[_COLUMN])[_COLUMN].chunks
+        found = [self._bytes_of(chunk) for chunk in chunks]
+        records = np.concatenate(found) if len(found) > 1 else found[0]
+        before = np.concatenate([[0], np.cumsum(np.diff(self._starts)[chosen])])
+        out[places] = records[before[np.searchsorted(chosen, groups)] + ids[places] - self._starts[groups]]

@@ -1,0 +1,85 @@
+"""The parent's end of a worker: start it, wait until it is ready, let it run, take its answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+_START_SECONDS = 600.0  # a warm run, or the copy for a peer, is made before the worker says anything
+
+
+def child_environment() -> dict[str, str]:
+    """Environment in which a child process finds the same packages as this one, installed or not."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+class WorkerError(Exception):
+    """A worker died, or took too long."""
+
+
+class WorkerProcess:
+    """A worker with its job. A context manager: leaving it ends the process."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  closed by __exit__
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.fetch.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=child_environment(),
+        )
+        self._late = False
+        self._send(json.dumps(job))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def wait(self, seconds: float = _START_SECONDS) -> dict[str, Any]:
+        """The next answer. Raises WorkerError after `seconds`, or when the worker dies."""
+        timer = threading.Timer(seconds, self._kill)
+        timer.start()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        timer.cancel()
+        if not line:
+            raise WorkerError(f"took more than {seconds:.0f} s" if self._late else self._last_words())
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def run(self, seconds: float) -> dict[str, Any]:
+        """Let a worker that is ready go, and wait for its answer."""
+        self._send("go")
+        return self.wait(seconds)
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise WorkerError(self._last_words()) from error
+
+    def _kill(self) -> None:
+        self._late = True
+        self._process.kill()
+
+    def _last_words(self) -> str:
+        code = self._process.wait()
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
+        return f"ended with code {code}: {lines[-1] if lines else 'no message'}"

@@ -1,0 +1,177 @@
+"""Pairs a second of the joint encoder on this machine, and where the time of a whole query goes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from benchmarks.environment import environment
+from edje_index.ann import AnnIndex
+from edje_index.bundle import ModelBundle
+from edje_index.devices import resolve_device
+from edje_index.joint_encoder import JointEncoder, bert_config
+from edje_index.untrained_tokenizer import untrained_tokenizer
+from storage_formats.errors import UsageError
+from storage_formats.manifest import Manifest
+from storage_formats.token_store import TokenStore
+
+CAPTION = "a brown dog runs over wet sand towards a red ball near the sea"
+"""13 common words: 16 tokens with [CLS] and both [SEP], 80 with an image of 64."""
+MINILM_LAYERS = {"MiniLM-L6-H384": 6, "MiniLM-L12-H384": 12}
+_BLOCK_SHAPE = (64, 384)
+_VOCABULARY = 16000
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class RerankBench:
+    """What to measure.
+
+    Attributes:
+        model: bundle whose joint encoder is measured; None for MiniLM shapes with random weights: the same cost.
+        index: index for the whole query; None to leave that out. Needs the bundle that built it.
+        caption: text of every pair.
+        batch_sizes: pairs in one pass.
+        threads: threads of torch; counts for the CPU alone.
+        pool: candidates of a whole query.
+        repeats: runs of each setting.
+        device: "auto", "cpu" or "cuda".
+    """
+
+    model: Path | None = None
+    index: Path | None = None
+    caption: str = CAPTION
+    batch_sizes: tuple[int, ...] = (1, 32, 128)
+    threads: tuple[int, ...] = (1, 2)
+    pool: int = 100
+    repeats: int = 5
+    device: str = "auto"
+
+
+def bench_rerank(bench: RerankBench) -> dict[str, Any]:
+    """Pairs a second of each joint encoder by batch size and threads, the best of them, and the stages of a query."""
+    device = resolve_device(bench.device)
+    models = {}
+    for name, joint, block_shape in _joint_encoders(bench, device):
+        rates = {
+            f"batch {batch}, {threads} threads": pairs_per_second(joint, block_shape, bench, batch, threads)
+            for threads in bench.threads
+            for batch in bench.batch_sizes
+        }
+        tokens = joint.tokenizer.inputs([bench.caption], block_shape[0]).input_ids.shape[1]
+        medians = {setting: statistics.median(found) for setting, found in rates.items()}
+        models[name] = {
+            "tokens_per_pair": tokens,
+            "pairs_per_s": rates,
+            "median": medians,
+            "best": max(medians, key=lambda setting: medians[setting]),
+        }
+    found: dict[str, Any] = {"environment": environment(), "device": str(device), "joint_encoders": models}
+    if bench.index is not None:
+        found["query"] = _query(bench, bench.index)
+    return found
+
+
+def needed_pairs_per_second(model: Path, device: str = "auto") -> dict[str, Any]:
+    """The most pairs a second that the joint encoder of `model` scores here, and with which setting."""
+    threads = (torch.get_num_threads(),)
+    report = bench_rerank(RerankBench(model=model, batch_sizes=(32, 128), threads=threads, repeats=3, device=device))
+    ((name, found),) = report["joint_encoders"].items()
+    return {
+        "name": name,
+        "setting": found["best"],
+        "device": report["device"],
+        "pairs_per_s": found["median"][found["best"]],
+    }
+
+
+@torch.inference_mode()
+def pairs_per_second(
+    joint: JointEncoder, block_shape: tuple[int, int], bench: RerankBench, batch: int, threads: int
+) -> list[float]:
+    """Pairs a second of each repeat: tokenizing, the copy to the device, the joint encoder, the scores back."""
+    rng = np.random.default_rng(0)
+    blocks = torch.from_numpy(rng.standard_normal((batch, *block_shape), dtype=np.float32)).to(torch.bfloat16)
+
+    def score() -> None:
+        joint(joint.tokenizer.inputs([bench.caption] * batch, block_shape[0]), blocks).float().cpu()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        score()
+        return [batch / _seconds(score) for _ in range(bench.repeats)]
+    finally:
+        torch.set_num_threads(before)
+
+
+def _joint_encoders(bench: RerankBench, device: torch.device) -> Iterable[tuple[str, JointEncoder, tuple[int, int]]]:
+    """(name, joint encoder, block shape) of what is to be measured."""
+    if bench.model is not None:
+        bundle = ModelBundle.load(bench.model, device=str(device), verify=False)
+        config = bundle.joint.config
+        name = f"{bench.model.name}: {config.num_hidden_layers} layers, width {config.hidden_size}"
+        yield name, bundle.joint, bundle.block_shape
+        return
+    for name, layers in MINILM_LAYERS.items():
+        yield name, random_joint_encoder(layers, _BLOCK_SHAPE[1]).to(device), _BLOCK_SHAPE
+
+
+def random_joint_encoder(layers: int, width: int, words: int = _VOCABULARY) -> JointEncoder:
+    """A joint encoder of MiniLM's shape with random weights."""
+    tokenizer = untrained_tokenizer(words)
+    config = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 12,
+        "intermediate_size": 4 * width,
+        "max_position_embeddings": 512,
+        "vocab_size": len(tokenizer),
+        "pad_token_id": 0,
+    }
+    return JointEncoder(bert_config(config), tokenizer, width)
+
+
+def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
+    """Median milliseconds of each stage of a query, blocks in the page cache after the first."""
+    manifest = Manifest.load(index)
+    if manifest.ann.get("kind") == "none":
+        raise UsageError(f"{index} has no nearest-neighbour index, so no query to measure: build one from images")
+    model = ModelBundle.load(bench.model or manifest.model["bundle"], device=bench.device, verify=False)
+    ann = AnnIndex(index)
+    precision = manifest.spec.precisions[0]
+    stages: dict[str, list[float]] = {"text": [], "nearest": [], "fetch": [], "score": []}
+    with TokenStore.open(index, precision) as store:
+        for _ in range(bench.repeats + 1):
+            query = _timed(stages["text"], lambda: model.text.encode([bench.caption])[0])
+            rows = _timed(stages["nearest"], lambda query=query: ann.nearest(query, bench.pool)[0])  # type: ignore[misc]
+            blocks = _timed(stages["fetch"], lambda rows=rows: store.fetch(rows))  # type: ignore[misc]
+            _timed(stages["score"], lambda blocks=blocks: model.joint.score(bench.caption, blocks))  # type: ignore[misc]
+    medians = {name: statistics.median(found[1:]) * 1e3 for name, found in stages.items()}  # the first one loads
+    return {
+        "index": str(index),
+        "precision": precision,
+        "pool": len(rows),
+        "ms": medians,
+        "total_ms": sum(medians.values()),
+    }
+
+
+def _timed(seconds: list[float], work: Callable[[], _T]) -> _T:
+    started = time.perf_counter()
+    result = work()
+    seconds.append(time.perf_counter() - started)
+    return result
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    found: list[float] = []
+    _timed(found, work)
+    return found[0]

@@ -1,0 +1,138 @@
+"""Where the scales of FP4 should lie: cold random fetches of records laid out in three ways.
+
+- `record`: codes and scales together, 13,824 bytes, as stored; four or five pages a block.
+- `memory`: codes alone, 12,288 bytes and three pages; the scales of all rows in memory, 1,536 bytes a row.
+- `padded`: the record at 16,384 bytes, four pages.
+
+All are read the same way: ascending rows, WILLNEED 256 blocks ahead, one preadv a block.
+Each ends with codes and scales of every block side by side in memory. Nothing is decoded: that is the same for all.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.environment import environment, storage
+from benchmarks.fetch.counters import Counters
+from benchmarks.fetch.page_cache import evict
+from storage_formats.errors import EdjeError, UsageError
+
+CODES, SCALES = 12_288, 1_536
+RECORD = CODES + SCALES
+_AHEAD = 256
+_PIECE_ROWS = 4096
+Say = Callable[[str], None]
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A layout: bytes from one record to the next, how many of them are read, and bytes a row kept in memory."""
+
+    name: str
+    stride: int
+    read: int
+    memory: int
+
+
+VARIANTS = (
+    Variant("record", RECORD, RECORD, 0),
+    Variant("memory", CODES, CODES, SCALES),
+    Variant("padded", 16_384, RECORD, 0),
+)
+
+
+def bench_scales_layout(
+    folder: Path, rows: int, blocks: int, repeats: int, say: Say = lambda _: None
+) -> dict[str, Any]:
+    """Fetch the same `blocks` random rows of `rows` `repeats` times from each layout, by turns, cold.
+
+    Files are made in `folder` and removed. Figures are those of each run, and medians.
+    """
+    if blocks > rows:
+        raise UsageError(f"{blocks} different blocks of {rows} rows cannot be fetched; give more --rows")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {variant: folder / f"bench-scales-{variant.name}" for variant in VARIANTS}
+    runs: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in VARIANTS}
+    out = np.zeros((blocks, RECORD), dtype=np.uint8)  # touched before it is timed
+    out[:] = 1
+    scales = np.random.default_rng(1).integers(0, 256, (rows, SCALES), dtype=np.uint8)
+    try:
+        for variant, path in files.items():
+            say(f"writing {path.name}, {rows * variant.stride / 1e9:.1f} GB")
+            _write(path, variant, rows)
+        for turn in range(repeats):
+            ids = np.sort(np.random.default_rng([2, turn]).choice(rows, blocks, replace=False))
+            for variant, path in files.items():
+                found = _timed(path, variant, ids, scales, out)
+                runs[variant.name].append(found)
+                say(f"run {turn + 1} of {repeats}, {variant.name}: {found['us_per_block']:.1f} us a block")
+        disk = storage(folder)
+    finally:
+        for path in files.values():
+            path.unlink(missing_ok=True)
+    return {
+        "environment": {**environment(), "disk": disk},
+        "settings": {"rows": rows, "blocks": blocks, "repeats": repeats, "ahead": _AHEAD},
+        "runs": runs,
+        "median": {name: _medians(found) for name, found in runs.items()},
+        "per_million_images": {
+            variant.name: {"disk_gb": variant.stride / 1e3, "memory_gb": variant.memory / 1e3} for variant in VARIANTS
+        },
+    }
+
+
+def _write(path: Path, variant: Variant, rows: int) -> None:
+    rng = np.random.default_rng(0)
+    with path.open("wb") as file:
+        for first in range(0, rows, _PIECE_ROWS):
+            file.write(rng.bytes(min(_PIECE_ROWS, rows - first) * variant.stride))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _timed(path: Path, variant: Variant, ids: NDArray[np.int64], scales: Bytes, out: Bytes) -> dict[str, float]:
+    left = evict([path])
+    if left > 0.01:
+        raise EdjeError(f"{left:.0%} of {path} stay in the page cache; end what reads it")
+    before = Counters.now(path)
+    _fetch(path, variant, ids, out)
+    if variant.memory:
+        np.take(scales, ids, axis=0, out=out[:, CODES:], mode="clip")
+    spent = Counters.now(path).since(before)
+    seconds, cpu, read = (float(spent[name] or 0) for name in ("seconds", "cpu_seconds", "read_bytes"))
+    return {
+        "us_per_block": seconds / len(ids) * 1e6,
+        "gb_per_s": len(ids) * RECORD / 1e9 / seconds,
+        "cpu_us_per_block": cpu / len(ids) * 1e6,
+        "bytes_read_per_block": read / len(ids),
+        "resident_before": left,
+    }
+
+
+def _fetch(path: Path, variant: Variant, ids: NDArray[np.int64], out: Bytes) -> None:
+    """Read the record of each of `ids`, ascending, into a row of `out`."""
+    offsets = (ids * variant.stride).tolist()
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for offset in offsets[:_AHEAD]:
+            os.posix_fadvise(fd, offset, variant.read, os.POSIX_FADV_WILLNEED)
+        for at, offset in enumerate(offsets):
+            if at + _AHEAD < len(offsets):
+                os.posix_fadvise(fd, offsets[at + _AHEAD], variant.read, os.POSIX_FADV_WILLNEED)
+            if os.preadv(fd, [out[at, : variant.read].data], offset) != variant.read:
+                raise EdjeError(f"{path} ended early")
+    finally:
+        os.close(fd)
+
+
+def _medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}

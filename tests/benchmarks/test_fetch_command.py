@@ -1,0 +1,156 @@
+"""`edje-index bench fetch`, the whole command."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import click
+import pytest
+
+from benchmarks.cli import bench
+from benchmarks.fetch import plan
+from pipelines.cli import main
+from tests.conftest import REPO
+
+EMPTY_RUN = {"repeat", "discarded", "resident"}
+FULL_RUN = EMPTY_RUN | {"blocks", "seconds", "cpu_seconds", "read_bytes", "asked_bytes", "page_bytes", "latencies"}
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments):
+        code = main(["bench", *(str(argument) for argument in arguments)])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["fetch", "rerank"])
+def test_help_explains_every_option_and_gives_an_example(run, name):
+    code, out, _ = run(name, "--help")
+    assert code == 0
+    assert "Example" in out
+    assert all(option.help for option in bench.commands[name].params if isinstance(option, click.Option))
+
+
+def check_runs(report):
+    for entry in report["precisions"].values():
+        for section in entry["sections"].values():
+            for found in section["entries"].values():
+                assert len(found["runs"]) == report["settings"]["repeats"]
+                for measured in found["runs"]:
+                    assert set(measured) >= (EMPTY_RUN if measured["discarded"] else FULL_RUN)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_everything_on_an_index(index, run, tmp_path):
+    options = ["--precision", "bf16", "--precision", "fp8", "--peers", "--repeats", 1, "--seconds", 1]
+    code, out, err = run("fetch", index, *options, "--scratch", tmp_path / "s", "--report", tmp_path / "r", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    check_runs(report)
+    sections = report["precisions"]["fp8"]["sections"]
+    assert set(sections["cold random"]["entries"]) >= {"device", "edje", "np.memmap"}
+    assert list(sections)[-2:] == ["warm random", "warm queries"]
+    assert list((tmp_path / "s").iterdir()) == []
+    pictures = sorted(path.name.split("fetch-")[1] for path in (tmp_path / "r").glob("*.png"))
+    names = ("latency", "peers", "throughput")
+    assert pictures == [f"{precision}-{name}.png" for precision in ("bf16", "fp8") for name in names]
+
+
+def test_cold_fetches_from_a_synthetic_index(index, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "DEPTHS", (1, 4))
+    monkeypatch.setattr(plan, "READERS", (1, 2))
+    options = ["--synthetic", 40, "--cold", "--repeats", 1, "--precision", "fp8", "--scratch", tmp_path / "s"]
+    code, out, err = run("fetch", *options, "--report", tmp_path / "r", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    check_runs(report)
+    assert set(report) == {
+        *("environment", "settings", "ceiling", "skipped", "precisions", "marks", "joint_encoder", "verdict")
+    }
+    entry = report["precisions"]["fp8"]
+    assert set(entry["sections"]) == {*("cold random", "cold contiguous", "cold queries", "cold sweep", "cold readers")}
+    assert entry["rows"] == 40
+    assert {"device", "edje", "edje, rows in list order"} <= set(entry["sections"]["cold queries"]["entries"])
+    assert "cold random bf16" not in err
+    assert "cold random fp8 1/1" in err
+    assert len(report["verdict"]) == 1
+    assert list((tmp_path / "s").iterdir()) == []
+    (text,) = (tmp_path / "r").glob("*.md")
+    for words in ("## Verdict", "## Marks", "cold random, of the device's rate", "20 random blocks in one call, cold"):
+        assert words in text.read_text()
+    assert str(tmp_path) not in text.with_suffix(".json").read_text()
+
+
+def test_with_a_model_the_verdict_says_what_is_needed(index, run, tmp_path):
+    model = tmp_path / "model"
+    from edje_index.untrained import TINY, create_untrained_bundle
+
+    create_untrained_bundle(model, sizes=TINY)
+    options = ["--warm", "--repeats", 1, "--model", model, "--scratch", tmp_path / "s", "--pool", 8]
+    code, out, err = run("fetch", index, *options)
+    assert code == 0, err
+    assert "warm fetches feed" in out
+    assert "your joint encoder (batch" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "name an INDEX, or give --synthetic"),
+        (["--synthetic", 10], "--synthetic needs --scratch"),
+        (["--synthetic", 10**9, "--scratch", "s"], "GB free and the benchmark needs 5"),
+        (["--synthetic", 10, "--scratch", "s", "--precision", "fp7"], "fp7"),
+        (["--synthetic", 10, "--scratch", "s", "--engine", "steam"], "no engine 'steam' here; there are: auto, "),
+        (["nowhere"], "no index at nowhere"),
+        (["--synthetic", 10, "--scratch", "s", "--memory-cap", 1000], "is less than a run needs"),
+        (["--synthetic", 10, "--scratch", "s", "--memory-cap", 10**15], "has no effect"),
+    ],
+)
+def test_wrong_usage_is_refused_before_anything_is_written(run, tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("fetch", *options)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_precision_that_the_index_lacks_is_refused(run, index, tmp_path):
+    code, _, err = run("fetch", index, "--precision", "nvfp4", "--scratch", tmp_path)
+    assert code == 2
+    assert "'edje-index quantize --to nvfp4' adds it" in err
+
+
+def test_nothing_is_left_behind_when_it_is_stopped(index, tmp_path):
+    options = ["--synthetic", "40", "--cold", "--scratch", str(tmp_path)]
+    command = [sys.executable, "-m", "pipelines.cli", "bench", "fetch", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO) as process:
+        while not process.stderr.readline().startswith("cold random bf16 1/5"):
+            assert process.poll() is None
+        assert len(list(tmp_path.iterdir())) == 1
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert err.splitlines()[-1] == "error: interrupted"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ballast_holds_memory_until_it_is_let_go():
+    command = [sys.executable, "-m", "benchmarks.fetch.ballast", str(200 << 20)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO) as process:
+        assert process.stdout.readline().strip() in ("locked", "touched, not locked")
+        assert process_status(process.pid)["VmRSS"] >= 200 << 20
+        process.stdin.close()
+        assert process.wait(20) == 0
+
+
+def process_status(pid):
+    with open(f"/proc/{pid}/status") as file:
+        fields = (line.split() for line in file)
+        return {row[0].rstrip(":"): int(row[1]) * 1024 for row in fields if row[-1] == "kB"}

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.rerank import RerankBench, bench_rerank, random_joint_encoder
+from edje_index.untrained import TINY, create_untrained_bundle
+from pipelines.cli import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rerank") / "model"
+    create_untrained_bundle(path, sizes=TINY)
+    return path
+
+
+def test_every_setting_of_a_bundle_is_measured(model):
+    bench = RerankBench(model=model, batch_sizes=(1, 4), threads=(1, 2), repeats=2, device="cpu")
+    report = bench_rerank(bench)
+    ((name, found),) = report["joint_encoders"].items()
+    assert name == "model: 1 layers, width 16"
+    settings = {f"batch {batch}, {threads} threads" for batch in (1, 4) for threads in (1, 2)}
+    assert set(found["median"]) == settings
+    assert all(len(rates) == 2 and min(rates) > 0 for rates in found["pairs_per_s"].values())
+    assert found["median"][found["best"]] == max(found["median"].values())
+    assert found["tokens_per_pair"] >= 14 + 3 + 4  # words of the caption, marks, image; rare words are several
+    assert "query" not in report
+
+
+def test_random_joint_encoders_have_the_shape_of_minilm():
+    joint = random_joint_encoder(layers=2, width=384, words=50)
+    assert joint.width == 384
+    assert len(joint.language_model.bert.encoder.layer) == 2
+    layer = joint.language_model.bert.encoder.layer[0]
+    assert layer.intermediate.dense.out_features == 1536
+    assert layer.attention.self.num_attention_heads == 12
+
+
+def test_the_command_prints_one_object(model, capsys):
+    arguments = ["--model", model, "--batch-size", 2, "--threads", 1, "--repeats", 1, "--device", "cpu", "--json"]
+    assert main(["bench", "rerank", *map(str, arguments)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert next(iter(json.loads(out)["joint_encoders"].values()))["best"] == "batch 2, 1 threads"
+
+
+def test_an_index_without_neighbours_has_no_query_to_measure(model, index, capsys):
+    arguments = ["--model", model, "--index", index, "--batch-size", 1, "--threads", 1, "--repeats", 1]
+    assert main(["bench", "rerank", *map(str, arguments)]) == 2
+    assert "no nearest-neighbour index" in capsys.readouterr().err
