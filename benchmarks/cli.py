@@ -11,6 +11,7 @@ from benchmarks.commands.output import json_option, show
 from benchmarks.commands.quantize_index import quantize_index_command
 from benchmarks.commands.rerank import rerank_command
 from benchmarks.commands.scales_layout import scales_layout_command
+from benchmarks.commands.train_step import train_step_command
 from storage_formats.layout import IndexSpec
 
 
@@ -26,6 +27,7 @@ bench.add_command(fetch_command)
 bench.add_command(rerank_command)
 bench.add_command(quantize_index_command)
 bench.add_command(scales_layout_command)
+bench.add_command(train_step_command)
 
 
 @bench.command("make-synthetic")

@@ -19,14 +19,18 @@ from edje_index._torchvision_compat import prepare_torchvision
 from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.files import write_json
 from edje_index.hub import hub_access
+from edje_index.weights import assign_weights, read_weights
 
 prepare_torchvision()
 
 import open_clip  # noqa: E402
 from open_clip.model import _build_vision_tower  # noqa: E402
+from open_clip.timm_model import TimmModel  # noqa: E402
 from open_clip.transform import PreprocessCfg, image_transform_v2  # noqa: E402
 
 CONFIG_FILE = "open_clip_config.json"
+WEIGHTS_FILE = "open_clip_model.safetensors"
+HF_TEXT_FOLDER = "hf_text"  # configuration of a Hugging Face text tower, beside the weights
 LOCAL_DIR = "local-dir:"
 SCHEMAS = ("hf-hub:", LOCAL_DIR)
 # What a download that fails says, whichever library made it: a lookup, a connection, a hub's own error.
@@ -103,7 +107,9 @@ def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Modu
     cls = open_clip.CustomTextCLIP if custom_text else open_clip.CLIP
     if "multimodal_cfg" in arguments:
         cls = open_clip.CoCa
-    return _build(config.name, lambda: cls(**arguments))
+    model = _build(config.name, lambda: cls(**arguments))
+    _resize_trunk(model.visual)
+    return model
 
 
 def build_visual(config: ClipConfig) -> torch.nn.Module:
@@ -113,9 +119,11 @@ def build_visual(config: ClipConfig) -> torch.nn.Module:
     """
     arguments = _offline_arguments(config)
     quick_gelu = bool(arguments.get("quick_gelu", False))
-    return _build(
+    visual = _build(
         config.name, lambda: _build_vision_tower(config.embed_dim, arguments["vision_cfg"], quick_gelu=quick_gelu)
     )
+    _resize_trunk(visual)
+    return visual
 
 
 def load_clip(vision: str, pretrained: str | None) -> tuple[torch.nn.Module, ClipConfig]:
@@ -131,6 +139,9 @@ def load_clip(vision: str, pretrained: str | None) -> tuple[torch.nn.Module, Cli
         ModelError: unknown name or tag, or weights that do not fit.
     """
     name, tag = _split_name(vision, pretrained)
+    folder = Path(name.removeprefix(LOCAL_DIR))
+    if name.startswith(LOCAL_DIR) and (folder / HF_TEXT_FOLDER).is_dir():
+        return _load_folder(folder)
     if not name.startswith(SCHEMAS):
         tag = _resolve_tag(name, tag)
     try:
@@ -144,6 +155,14 @@ def load_clip(vision: str, pretrained: str | None) -> tuple[torch.nn.Module, Cli
     preprocess = dict(open_clip.get_model_preprocess_cfg(model))
     label = Path(name.removeprefix(LOCAL_DIR)).name if name.startswith(LOCAL_DIR) else name
     return model.eval(), ClipConfig(label, json.loads(json.dumps(model_config)), json.loads(json.dumps(preprocess)))
+
+
+def _load_folder(folder: Path) -> tuple[torch.nn.Module, ClipConfig]:
+    """A folder of this package with its Hugging Face text tower in it, which open_clip would look for elsewhere."""
+    config = read_clip_config(folder, folder.name)
+    model = build_clip(config, folder / HF_TEXT_FOLDER)
+    assign_weights(model, read_weights(folder / WEIGHTS_FILE), str(folder / WEIGHTS_FILE))
+    return model, config
 
 
 def eval_transform(config: ClipConfig) -> Any:
@@ -212,6 +231,16 @@ def _offline_arguments(config: ClipConfig) -> dict[str, Any]:
     if config.hf_text_name:
         arguments["text_cfg"]["hf_model_pretrained"] = False
     return arguments
+
+
+def _resize_trunk(visual: Any) -> None:
+    """Give a timm ViT the configured image size: open_clip builds it at its own, whatever ``image_size`` says."""
+    if not isinstance(visual, TimmModel):
+        return
+    patches = getattr(visual.trunk, "patch_embed", None)
+    size = getattr(patches, "img_size", None)
+    if size is not None and tuple(size) != tuple(visual.image_size):
+        visual.set_input_size(visual.image_size)
 
 
 def _build(name: str, make: Any) -> torch.nn.Module:

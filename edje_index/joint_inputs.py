@@ -58,7 +58,7 @@ class JointTokenizer:
     def inputs(self, captions: Sequence[str], image_tokens: int) -> JointInputs:
         """Rows for ``captions``, each with ``image_tokens`` placeholders."""
         image = [self.image_token_id] * image_tokens
-        texts = self._caption_ids(captions)
+        texts = self.caption_ids(captions)
         length = max(map(len, texts)) + MARKS + image_tokens
         ids = torch.full((len(texts), length), self.tokenizer.pad_token_id, dtype=torch.int64)
         types = torch.zeros_like(ids)
@@ -71,7 +71,7 @@ class JointTokenizer:
             mask[row, : len(tokens)] = 1
         return JointInputs(ids, types, mask)
 
-    def _caption_ids(self, captions: Sequence[str]) -> list[list[int]]:
+    def caption_ids(self, captions: Sequence[str]) -> list[list[int]]:
         """Token ids of each caption, cut to fit. "<image>" typed in a caption is an unknown word, not an image."""
         encoded = self.tokenizer(
             list(captions),

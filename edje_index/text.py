@@ -18,6 +18,7 @@ from edje_index.hub import hub_access
 
 prepare_torchvision()
 
+from open_clip.hf_model import HFTextEncoder  # noqa: E402
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer  # noqa: E402
 
 TOKENIZER_SETTINGS = "tokenizer_config.json"
@@ -38,12 +39,23 @@ class TextTower:
         if isinstance(texts, str) or not texts:
             raise ValueError("texts is a list of at least one string")
         device = next(self.clip.parameters()).device
+        # Texts of like length together, so that little padding is computed.
+        order = sorted(range(len(texts)), key=lambda at: len(texts[at]))
         parts = []
         for start in range(0, len(texts), batch_size):
-            ids = self.tokenizer(list(texts[start : start + batch_size])).to(device)
-            parts.append(self.clip.encode_text(ids, normalize=True).float().cpu())  # type: ignore[operator]
-        result: np.ndarray[Any, np.dtype[np.float32]] = torch.cat(parts).numpy()
+            ids = self._without_padding(self.tokenizer([texts[at] for at in order[start : start + batch_size]]))
+            parts.append(self.clip.encode_text(ids.to(device), normalize=True).float().cpu())  # type: ignore[operator]
+        result = np.empty((len(texts), parts[0].shape[1]), dtype=np.float32)
+        result[order] = torch.cat(parts).numpy()
         return result
+
+    def _without_padding(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [b, t] up to the longest row, where the tower masks padding (open_clip's own towers do not)."""
+        text = getattr(self.clip, "text", None)
+        if not isinstance(text, HFTextEncoder):
+            return ids
+        longest = int((ids != text.config.pad_token_id).sum(dim=1).max())
+        return ids[:, : max(1, longest)]
 
 
 def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:

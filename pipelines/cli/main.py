@@ -21,8 +21,14 @@ COMMANDS = {
     "verify": "pipelines.cli.verify:verify",
     "quantize": "pipelines.cli.quantize:quantize",
     "search": "pipelines.cli.search:search",
+    "eval": "pipelines.cli.eval_command:evaluate",
+    "train": "pipelines.cli.train:train",
     "init-model": "pipelines.cli.init_model:init_model",
     "import-checkpoint": "pipelines.cli.import_checkpoint:import_checkpoint",
+    "train-embedding": "pipelines.cli.train_embedding:train_embedding",
+    "fetch-towers": "pipelines.cli.fetch_towers:fetch_towers",
+    "carry-model": "pipelines.cli.carry_model:carry_model",
+    "unpack-model": "pipelines.cli.carry_model:unpack_model",
     "bench": "benchmarks.cli:bench",
 }
 """Name of each command, in the order of the help text, and where it is."""

@@ -72,7 +72,7 @@ class RayEngine:
         should_stop: Callable[[], bool],
     ) -> Generator[Outcome, None, None]:
         wanted = {name: need * (self._workers or 1) for name, need in self._needs.items()}
-        with _connected(self._address, wanted) as cluster:
+        with connected_ray(self._address, wanted) as cluster:
             pool = ActorPool(cluster, make_worker, tasks, self._needs)
             yield from pool.run(self._room(cluster), on_progress, should_stop)
 
@@ -90,7 +90,7 @@ class RayEngine:
 
 
 @contextlib.contextmanager
-def _connected(address: str | None, wanted: dict[str, int]) -> Iterator[RayCluster]:
+def connected_ray(address: str | None, wanted: dict[str, int]) -> Iterator[RayCluster]:
     """Ray at `address`, or a Ray of this run's own that ends with the context."""
     for name, value in {**_ENVIRONMENT, **({} if address else _LOCAL_ENVIRONMENT)}.items():
         os.environ.setdefault(name, value)

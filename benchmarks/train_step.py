@@ -1,0 +1,162 @@
+"""A training step beside the model's own work on tensors that are ready: what data, optimiser and account cost.
+
+Three subjects, in turn, a window of steps each, in one process:
+
+    step        the training loop: batches made ahead from an index, forward, backward, clipping, AdamW, log
+    objective   forward and backward of adapter and joint encoder on one batch that is ready
+    joint       the same with the adapter's tokens ready too: the joint encoder alone
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.environment import environment
+from benchmarks.synthetic import make_synthetic
+from edje_index.adapter import AdapterConfig, build_adapter
+from edje_index.bundle import ModelBundle
+from edje_index.training.batches import BatchSource, Features, JointBatch
+from edje_index.training.config import TrainConfig, make_config
+from edje_index.training.dataset import TrainingData
+from edje_index.training.distributed import Ranks
+from edje_index.training.loop import Runtime
+from edje_index.training.objectives import TOTAL, JointObjective
+from edje_index.training.rank import TrainTask, train_rank
+from edje_index.training.rows import Marks
+from edje_index.training.start import Origin, make_start, set_dropout
+from edje_index.untrained import UntrainedSizes, create_untrained_bundle
+from storage_formats.layout import IndexSpec
+
+_CAPTION_WORDS = (8, 17)  # of Flickr8k's captions, nine in ten have so many
+_SIZES = UntrainedSizes(patch_size=14)  # 256 patches of width 384, a MiniLM-L6 of 16,000 words
+
+
+@dataclass(frozen=True)
+class TrainStepCase:
+    """What is measured.
+
+    Attributes:
+        images: of the index.
+        batch_size, negatives: of the training.
+        dropout: 0 measures a training without.
+        threads: of torch.
+        windows, steps: how often each subject has its turn, and for how many steps.
+        sizes: of the model.
+    """
+
+    images: int
+    batch_size: int
+    negatives: int
+    dropout: float
+    threads: int
+    windows: int
+    steps: int
+    sizes: UntrainedSizes = _SIZES
+
+
+def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
+    """Seconds of a step by subject and window, their medians, and the ratios that the loop comes to."""
+    config = make_config(
+        {
+            "batch_size": case.batch_size,
+            "negatives": case.negatives,
+            "dropout": case.dropout,
+            "attention_dropout": case.dropout,
+            "tokens": case.sizes.tokens,
+            "adapter_hidden": case.sizes.adapter_hidden,
+            "steps": (case.windows + 1) * case.steps,
+        }
+    )
+    task = _make_task(folder, case, config)
+    seconds: dict[str, list[float]] = {"step": [], "objective": [], "joint": []}
+    waited: list[float] = []
+    torch.set_num_threads(case.threads)
+    ready = _ready_subjects(task)
+
+    def measure(record: dict[str, Any]) -> None:
+        """After each window of the loop; the first one warms up."""
+        for name, run in ready.items():
+            began = time.perf_counter()
+            for _ in range(case.steps):
+                run()
+            seconds[name].append((time.perf_counter() - began) / case.steps)
+        seconds["step"].append(record["step_seconds"])
+        waited.append(record["data_wait"] / record["seconds"])
+
+    train_rank(task, Ranks(), lambda: False, measure)
+    kept = {name: values[1:] for name, values in seconds.items()}
+    median = {name: statistics.median(values) for name, values in kept.items()}
+    return {
+        "environment": environment(),
+        "case": {name: value for name, value in vars(case).items() if name != "sizes"} | {"sizes": vars(case.sizes)},
+        "seconds": kept,
+        "median": median,
+        "ratios": {f"{name} / step": median[name] / median["step"] for name in ready},
+        "waiting_for_data": statistics.median(waited[1:]),
+    }
+
+
+def _make_task(folder: Path, case: TrainStepCase, config: TrainConfig) -> TrainTask:
+    """Model, features and captions of random numbers, in the forms of a real training."""
+    folder.mkdir(parents=True)
+    create_untrained_bundle(folder / "model", sizes=case.sizes)
+    start = make_start(Origin(folder / "model"), config.architecture, config.loop.seed)
+    start.save(folder / "start")
+    vision = start.vision
+    spec = IndexSpec(case.images, 256, (vision.num_patches, vision.patch_dim), embed_dim=start.embed_dim)
+    make_synthetic(folder / "features.edje", spec)
+    _random_data(case.images, start).save(folder / "data")
+    runtime = Runtime(folder, device="cpu", threads=case.threads, checkpoint_every=10**9, log_every=case.steps)
+    return TrainTask(config, runtime, "bench", folder / "start", folder / "features.edje", folder / "data", 0.05)
+
+
+def _random_data(images: int, start: ModelBundle) -> TrainingData:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(*_CAPTION_WORDS, images)
+    embeddings = rng.standard_normal((2, images, start.embed_dim), dtype=np.float32)
+    embeddings /= np.linalg.norm(embeddings, axis=2, keepdims=True)
+    return TrainingData(
+        rows=np.arange(images),
+        caption_starts=np.arange(images + 1),
+        token_starts=np.concatenate([[0], np.cumsum(lengths)]),
+        tokens=rng.integers(200, start.joint.config.vocab_size - 1, lengths.sum()).astype(np.int32),
+        caption_keys=np.arange(images),
+        text_embeddings=embeddings[0],
+        image_mining=embeddings[1],
+        text_mining=embeddings[0],
+    )
+
+
+def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
+    """The model's own work, on a copy of the model and a batch of the same kind."""
+    bundle = ModelBundle.load(task.start, verify=False)
+    adapter = bundle.adapter.requires_grad_(True)
+    set_dropout(bundle.joint, task.config.architecture.dropout, task.config.architecture.attention_dropout)
+    marks, tokens = Marks.of(bundle.joint.tokenizer), adapter.config.num_tokens
+    source = BatchSource(TrainingData.open(task.data), Features(task.features), None, marks, tokens, 0.05, task.config)
+    batch = source.joint(0)
+    width = bundle.joint.width
+    with torch.no_grad():
+        stored = replace(batch, patches=adapter(batch.patches.float()))
+    through = build_adapter(AdapterConfig("patches", tokens, width, width, hidden_dim=0))
+    objective = task.config.objective
+    return {
+        "objective": _forward_and_backward(JointObjective(adapter, bundle.joint, objective).train(), batch),
+        "joint": _forward_and_backward(JointObjective(through, bundle.joint, objective).train(), stored),
+    }
+
+
+def _forward_and_backward(objective: JointObjective, batch: JointBatch) -> Callable[[], None]:
+    def run() -> None:
+        objective(batch)[TOTAL].backward()
+        objective.zero_grad(set_to_none=True)
+
+    return run

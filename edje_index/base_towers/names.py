@@ -1,0 +1,5 @@
+"""Names in the folder of towers that ``fetch`` writes."""
+
+IMAGE_TOWER, TEXT_TOWER = "dinov2_vits14", "minilm_l6_h384"
+WEIGHTS, NOTICE = "model.safetensors", "NOTICE"
+TIMM_NAME = "vit_small_patch14_dinov2"

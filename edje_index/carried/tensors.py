@@ -1,0 +1,91 @@
+"""Packing of one float32 tensor, with or without a base: the tower's tensor that training began with.
+
+    base     equal to the base in every number: nothing is stored
+    delta8   rows that differ from the base, as int8 differences with one float32 scale a row (largest value / 127)
+    int8     no base: int8 with one float32 scale a row
+    fp16     no base: rounded to float16
+    raw      biases, norms, tables of up to RAW_ELEMENTS numbers and whatever is not float32: as it is
+
+A base may have fewer rows (words were added): those beyond it count as zeros. Unpacking multiplies and adds in float32,
+number by number, so that it gives the same bits on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+BASE, DELTA8, INT8, FP16, RAW = "base", "delta8", "int8", "fp16", "raw"
+FRESH = (FP16, INT8)
+RAW_ELEMENTS = 1 << 17
+_LARGEST = 127
+Array = np.ndarray[Any, np.dtype[Any]]
+Parts = dict[str, Array]
+
+
+def pack(tensor: Array, base: Array | None, fresh: str) -> tuple[str, Parts]:
+    """How a tensor is packed, and the arrays that it takes.
+
+    Args:
+        tensor: to pack.
+        base: [r', ...] where the tensor is [r, ...], r' at most r; None for a tensor that no tower has.
+        fresh: ``fp16`` or ``int8``, for large tensors without a base.
+    """
+    if base is not None and tensor.shape == base.shape and np.array_equal(tensor, base):
+        return BASE, {}
+    if tensor.dtype != np.float32 or tensor.ndim < 2 or (base is None and tensor.size <= RAW_ELEMENTS):
+        return RAW, {"values": tensor}
+    if base is not None:
+        difference = _rows(tensor) - _rows(_extended(base, tensor.shape))
+        changed = np.flatnonzero(difference.any(axis=1))
+        codes, scales = _quantised(difference[changed])
+        return DELTA8, {"rows": changed.astype(np.int32), "codes": codes, "scales": scales}
+    if fresh == FP16:
+        return FP16, {"values": tensor.astype(np.float16)}
+    codes, scales = _quantised(_rows(tensor))
+    return INT8, {"codes": codes, "scales": scales}
+
+
+def unpack(packing: str, parts: Mapping[str, Array], shape: tuple[int, ...], base: Array | None) -> Array:
+    """The tensor that ``pack`` rounded to, of ``shape``.
+
+    Raises:
+        ValueError, KeyError: arrays that do not make such a tensor.
+    """
+    if packing == RAW:
+        return parts["values"].reshape(shape)
+    if packing == FP16:
+        return parts["values"].astype(np.float32).reshape(shape)
+    if packing == INT8:
+        return (parts["codes"].astype(np.float32) * parts["scales"][:, None]).reshape(shape)
+    if base is None:
+        raise ValueError("no base tensor")
+    result = _extended(base, shape)
+    if packing == DELTA8:
+        _rows(result)[parts["rows"]] += parts["codes"].astype(np.float32) * parts["scales"][:, None]
+    elif packing != BASE:
+        raise ValueError(f"unknown packing {packing!r}")
+    return result
+
+
+def _rows(tensor: Array) -> Array:
+    """As a matrix; a view."""
+    return tensor.reshape(len(tensor), -1)
+
+
+def _extended(base: Array, shape: tuple[int, ...]) -> Array:
+    """A copy of ``base`` with rows of zeros to ``shape``."""
+    if base.shape[1:] != shape[1:] or len(base) > shape[0]:
+        raise ValueError(f"a base of shape {list(base.shape)} for a tensor of shape {list(shape)}")
+    result = np.zeros(shape, base.dtype)
+    result[: len(base)] = base
+    return result
+
+
+def _quantised(rows: Array) -> tuple[Array, Array]:
+    """int8 codes and float32 scales of float32 rows [r, k]."""
+    scales = (np.abs(rows).max(axis=1, initial=0) / _LARGEST).astype(np.float32)
+    divisors = np.where(scales > 0, scales, 1)[:, None]
+    return np.clip(np.rint(rows / divisors), -_LARGEST, _LARGEST).astype(np.int8), scales

@@ -1,0 +1,29 @@
+"""The contrastive loss: symmetric InfoNCE, with captions of the same image never against each other."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+MAX_SCALE = 100.0  # of the similarities, as in CLIP
+
+
+def contrastive_loss(
+    images: torch.Tensor, texts: torch.Tensor, log_scale: torch.Tensor, image_ids: torch.Tensor
+) -> torch.Tensor:
+    """Mean of image-to-text and text-to-image cross-entropy over a batch of pairs.
+
+    Args:
+        images: image embeddings [b, e], of any length.
+        texts: embeddings of one caption each [b, e].
+        log_scale: logarithm of what cosines are multiplied by (1 / temperature), a scalar.
+        image_ids: which image each pair is of, int64 [b]. Other pairs of the same image are no negatives: they
+            are left out of the sums.
+    """
+    similarities = functional.normalize(images, dim=-1) @ functional.normalize(texts, dim=-1).T
+    logits = log_scale.exp().clamp(max=MAX_SCALE) * similarities
+    same = image_ids[:, None] == image_ids[None]
+    same.fill_diagonal_(False)
+    logits = logits.masked_fill(same, -torch.inf)
+    target = torch.arange(len(image_ids), device=logits.device)
+    return (functional.cross_entropy(logits, target) + functional.cross_entropy(logits.T, target)) / 2

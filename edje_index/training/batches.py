@@ -1,0 +1,224 @@
+"""The batches of both phases: what a rank computes on, ready but for the device.
+
+Everything here is a function of (data, configuration, number of the batch, rank) alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from edje_index.bf16 import as_tensor
+from edje_index.joint_inputs import MARKS, JointInputs
+from edje_index.training.config import TrainConfig
+from edje_index.training.dataset import TrainingData
+from edje_index.training.negatives import draw_negatives, mined_share, negative_mask
+from edje_index.training.rows import Marks, Tokens, joint_rows, mask_captions, text_rows
+from edje_index.training.sampling import MASKING, NEGATIVE_IMAGES, NEGATIVE_TEXTS, Sampler, stream
+from storage_formats.errors import CorruptIndexError
+from storage_formats.token_store import TokenStore
+
+
+class OnDevice:
+    """A dataclass of tensors, rows and plain values that moves as one."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same on `device`."""
+        moved: Any = replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})  # type: ignore[type-var,arg-type]
+        return moved  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class JointBatch(OnDevice):
+    """One rank's part of a batch: b pairs with k negative images and k negative texts each.
+
+    Attributes:
+        pairs: b. The rows of `inputs` are b positive pairs, b k negative images, b k negative texts (each anchor's
+            side by side), then b rows with masked captions, where there is masked language modelling.
+        negatives: k.
+        patches: features of the u distinct images [u, n, d_v].
+        inputs: rows of the joint encoder.
+        image: which of the u images each row has.
+        masked: places of the masked tokens in the flattened last b rows; and what stood there.
+        text_inputs: the b captions alone, and what the text tower makes of them [b, e]; None without recovery.
+        teacher: the teacher's rows of the pairs, and its tokens or features of the u images; None without a teacher.
+    """
+
+    pairs: int
+    negatives: int
+    patches: torch.Tensor
+    inputs: JointInputs
+    image: torch.Tensor
+    masked: tuple[torch.Tensor, torch.Tensor] | None
+    text_inputs: tuple[JointInputs, torch.Tensor] | None
+    teacher: tuple[JointInputs, torch.Tensor] | None
+
+
+@dataclass(frozen=True)
+class AlignmentBatch(OnDevice):
+    """b images with a caption each.
+
+    Attributes:
+        patches: features [b, n, d_v].
+        words: numbers of the captions' content words [w].
+        caption: which of the b captions each belongs to [w].
+    """
+
+    patches: torch.Tensor
+    words: torch.Tensor
+    caption: torch.Tensor
+
+
+class Features:
+    """Blocks of an index as tensors."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._store = TokenStore.open(root)
+
+    def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        """bfloat16 [k, n, d]. CorruptIndexError where a row has none."""
+        blocks = self._store.fetch(rows)
+        if self._store.holes(blocks).any():
+            raise CorruptIndexError(f"{self._root} lacks the features of row {rows[self._store.holes(blocks)][0]}")
+        return as_tensor(blocks)
+
+
+@dataclass(frozen=True)
+class TeacherSource:
+    """What a teacher reads.
+
+    Attributes:
+        features: its tokens, or features for its adapter.
+        rows: of each image among them, int64 [n].
+        tokens: how many image tokens its joint encoder reads.
+    """
+
+    features: Features
+    rows: NDArray[np.int64]
+    tokens: int
+
+    def inputs(self, texts: list[Tokens], images: NDArray[np.int64], marks: Marks) -> tuple[JointInputs, torch.Tensor]:
+        """Rows of pairs with the captions `texts`, and the blocks of the distinct `images`."""
+        return joint_rows(texts, self.tokens, marks), self.features.fetch(self.rows[images])
+
+
+@dataclass(frozen=True)
+class BatchSource:
+    """Where batches come from.
+
+    Attributes:
+        data: captions.
+        features: of the frozen tower.
+        teacher: what the teacher reads, where there is one.
+        marks: the tokenizer's special words.
+        image_tokens: m of the adapter.
+        temperature: of the mining softmax.
+        config: of the training.
+        rank, world: which part of every batch.
+    """
+
+    data: TrainingData
+    features: Features
+    teacher: TeacherSource | None
+    marks: Marks
+    image_tokens: int
+    temperature: float
+    config: TrainConfig
+    rank: int = 0
+    world: int = 1
+
+    def joint(self, number: int) -> JointBatch:
+        """Batch `number` of the joint phase, counted from 0 over the whole training."""
+        loop, objective = self.config.loop, self.config.objective
+        images, captions = Sampler(self.data, loop.batch_size, loop.seed).pairs(number)
+        pair_images, pair_captions = self._pairs(number, images, captions)
+        own = slice(0, loop.batch_size // self.world)
+        texts = [self._tokens(at) for at in pair_captions]
+        rows, row_images, masked = texts, pair_images, None
+        if objective.mlm_weight:
+            rng = stream(loop.seed, MASKING, number, self.rank)
+            covered = mask_captions(texts[own], objective.mlm_probability, self.marks.mask, rng)
+            rows, row_images = texts + covered.captions, np.concatenate([pair_images, pair_images[own]])
+        inputs = joint_rows(rows, self.image_tokens, self.marks)
+        if objective.mlm_weight:
+            masked = covered.places(inputs.input_ids.shape[1])
+        distinct, image = np.unique(row_images, return_inverse=True)
+        return JointBatch(
+            pairs=own.stop,
+            negatives=self.config.negatives.negatives,
+            patches=self.features.fetch(self.data.rows[distinct]),
+            inputs=inputs,
+            image=torch.from_numpy(image.astype(np.int64)),
+            masked=masked,
+            text_inputs=self._text_inputs(texts[own], pair_captions[own]) if objective.recovery_weight else None,
+            teacher=None if self.teacher is None else self.teacher.inputs(texts, distinct, self.marks),
+        )
+
+    def _pairs(
+        self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Image and caption of this rank's positives, then of their negative images, then of their negative texts."""
+        part = len(images) // self.world
+        local = slice(self.rank * part, (self.rank + 1) * part)
+        other_images, other_texts = (drawn[local] for drawn in self.negatives(number, images, captions))
+        count = other_images.shape[1]
+        return (
+            np.concatenate([images[local], images[other_images.ravel()], np.repeat(images[local], count)]),
+            np.concatenate([captions[local], np.repeat(captions[local], count), captions[other_texts.ravel()]]),
+        )
+
+    def negatives(
+        self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Places in the whole batch of the negative images of each caption and the negative texts of each image."""
+        settings, loop = self.config.negatives, self.config.loop
+        similar = self.data.text_mining[captions] @ self.data.image_mining[images].T
+        masked = negative_mask(self.data.rows[images], self.data.caption_keys[captions])
+        mined = mined_share(number // loop.accumulate, settings.negatives_curriculum)
+        drawn = [
+            draw_negatives(
+                scores, masked, settings.negatives, self.temperature, mined, stream(loop.seed, purpose, number)
+            )
+            for scores, purpose in ((similar, NEGATIVE_IMAGES), (similar.T, NEGATIVE_TEXTS))
+        ]
+        return drawn[0], drawn[1]
+
+    def alignment(self, content: NDArray[np.bool_]) -> Callable[[int], AlignmentBatch]:
+        """Batches of the alignment phase; `content` says of each word of the vocabulary whether it counts."""
+        settings, seed = self.config.alignment, self.config.loop.seed
+        sampler = Sampler(self.data, min(settings.align_batch_size, self.data.images), seed)
+
+        def batch(number: int) -> AlignmentBatch:
+            images, captions = (part[self.rank :: self.world] for part in sampler.pairs(number))
+            words = [tokens[content[tokens]] for tokens in map(self._tokens, captions)]
+            owner = np.repeat(np.arange(len(words)), [len(part) for part in words])
+            return AlignmentBatch(
+                patches=self.features.fetch(self.data.rows[images]),
+                words=torch.from_numpy(np.concatenate(words).astype(np.int64)),
+                caption=torch.from_numpy(owner),
+            )
+
+        return batch
+
+    def _tokens(self, caption: int) -> Tokens:
+        return self.data.caption(caption)[: self.config.objective.text_length - MARKS]
+
+    def _text_inputs(self, tokens: list[Tokens], captions: NDArray[np.int64]) -> tuple[JointInputs, torch.Tensor]:
+        return text_rows(tokens, self.marks), torch.from_numpy(self.data.text_embeddings[captions])
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value
+    if isinstance(value, JointInputs):
+        return JointInputs(*(_moved(getattr(value, f.name), device) for f in fields(value)))
+    if isinstance(value, tuple):
+        return tuple(_moved(part, device) for part in value)
+    return value

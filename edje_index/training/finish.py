@@ -1,0 +1,31 @@
+"""From the last checkpoint of a finished training to its bundle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from edje_index.bundle import ModelBundle
+from edje_index.errors import ModelError
+from edje_index.training.checkpoint import Checkpoints
+from edje_index.training.objectives import trained_part
+from edje_index.weights import State
+
+
+def trained_bundle(start: Path, run_dir: Path, run: str, notes: str) -> tuple[ModelBundle, int]:
+    """The start's towers with the trained adapter and joint encoder, and the steps that they were trained for.
+
+    Raises:
+        ModelError: no checkpoint of this run's last phase.
+    """
+    state = Checkpoints(run_dir, run).latest()
+    if state is None or not any(name.startswith("joint.") for name in state.weights):
+        raise ModelError(f"{run_dir} holds no checkpoint with a joint encoder yet: train on")
+    bundle = ModelBundle.load(start, verify=False)
+    trained_part(bundle.adapter).load_state_dict(_part(state.weights, "adapter."))
+    bundle.joint.load_state_dict(_part(state.weights, "joint."))
+    return replace(bundle, trained=True, notes=notes, info=None), state.step
+
+
+def _part(weights: State, prefix: str) -> State:
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}

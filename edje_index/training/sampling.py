@@ -1,0 +1,57 @@
+"""Which pairs a step sees: a pure function of the seed and the step, so that resuming needs no saved state.
+
+An epoch passes over every image once, each with one of its captions; over as many epochs as an image has captions,
+each of them comes once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edje_index.training.dataset import TrainingData
+
+# One stream of random numbers a purpose; each is seeded by [seed, purpose, ...].
+ORDER, NEGATIVE_IMAGES, NEGATIVE_TEXTS, MASKING, DROPOUT = range(5)
+
+
+def stream(seed: int, purpose: int, *place: int) -> np.random.Generator:
+    """The random numbers of one purpose at one place."""
+    return np.random.default_rng([seed, purpose, *place])
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Batches of `batch_size` distinct images; the rest of an epoch that fills no batch is left out.
+
+    Attributes:
+        data: what is drawn from.
+        batch_size: over all workers.
+        seed: decides the order.
+    """
+
+    data: TrainingData
+    batch_size: int
+    seed: int
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Whole batches of an epoch."""
+        return self.data.images // self.batch_size
+
+    def pairs(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Image numbers and caption numbers, int64 [batch_size] each, of batch `batch` of the whole training."""
+        epoch, place = divmod(batch, self.batches_per_epoch)
+        order = _permutation(self.data.images, self.seed, epoch)
+        images = order[place * self.batch_size : (place + 1) * self.batch_size]
+        starts = self.data.caption_starts
+        counts = starts[images + 1] - starts[images]
+        return images, starts[images] + (images + epoch) % counts  # not every image with its first caption at once
+
+
+@lru_cache(maxsize=2)
+def _permutation(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return stream(seed, ORDER, epoch).permutation(count)

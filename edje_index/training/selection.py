@@ -1,0 +1,125 @@
+"""Choosing the weight of the embedding similarity beside the matching logit, on captions that were not trained on.
+
+Re-ranking sorts by logit + w x similarity (as ALBEF and BLIP do); the trained logits have no scale of their own, so
+that w is looked for on a grid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from edje_index.bundle import ModelBundle
+from edje_index.devices import resolve_device
+from edje_index.text import TextTower
+from edje_index.training.batches import Features
+from edje_index.training.config import SelectionConfig
+from edje_index.training.dataset import CaptionSet, read_embeddings
+from edje_index.training.objectives import trained_part
+from edje_index.training.sampling import stream
+
+GRID = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0)
+_ADAPTER_BATCH = 32
+
+
+@dataclass(frozen=True)
+class DevSet:
+    """Images n and captions c that are not trained on.
+
+    Attributes:
+        rows: of the images in the feature index, int64 [n].
+        captions: texts.
+        owner: which image each caption belongs to, int64 [c].
+        image_embeddings, text_embeddings: of the towers, float32 [n, e] and [c, e].
+    """
+
+    rows: NDArray[np.int64]
+    captions: list[str]
+    owner: NDArray[np.int64]
+    image_embeddings: NDArray[np.float32]
+    text_embeddings: NDArray[np.float32]
+
+    def sample(self, count: int) -> DevSet:
+        """At most `count` captions, always the same ones; all images stay."""
+        kept = np.sort(stream(0, 0).permutation(len(self.captions))[:count])
+        return DevSet(
+            self.rows,
+            [self.captions[at] for at in kept],
+            self.owner[kept],
+            self.image_embeddings,
+            self.text_embeddings[kept],
+        )
+
+
+@dataclass(frozen=True)
+class WeightChoice:
+    """What the dev captions say; recalls are text-to-image R@1 between 0 and 1.
+
+    Attributes:
+        weight: the best of the grid, the smallest of equals.
+        recall: by weight.
+        embedding_recall: without re-ranking.
+        captions, pool: how many captions, and how many images were re-ranked for each.
+    """
+
+    weight: float
+    recall: dict[float, float]
+    embedding_recall: float
+    captions: int
+    pool: int
+
+
+def make_dev_set(items: CaptionSet, tower: TextTower, features: Path) -> DevSet:
+    """Captions with their embeddings and those of their images, which are in the index `features`."""
+    owner = np.repeat(np.arange(len(items.rows)), [len(group) for group in items.captions])
+    return DevSet(items.rows, items.texts(), owner, read_embeddings(features, items.rows), tower.encode(items.texts()))
+
+
+def choose_weight(
+    bundle: ModelBundle, dev: DevSet, features: Features, config: SelectionConfig, device: str
+) -> WeightChoice:
+    """Recall of every weight of the grid, and the best one; leaves adapter and joint encoder on `device`."""
+    bundle.adapter.to(resolve_device(device)).eval()
+    bundle.joint.to(resolve_device(device)).eval()
+    dev = dev.sample(config.dev_captions)
+    similar = dev.text_embeddings @ dev.image_embeddings.T
+    pool = min(config.dev_pool, len(dev.rows))
+    nearest = np.argsort(-similar, axis=1, kind="stable")[:, :pool]
+    logits = _logits(bundle, dev, nearest, features)
+    near = np.take_along_axis(similar, nearest, axis=1)
+    right = nearest == dev.owner[:, None]
+    recall = {weight: _recall(logits + weight * near, right) for weight in GRID}
+    best = max(recall.values())
+    return WeightChoice(
+        weight=min(weight for weight, value in recall.items() if value == best),
+        recall=recall,
+        embedding_recall=_recall(near, right),
+        captions=len(dev.captions),
+        pool=pool,
+    )
+
+
+def _recall(scores: NDArray[Any], right: NDArray[np.bool_]) -> float:
+    """Part of the rows whose highest score, the first of equals, is right."""
+    return float(np.take_along_axis(right, scores.argmax(axis=1)[:, None], axis=1).mean())
+
+
+@torch.inference_mode()
+def _logits(bundle: ModelBundle, dev: DevSet, nearest: NDArray[np.int64], features: Features) -> NDArray[np.float32]:
+    """Logits [c, pool] of each caption with its nearest images, from tokens rounded as they are stored."""
+    adapter = trained_part(bundle.adapter)
+    device = bundle.joint.text_projection.weight.device
+    used, places = np.unique(nearest, return_inverse=True)
+    tokens = []
+    for start in range(0, len(used), _ADAPTER_BATCH):
+        blocks = features.fetch(dev.rows[used[start : start + _ADAPTER_BATCH]])
+        tokens.append(adapter(blocks.to(device).float()).bfloat16().cpu())
+    stored = torch.cat(tokens)
+    rows = places.reshape(nearest.shape)
+    scores = [bundle.joint.score(text, stored[rows[at]]).numpy() for at, text in enumerate(dev.captions)]
+    return np.stack(scores)

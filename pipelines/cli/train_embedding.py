@@ -1,0 +1,109 @@
+"""`edje-index train-embedding`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipelines.cli.output import json_option, note, print_json
+from storage_formats.errors import UsageError
+
+_PATH = click.Path(path_type=Path)
+_NEWS_EVERY = 20  # lines of progress in a pass
+_BATCH = 128  # no pass goes on by more at a time
+
+
+@click.command("train-embedding")
+@click.argument("captions", type=_PATH)
+@click.option("--images", type=_PATH, help="Folder that image names begin at.  [default: that of CAPTIONS]")
+@click.option("--split", help="Use only this split of CAPTIONS.")
+@click.option("--dev", type=_PATH, help="Captions to choose the epoch by, on images of their own.")
+@click.option("--dev-split", help="Use only this split of --dev.")
+@click.option("--towers", type=_PATH, help="Folder of fetch-towers: stands for the two options below.")
+@click.option("--image-tower", help="TIMM_NAME:WEIGHTS, a vision transformer and its weights file.")
+@click.option("--text-tower", type=_PATH, help="Folder of a Hugging Face BERT with its tokenizer.")
+@click.option("--image-size", type=click.IntRange(min=14), default=224, show_default=True, help="Side in pixels.")
+@click.option("--out", required=True, type=_PATH, help="New folder of the open_clip model.")
+@click.option("--cache", type=_PATH, help="Folder that keeps image features.  [default: OUT.features]")
+@click.option("--embed-dim", default=512, show_default=True, help="Width of the embedding.")
+@click.option("--epochs", default=14, show_default=True, help="Passes over all captions.")
+@click.option("--batch-size", default=512, show_default=True, help="Pairs of a step.")
+@click.option("--lr", default=1e-3, show_default=True, help="Learning rate of the heads.")
+@click.option("--tune-text", default=0, show_default=True, help="Layers of the text tower to train, from the top.")
+@click.option("--text-lr", default=1e-4, show_default=True, help="Learning rate of those layers.")
+@click.option("--weight-decay", default=0.5, show_default=True, help="Weight decay, not of biases and norms.")
+@click.option("--image-dropout", default=0.3, show_default=True, help="Dropout on the side of the image.")
+@click.option("--text-dropout", default=0.3, show_default=True, help="Dropout on the side of the text.")
+@click.option("--seed", default=0, show_default=True, help="Decides everything random.")
+@json_option
+def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) -> None:
+    """Train an embedding model from captions: contrastive heads over towers that were trained apart.
+
+    CAPTIONS is a file of captions (JSON lines, Karpathy or COCO JSON, Parquet). The image tower stays frozen and sees
+    each image once; its features are kept in --cache, so that another try takes minutes. The result is an open_clip
+    model: other commands take it as --vision local-dir:OUT.
+
+    \b
+    Examples:
+      edje-index train-embedding captions_train.jsonl --dev captions_dev.jsonl --towers towers --out dual
+      edje-index train-embedding coco.json --split train --images coco --image-tower \\
+        vit_base_patch14_dinov2:dinov2.safetensors --text-tower minilm --tune-text 2 --out dual
+    """
+    from edje_index.captions import read_captions
+    from edje_index.dual.command import Reports
+    from edje_index.dual.command import train_embedding as train
+    from edje_index.dual.config import DualConfig
+
+    images = options.pop("images")
+    data = read_captions(captions, images, options.pop("split"))
+    dev_file, dev_split = options.pop("dev"), options.pop("dev_split")
+    dev = read_captions(dev_file, images, dev_split) if dev_file else []
+    names = ("towers", "image_tower", "text_tower", "image_size")
+    sources = _sources(*(options.pop(name) for name in names))
+    cache = options.pop("cache") or out.with_name(f"{out.name}.features")
+    result = train(data, dev, sources, DualConfig(**options), out, cache, Reports(_report_progress, _report_epoch))
+    if result.unreadable:
+        note(f"note: {result.unreadable} images could not be read and were left out")
+    if as_json:
+        training = result.training
+        print_json(
+            {
+                "out": str(out),
+                "images": result.images,
+                "unreadable": result.unreadable,
+                "epoch": training.epoch,
+                "recall": training.recalls,
+                "seconds": round(training.seconds, 1),
+            }
+        )
+    else:
+        click.echo(f"{out}: trained on {result.images} images, weights of epoch {result.training.epoch}")
+
+
+def _sources(towers: Path | None, image_tower: str | None, text_tower: Path | None, image_size: int) -> Any:
+    from edje_index.base_towers.names import IMAGE_TOWER, TEXT_TOWER, TIMM_NAME, WEIGHTS
+    from edje_index.dual.config import DualSources
+
+    if towers is not None:
+        image_tower = image_tower or f"{TIMM_NAME}:{towers / IMAGE_TOWER / WEIGHTS}"
+        text_tower = text_tower or towers / TEXT_TOWER
+    if image_tower is None or text_tower is None:
+        raise UsageError("give --towers, or both --image-tower and --text-tower")
+    name, _, weights = image_tower.partition(":")
+    if not weights:
+        raise UsageError(f"--image-tower is TIMM_NAME:WEIGHTS, not {image_tower!r}")
+    return DualSources(name, Path(weights), text_tower, image_size)
+
+
+def _report_progress(what: str, done: int, of: int) -> None:
+    """About one line for each twentieth of a pass; ``done`` grows by whole batches."""
+    if done == of or done * _NEWS_EVERY // of > (done - _BATCH) * _NEWS_EVERY // of:
+        note(f"{what}: {done} of {of}")
+
+
+def _report_epoch(record: Mapping[str, Any]) -> None:
+    recalls = ", ".join(f"{name} {value:.1f}" for name, value in record.items() if "R@" in name)
+    note(f"epoch {record['epoch']}: loss {record['loss']:.3f}{', ' + recalls if recalls else ''}")

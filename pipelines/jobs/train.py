@@ -1,0 +1,166 @@
+"""The train job: everything that a training needs is made once in its run folder, then it runs, then the bundle."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from pipelines.events import OnEvent, Phase
+from pipelines.jobs.train_inputs import Prepared, prepare_training
+from pipelines.jobs.train_settings import begin_run
+from pipelines.lock import locked_index
+from pipelines.planning import BuildStopped, StopAsked
+from pipelines.training import TrainRequest, TrainResult
+from storage_formats.atomic import write_json_atomic
+from storage_formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from edje_index.bundle import ModelBundle
+    from edje_index.training.config import TrainConfig
+    from edje_index.training.rank import TrainTask
+    from edje_index.training.selection import WeightChoice
+
+RESULT = "result.json"
+_REPORT_SECONDS = 5.0
+
+
+def run_training(
+    request: TrainRequest, config: TrainConfig, on_event: OnEvent, should_stop: StopAsked = lambda: False
+) -> TrainResult:
+    """Train what was asked for; resume what was begun with the same settings.
+
+    Raises:
+        UsageError, ModelError: the request cannot be served.
+        BuildStopped: stopped before its end; running it again resumes it.
+    """
+    started = time.monotonic()
+    with locked_index(request.run_folder):
+        run = begin_run(request, config)
+        if (finished := _finished(request, run)) is not None:
+            return finished
+        if request.out.exists():
+            raise UsageError(f"{request.out} exists already: give another --out, or remove it")
+        prepared = prepare_training(request, config, run, on_event, should_stop)
+        if not request.export:
+            _train(prepared.task, request, on_event, should_stop)
+        return _finish(request, config, prepared, on_event, started)
+
+
+def _finished(request: TrainRequest, run: str) -> TrainResult | None:
+    path = request.run_folder / RESULT
+    if not path.exists() or not request.out.exists():
+        return None
+    result = TrainResult(**json.loads(path.read_text()))
+    if result.run != run or result.bundle != str(request.out):
+        return None
+    return replace(result, already_finished=True)
+
+
+def _train(task: TrainTask, request: TrainRequest, on_event: OnEvent, should_stop: StopAsked) -> None:
+    from edje_index.training.distributed import Ranks
+    from edje_index.training.loop import TrainingStopped
+    from edje_index.training.rank import check_world, train_rank
+
+    check_world(task.config, request.workers)
+    report = progress_report(on_event)
+    try:
+        if request.workers == 1 and request.address is None:
+            train_rank(task, Ranks(), should_stop, report)
+        else:
+            from pipelines.engines.ray_train import train_on_ray
+
+            train_on_ray(task, request.workers, request.address, should_stop, report)
+    except TrainingStopped as error:
+        raise BuildStopped(str(error)) from error
+
+
+def progress_report(on_event: OnEvent, clock: Callable[[], float] = time.monotonic) -> Callable[[dict[str, Any]], None]:
+    """A function that shows a line of the log, not too often; the last one of a phase always."""
+    last = -_REPORT_SECONDS
+    warned = False
+
+    def report(record: dict[str, Any]) -> None:
+        nonlocal last, warned
+        if not record.get("tensorboard", True) and not warned:
+            warned = True
+            on_event(Phase("no TensorBoard log: the package 'tensorboard' is not installed; log.jsonl holds the same"))
+        if record["step"] == record["steps"] or clock() - last >= _REPORT_SECONDS:
+            last = clock()
+            on_event(Phase(describe_record(record)))
+
+    return report
+
+
+def describe_record(record: dict[str, Any]) -> str:
+    """A line of the log in words."""
+    losses = (name for name in ("loss", "itm", "mlm", "recovery", "distillation", "accuracy") if name in record)
+    parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
+    parts += [f"{name} {record[name]:.3f}" for name in losses]
+    parts += [f"lr {record['lr']:.2e}", f"{record['images_per_second']:.1f} images/s"]
+    parts.append(f"{(record['steps'] - record['step']) * record['step_seconds'] / 60:.0f} min left")
+    if record["data_wait"] > 0.1 * record["seconds"]:
+        parts.append(f"waiting for data {record['data_wait'] / record['seconds']:.0%} of the time")
+    if record["skipped"]:
+        parts.append(f"skipped {record['skipped']}")
+    return ", ".join(parts)
+
+
+def _finish(
+    request: TrainRequest, config: TrainConfig, prepared: Prepared, on_event: OnEvent, started: float
+) -> TrainResult:
+    from edje_index.training.finish import trained_bundle
+    from edje_index.training.journal import read_log
+
+    task = prepared.task
+    bundle, steps = trained_bundle(task.start, request.run_folder, task.run, "")
+    choice = _choose_weight(bundle, request, config, prepared, on_event)
+    weight = config.selection.embedding_weight
+    bundle = replace(
+        bundle,
+        notes=_notes(request, config, prepared, steps),
+        embedding_weight=weight if weight is not None else choice.weight if choice else 0.0,
+    )
+    info = bundle.save(request.out)
+    records = read_log(request.run_folder)
+    result = TrainResult(
+        bundle=str(request.out),
+        fingerprint=info.fingerprint,
+        run=task.run,
+        images=prepared.images,
+        captions=prepared.captions,
+        left_out=prepared.left_out,
+        steps=steps,
+        seconds=time.monotonic() - started,
+        last=records[-1] if records else {},
+        embedding_weight=bundle.embedding_weight,
+        dev=None if choice is None else asdict(choice) | {"recall": {str(k): v for k, v in choice.recall.items()}},
+    )
+    if not request.export:
+        write_json_atomic(request.run_folder / RESULT, asdict(result))
+    return result
+
+
+def _choose_weight(
+    bundle: ModelBundle, request: TrainRequest, config: TrainConfig, prepared: Prepared, on_event: OnEvent
+) -> WeightChoice | None:
+    if prepared.dev is None or config.selection.embedding_weight is not None:
+        return None
+    from edje_index.training.batches import Features
+    from edje_index.training.selection import choose_weight, make_dev_set
+
+    on_event(Phase("choosing the weight of the embedding similarity on the dev captions"))
+    features = prepared.task.features
+    dev = make_dev_set(prepared.dev, bundle.text, features)
+    return choose_weight(bundle, dev, Features(features), config.selection, request.device)
+
+
+def _notes(request: TrainRequest, config: TrainConfig, prepared: Prepared, steps: int) -> str:
+    names = ", ".join(path.name for path in request.captions)
+    teacher = f", distilled from {request.teacher.name}" if request.teacher else ""
+    return (
+        f"trained {steps} steps of {config.loop.batch_size * config.loop.accumulate} pairs ({config.loop.phase}) on "
+        f"{prepared.images} images with {prepared.captions} captions of {names}{teacher}; run {prepared.task.run}"
+    )

@@ -1,0 +1,288 @@
+"""What a training needs before its first step, made once in the run folder and found there again.
+
+run.json          settings and fingerprints of everything that decides the training
+start/            bundle of the first step
+features-model/   bundle that makes the features, and features.edje/, the index of them; where none is given
+miner.edje/       index of the miner's embeddings, where none is given
+data/             captions as tokens and embeddings, and the teacher's rows
+checkpoints/, log.jsonl, tensorboard/, result.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.config import BuildConfig
+from pipelines.events import OnEvent, Phase
+from pipelines.planning import StopAsked
+from pipelines.training import TrainRequest
+from storage_formats.atomic import write_bytes_atomic
+from storage_formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from edje_index.bundle import ModelBundle
+    from edje_index.captions import CaptionedImage
+    from edje_index.training.config import TrainConfig
+    from edje_index.training.dataset import CaptionSet, Miner
+    from edje_index.training.rank import TeacherTask, TrainTask
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything is there.
+
+    Attributes:
+        task: for the ranks.
+        images, captions: trained on.
+        left_out: images without features, by reason.
+        dev: captions that are not trained on, where given.
+    """
+
+    task: TrainTask
+    images: int
+    captions: int
+    left_out: dict[str, int]
+    dev: CaptionSet | None
+
+
+def prepare_training(
+    request: TrainRequest, config: TrainConfig, run: str, on_event: OnEvent, should_stop: StopAsked
+) -> Prepared:
+    """Make what is missing in the run folder.
+
+    Raises:
+        UsageError, ModelError: something given does not fit.
+        BuildStopped: `should_stop()` turned true while features were made; what is finished is kept.
+    """
+    from edje_index.training.loop import Runtime
+    from edje_index.training.rank import TrainTask, total_steps
+
+    objective = config.objective
+    if request.teacher is None and not objective.itm_weight + objective.mlm_weight + objective.recovery_weight:
+        raise UsageError("all losses have weight 0 and there is no --teacher: there is nothing to train")
+    parts = _Parts(request, config, on_event, should_stop)
+    total_steps(config, len(parts.items))
+    features = parts.features
+    data, temperature = parts.data()
+    runtime = Runtime(
+        run_dir=parts.folder,
+        device=request.device,
+        threads=request.threads,
+        checkpoint_every=request.checkpoint_every,
+        log_every=request.log_every,
+        compile=request.compile,
+    )
+    task = TrainTask(config, runtime, run, parts.folder / "start", features, data, temperature, parts.teacher())
+    total_steps(config, len(parts.kept.rows))
+    captions = sum(map(len, parts.kept.captions))
+    return Prepared(task, len(parts.kept.rows), captions, parts.left_out, parts.dev())
+
+
+class _Parts:
+    """The parts of the run folder, each made when it is first asked for."""
+
+    def __init__(self, request: TrainRequest, config: TrainConfig, on_event: OnEvent, should_stop: StopAsked) -> None:
+        self.folder = request.run_folder.absolute()
+        self.left_out: dict[str, int] = {}
+        self._request = request
+        self._config = config
+        self._on_event = on_event
+        self._should_stop = should_stop
+
+    @cached_property
+    def items(self) -> list[CaptionedImage]:
+        """Captioned images to train on, as the files have them; after `kept`, those with features."""
+        from edje_index.captions import read_captions
+
+        self._on_event(Phase("reading captions"))
+        request = self._request
+        return [item for path in request.captions for item in read_captions(path, request.images, request.split)]
+
+    @cached_property
+    def _dev_items(self) -> list[CaptionedImage]:
+        from edje_index.captions import read_captions
+
+        return read_captions(self._request.dev, self._request.images) if self._request.dev else []
+
+    @cached_property
+    def start(self) -> ModelBundle:
+        """The bundle of the first step."""
+        from edje_index.bundle import ModelBundle
+        from edje_index.training.start import Origin, make_start
+
+        path = self.folder / "start"
+        if not path.exists():
+            self._on_event(Phase("putting together the model to start from"))
+            request = self._request
+            origin = Origin(request.model, request.vision, request.language, request.init)
+            make_start(origin, self._config.architecture, self._config.loop.seed).save(path)
+        return ModelBundle.load(path)
+
+    @cached_property
+    def features(self) -> Path:
+        """The index of features: the one that was given, if the tower made it, else one that is built now."""
+        from edje_index.adapter import build_adapter
+        from edje_index.training.start import feature_adapter, feature_fingerprint
+
+        wanted = feature_adapter(self._config.architecture, self.start.vision)
+        if self._request.features is not None:
+            assert self.start.info is not None
+            _check_index(self._request.features, feature_fingerprint(self.start.info, wanted), wanted.kind)
+            return self._request.features.absolute()
+        model = self.folder / "features-model"
+        if not model.exists():
+            notes = "makes features to train on; not to re-rank with"
+            replace(self.start, adapter=build_adapter(wanted), notes=notes, info=None).save(model)
+        self._on_event(Phase("computing features of the frozen tower, once"))
+        return self._build("features.edje", model, [*self.items, *self._dev_items])
+
+    @cached_property
+    def kept(self) -> CaptionSet:
+        """The captions whose images have features."""
+        found = self._matched(self.features, self.items, self.left_out)
+        self.items = found[0]
+        if self.left_out:
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.left_out.items())
+            self._on_event(Phase(f"left out, having no features: {reasons}"))
+        return found[1]
+
+    def data(self) -> tuple[Path, float]:
+        """Folder of the prepared captions, and the temperature of the mining softmax."""
+        from edje_index.training.dataset import TrainingData, prepare_data
+
+        path, kept = self.folder / "data", self.kept
+        miner, scale = self._miner()
+        if not path.exists():
+            self._on_event(Phase("embedding captions"))
+            tokenizer, tower = self.start.joint.tokenizer, self.start.text
+            prepare_data(kept, tokenizer, tower, miner).save(path)
+        if TrainingData.open(path).images != len(kept.rows):
+            raise UsageError(f"{path} was made of other captions; give another --run-dir")
+        temperature = self._config.negatives.negatives_temperature
+        return path, 1 / scale if temperature is None else temperature
+
+    def teacher(self) -> TeacherTask | None:
+        """The teacher with what it reads."""
+        import numpy as np
+
+        from edje_index.bundle_info import read_bundle_info
+        from edje_index.caption_rows import match_rows
+        from edje_index.training.rank import TeacherTask
+        from edje_index.training.start import feature_fingerprint, teacher_features
+        from storage_formats.manifest import Manifest
+
+        request = self._request
+        if request.teacher is None:
+            return None
+        info = read_bundle_info(request.teacher)
+        self._check_tokenizer(info.files)
+        index = (request.teacher_features or self.features).absolute()
+        has_tokens = Manifest.load(index).model["fingerprint"] == info.encoder_fingerprint
+        if not has_tokens:
+            wanted = teacher_features(info)
+            _check_index(index, feature_fingerprint(info, wanted), f"{wanted.kind} for the teacher")
+        rows = match_rows(index, self.items)
+        if (rows < 0).any():
+            raise UsageError(f"{index} lacks {int((rows < 0).sum()):,} images that are trained on; build it of all")
+        path = self.folder / "teacher-rows.npy"
+        np.save(path, rows)
+        return TeacherTask(request.teacher.absolute(), index, has_tokens, path)
+
+    def dev(self) -> CaptionSet | None:
+        """Captions that are not trained on."""
+        return self._matched(self.features, self._dev_items, {})[1] if self._dev_items else None
+
+    def _miner(self) -> tuple[Miner, float]:
+        """What negatives are mined with, and its logit scale."""
+        from edje_index.bundle import ModelBundle
+        from edje_index.caption_rows import match_rows
+        from edje_index.training.dataset import Miner
+        from edje_index.training.start import logit_scale
+
+        kept, request = self.kept, self._request
+        if request.miner is None:
+            return Miner(self.start.text, self.features, kept.rows), logit_scale(self.start)
+        bundle = ModelBundle.load(request.miner)
+        if request.miner_features is not None:
+            _check_index(request.miner_features, bundle.encoder_fingerprint, "the miner's")
+        index = request.miner_features or self._build("miner.edje", request.miner, self.items)
+        rows = match_rows(index, self.items)
+        if (rows < 0).any():
+            raise UsageError(f"{index} lacks {int((rows < 0).sum()):,} images that are trained on; build it of all")
+        return Miner(bundle.text, index, rows), logit_scale(bundle)
+
+    def _matched(
+        self, index: Path, items: Sequence[CaptionedImage], left_out: dict[str, int]
+    ) -> tuple[list[CaptionedImage], CaptionSet]:
+        """The items that the index holds, with their rows; `left_out` receives how many it does not, by reason."""
+        from edje_index.caption_rows import NOT_IN_INDEX, match_items
+        from edje_index.training.dataset import CaptionSet
+
+        matched = match_items(index, items)
+        left_out.update(matched.missing())
+        if absent := matched.missing().get(NOT_IN_INDEX):
+            raise UsageError(
+                f"{absent:,} of {len(items):,} captioned images are not in {index}: build it of all of them, those "
+                "of --dev too, or leave --features out"
+            )
+        places = [at for at, row in enumerate(matched.rows) if row >= 0]
+        kept = [items[at] for at in places]
+        return kept, CaptionSet(matched.rows[places], [item.captions for item in kept])
+
+    def _build(self, name: str, model: Path, items: Sequence[CaptionedImage]) -> Path:
+        """An index of the items' images in the run folder."""
+        from pipelines.jobs.build import run_build
+
+        request, out = self._request, self.folder / name
+        config = BuildConfig(
+            sources=self._sources(f"{name}.jsonl", items),
+            out=out,
+            model=model,
+            engine="inline" if request.workers == 1 and request.address is None else "ray",
+            threads=request.threads,
+            device=request.device,
+            address=request.address,
+            column="path",
+        )
+        run_build(config, self._on_event, self._should_stop)
+        return out
+
+    def _sources(self, name: str, items: Sequence[CaptionedImage]) -> tuple[str, ...]:
+        """Archives as they are, and a list of all other files."""
+        paths = list(dict.fromkeys(str(item.path) for item in items))
+        archives = {path.partition("!")[0]: None for path in paths if ".tar!" in path}
+        files = [path for path in paths if ".tar!" not in path]
+        if not files:
+            return tuple(archives)
+        path = self.folder / name
+        lines = "".join(json.dumps({"path": file}) + "\n" for file in files).encode()
+        if not path.exists() or path.read_bytes() != lines:
+            write_bytes_atomic(path, lines)
+        return (*archives, os.fspath(path))
+
+    def _check_tokenizer(self, teacher_files: Any) -> None:
+        """UsageError unless student and teacher have the same words."""
+        assert self.start.info is not None
+        own, other = (files.get("joint/tokenizer.json") for files in (self.start.info.files, teacher_files))
+        if own is None or other is None or own["sha256"] != other["sha256"]:
+            raise UsageError(
+                f"the teacher {self._request.teacher} has another tokenizer than the student; begin the student with "
+                "the teacher's language model (--language or --init)"
+            )
+
+
+def _check_index(index: Path, fingerprint: str, what: str) -> None:
+    from storage_formats.manifest import Manifest
+
+    found = Manifest.load(index).model["fingerprint"]
+    if found != fingerprint:
+        raise UsageError(
+            f"{index} does not hold the features that are needed ({what}): it was made by the encoder {found}, wanted "
+            f"is {fingerprint}; leave it out to have them made in the run's folder"
+        )

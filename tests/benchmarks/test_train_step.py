@@ -1,0 +1,20 @@
+"""The training-step benchmark runs at a tiny size and accounts for every subject."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.train_step import TrainStepCase, bench_train_step
+from edje_index.untrained import TINY
+
+
+def test_it_measures_all_subjects_side_by_side(tmp_path):
+    threads = torch.get_num_threads()
+    case = TrainStepCase(images=24, batch_size=8, negatives=2, dropout=0.1, threads=1, windows=2, steps=2, sizes=TINY)
+    report = bench_train_step(tmp_path / "bench", case)
+    torch.set_num_threads(threads)
+    assert {name: len(values) for name, values in report["seconds"].items()} == {"step": 2, "objective": 2, "joint": 2}
+    assert min(report["median"].values()) > 0
+    expected = report["median"]["joint"] / report["median"]["step"]
+    assert report["ratios"]["joint / step"] == pytest.approx(expected)

@@ -1,0 +1,83 @@
+"""Ranks and recall against an independent count in plain Python."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edje_index.evaluation.pools import embedding_pools
+from edje_index.evaluation.recall import hits, nearest, ranks_after_reranking, ranks_by_similarity
+
+FEW = st.integers(-2, 2)  # so few values that ties are everywhere
+
+
+@st.composite
+def searches(draw):
+    """Similarities and scores [q, c] as lists, labels of queries and candidates, a pool."""
+    queries, candidates = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    row = st.lists(FEW, min_size=candidates, max_size=candidates)
+    table = st.lists(row, min_size=queries, max_size=queries)
+    labels = draw(st.lists(st.integers(0, 3), min_size=candidates, max_size=candidates))
+    asked = draw(st.lists(st.integers(0, 3), min_size=queries, max_size=queries))
+    return draw(table), draw(table), asked, labels, draw(st.integers(1, 9))
+
+
+def by_hand(similarities, scores, label, labels, pool):
+    """Candidates best first: the pool by score, the rest by similarity; then the place of the first right one."""
+    order = sorted(range(len(labels)), key=lambda place: (-similarities[place], place))
+    head = sorted(order[:pool], key=lambda place: -scores[place])  # stable
+    right = [at for at, place in enumerate([*head, *order[pool:]]) if labels[place] == label]
+    return order, (right or [len(labels)])[0]
+
+
+@given(searches())
+def test_ranks_equal_those_of_plain_sorting(search):
+    similarities, scores, asked, labels, pool = search
+    similarity = np.array(similarities, dtype=np.float32)
+    relevant = np.array(asked)[:, None] == np.array(labels)
+    plain = ranks_by_similarity(similarity, relevant)
+    kept = nearest(similarity, pool)
+    score = np.take_along_axis(np.array(scores, dtype=np.float32), kept, axis=1)
+    reranked = ranks_after_reranking(score, np.take_along_axis(relevant, kept, axis=1), pool, plain)
+    for query, label in enumerate(asked):
+        order, rank = by_hand(similarities[query], similarities[query], label, labels, pool)
+        assert kept[query].tolist() == order[:pool]
+        assert plain[query] == rank
+        assert reranked[query] == by_hand(similarities[query], scores[query], label, labels, pool)[1]
+
+
+@given(searches())
+def test_a_small_pool_is_the_head_of_a_large_one(search):
+    similarities, scores, asked, labels, pool = search
+    similarity, relevant = np.array(similarities, dtype=np.float32), np.array(asked)[:, None] == np.array(labels)
+    plain = ranks_by_similarity(similarity, relevant)
+    kept = nearest(similarity, len(labels))
+    score = np.take_along_axis(np.array(scores, dtype=np.float32), kept, axis=1)
+    found = ranks_after_reranking(score, np.take_along_axis(relevant, kept, axis=1), pool, plain)
+    for query, label in enumerate(asked):
+        assert found[query] == by_hand(similarities[query], scores[query], label, labels, pool)[1]
+
+
+def test_recall_counts_ranks_below_the_cutoff():
+    found = hits(np.array([0, 1, 4, 5, 9, 10]), (1, 5, 10))
+    np.testing.assert_allclose(found.mean(axis=0), [1 / 6, 3 / 6, 5 / 6])
+
+
+def test_pools_do_not_depend_on_how_queries_are_cut(monkeypatch):
+    rng = np.random.default_rng(0)
+    # Small integers: their products are exact, whatever the matrix product's order.
+    queries = rng.integers(-3, 4, (23, 5)).astype(np.float32)
+    candidates = rng.integers(-3, 4, (11, 5)).astype(np.float32)
+    labels, wanted = rng.integers(0, 4, 11), rng.integers(0, 5, 23)
+    whole = embedding_pools(queries, candidates, wanted, labels, 6)
+    monkeypatch.setattr("edje_index.evaluation.pools._CHUNK_NUMBERS", 30)
+    cut = embedding_pools(queries, candidates, wanted, labels, 6)
+    for name in ("candidates", "similarities", "relevant", "ranks"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(cut, name))
+    for query in range(23):
+        similarities = (queries[query] @ candidates.T).tolist()
+        order, rank = by_hand(similarities, similarities, wanted[query], labels.tolist(), 6)
+        assert whole.candidates[query].tolist() == order[:6]
+        assert whole.similarities[query].tolist() == [similarities[place] for place in order[:6]]
+        assert whole.ranks[query] == rank

@@ -1,0 +1,89 @@
+"""A small training without images: random features, made-up captions, the tiny bundle's towers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from edje_index.bundle import ModelBundle
+from edje_index.training.batches import BatchSource, Features
+from edje_index.training.config import TrainConfig, make_config
+from edje_index.training.dataset import CaptionSet, Miner, TrainingData, prepare_data
+from edje_index.training.loop import Runtime
+from edje_index.training.rank import TrainTask
+from edje_index.training.rows import Marks
+from edje_index.training.start import Origin, make_start
+from storage_formats.layout import IndexSpec
+from tests.conftest import write_random_index
+
+IMAGES = 24
+SETTINGS = {
+    "tokens": 4,
+    "adapter_hidden": 48,
+    "batch_size": 8,
+    "negatives": 2,
+    "steps": 6,
+    "lr": 1e-3,
+    "warmup_steps": 2,
+}
+WORDS = ["dog", "cat", "red", "house", "water", "boy", "street", "snow", "ball"]
+
+
+def captions(count: int = IMAGES) -> list[tuple[str, ...]]:
+    """Two captions an image; images 0 and 1 share one."""
+    rng = np.random.default_rng(3)
+    made = [tuple(" ".join(rng.choice(WORDS, rng.integers(2, 7))) for _ in range(2)) for _ in range(count)]
+    return [("A dog .", made[0][1]), ("a dog", made[1][1]), *made[2:]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything on disk that training opens."""
+
+    folder: Path
+    bundle: Path
+    features: Path
+    data: Path
+
+    def config(self, **settings: object) -> TrainConfig:
+        return make_config({**SETTINGS, **settings})
+
+    def task(self, run_dir: Path, runtime: dict[str, object] | None = None, **settings: object) -> TrainTask:
+        """A task whose start is made anew from the tiny bundle."""
+        config = self.config(**settings)
+        start = run_dir / "start"
+        if not start.exists():
+            make_start(Origin(self.bundle), config.architecture, config.loop.seed).save(start)
+        options = {"run_dir": run_dir, "device": "cpu", "checkpoint_every": 2, "log_every": 1, **(runtime or {})}
+        return TrainTask(config, Runtime(**options), "run", start, self.features, self.data, 0.1)
+
+    def source(self, rank: int = 0, world: int = 1, **settings: object) -> BatchSource:
+        bundle = ModelBundle.load(self.bundle)
+        data, features = TrainingData.open(self.data), Features(self.features)
+        marks = Marks.of(bundle.joint.tokenizer)
+        return BatchSource(data, features, None, marks, 4, 0.1, self.config(**settings), rank, world)
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread():
+    """The models are so small that handing work between threads would be most of it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def case(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Case:
+    folder = tmp_path_factory.mktemp("training")
+    features = folder / "features.edje"
+    write_random_index(features, IndexSpec(IMAGES + 3, 8, (16, 32), embed_dim=24))
+    bundle = ModelBundle.load(tiny_bundle)
+    items = CaptionSet(np.arange(IMAGES) + 2, captions())
+    prepared = prepare_data(items, bundle.joint.tokenizer, bundle.text, Miner(bundle.text, features, items.rows))
+    prepared.save(folder / "data")
+    return Case(folder, tiny_bundle, features, folder / "data")

@@ -1,0 +1,176 @@
+"""Which pairs a batch holds, and the rows that are made of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from edje_index.bundle import ModelBundle
+from edje_index.training.batches import TeacherSource
+from edje_index.training.dataset import TrainingData, read_embeddings
+from edje_index.training.rows import Marks, joint_rows, mask_captions, text_rows
+from edje_index.training.sampling import Sampler
+from storage_formats.errors import CorruptIndexError
+from storage_formats.token_store import TokenStore
+from tests.conftest import write_random_index
+from tests.edje_index.training.conftest import IMAGES, captions
+
+TEXTS = ["a dog", "one two three four five six seven", "x", "<image> dog"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_bundle):
+    return ModelBundle.load(tiny_bundle).joint.tokenizer
+
+
+def tokens(tokenizer, texts):
+    return [np.array(ids, dtype=np.int32) for ids in tokenizer.caption_ids(texts)]
+
+
+@pytest.mark.parametrize("image_tokens", [1, 4, 64])
+def test_rows_are_the_tokenizers_own(tokenizer, image_tokens):
+    expected = tokenizer.inputs(TEXTS, image_tokens)
+    found = joint_rows(tokens(tokenizer, TEXTS), image_tokens, Marks.of(tokenizer))
+    for name in ("input_ids", "token_type_ids", "attention_mask"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+
+
+def test_text_rows_are_cls_caption_sep(tokenizer):
+    marks = Marks.of(tokenizer)
+    rows = text_rows(tokens(tokenizer, TEXTS), marks)
+    for ids, mask, caption in zip(rows.input_ids, rows.attention_mask, tokens(tokenizer, TEXTS), strict=True):
+        assert ids[mask.bool()].tolist() == [marks.cls, *caption, marks.sep]
+    assert not rows.token_type_ids.any()
+
+
+def test_masks_cover_caption_tokens_alone_and_about_half(tokenizer):
+    marks, rng = Marks.of(tokenizer), np.random.default_rng(0)
+    texts = [rng.integers(50, 400, rng.integers(1, 20)).astype(np.int32) for _ in range(2000)]
+    covered = mask_captions(texts, 0.5, marks.mask, rng)
+    rows = joint_rows(covered.captions, 4, marks)
+    plain = joint_rows(texts, 4, marks)
+    places, targets = covered.places(rows.input_ids.shape[1])
+    assert (rows.input_ids.flatten()[places] == marks.mask).all()
+    assert torch.equal(plain.input_ids.flatten()[places], targets)
+    changed = (rows.input_ids != plain.input_ids).flatten().nonzero()[:, 0]
+    assert torch.equal(changed, places)
+    assert len(places) / sum(map(len, texts)) == pytest.approx(0.5, abs=0.02)
+
+
+def test_an_epoch_shows_every_image_once_and_the_next_another_caption(case):
+    data = TrainingData.open(case.data)
+    sampler = Sampler(data, 8, seed=1)
+    epochs = [[sampler.pairs(3 * epoch + batch) for batch in range(3)] for epoch in range(2)]
+    first, second = (dict(zip(*map(np.concatenate, zip(*epoch, strict=True)), strict=True)) for epoch in epochs)
+    assert sorted(first) == sorted(second) == list(range(IMAGES))
+    assert list(first) != list(second)
+    for image in range(IMAGES):
+        both = range(data.caption_starts[image], data.caption_starts[image + 1])
+        assert sorted([first[image], second[image]]) == list(both)
+
+
+def test_data_is_what_the_captions_say(case, tokenizer):
+    data = TrainingData.open(case.data)
+    texts = [text for group in captions() for text in group]
+    assert [data.caption(at).tolist() for at in range(len(texts))] == tokenizer.caption_ids(texts)
+    assert data.caption_keys[0] == data.caption_keys[2]  # "A dog ." and "a dog"
+    np.testing.assert_allclose(np.linalg.norm(data.text_embeddings, axis=1), 1, atol=1e-5)
+    rows = np.array([9, 2, 20, 2])
+    from storage_formats.embeddings import iter_embeddings
+    from storage_formats.manifest import Manifest
+
+    whole = np.concatenate([part for _, part in iter_embeddings(case.features, Manifest.load(case.features).spec)])
+    np.testing.assert_array_equal(read_embeddings(case.features, rows), whole[rows])
+
+
+def rows_of(batch, source, number):
+    """(row in the index, caption tokens) of every row of a batch, told by its tensors alone."""
+    store = TokenStore.open(source.features._root)
+    blocks = {store.fetch([row]).tobytes(): row for row in range(len(store))}
+    patches = batch.patches.view(torch.int16).numpy()
+    images = [blocks[patches[at].tobytes()] for at in batch.image]
+    marks = source.marks
+    texts = []
+    for ids in batch.inputs.input_ids.tolist():
+        texts.append(tuple(ids[1 : ids.index(marks.sep)]))
+    return images, texts
+
+
+def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(case):
+    source = case.source()
+    batch = source.joint(5)
+    b, k = 8, 2
+    images, texts = rows_of(batch, source, 5)
+    assert len(images) == len(texts) == b * (1 + 2 * k) + b
+    data = source.data
+    own_images, own_captions = Sampler(data, b, 0).pairs(5)
+    assert images[:b] == data.rows[own_images].tolist()
+    assert texts[:b] == [tuple(data.caption(at)) for at in own_captions]
+    caption_of = {tuple(data.caption(at)): image for at, image in zip(own_captions, own_images, strict=True)}
+    for anchor in range(b):
+        for negative in range(b + k * anchor, b + k * anchor + k):
+            assert texts[negative] == texts[anchor]
+            assert images[negative] != images[anchor]
+            assert images[negative] in images[:b]
+        for negative in range(b * (1 + k) + k * anchor, b * (1 + k) + k * anchor + k):
+            assert images[negative] == images[anchor]
+            assert texts[negative] != texts[anchor]
+            assert texts[negative] in caption_of
+    assert images[-b:] == images[:b]
+    places, targets = batch.masked
+    width = batch.inputs.input_ids.shape[1]
+    flat = batch.inputs.input_ids[-b:].flatten()
+    assert (flat[places] == source.marks.mask).all()
+    restored = flat.clone()
+    restored[places] = targets
+    assert torch.equal(restored.view(b, width), batch.inputs.input_ids[:b])
+
+
+def test_ranks_share_a_batch_and_mine_over_all_of_it(case):
+    whole, parts = case.source(), [case.source(rank, 2) for rank in range(2)]
+    images, texts = rows_of(whole.joint(3), whole, 3)
+    b, k = 8, 2
+    for rank, part in enumerate(parts):
+        batch = part.joint(3)
+        found_images, found_texts = rows_of(batch, part, 3)
+        local = range(rank * 4, rank * 4 + 4)
+        expected = [
+            *local,
+            *(b + k * at + j for at in local for j in range(k)),
+            *(b * (1 + k) + k * at + j for at in local for j in range(k)),
+        ]
+        pairs = 4 * (1 + 2 * k)
+        assert found_images[:pairs] == [images[at] for at in expected]
+        assert found_texts[:pairs] == [texts[at] for at in expected]
+    beyond = set(found_images) - set(images[4:8])
+    assert beyond, "no negative came from the other rank"
+
+
+def test_a_batch_is_the_same_whenever_it_is_made(case):
+    first, again = case.source().joint(7), case.source().joint(7)
+    other = case.source().joint(8)
+    assert torch.equal(first.inputs.input_ids, again.inputs.input_ids)
+    assert torch.equal(first.image, again.image)
+    assert not torch.equal(first.inputs.input_ids[:8], other.inputs.input_ids[:8])
+
+
+def test_a_teacher_reads_the_same_pairs(case):
+    source = case.source()
+    data = source.data
+    from dataclasses import replace
+
+    batch = replace(source, teacher=TeacherSource(source.features, data.rows, 16)).joint(0)
+    inputs, blocks = batch.teacher
+    assert inputs.input_ids.shape[0] == 8 * 5
+    assert torch.equal(blocks, batch.patches)
+    assert (inputs.input_ids == source.marks.image).sum(dim=1).tolist() == [16] * 40
+
+
+def test_features_with_a_hole_are_named(tmp_path):
+    from edje_index.training.batches import Features
+    from storage_formats.layout import IndexSpec
+
+    write_random_index(tmp_path / "index", IndexSpec(6, 4, (2, 8), embed_dim=4), failed=frozenset({3}))
+    with pytest.raises(CorruptIndexError, match="row 3"):
+        Features(tmp_path / "index").fetch(np.array([1, 3]))

@@ -1,0 +1,163 @@
+"""The loop: resuming, stopping, checkpoints, the guard against gradients that are no numbers, the log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from edje_index.bundle import ModelBundle
+from edje_index.errors import ModelError
+from edje_index.training.checkpoint import Checkpoints
+from edje_index.training.distributed import Ranks
+from edje_index.training.finish import trained_bundle
+from edje_index.training.journal import Journal, read_log
+from edje_index.training.loop import TrainingStopped, make_optimizer
+from edje_index.training.objectives import JointObjective
+from edje_index.training.rank import total_steps, train_rank
+from storage_formats.errors import UsageError
+
+
+def never() -> bool:
+    return False
+
+
+class StopAfter:
+    """Asks for a stop once it was asked `calls` times."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return Checkpoints(run_dir, "run").latest().weights
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.fixture(scope="module")
+def calm(case, tmp_path_factory):
+    """A training of both phases without a break: two alignment steps, six joint ones, dropout on."""
+    run_dir = tmp_path_factory.mktemp("calm")
+    train_rank(case.task(run_dir, align_steps=2, align_batch_size=8, accumulate=2), Ranks(), never)
+    return run_dir
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3, 5, 7])
+def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls):
+    task = case.task(tmp_path, align_steps=2, align_batch_size=8, accumulate=2)
+    with pytest.raises(TrainingStopped, match="stopped after step"):
+        train_rank(task, Ranks(), StopAfter(calls))
+    train_rank(task, Ranks(), never)
+    assert same(weights(tmp_path), weights(calm))
+    places = [(record["stage"], record["step"]) for record in read_log(tmp_path)]
+    assert places == [(0, 1), (0, 2), *((1, step) for step in range(1, 7))]
+
+
+def test_what_followed_the_last_checkpoint_is_done_again(case, calm, tmp_path):
+    """As after kill -9: the log is ahead of the checkpoint, and a half-written file lies about."""
+    task = case.task(tmp_path, align_steps=2, align_batch_size=8, accumulate=2)
+    train_rank(task, Ranks(), never)
+    folder = tmp_path / "checkpoints"
+    newest = sorted(folder.iterdir())[-1]
+    newest.rename(folder / f".{newest.name}.123")
+    train_rank(task, Ranks(), never)
+    assert same(weights(tmp_path), weights(calm))
+    assert [path.name for path in sorted(folder.iterdir())] == ["01-000000004.pt", "01-000000006.pt"]
+    assert len(read_log(tmp_path)) == 8
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(case, calm, tmp_path):
+    task = case.task(tmp_path, align_steps=2, align_batch_size=8, accumulate=2)
+    train_rank(task, Ranks(), never)
+    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
+    newest.write_bytes(newest.read_bytes()[:1000])
+    train_rank(task, Ranks(), never)
+    assert same(weights(tmp_path), weights(calm))
+
+
+def test_another_trainings_checkpoint_is_refused(case, calm):
+    with pytest.raises(ModelError, match="of another training"):
+        Checkpoints(calm, "other").latest()
+
+
+def test_it_learns_and_leaves_the_tower(case, tmp_path):
+    """The losses fall; the towers of the bundle that comes out are the ones that went in."""
+    task = case.task(tmp_path, steps=60, lr=3e-3, dropout=0.0, attention_dropout=0.0)
+    train_rank(task, Ranks(), never)
+    log = read_log(tmp_path)
+    assert log[-1]["recovery"] < 0.5 * log[0]["recovery"]
+    assert log[-1]["mlm"] < 0.7 * log[0]["mlm"]
+    bundle, steps = trained_bundle(task.start, tmp_path, "run", "notes")
+    assert steps == 60
+    assert bundle.trained
+    before = ModelBundle.load(task.start)
+    assert same(bundle.clip.state_dict(), before.clip.state_dict())
+    assert not same(bundle.adapter.state_dict(), before.adapter.state_dict())
+    assert bundle.save(tmp_path / "out").trained
+
+
+@pytest.mark.parametrize("words", ["trained", "frozen"])
+def test_frozen_words_stay_the_language_models(case, tmp_path, words):
+    task = case.task(tmp_path, steps=2, words=words)
+    train_rank(task, Ranks(), never)
+    after, _ = trained_bundle(task.start, tmp_path, "run", "notes")
+    before = ModelBundle.load(task.start)
+    equal = torch.equal(after.joint.text_embeddings.weight, before.joint.text_embeddings.weight)
+    assert equal == (words == "frozen")
+    assert not torch.equal(after.joint.text_projection.weight, before.joint.text_projection.weight)
+
+
+def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(case, tmp_path):
+    task = case.task(tmp_path, max_bad_steps=3, steps=6)
+    path = sorted((task.start / "joint").glob("model.safetensors"))[0]
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(path)
+    state["text_projection.bias"].fill_(float("nan"))
+    save_file(state, path)
+    with pytest.raises(ModelError, match=r"no finite gradient in 3 steps in a row, up to step 3 .*--lr"):
+        train_rank(task, Ranks(), never)
+    assert same(
+        {k: v for k, v in weights(tmp_path).items() if k.startswith("adapter.")},
+        {f"adapter.{k}": v for k, v in ModelBundle.load(task.start, verify=False).adapter.state_dict().items()},
+    )
+
+
+def test_a_checkpoint_has_no_head_that_is_not_trained(case, tmp_path):
+    config = case.config(adapter_lr_factor=3.0)
+    start = ModelBundle.load(case.bundle)
+    optimizer = make_optimizer(
+        JointObjective(start.adapter.requires_grad_(True), start.joint, config.objective), config.optimizer
+    )
+    kinds = {(group["weight_decay"], group["factor"]) for group in optimizer.param_groups}
+    assert kinds == {(0.0, 1.0), (0.05, 1.0), (0.0, 3.0), (0.05, 3.0)}
+    for group in optimizer.param_groups:
+        assert all((parameter.ndim > 1) == (group["weight_decay"] > 0) for parameter in group["params"])
+
+
+def test_how_long(case):
+    assert total_steps(case.config(), 100) == 6
+    assert total_steps(case.config(steps=None, epochs=2.5), 100) == 30
+    assert total_steps(case.config(steps=None, epochs=2, accumulate=5), 100) == 5
+    with pytest.raises(UsageError, match="--steps or --epochs"):
+        total_steps(case.config(steps=None), 100)
+    with pytest.raises(UsageError, match="fewer than a batch"):
+        total_steps(case.config(), 7)
+
+
+def test_the_log_survives_a_line_cut_short(tmp_path):
+    journal = Journal(tmp_path, 0, 0)
+    journal.write({"stage": 0, "step": 1, "phase": "joint", "loss": 2.0})
+    journal.close()
+    with (tmp_path / "log.jsonl").open("ab") as file:
+        file.write(json.dumps({"stage": 0, "step": 2}).encode()[:-4])
+    assert [record["step"] for record in read_log(tmp_path)] == [1]

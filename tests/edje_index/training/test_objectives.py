@@ -1,0 +1,150 @@
+"""What the phases compute, and where gradients go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from edje_index.adapter import AdapterConfig, build_adapter
+from edje_index.bundle import ModelBundle
+from edje_index.training.batches import TeacherSource
+from edje_index.training.losses import distillation_loss, itm_loss, mlm_loss, recovery_loss
+from edje_index.training.objectives import AlignmentObjective, JointObjective, Teacher
+from edje_index.training.words import content_words
+
+
+@pytest.fixture
+def bundle(tiny_bundle):
+    loaded = ModelBundle.load(tiny_bundle)
+    loaded.adapter.requires_grad_(True)
+    return loaded
+
+
+def test_losses_are_those_of_the_pairs_scored_one_by_one(case, bundle):
+    """The joint encoder's own scoring and tokenizer are the reference."""
+    batch = case.source().joint(0)
+    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective).eval()
+    losses = objective(batch)
+    tokens = bundle.adapter(batch.patches.float())
+    with torch.no_grad():
+        logits = torch.cat([bundle.joint(rows(batch.inputs, at), tokens[batch.image[at : at + 1]]) for at in range(40)])
+        hidden = torch.cat(
+            [
+                bundle.joint.hidden_states(rows(batch.inputs, at), tokens[batch.image[at : at + 1]])
+                for at in range(40, 48)
+            ]
+        )
+        texts = bundle.joint.hidden_states(batch.text_inputs[0], torch.empty(0, 0, 16))[:, 0]
+        covered = bundle.joint.language_model.cls(hidden.flatten(0, 1)[batch.masked[0]])
+        expected = {
+            "itm": itm_loss(logits[:8], logits[8:24].view(8, 2), logits[24:].view(8, 2)),
+            "mlm": mlm_loss(covered, batch.masked[1]),
+            "recovery": recovery_loss(bundle.joint.text_projection(texts), batch.text_inputs[1]),
+        }
+    for name, value in expected.items():
+        torch.testing.assert_close(losses[name], value, atol=1e-5, rtol=0)
+    torch.testing.assert_close(losses["loss"], sum(expected.values()), atol=1e-5, rtol=0)
+
+
+def rows(inputs, at):
+    from edje_index.joint_inputs import JointInputs
+
+    return JointInputs(
+        inputs.input_ids[at : at + 1], inputs.token_type_ids[at : at + 1], inputs.attention_mask[at : at + 1]
+    )
+
+
+def test_gradients_reach_adapter_language_model_and_heads_and_not_the_tower(case, bundle):
+    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective).train()
+    objective(case.source().joint(0))["loss"].backward()
+    without = [name for name, parameter in objective.named_parameters() if parameter.grad is None]
+    assert without == []
+    reached = {name.split(".")[1] for name, parameter in objective.named_parameters() if parameter.grad.abs().sum() > 0}
+    assert {"query", "key", "language_model", "classification_head", "text_projection"} <= reached
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in bundle.clip.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "still"),
+    [
+        ({"mlm_weight": 0.0}, "joint.language_model.cls.predictions.transform"),
+        ({"recovery_weight": 0.0}, "joint.text_projection"),
+        ({"itm_weight": 0.0}, "joint.classification_head"),
+    ],
+)
+def test_a_loss_of_weight_zero_leaves_its_head_alone(case, bundle, settings, still):
+    objective = JointObjective(bundle.adapter, bundle.joint, case.config(**settings).objective).train()
+    losses = objective(case.source(**settings).joint(0))
+    losses["loss"].backward()
+    for name, parameter in objective.named_parameters():
+        assert (parameter.grad is None) == name.startswith((still, "joint.language_model.cls.predictions.bias"
+                                                            if "mlm_weight" in settings else still)), name  # fmt: skip
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_the_teacher_scores_the_students_pairs_with_its_own_tokens(case, bundle, tiny_bundle, has_tokens):
+    teacher_bundle = ModelBundle.load(tiny_bundle)
+    local = build_adapter(AdapterConfig("local", 16, 32, 16, 24))
+    source = case.source()
+    batch = replace(source, teacher=TeacherSource(source.features, source.data.rows, 16)).joint(0)
+    teacher = Teacher(teacher_bundle.joint, local)
+    tokens = local(batch.teacher[1].float())
+    if has_tokens:
+        batch = replace(batch, teacher=(batch.teacher[0], tokens.detach()))
+        teacher = Teacher(teacher_bundle.joint, None)
+    expected = torch.cat(
+        [teacher_bundle.joint(rows(batch.teacher[0], at), tokens[batch.image[at : at + 1]]) for at in range(40)]
+    )
+    torch.testing.assert_close(teacher.logits(batch), expected.detach(), atol=1e-5, rtol=0)
+    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, teacher).train()
+    losses = objective(batch)
+    assert "distillation" in losses
+    losses["loss"].backward()
+    assert all(parameter.grad is None for parameter in local.parameters())
+    assert not any("teacher" in name for name, _ in objective.named_parameters())
+
+
+def test_distillation_is_of_all_pairs(case, bundle):
+    source = case.source()
+    batch = replace(source, teacher=TeacherSource(source.features, source.data.rows, 16)).joint(0)
+    teacher = Teacher(bundle.joint, build_adapter(AdapterConfig("local", 16, 32, 16, 24)))
+    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, teacher).eval()
+    tokens = bundle.adapter(batch.patches.float())
+    student = torch.cat([bundle.joint(rows(batch.inputs, at), tokens[batch.image[at : at + 1]]) for at in range(40)])
+    expected = distillation_loss(student, teacher.logits(batch))
+    torch.testing.assert_close(objective(batch)["distillation"], expected, atol=1e-5, rtol=0)
+
+
+def test_alignment_trains_the_adapter_alone(case, bundle):
+    source = case.source(align_steps=1, align_batch_size=12)
+    batch = source.alignment(content_words(bundle.joint.tokenizer))(0)
+    assert batch.patches.shape == (12, 16, 32)
+    objective = AlignmentObjective(bundle.adapter, bundle.joint)
+    losses = objective(batch)
+    losses["loss"].backward()
+    assert {name.split(".")[0] for name, parameter in objective.named_parameters() if parameter.grad is not None} == {
+        "adapter", "log_temperature",
+    }  # fmt: skip
+    assert all(parameter.grad is None for parameter in bundle.joint.parameters())
+
+
+def test_alignment_finds_images_that_contain_their_words(bundle):
+    """An image made of the very words of its caption is told from the others."""
+    from edje_index.training.batches import AlignmentBatch
+
+    words = torch.tensor([50, 51, 60, 61, 70, 71])
+    table = bundle.joint.text_embeddings.weight.detach()
+    features = build_adapter(AdapterConfig("patches", 2, 16, 16, 0))
+    objective = AlignmentObjective(features, bundle.joint)
+    batch = AlignmentBatch(table[words].view(3, 2, 16), words, torch.tensor([0, 0, 1, 1, 2, 2]))
+    assert objective(batch)["accuracy"] == 1
+
+
+def test_content_words(bundle):
+    tokenizer = bundle.joint.tokenizer
+    content = content_words(tokenizer)
+    number = tokenizer.tokenizer.convert_tokens_to_ids
+    assert not content[[number(word) for word in ("[CLS]", "[MASK]", "<image>", ".", "the", "a", "of")]].any()
+    assert content[[number(word) for word in ("b", "##z", "7")]].all()

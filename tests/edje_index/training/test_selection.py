@@ -1,0 +1,50 @@
+"""Choosing the embedding's weight."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edje_index.bf16 import to_bf16_array
+from edje_index.training.batches import Features
+from edje_index.training.config import SelectionConfig
+from edje_index.training.dataset import CaptionSet
+from edje_index.training.selection import GRID, choose_weight, make_dev_set
+from edje_index.training.start import Origin, make_start
+from tests.edje_index.training.conftest import IMAGES, captions
+
+
+@pytest.fixture
+def setting(case):
+    bundle = make_start(Origin(case.bundle), case.config().architecture, 0)
+    items = CaptionSet(np.arange(IMAGES) + 2, captions())
+    return bundle, make_dev_set(items, bundle.text, case.features), Features(case.features)
+
+
+def test_recalls_are_those_of_the_plain_computation(setting):
+    bundle, dev, features = setting
+    found = choose_weight(bundle, dev, features, SelectionConfig(dev_captions=1000, dev_pool=6), "cpu")
+    assert (found.captions, found.pool) == (2 * IMAGES, 6)
+    tokens = to_bf16_array(bundle.adapter(features.fetch(dev.rows).float()))
+    hits = dict.fromkeys(GRID, 0)
+    embedding_hits = 0
+    for at, text in enumerate(dev.captions):
+        similar = dev.image_embeddings @ dev.text_embeddings[at]
+        near = sorted(range(IMAGES), key=lambda image: -similar[image])[:6]
+        embedding_hits += near[0] == at // 2
+        logits = bundle.joint.score(text, tokens[near]).numpy()
+        for weight in GRID:
+            best = max(range(6), key=lambda place: logits[place] + weight * similar[near[place]])
+            hits[weight] += near[best] == at // 2
+    assert found.recall == pytest.approx({weight: count / (2 * IMAGES) for weight, count in hits.items()})
+    assert found.embedding_recall == pytest.approx(embedding_hits / (2 * IMAGES))
+    assert found.weight == min(w for w in GRID if hits[w] == max(hits.values()))
+
+
+def test_a_sample_is_always_the_same(setting):
+    _, dev, _ = setting
+    first, again = dev.sample(7), dev.sample(7)
+    assert first.captions == again.captions
+    assert len(first.captions) == 7
+    for text, owner in zip(first.captions, first.owner, strict=True):
+        assert text in captions()[owner]

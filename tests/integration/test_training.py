@@ -1,0 +1,223 @@
+"""Training from the command line: killed in mid-epoch and resumed, stopped, on two workers, refused."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from edje_index.bundle_info import read_bundle_info
+from edje_index.training.journal import read_log
+from edje_index.untrained import TINY, create_untrained_bundle
+from pipelines.cli import main
+from tests.integration import builds
+from tests.integration.builds import command, environment
+
+COLOURS = {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200), "white": (240, 240, 240)}
+PLACES = {"left": np.s_[:, :24], "right": np.s_[:, 24:], "top": np.s_[:24], "bottom": np.s_[24:]}
+OPTIONS = [
+    "--adapter-hidden", "48", "--tokens", "4", "--batch-size", "8", "--lr", "1e-3", "--warmup-steps", "5",
+    "--align-steps", "4", "--align-batch-size", "16", "--checkpoint-every", "7", "--log-every", "1", "--threads", "1",
+]  # fmt: skip
+
+
+def write_captions(folder: Path) -> None:
+    """32 pictures of a coloured half; the last 8 are for choosing."""
+    (folder / "photos").mkdir()
+    lines = []
+    for at in range(32):
+        colour, place = list(COLOURS)[at % 4], list(PLACES)[at // 4 % 4]
+        pixels = np.random.default_rng(at).integers(90, 130, (48, 48, 3)).astype(np.uint8)
+        pixels[PLACES[place]] = COLOURS[colour]
+        Image.fromarray(pixels).save(folder / "photos" / f"{at}.png")
+        texts = [f"{colour} at the {place} of number {at}", f"the {place} is {colour}"]
+        lines.append(json.dumps({"image": f"{at}.png", "captions": texts}) + "\n")
+    (folder / "train.jsonl").write_text("".join(lines[:24]))
+    (folder / "dev.jsonl").write_text("".join(lines[24:]))
+
+
+def run(*arguments: str | Path, expect: int = 0) -> dict:
+    """Run `edje-index ARGUMENTS --json` in this process, which has all libraries loaded, and return its object."""
+    threads = torch.get_num_threads()
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = main([*map(str, arguments), "--json"])
+    torch.set_num_threads(threads)
+    assert code == expect, out.getvalue()
+    return json.loads(out.getvalue())
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """Folder with captions, a tiny model, and a training that ran without a break."""
+    folder = tmp_path_factory.mktemp("training")
+    write_captions(folder)
+    create_untrained_bundle(folder / "model", sizes=TINY)
+    calm = run(*training(folder, folder / "calm", features=False), "--dev", folder / "dev.jsonl")
+    assert calm["steps"] == 30
+    assert calm["dev"]["captions"] == 16
+    return folder
+
+
+def training(folder: Path, out: Path, *, features: bool = True) -> list[str | Path]:
+    given = ["--features", folder / "calm.run" / "features.edje"] if features else []
+    images = ["--images", folder / "photos", "--model", folder / "model", "--steps", "30"]
+    return ["train", folder / "train.jsonl", *images, "--out", out, *OPTIONS, *given]
+
+
+def start(arguments: list[str | Path]) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(*arguments, "--json"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment(), text=True
+    )
+
+
+def wait_for_steps(process: subprocess.Popen, run_dir: Path, lines: int) -> None:
+    """Until the log has `lines` lines."""
+    deadline = time.monotonic() + 240
+    while len(read_log(run_dir)) < lines:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def weights(bundle: Path) -> dict[str, str]:
+    return {name: record["sha256"] for name, record in read_bundle_info(bundle).files.items()}
+
+
+@pytest.mark.parametrize("lines", [13, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_killed_training_resumes_to_the_same_bits(case, tmp_path, lines):
+    """13: in the joint phase, in the middle of its third epoch; 2: before there is any checkpoint."""
+    out = tmp_path / "out"
+    process = start(training(case, out))
+    wait_for_steps(process, tmp_path / "out.run", lines)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not out.exists()
+    result = run(*training(case, out))
+    assert weights(out) == weights(case / "calm")
+    assert result["steps"] == 30
+    places = [(record["stage"], record["step"]) for record in read_log(tmp_path / "out.run")]
+    assert places == [*((0, step) for step in range(1, 5)), *((1, step) for step in range(1, 31))]
+
+
+@pytest.mark.slow
+def test_a_stopped_training_says_how_to_go_on(case, tmp_path):
+    out = tmp_path / "out"
+    process = start(training(case, out))
+    wait_for_steps(process, tmp_path / "out.run", 9)
+    process.terminate()
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "To resume: edje-index train" in error
+    run(*training(case, out))
+    assert weights(out) == weights(case / "calm")
+
+
+def test_a_finished_training_has_nothing_to_do(case):
+    result = run(*training(case, case / "calm", features=False), "--dev", case / "dev.jsonl")
+    assert result["already_finished"]
+
+
+def test_other_settings_in_the_same_folder_are_named(case):
+    error = run(*training(case, case / "calm"), "--lr", "5e-4", "--seed", "3", expect=2)["error"]
+    for words in ("lr 0.001 there, 0.0005 asked", "seed 0 there, 3 asked", "features None there", "--run-dir"):
+        assert words in error
+
+
+def test_the_bundle_builds_and_searches(case, tmp_path):
+    run("build", case / "photos", "--out", tmp_path / "index", "--model", case / "calm", "--engine", "inline")
+    hits = run("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]
+    assert len(hits) == 3
+    info = read_bundle_info(case / "calm")
+    assert info.trained
+    assert "30 steps of 8 pairs" in info.notes
+
+
+def test_a_student_learns_from_a_teacher(case, tmp_path):
+    local = [*training(case, tmp_path / "teacher"), "--adapter", "local", "--steps", "3"]
+    run(*local)
+    student = [*training(case, tmp_path / "student"), "--steps", "3", "--teacher", tmp_path / "teacher"]
+    result = run(*student, "--init", tmp_path / "teacher")
+    assert result["last"]["distillation"] > 0
+    built = ["build", case / "photos", "--out", tmp_path / "tokens", "--model", tmp_path / "teacher"]
+    run(*built, "--engine", "inline")
+    again = [*training(case, tmp_path / "again"), "--steps", "3", "--teacher", tmp_path / "teacher"]
+    other = run(*again, "--init", tmp_path / "teacher", "--teacher-features", tmp_path / "tokens")
+    # The same teacher, by its stored tokens, which are rounded.
+    assert other["last"]["distillation"] == pytest.approx(result["last"]["distillation"], abs=1e-2)
+
+
+def test_a_configuration_file_says_the_same(case, tmp_path):
+    text = f"""
+captions = ["{case}/train.jsonl"]
+images = "{case}/photos"
+model = "{case}/model"
+features = "{case}/calm.run/features.edje"
+threads = 1
+checkpoint_every = 7
+log_every = 1
+[architecture]
+adapter_hidden = 48
+tokens = 4
+[loop]
+batch_size = 8
+steps = 99
+[optimizer]
+lr = 1e-3
+warmup_steps = 5
+[alignment]
+align_steps = 4
+align_batch_size = 16
+"""
+    (tmp_path / "train.toml").write_text(text)
+    run("train", "--config", tmp_path / "train.toml", "--out", tmp_path / "out", "--steps", "30")
+    assert weights(tmp_path / "out") == weights(case / "calm")
+    (tmp_path / "wrong.toml").write_text(text + "speed = 3\n")
+    assert "speed" in run("train", "--config", tmp_path / "wrong.toml", "--out", tmp_path / "b", expect=2)["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["strided", "clustered", "pruned"])
+def test_reductions_are_trained_by_the_same_protocol(case, tmp_path, adapter):
+    arguments = training(case, tmp_path / "out", features=False)
+    result = run(*arguments, "--adapter", adapter, "--steps", "4")
+    assert result["steps"] == 4
+    assert read_bundle_info(tmp_path / "out").adapter["kind"] == adapter
+
+
+@pytest.mark.slow
+def test_another_model_mines(case, tmp_path):
+    create_untrained_bundle(tmp_path / "miner", seed=9, sizes=TINY)
+    result = run(*training(case, tmp_path / "out"), "--steps", "3", "--miner", tmp_path / "miner")
+    assert result["steps"] == 3
+    assert (tmp_path / "out.run" / "miner.edje").is_dir()
+
+
+@pytest.mark.slow
+def test_two_workers_train_one_model(case, tmp_path):
+    """Two ranks on Ray, stopped in between, take the steps of one: no chance is left but that of the batches."""
+    still = ["--dropout", "0", "--attention-dropout", "0", "--mlm-weight", "0", "--align-steps", "0", "--steps", "100"]
+    run(*training(case, tmp_path / "one"), *still)
+    arguments = [*training(case, tmp_path / "two"), *still, "--workers", "2"]
+    process = start(arguments)
+    wait_for_steps(process, tmp_path / "two.run", 1)
+    process.terminate()
+    _, error = process.communicate(timeout=240)
+    assert process.returncode == 1, "it was done before it could be stopped"
+    assert "To resume" in error
+    builds.run(*arguments)
+    one_log, two_log = (read_log(tmp_path / f"{name}.run") for name in ("one", "two"))
+    assert [record["step"] for record in two_log] == [record["step"] for record in one_log] == list(range(1, 101))
+    for one, other in zip(one_log[:10], two_log, strict=False):
+        assert other["itm"] == pytest.approx(one["itm"], abs=1e-4)
+        assert other["recovery"] == pytest.approx(one["recovery"], abs=1e-4)
+    assert not (tmp_path / "two.run" / "ray").exists()

