@@ -22,8 +22,9 @@ from benchmarks.fetch.records import StoredRecords
 from benchmarks.fetch.subjects import Subject, subject_class
 from benchmarks.fetch.workloads import Ids, Workload, draw_calls
 from storage_formats.codecs import Records
+from storage_formats.reading.memory import aligned_bytes
 
-_WARM_UP = 64  # blocks
+_WARM_UP = 1024  # blocks: enough that whatever a large call alone imports or compiles is there
 _CHECKED = 32  # blocks of the last call that are compared with plain reads
 
 
@@ -57,7 +58,7 @@ class Run:
         self._calls = calls
         self._max_seconds = max_seconds
         shape = (len(calls[0]), subject.output_bytes)
-        self._buffers = [np.ones(shape, dtype=np.uint8) for _ in range(workload.threads)]
+        self._buffers = [_touched(shape) for _ in range(workload.threads)]
         self._pool = ThreadPoolExecutor(workload.threads)
 
     def warm_up(self) -> None:
@@ -104,6 +105,13 @@ class Run:
             found = self._subject.fetch(ids, buffer[: len(ids)])
             seconds.append(time.perf_counter() - started)
         return _Share(seconds, calls[: len(seconds)], found)
+
+
+def _touched(shape: tuple[int, int]) -> Records:
+    """Memory from a page on, all of it there: what every subject reads into."""
+    buffer = aligned_bytes(shape[0] * shape[1]).reshape(shape)
+    buffer.fill(1)
+    return buffer
 
 
 @dataclass(frozen=True)

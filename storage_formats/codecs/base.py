@@ -65,6 +65,13 @@ class Codec(Protocol):
         """
         ...
 
+    def scatter(self, records: Records, out: Blocks, places: Rows, threads: int | None = None) -> None:
+        """Decode record i of `records` [k, record_bytes] to `out[places[i]]`; `out` is bf16 [n, m, d].
+
+        `places` [k] must be distinct. `records` must be C-contiguous. UsageError for a place outside `out`.
+        """
+        ...
+
 
 def check_blocks(blocks: Blocks, block_shape: tuple[int, int]) -> Blocks:
     """`blocks` as a contiguous array; UsageError unless it is bfloat16 [k, *block_shape]."""
@@ -82,16 +89,21 @@ def check_records(records: Records, record_bytes: int) -> Records:
     return np.ascontiguousarray(records)
 
 
-def check_rows(rows: Rows, records: Records) -> NDArray[np.int64]:
-    """`rows` as int64 [k]; UsageError unless all are within `records`, and those are contiguous."""
+def check_rows(rows: Rows, count: int) -> NDArray[np.int64]:
+    """`rows` as int64 [k]; UsageError unless all are within 0..count - 1."""
     places = np.asarray(rows)
     if places.ndim != 1 or (places.size and places.dtype.kind not in "iu"):
         raise UsageError(f"rows must be a flat sequence of integers, got {places.dtype} {list(places.shape)}")
-    if places.size and (places.min() < 0 or places.max() >= len(records)):
-        raise UsageError(f"rows must be in 0..{len(records) - 1}, got {places.min()}..{places.max()}")
+    if places.size and (places.min() < 0 or places.max() >= count):
+        raise UsageError(f"rows must be in 0..{count - 1}, got {places.min()}..{places.max()}")
+    return np.ascontiguousarray(places, dtype=np.int64)
+
+
+def check_gathered(records: Records, record_bytes: int) -> Records:
+    """`records`; UsageError unless it is C-contiguous uint8 [k, record_bytes]: a copy might be of a whole shard."""
     if not records.flags.c_contiguous:
         raise UsageError("records to gather from must be C-contiguous; pass a contiguous copy")
-    return np.ascontiguousarray(places, dtype=np.int64)
+    return np.asarray(check_records(records, record_bytes))
 
 
 def check_out(out: Blocks | None, count: int, block_shape: tuple[int, int]) -> Blocks:

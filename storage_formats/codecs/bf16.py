@@ -17,7 +17,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from storage_formats.codecs.base import BF16, Blocks, Records, Rows, check_blocks, check_out, check_records, check_rows
+from storage_formats.codecs.base import (
+    BF16,
+    Blocks,
+    Records,
+    Rows,
+    check_blocks,
+    check_gathered,
+    check_out,
+    check_records,
+    check_rows,
+)
 from storage_formats.codecs.threads import run_chunks
 
 
@@ -50,8 +60,8 @@ class BF16Codec:
         self, records: Records, rows: Rows, out: Blocks | None = None, threads: int | None = None
     ) -> Blocks:
         """`records[rows]` as bf16 [k, m, d], a copy; see `storage_formats.codecs.base.Codec`."""
-        places = check_rows(rows, records)
-        records = check_records(records, self.record_bytes)
+        places = check_rows(rows, len(records))
+        records = check_gathered(records, self.record_bytes)
         out = check_out(out, len(places), self.block_shape)
         copies = out.view(np.uint8).reshape(-1, self.record_bytes)
 
@@ -61,3 +71,9 @@ class BF16Codec:
 
         run_chunks(gather, len(places), self.record_bytes, threads)
         return out
+
+    def scatter(self, records: Records, out: Blocks, places: Rows, threads: int | None = None) -> None:
+        """Record i as block `out[places[i]]`; see `storage_formats.codecs.base.Codec`."""
+        checked = check_rows(places, len(out))
+        blocks = check_gathered(records, self.record_bytes).view(BF16).reshape(-1, *self.block_shape)
+        check_out(out, len(out), self.block_shape)[checked] = blocks

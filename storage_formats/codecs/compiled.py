@@ -12,6 +12,7 @@ from storage_formats.codecs.base import (
     Records,
     Rows,
     check_blocks,
+    check_gathered,
     check_out,
     check_records,
     check_rows,
@@ -23,6 +24,8 @@ Bits = NDArray[np.uint16]
 """Flat bits of bfloat16 numbers."""
 Bytes = NDArray[np.uint8]
 """Flat bytes of records."""
+Moves = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""(rows, places): record `rows[i]` becomes block `places[i]`."""
 
 
 class CompiledCodec(ABC):
@@ -47,8 +50,8 @@ class CompiledCodec(ABC):
         """Encode blocks [start, stop)."""
 
     @abstractmethod
-    def _decode(self, records: Bytes, rows: NDArray[np.int64], bits: Bits, start: int, stop: int) -> None:
-        """Decode records `rows[start:stop]` to blocks [start, stop)."""
+    def _decode(self, records: Bytes, moves: Moves, bits: Bits, start: int, stop: int) -> None:
+        """Decode records `rows[start:stop]` to blocks `places[start:stop]`."""
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
         """bf16 [k, m, d] -> uint8 [k, record_bytes]."""
@@ -67,11 +70,19 @@ class CompiledCodec(ABC):
         self, records: Records, rows: Rows, out: Blocks | None = None, threads: int | None = None
     ) -> Blocks:
         """`records[rows]` as bf16 [k, m, d], into `out` where it is given; see `base.Codec`."""
-        places = check_rows(rows, records)
-        records = check_records(records, self.record_bytes)
-        out = check_out(out, len(places), self.block_shape)
-        flat, bits = np.asarray(records).reshape(-1), out.view(np.uint16).reshape(-1)
-        run_chunks(
-            lambda start, stop: self._decode(flat, places, bits, start, stop), len(places), 2 * self.values, threads
-        )
+        checked = check_rows(rows, len(records))
+        out = check_out(out, len(checked), self.block_shape)
+        self._convert(records, (checked, np.arange(len(checked))), out, threads)
         return out
+
+    def scatter(self, records: Records, out: Blocks, places: Rows, threads: int | None = None) -> None:
+        """Record i as block `out[places[i]]`; see `base.Codec`."""
+        checked = check_rows(places, len(out))
+        self._convert(records, (np.arange(len(checked)), checked), check_out(out, len(out), self.block_shape), threads)
+
+    def _convert(self, records: Records, moves: Moves, out: Blocks, threads: int | None) -> None:
+        flat = check_gathered(records, self.record_bytes).reshape(-1)
+        bits = out.view(np.uint16).reshape(-1)
+        run_chunks(
+            lambda start, stop: self._decode(flat, moves, bits, start, stop), len(moves[0]), 2 * self.values, threads
+        )

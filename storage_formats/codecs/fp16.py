@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs.base import BF16
-from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec
+from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec, Moves
 from storage_formats.codecs.minifloat import CANONICAL_NAN
 
 _LARGEST = 65504.0
@@ -50,12 +50,14 @@ class FP16Codec(CompiledCodec):
         from storage_formats.codecs import kernels
 
         words = records.view(np.uint16)[start * self.values :]
-        kernels.translate(bits, np.arange(start, stop), _from_bf16(), words, self.values, 0, stop - start)
+        kernels.translate(
+            bits, np.arange(start, stop), np.arange(stop - start), _from_bf16(), words, self.values, 0, stop - start
+        )
 
-    def _decode(self, records: Bytes, rows: NDArray[np.int64], bits: Bits, start: int, stop: int) -> None:
+    def _decode(self, records: Bytes, moves: Moves, bits: Bits, start: int, stop: int) -> None:
         from storage_formats.codecs import kernels
 
-        kernels.translate(records.view(np.uint16), rows, _to_bf16(), bits, self.values, start, stop)
+        kernels.translate(records.view(np.uint16), *moves, _to_bf16(), bits, self.values, start, stop)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs.base import BF16
-from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec
+from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec, Moves
 from storage_formats.codecs.minifloat import CANONICAL_NAN, E4M3, NAN_CODE, MiniFloat
 from storage_formats.errors import UsageError
 
@@ -58,13 +58,13 @@ class GroupScaledCodec(CompiledCodec):
         else:
             kernels.encode_e2m1(bits, self._scale_table(), self.scale_values, records, self._shape, start, stop)
 
-    def _decode(self, records: Bytes, rows: NDArray[np.int64], bits: Bits, start: int, stop: int) -> None:
+    def _decode(self, records: Bytes, moves: Moves, bits: Bits, start: int, stop: int) -> None:
         from storage_formats.codecs import kernels
 
         if self.element is E4M3:
-            kernels.decode_e4m3(records, rows, self._products(), bits, self._shape, start, stop)
+            kernels.decode_e4m3(records, *moves, self._products(), bits, self._shape, start, stop)
         else:
-            kernels.decode_e2m1(records, rows, self._pairs(), bits.view(np.uint32), self._shape, start, stop)
+            kernels.decode_e2m1(records, *moves, self._pairs(), bits.view(np.uint32), self._shape, start, stop)
 
     @property
     def _shape(self) -> tuple[int, int, int]:

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs.base import BF16
-from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec
+from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec, Moves
 
 NAN_SCALE = 0xFFFF
 """Bits of the scale of a token that is not finite: the fill byte repeated."""
@@ -56,10 +56,10 @@ class Int8Codec(CompiledCodec):
 
         kernels.encode_int8(bits, _scale_table(), records, self._shape, start, stop)
 
-    def _decode(self, records: Bytes, rows: NDArray[np.int64], bits: Bits, start: int, stop: int) -> None:
+    def _decode(self, records: Bytes, moves: Moves, bits: Bits, start: int, stop: int) -> None:
         from storage_formats.codecs import kernels
 
-        kernels.decode_int8(records, rows, bits, self._shape, start, stop)
+        kernels.decode_int8(records, *moves, bits, self._shape, start, stop)
 
     @property
     def _shape(self) -> tuple[int, int, int]:

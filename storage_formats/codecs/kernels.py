@@ -2,7 +2,7 @@
 
 Every kernel takes flat arrays and runs on blocks [start, stop) without the GIL: callers bring their own threads.
 Of a block's `shape` (values, width, group) the first is m x d, the second d, and the third how many numbers share
-a scale. Decoders write block i of `bits` from record `rows[i]`, which may lie at any address.
+a scale. Decoders write block `places[i]` of `bits` from record `rows[i]`, which may lie at any address.
 
 Kernels have one signature each, so that processes which fill Numba's cache at once write the same files, and stand
 in one module, because that cache notices changes of a kernel's own file only. Indices are unsigned, which spares
@@ -326,16 +326,19 @@ def _rescaled(code: np.uint8, exponent: np.uint16) -> Any:
     return np.uint16(field | np.uint16(np.uint16(code & np.uint8(0x80)) << np.uint16(8)))
 
 
-@_kernel(_input(types.uint8), _ROWS, _input(types.uint16), _output(types.uint16), _SHAPE, *_SPAN)
-def decode_e4m3(records: U8, rows: Rows, table: U16, bits: U16, shape: Shape, start: Index, stop: Index) -> None:
+@_kernel(_input(types.uint8), _ROWS, _ROWS, _input(types.uint16), _output(types.uint16), _SHAPE, *_SPAN)
+def decode_e4m3(
+    records: U8, rows: Rows, places: Rows, table: U16, bits: U16, shape: Shape, start: Index, stop: Index
+) -> None:
     """E4M3 codes, then E8M0 scales: `table` [256 scales x 256 codes] has the bfloat16 bits of every product.
 
     Tokens without subnormal codes, nearly all, take a way that is twice as fast as the table and gives the same.
     """
     values, width, group = shape
     exponents = np.empty(width, dtype=np.uint16)
-    for block in range(start, stop):
-        codes_at = np.uint64(rows[block]) * (values + values // group)
+    for item in range(start, stop):
+        block = np.uint64(places[item])
+        codes_at = np.uint64(rows[item]) * (values + values // group)
         scales_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
             extreme = _scale_exponents(records, scales_at, group, exponents)
@@ -351,12 +354,15 @@ def decode_e4m3(records: U8, rows: Rows, table: U16, bits: U16, shape: Shape, st
             scales_at += width // group
 
 
-@_kernel(_input(types.uint8), _ROWS, _input(types.uint32), _output(types.uint32), _SHAPE, *_SPAN)
-def decode_e2m1(records: U8, rows: Rows, table: U32, pairs: U32, shape: Shape, start: Index, stop: Index) -> None:
+@_kernel(_input(types.uint8), _ROWS, _ROWS, _input(types.uint32), _output(types.uint32), _SHAPE, *_SPAN)
+def decode_e2m1(
+    records: U8, rows: Rows, places: Rows, table: U32, pairs: U32, shape: Shape, start: Index, stop: Index
+) -> None:
     """Two E2M1 codes a byte, then one-byte scales: `table` [256 scales x 256 bytes] has the bits of both products."""
     codes, group = shape[0] >> np.uint64(1), shape[2] >> np.uint64(1)
-    for block in range(start, stop):
-        code_at = np.uint64(rows[block]) * (codes + codes // group)
+    for item in range(start, stop):
+        block = np.uint64(places[item])
+        code_at = np.uint64(rows[item]) * (codes + codes // group)
         scales_at = code_at + codes
         place = block * codes
         for index in range(codes // group):
@@ -367,11 +373,14 @@ def decode_e2m1(records: U8, rows: Rows, table: U32, pairs: U32, shape: Shape, s
             place += group
 
 
-@_kernel(_input(types.uint16), _ROWS, _input(types.uint16), _output(types.uint16), types.uint64, *_SPAN)
-def translate(words: U16, rows: Rows, table: U16, out: U16, values: Index, start: Index, stop: Index) -> None:
-    """out[i] = table[words[rows[i]]] for blocks of `values` 16-bit words; `table` [65536]."""
-    for block in range(start, stop):
-        source, target = np.uint64(rows[block]) * values, block * values
+@_kernel(_input(types.uint16), _ROWS, _ROWS, _input(types.uint16), _output(types.uint16), types.uint64, *_SPAN)
+def translate(
+    words: U16, rows: Rows, places: Rows, table: U16, out: U16, values: Index, start: Index, stop: Index
+) -> None:
+    """out[places[i]] = table[words[rows[i]]] for blocks of `values` 16-bit words; `table` [65536]."""
+    for item in range(start, stop):
+        block = np.uint64(places[item])
+        source, target = np.uint64(rows[item]) * values, block * values
         for place in range(values):
             out[target + place] = table[words[source + place]]
 
@@ -409,12 +418,13 @@ def encode_int8(bits: U16, scale_bits: U16, records: U8, shape: Shape, start: In
             scale_at += np.uint64(2)
 
 
-@_kernel(_input(types.uint8), _ROWS, _output(types.uint16), _SHAPE, *_SPAN)
-def decode_int8(records: U8, rows: Rows, bits: U16, shape: Shape, start: Index, stop: Index) -> None:
+@_kernel(_input(types.uint8), _ROWS, _ROWS, _output(types.uint16), _SHAPE, *_SPAN)
+def decode_int8(records: U8, rows: Rows, places: Rows, bits: U16, shape: Shape, start: Index, stop: Index) -> None:
     """Integer times the token's scale: 16 significant bits at most, so exact in float32 and rounded once."""
     values, width, _ = shape
-    for block in range(start, stop):
-        codes_at = np.uint64(rows[block]) * (values + np.uint64(2) * (values // width))
+    for item in range(start, stop):
+        block = np.uint64(places[item])
+        codes_at = np.uint64(rows[item]) * (values + np.uint64(2) * (values // width))
         scale_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
             scale = _bf16(_read_scale(records, scale_at))
@@ -451,13 +461,16 @@ def encode_sign1(bits: U16, records: U8, shape: Shape, start: Index, stop: Index
             scale_at += np.uint64(2)
 
 
-@_kernel(_input(types.uint8), _ROWS, _input(types.uint64), _output(types.uint64), _SHAPE, *_SPAN)
-def decode_sign1(records: U8, rows: Rows, table: U64, quads: U64, shape: Shape, start: Index, stop: Index) -> None:
+@_kernel(_input(types.uint8), _ROWS, _ROWS, _input(types.uint64), _output(types.uint64), _SHAPE, *_SPAN)
+def decode_sign1(
+    records: U8, rows: Rows, places: Rows, table: U64, quads: U64, shape: Shape, start: Index, stop: Index
+) -> None:
     """The token's scale with the sign bits of each byte: `table` [256 x 2] spreads them over two words of four."""
     values, width, _ = shape
     size = width >> np.uint64(3)
-    for block in range(start, stop):
-        codes_at = np.uint64(rows[block]) * (values // width) * (size + np.uint64(2))
+    for item in range(start, stop):
+        block = np.uint64(places[item])
+        codes_at = np.uint64(rows[item]) * (values // width) * (size + np.uint64(2))
         scale_at = codes_at + (values >> np.uint64(3))
         quad = (block * values) >> np.uint64(2)
         for _ in range(values // width):

@@ -29,7 +29,7 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec
+from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec, Moves
 from storage_formats.errors import UsageError
 
 
@@ -53,10 +53,10 @@ class Sign1Codec(CompiledCodec):
 
         kernels.encode_sign1(bits, records, self._shape, start, stop)
 
-    def _decode(self, records: Bytes, rows: NDArray[np.int64], bits: Bits, start: int, stop: int) -> None:
+    def _decode(self, records: Bytes, moves: Moves, bits: Bits, start: int, stop: int) -> None:
         from storage_formats.codecs import kernels
 
-        kernels.decode_sign1(records, rows, _sign_words(), bits.view(np.uint64), self._shape, start, stop)
+        kernels.decode_sign1(records, *moves, _sign_words(), bits.view(np.uint64), self._shape, start, stop)
 
     @property
     def _shape(self) -> tuple[int, int, int]:

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import numpy as np
 
-from storage_formats.codecs import BF16, Blocks, Codec, Records
+from storage_formats.codecs import Blocks, Codec, Records
 from storage_formats.codecs.bf16 import BF16Codec
 from storage_formats.reading.base import Batch, Engine, Finish, Target
-from storage_formats.reading.memory import BufferPool, copy_memory
+from storage_formats.reading.memory import BufferPool
 
 
 class Landing(Protocol):
@@ -64,22 +64,9 @@ class _Decoded:
         return Target(records, np.arange(len(batch)), buffer)
 
     def land(self, batch: Batch, target: Target, threads: int | None) -> None:
-        places = batch.places
-        if places[-1] - places[0] == len(places) - 1 and (np.diff(places) == 1).all():
-            self._codec.decode(target.records, self._out[places[0] : places[-1] + 1], threads)
-        else:
-            self._scatter(places, target, threads)
+        self._codec.scatter(target.records, self._out, batch.places, threads)
         if target.buffer is not None:
             self._buffers.give_back(target.buffer)
-
-    def _scatter(self, places: np.ndarray[tuple[int], np.dtype[np.int64]], target: Target, threads: int | None) -> None:
-        shape, size = self._codec.block_shape, self._out.strides[0]
-        buffer = self._buffers.borrow(len(places) * size)
-        blocks = buffer[: len(places) * size].view(BF16).reshape(len(places), *shape)
-        self._codec.decode(target.records, blocks, threads)
-        sources = blocks.ctypes.data + np.arange(len(places)) * size
-        copy_memory(sources, self._out.ctypes.data + places * size, size, threads)
-        self._buffers.give_back(buffer)
 
 
 def read_batch(engine: Engine, batch: Batch, landing: Landing) -> None:

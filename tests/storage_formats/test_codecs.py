@@ -188,6 +188,23 @@ def test_rows_of_a_mapped_file(name, tmp_path):
 
 
 @EVERY
+def test_records_are_decoded_to_where_they_belong(name):
+    entry = codec(name, SHAPE)
+    records = entry.encode(gaussian(5))
+    out = gaussian(9)
+    expected = out.copy()
+    places = [8, 0, 3, 2, 5]
+    expected[places] = entry.decode(records)
+    entry.scatter(records, out, places, threads=2)
+    assert same_bits(out, expected)
+    with pytest.raises(UsageError, match=r"rows must be in 0\.\.8"):
+        entry.scatter(records, out, [0, 1, 2, 3, 9])
+    with pytest.raises(UsageError, match="C-contiguous"):
+        entry.scatter(records[::2], out, [0, 1, 2])
+    assert same_bits(out, expected)
+
+
+@EVERY
 def test_wrong_rows_are_refused(name):
     entry = codec(name, SHAPE)
     records = entry.encode(gaussian(3))
