@@ -1,5 +1,5 @@
 # Two commands do everything on a machine that has Python 3.11+, git and make:
-#   make demo   index a folder of real photos, verify it, fetch from it, search it
+#   make demo   index a folder of real photos with a trained model, quantize, verify, fetch from it, search it
 #   make test   pass the tests
 # Both make their own virtual environment in .venv.
 
@@ -24,7 +24,8 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 demo: $(VENV)/.demo
-	test -d $(DEMO)/model || $(BIN)/edje-index init-model $(DEMO)/model
+	test -d $(DEMO)/towers || $(BIN)/edje-index fetch-towers $(DEMO)/towers
+	test -d $(DEMO)/model || $(BIN)/edje-index unpack-model models/flickr8k-dinov2-small $(DEMO)/model --towers $(DEMO)/towers
 	$(BIN)/edje-index build $(PHOTOS) --out $(DEMO)/photos.edje --model $(DEMO)/model --shard-size 16
 	$(BIN)/edje-index quantize $(DEMO)/photos.edje --to fp8 --to nvfp4
 	$(BIN)/edje-index info $(DEMO)/photos.edje
