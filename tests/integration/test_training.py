@@ -142,6 +142,7 @@ def test_the_bundle_builds_and_searches(case, tmp_path):
     assert "30 steps of 8 pairs" in info.notes
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_a_teacher(case, tmp_path):
     local = [*training(case, tmp_path / "teacher"), "--adapter", "local", "--steps", "3"]
     run(*local)
@@ -156,6 +157,7 @@ def test_a_student_learns_from_a_teacher(case, tmp_path):
     assert other["last"]["distillation"] == pytest.approx(result["last"]["distillation"], abs=1e-2)
 
 
+@pytest.mark.slow
 def test_a_configuration_file_says_the_same(case, tmp_path):
     text = f"""
 captions = ["{case}/train.jsonl"]
