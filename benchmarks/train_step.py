@@ -31,7 +31,7 @@ from edje_index.training.loop import Runtime
 from edje_index.training.objectives import TOTAL, JointObjective
 from edje_index.training.rank import TrainTask, train_rank
 from edje_index.training.rows import Marks
-from edje_index.training.start import Origin, make_start, set_dropout
+from edje_index.training.start import Origin, make_start, set_attention, set_dropout
 from edje_index.untrained import UntrainedSizes, create_untrained_bundle
 from storage_formats.layout import IndexSpec
 
@@ -140,6 +140,7 @@ def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
     bundle = ModelBundle.load(task.start, verify=False)
     adapter = bundle.adapter.requires_grad_(True)
     set_dropout(bundle.joint, task.config.architecture.dropout, task.config.architecture.attention_dropout)
+    set_attention(bundle.joint, torch.device("cpu"))
     marks, tokens = Marks.of(bundle.joint.tokenizer), adapter.config.num_tokens
     source = BatchSource(TrainingData.open(task.data), Features(task.features), None, marks, tokens, 0.05, task.config)
     batch = source.joint(0)
@@ -147,10 +148,10 @@ def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
     with torch.no_grad():
         stored = replace(batch, patches=adapter(batch.patches.float()))
     through = build_adapter(AdapterConfig("patches", tokens, width, width, hidden_dim=0))
-    objective = task.config.objective
+    objective, seen = task.config.objective, task.config.seen
     return {
-        "objective": _forward_and_backward(JointObjective(adapter, bundle.joint, objective).train(), batch),
-        "joint": _forward_and_backward(JointObjective(through, bundle.joint, objective).train(), stored),
+        "objective": _forward_and_backward(JointObjective(adapter, bundle.joint, objective, seen).train(), batch),
+        "joint": _forward_and_backward(JointObjective(through, bundle.joint, objective, seen).train(), stored),
     }
 
 

@@ -62,17 +62,18 @@ class JointBatch(OnDevice):
 
 @dataclass(frozen=True)
 class AlignmentBatch(OnDevice):
-    """b images with a caption each.
+    """b images with s captions each.
 
     Attributes:
         patches: features [b, n, d_v].
-        words: numbers of the captions' content words [w].
-        caption: which of the b captions each belongs to [w].
+        words: numbers of the distinct content words of all captions [w].
+        shares: which part of each caption's content words each of them is, float32 [w, s b]; a caption of each image
+            in order, then another of each.
     """
 
     patches: torch.Tensor
     words: torch.Tensor
-    caption: torch.Tensor
+    shares: torch.Tensor
 
 
 class Features:
@@ -196,13 +197,17 @@ class BatchSource:
         sampler = Sampler(self.data, min(settings.align_batch_size, self.data.images), seed)
 
         def batch(number: int) -> AlignmentBatch:
-            images, captions = (part[self.rank :: self.world] for part in sampler.pairs(number))
-            words = [tokens[content[tokens]] for tokens in map(self._tokens, captions)]
-            owner = np.repeat(np.arange(len(words)), [len(part) for part in words])
+            images, captions = sampler.sets(number, settings.align_captions)
+            own = slice(self.rank, None, self.world)
+            words = [tokens[content[tokens]] for tokens in map(self._tokens, captions[:, own].ravel().tolist())]
+            distinct, place = np.unique(np.concatenate(words), return_inverse=True)
+            shares = np.zeros((len(distinct), len(words)), dtype=np.float32)
+            lengths = np.array([len(part) for part in words])
+            np.add.at(shares, (place, np.repeat(np.arange(len(words)), lengths)), 1)
             return AlignmentBatch(
-                patches=self.features.fetch(self.data.rows[images]),
-                words=torch.from_numpy(np.concatenate(words).astype(np.int64)),
-                caption=torch.from_numpy(owner),
+                patches=self.features.fetch(self.data.rows[images[own]]),
+                words=torch.from_numpy(distinct.astype(np.int64)),
+                shares=torch.from_numpy(shares / lengths.clip(min=1)),
             )
 
         return batch

@@ -42,6 +42,16 @@ class ArchitectureConfig:
 
 
 @dataclass(frozen=True)
+class SeenConfig:
+    """What of an image a step sees, a random choice anew in every step: against overfitting, and faster."""
+
+    patch_dropout: float = _leaf(0.0, "Part of the patches that the compressed adapter does not see.", minimum=0)
+    step_tokens: int | None = _leaf(
+        None, "Of an image's tokens, how many the joint encoder reads in training.  [default: all]", minimum=1
+    )
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig:
     """What is minimised: the weighted sum of the losses in `losses`."""
 
@@ -77,6 +87,12 @@ class AlignmentConfig:
 
     align_steps: int = _leaf(0, "Steps that first align the adapter's tokens with caption words.", minimum=0)
     align_batch_size: int = _leaf(256, "Images of an alignment step.", minimum=2)
+    align_captions: int = _leaf(5, "Captions of each image in an alignment step.", minimum=1)
+    align_queries: str = _leaf(
+        "clusters",
+        "What the adapter's queries begin the alignment with: centres of clusters of patches, or what they are.",
+        choices=("clusters", "kept"),
+    )
     align_lr: float = _leaf(1e-3, "Learning rate of the alignment.", minimum=0)
 
 
@@ -131,6 +147,7 @@ class TrainConfig:
     """All that decides the trained weights but for the data and the weights to start from."""
 
     architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
+    seen: SeenConfig = field(default_factory=SeenConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     negatives: NegativesConfig = field(default_factory=NegativesConfig)
     alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
@@ -204,5 +221,8 @@ def _check(config: TrainConfig) -> None:
             "raise --batch-size or lower --negatives"
         )
     architecture = config.architecture
-    if objective.mlm_probability > 1 or max(architecture.dropout or 0, architecture.attention_dropout or 0) >= 1:
-        raise UsageError("--mlm-probability is at most 1, --dropout and --attention-dropout below 1")
+    dropouts = (architecture.dropout, architecture.attention_dropout, config.seen.patch_dropout)
+    if objective.mlm_probability > 1 or max(part or 0 for part in dropouts) >= 1:
+        raise UsageError("--mlm-probability is at most 1, --dropout, --attention-dropout and --patch-dropout below 1")
+    if config.seen.patch_dropout and architecture.adapter != "compressed":
+        raise UsageError(f"--patch-dropout is for a compressed adapter, not a {architecture.adapter} one")

@@ -71,20 +71,24 @@ def distillation_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Ten
 
 
 def alignment_loss(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Symmetric InfoNCE of late-interaction scores [b images, b captions], the true pairs on the diagonal."""
-    logits = scores / temperature
-    target = torch.arange(scores.shape[0], device=scores.device)
-    return (functional.cross_entropy(logits, target) + functional.cross_entropy(logits.T, target)) / 2
+    """Symmetric InfoNCE of late-interaction scores [b images, s b captions], the mean over s sets of captions.
+
+    Caption j of each set belongs to image j; captions are told from those of their own set alone.
+    """
+    images = scores.shape[0]
+    logits = (scores / temperature).view(images, -1, images).movedim(1, 0)  # [s, b images, b captions]
+    target = torch.arange(images, device=scores.device).repeat(len(logits))
+    rows, columns = logits.flatten(0, 1), logits.transpose(1, 2).flatten(0, 1)
+    return (functional.cross_entropy(rows, target) + functional.cross_entropy(columns, target)) / 2
 
 
-def alignment_scores(tokens: torch.Tensor, words: torch.Tensor, caption: torch.Tensor, captions: int) -> torch.Tensor:
+def alignment_scores(tokens: torch.Tensor, words: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Late interaction: mean over a caption's words of the largest cosine with any token of the image.
 
     Args:
         tokens: of the images [b, m, d].
-        words: word vectors of all captions, one after another [w, d].
-        caption: which caption each word belongs to, int64 [w].
-        captions: number of captions c; one without words scores 0.
+        words: vectors of the distinct words of all captions [w, d].
+        shares: which part of each caption's words each of them is [w, c]; a caption without words scores 0.
 
     Returns:
         [b, c].
@@ -92,5 +96,4 @@ def alignment_scores(tokens: torch.Tensor, words: torch.Tensor, caption: torch.T
     b, m, d = tokens.shape
     cosines = functional.normalize(tokens, dim=2).reshape(b * m, d) @ functional.normalize(words, dim=1).T
     best = cosines.view(b, m, -1).amax(dim=1)
-    membership = functional.one_hot(caption, captions).to(best.dtype)
-    return best @ (membership / membership.sum(dim=0).clamp(min=1))
+    return best.to(shares.dtype) @ shares

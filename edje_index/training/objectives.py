@@ -15,7 +15,7 @@ from edje_index.adapter import Adapter, ReducedAdapter
 from edje_index.joint_encoder import JointEncoder
 from edje_index.joint_inputs import JointInputs
 from edje_index.training.batches import AlignmentBatch, JointBatch
-from edje_index.training.config import ObjectiveConfig
+from edje_index.training.config import ObjectiveConfig, SeenConfig
 from edje_index.training.losses import (
     alignment_loss,
     alignment_scores,
@@ -62,19 +62,25 @@ class JointObjective(nn.Module):
     """Matching, masked language modelling, recovery of the text embedding and distillation, weighted and summed."""
 
     def __init__(
-        self, adapter: Adapter, joint: JointEncoder, config: ObjectiveConfig, teacher: Teacher | None = None
+        self,
+        adapter: Adapter,
+        joint: JointEncoder,
+        config: ObjectiveConfig,
+        seen: SeenConfig,
+        teacher: Teacher | None = None,
     ) -> None:
         super().__init__()
         self.adapter = trained_part(adapter)
         self.joint = joint
         self._config = config
+        self._seen = seen
         self._teacher = (teacher,)  # in a tuple: it is no part of what is trained
         self._freeze_unused()
 
     def forward(self, batch: JointBatch) -> Losses:
         """Each loss, their weighted sum as ``loss``, and ``accuracy``: positives scored above all their negatives."""
         config = self._config
-        tokens = self.adapter(batch.patches.float())
+        tokens = some_of(self.adapter(seen_patches(batch.patches, self._seen)), self._seen.step_tokens)
         hidden = self.joint.hidden_states(batch.inputs, tokens.index_select(0, batch.image))
         pairs = batch.pairs * (1 + 2 * batch.negatives)
         logits = self.joint.classification_head(hidden[:pairs])[:, 0].float()
@@ -123,22 +129,36 @@ class AlignmentObjective(nn.Module):
     words: torch.Tensor
     mean: torch.Tensor
 
-    def __init__(self, adapter: Adapter, joint: JointEncoder) -> None:
+    def __init__(self, adapter: Adapter, joint: JointEncoder, seen: SeenConfig) -> None:
         super().__init__()
         self.adapter = trained_part(adapter)
+        self._seen = seen
         self.log_temperature = nn.Parameter(torch.tensor(FIRST_TEMPERATURE).log())
         words: torch.Tensor = joint.text_embeddings.weight.detach()  # type: ignore[operator]
         self.register_buffer("words", words, persistent=False)
         self.register_buffer("mean", words.mean(dim=0), persistent=False)
 
     def forward(self, batch: AlignmentBatch) -> Losses:
-        """``loss``, and ``accuracy``: images whose own caption scores best."""
-        tokens = self.adapter(batch.patches.float()) - self.mean
-        words = self.words[batch.words] - self.mean
-        scores = alignment_scores(tokens, words, batch.caption, tokens.shape[0])
-        best = scores.argmax(dim=1) == torch.arange(tokens.shape[0], device=scores.device)
-        loss = alignment_loss(scores.float(), self.log_temperature.exp().clamp(min=0.01))
+        """``loss``, and ``accuracy``: images whose own caption of the first set scores best in it."""
+        tokens = self.adapter(seen_patches(batch.patches, self._seen)) - self.mean
+        scores = alignment_scores(tokens, self.words[batch.words] - self.mean, batch.shares).float()
+        images = tokens.shape[0]
+        best = scores[:, :images].argmax(dim=1) == torch.arange(images, device=scores.device)
+        loss = alignment_loss(scores, self.log_temperature.exp().clamp(min=0.01))
         return {TOTAL: loss, "accuracy": best.float().mean()}
+
+
+def seen_patches(patches: torch.Tensor, seen: SeenConfig) -> torch.Tensor:
+    """What is left of features [b, n, d_v], float32."""
+    return some_of(patches, max(1, round(patches.shape[1] * (1 - seen.patch_dropout)))).float()
+
+
+def some_of(blocks: torch.Tensor, count: int | None) -> torch.Tensor:
+    """At most `count` of the tokens of blocks [b, n, d], in their order, the same of all; the choice is torch's."""
+    n = blocks.shape[1]
+    if count is None or count >= n:
+        return blocks
+    return blocks[:, torch.randperm(n)[:count].sort().values.to(blocks.device)]
 
 
 def trained_part(adapter: Adapter) -> nn.Module:

@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from edje_index.adapter import Adapter, CompressionAdapter
 from edje_index.bundle import ModelBundle
 from edje_index.training.batches import BatchSource, Features, TeacherSource
 from edje_index.training.config import TrainConfig
@@ -17,13 +19,16 @@ from edje_index.training.dataset import TrainingData
 from edje_index.training.distributed import Ranks
 from edje_index.training.loop import Phase, Record, Runtime, Trainer
 from edje_index.training.objectives import AlignmentObjective, JointObjective, Teacher, trained_part
+from edje_index.training.queries import SAMPLE_IMAGES, begin_at_clusters
 from edje_index.training.rows import Marks
+from edje_index.training.sampling import CLUSTERING, stream
 from edje_index.training.schedule import learning_rate
-from edje_index.training.start import set_dropout
+from edje_index.training.start import set_attention, set_dropout
 from edje_index.training.words import content_words
 from storage_formats.errors import UsageError
 
 ALIGNMENT, JOINT = "alignment", "joint"
+CLUSTERS = "clusters"
 _ALIGNMENT_WARMUP = 0.1  # of the phase
 
 
@@ -49,6 +54,7 @@ class TrainTask:
         data: folder of a `TrainingData`.
         temperature: of the mining softmax.
         teacher: None without distillation.
+        new_adapter: nothing has been learned in the adapter of the first step.
     """
 
     config: TrainConfig
@@ -59,6 +65,7 @@ class TrainTask:
     data: Path
     temperature: float
     teacher: TeacherTask | None = None
+    new_adapter: bool = True
 
 
 def train_rank(
@@ -79,6 +86,7 @@ def train_rank(
     adapter, joint = start.adapter.requires_grad_(True), start.joint.requires_grad_(True)
     joint.text_embeddings.requires_grad_(config.architecture.words == "trained")
     set_dropout(joint, config.architecture.dropout, config.architecture.attention_dropout)
+    set_attention(joint, trainer.device)
     data = TrainingData.open(task.data)
     teacher, teacher_source = _teacher(task, trainer)
     source = BatchSource(
@@ -86,7 +94,7 @@ def train_rank(
         features=Features(task.features),
         teacher=teacher_source,
         marks=Marks.of(joint.tokenizer),
-        image_tokens=adapter.config.num_tokens,
+        image_tokens=min(config.seen.step_tokens or adapter.config.num_tokens, adapter.config.num_tokens),
         temperature=task.temperature,
         config=config,
         rank=ranks.rank,
@@ -94,10 +102,12 @@ def train_rank(
     )
 
     def alignment() -> Phase:
-        return _alignment_phase(config, source, AlignmentObjective(adapter, joint), joint_words)
+        if task.new_adapter and config.alignment.align_queries == CLUSTERS:
+            _begin_at_clusters(adapter, source)
+        return _alignment_phase(config, source, AlignmentObjective(adapter, joint, config.seen), joint_words)
 
     def joint_phase() -> Phase:
-        objective = JointObjective(adapter, joint, config.objective, teacher)
+        objective = JointObjective(adapter, joint, config.objective, config.seen, teacher)
         return _joint_phase(config, source, objective, index=len(phases) - 1)
 
     joint_words = content_words(joint.tokenizer)
@@ -140,6 +150,15 @@ def _teacher(task: TrainTask, trainer: Trainer) -> tuple[Teacher | None, Teacher
     rows = np.load(task.teacher.rows, mmap_mode="r")
     source = TeacherSource(Features(task.teacher.index), rows, bundle.block_shape[0])
     return Teacher(joint, adapter), source
+
+
+def _begin_at_clusters(adapter: Adapter, source: BatchSource) -> None:
+    if not isinstance(adapter, CompressionAdapter):
+        return
+    seed, data = source.config.loop.seed, source.data
+    chosen = stream(seed, CLUSTERING).permutation(data.images)[:SAMPLE_IMAGES]
+    generator = torch.Generator().manual_seed(seed)
+    begin_at_clusters(adapter, source.features.fetch(data.rows[np.sort(chosen)]), generator)
 
 
 def _alignment_phase(

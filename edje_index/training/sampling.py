@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edje_index.training.dataset import TrainingData
 
 # One stream of random numbers a purpose; each is seeded by [seed, purpose, ...].
-ORDER, NEGATIVE_IMAGES, NEGATIVE_TEXTS, MASKING, DROPOUT = range(5)
+ORDER, NEGATIVE_IMAGES, NEGATIVE_TEXTS, MASKING, DROPOUT, CLUSTERING = range(6)
 
 
 def stream(seed: int, purpose: int, *place: int) -> np.random.Generator:
@@ -44,12 +44,18 @@ class Sampler:
 
     def pairs(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Image numbers and caption numbers, int64 [batch_size] each, of batch `batch` of the whole training."""
+        images, captions = self.sets(batch, 1)
+        return images, captions[0]
+
+    def sets(self, batch: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Image numbers [batch_size] of a batch, and `count` sets of a caption of each [count, batch_size]."""
         epoch, place = divmod(batch, self.batches_per_epoch)
         order = _permutation(self.data.images, self.seed, epoch)
         images = order[place * self.batch_size : (place + 1) * self.batch_size]
         starts = self.data.caption_starts
         counts = starts[images + 1] - starts[images]
-        return images, starts[images] + (images + epoch) % counts  # not every image with its first caption at once
+        turn = images + epoch  # not every image with its first caption at once
+        return images, starts[images] + (turn + np.arange(count)[:, None]) % counts
 
 
 @lru_cache(maxsize=2)

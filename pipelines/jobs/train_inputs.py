@@ -78,7 +78,9 @@ def prepare_training(
         log_every=request.log_every,
         compile=request.compile,
     )
-    task = TrainTask(config, runtime, run, parts.folder / "start", features, data, temperature, parts.teacher())
+    task = TrainTask(
+        config, runtime, run, parts.folder / "start", features, data, temperature, parts.teacher(), parts.new_adapter
+    )
     total_steps(config, len(parts.kept.rows))
     captions = sum(map(len, parts.kept.captions))
     return Prepared(task, len(parts.kept.rows), captions, parts.left_out, parts.dev())
@@ -123,6 +125,15 @@ class _Parts:
             origin = Origin(request.model, request.vision, request.language, request.init)
             make_start(origin, self._config.architecture, self._config.loop.seed).save(path)
         return ModelBundle.load(path)
+
+    @property
+    def new_adapter(self) -> bool:
+        """Whether the adapter of the first step is not that of --init."""
+        from edje_index.bundle_info import read_bundle_info
+
+        init = self._request.init
+        assert self.start.info is not None
+        return init is None or read_bundle_info(init).adapter != self.start.info.adapter
 
     @cached_property
     def features(self) -> Path:

@@ -70,6 +70,17 @@ def test_an_epoch_shows_every_image_once_and_the_next_another_caption(case):
         assert sorted([first[image], second[image]]) == list(both)
 
 
+def test_sets_of_captions_go_round_what_an_image_has(case):
+    data = TrainingData.open(case.data)
+    sampler = Sampler(data, 8, seed=1)
+    images, captions = sampler.sets(4, 3)
+    np.testing.assert_array_equal(captions[0], sampler.pairs(4)[1])
+    np.testing.assert_array_equal(captions[2], captions[0])  # every image has two
+    assert (captions[1] != captions[0]).all()
+    assert (captions >= data.caption_starts[images]).all()
+    assert (captions < data.caption_starts[images + 1]).all()
+
+
 def test_data_is_what_the_captions_say(case, tokenizer):
     data = TrainingData.open(case.data)
     texts = [text for group in captions() for text in group]

@@ -136,7 +136,7 @@ def test_a_checkpoint_has_no_head_that_is_not_trained(case, tmp_path):
     config = case.config(adapter_lr_factor=3.0)
     start = ModelBundle.load(case.bundle)
     optimizer = make_optimizer(
-        JointObjective(start.adapter.requires_grad_(True), start.joint, config.objective), config.optimizer
+        JointObjective(start.adapter.requires_grad_(True), start.joint, config.objective, config.seen), config.optimizer
     )
     kinds = {(group["weight_decay"], group["factor"]) for group in optimizer.param_groups}
     assert kinds == {(0.0, 1.0), (0.05, 1.0), (0.0, 3.0), (0.05, 3.0)}

@@ -102,7 +102,8 @@ def test_alignment_is_symmetric_info_nce_of_late_interaction(rng):
             for image in t
         ]
     )
-    scores = alignment_scores(tokens, words, torch.from_numpy(caption), 4)
+    shares = torch.from_numpy((caption[:, None] == np.arange(4)) / np.bincount(caption))
+    scores = alignment_scores(tokens, words, shares)
     np.testing.assert_allclose(scores.numpy(), expected, atol=1e-6)
     logits = expected / 0.1
     images = np.mean([-np.log(np.exp(logits[a, a]) / np.exp(logits[a]).sum()) for a in range(4)])
@@ -110,6 +111,13 @@ def test_alignment_is_symmetric_info_nce_of_late_interaction(rng):
     close(alignment_loss(torch.from_numpy(expected), torch.tensor(0.1, dtype=torch.float64)), (images + texts) / 2)
 
 
+def test_alignment_tells_captions_from_those_of_their_set_alone(rng):
+    scores = torch.from_numpy(rng.normal(size=(4, 12)))
+    temperature = torch.tensor(0.2, dtype=torch.float64)
+    apart = [alignment_loss(part, temperature) for part in scores.split(4, dim=1)]
+    close(alignment_loss(scores, temperature), sum(part.item() for part in apart) / 3)
+
+
 def test_a_caption_without_words_scores_nothing():
-    scores = alignment_scores(torch.ones(2, 3, 4), torch.ones(1, 4), torch.tensor([1]), 2)
+    scores = alignment_scores(torch.ones(2, 3, 4), torch.ones(1, 4), torch.tensor([[0.0, 1.0]]))
     assert scores.tolist() == [[0, 1], [0, 1]]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from edje_index.adapter import AdapterConfig, build_adapter
 from edje_index.bundle import ModelBundle
 from edje_index.training.batches import TeacherSource
+from edje_index.training.config import SeenConfig
 from edje_index.training.losses import distillation_loss, itm_loss, mlm_loss, recovery_loss
-from edje_index.training.objectives import AlignmentObjective, JointObjective, Teacher
+from edje_index.training.objectives import AlignmentObjective, JointObjective, Teacher, some_of
 from edje_index.training.words import content_words
 
 
@@ -25,7 +27,7 @@ def bundle(tiny_bundle):
 def test_losses_are_those_of_the_pairs_scored_one_by_one(case, bundle):
     """The joint encoder's own scoring and tokenizer are the reference."""
     batch = case.source().joint(0)
-    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective).eval()
+    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, SeenConfig()).eval()
     losses = objective(batch)
     tokens = bundle.adapter(batch.patches.float())
     with torch.no_grad():
@@ -57,7 +59,7 @@ def rows(inputs, at):
 
 
 def test_gradients_reach_adapter_language_model_and_heads_and_not_the_tower(case, bundle):
-    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective).train()
+    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, SeenConfig()).train()
     objective(case.source().joint(0))["loss"].backward()
     without = [name for name, parameter in objective.named_parameters() if parameter.grad is None]
     assert without == []
@@ -75,7 +77,7 @@ def test_gradients_reach_adapter_language_model_and_heads_and_not_the_tower(case
     ],
 )
 def test_a_loss_of_weight_zero_leaves_its_head_alone(case, bundle, settings, still):
-    objective = JointObjective(bundle.adapter, bundle.joint, case.config(**settings).objective).train()
+    objective = JointObjective(bundle.adapter, bundle.joint, case.config(**settings).objective, SeenConfig()).train()
     losses = objective(case.source(**settings).joint(0))
     losses["loss"].backward()
     for name, parameter in objective.named_parameters():
@@ -98,7 +100,7 @@ def test_the_teacher_scores_the_students_pairs_with_its_own_tokens(case, bundle,
         [teacher_bundle.joint(rows(batch.teacher[0], at), tokens[batch.image[at : at + 1]]) for at in range(40)]
     )
     torch.testing.assert_close(teacher.logits(batch), expected.detach(), atol=1e-5, rtol=0)
-    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, teacher).train()
+    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, SeenConfig(), teacher).train()
     losses = objective(batch)
     assert "distillation" in losses
     losses["loss"].backward()
@@ -110,7 +112,7 @@ def test_distillation_is_of_all_pairs(case, bundle):
     source = case.source()
     batch = replace(source, teacher=TeacherSource(source.features, source.data.rows, 16)).joint(0)
     teacher = Teacher(bundle.joint, build_adapter(AdapterConfig("local", 16, 32, 16, 24)))
-    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, teacher).eval()
+    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, SeenConfig(), teacher).eval()
     tokens = bundle.adapter(batch.patches.float())
     student = torch.cat([bundle.joint(rows(batch.inputs, at), tokens[batch.image[at : at + 1]]) for at in range(40)])
     expected = distillation_loss(student, teacher.logits(batch))
@@ -118,10 +120,11 @@ def test_distillation_is_of_all_pairs(case, bundle):
 
 
 def test_alignment_trains_the_adapter_alone(case, bundle):
-    source = case.source(align_steps=1, align_batch_size=12)
+    source = case.source(align_steps=1, align_batch_size=12, align_captions=2)
     batch = source.alignment(content_words(bundle.joint.tokenizer))(0)
     assert batch.patches.shape == (12, 16, 32)
-    objective = AlignmentObjective(bundle.adapter, bundle.joint)
+    assert batch.shares.shape == (len(batch.words), 24)
+    objective = AlignmentObjective(bundle.adapter, bundle.joint, SeenConfig())
     losses = objective(batch)
     losses["loss"].backward()
     assert {name.split(".")[0] for name, parameter in objective.named_parameters() if parameter.grad is not None} == {
@@ -137,8 +140,8 @@ def test_alignment_finds_images_that_contain_their_words(bundle):
     words = torch.tensor([50, 51, 60, 61, 70, 71])
     table = bundle.joint.text_embeddings.weight.detach()
     features = build_adapter(AdapterConfig("patches", 2, 16, 16, 0))
-    objective = AlignmentObjective(features, bundle.joint)
-    batch = AlignmentBatch(table[words].view(3, 2, 16), words, torch.tensor([0, 0, 1, 1, 2, 2]))
+    objective = AlignmentObjective(features, bundle.joint, SeenConfig())
+    batch = AlignmentBatch(table[words].view(3, 2, 16), words, torch.eye(3).repeat_interleave(2, dim=0) / 2)
     assert objective(batch)["accuracy"] == 1
 
 
@@ -148,3 +151,27 @@ def test_content_words(bundle):
     number = tokenizer.tokenizer.convert_tokens_to_ids
     assert not content[[number(word) for word in ("[CLS]", "[MASK]", "<image>", ".", "the", "a", "of")]].any()
     assert content[[number(word) for word in ("b", "##z", "7")]].all()
+
+
+def test_a_step_sees_as_much_of_an_image_as_is_asked_for(case, bundle):
+    seen = SeenConfig(patch_dropout=0.25, step_tokens=3)
+    batch = replace(case.source(), image_tokens=3).joint(0)
+    assert (batch.inputs.input_ids[0] == bundle.joint.tokenizer.image_token_id).sum() == 3
+    patches = []
+    bundle.adapter.register_forward_pre_hook(lambda _, inputs: patches.append(inputs[0]))
+    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, seen).train()
+    losses = [objective(batch)["loss"].item() for _ in range(2)]
+    assert patches[0].shape == (batch.patches.shape[0], 12, 32)
+    assert not torch.equal(*patches)
+    assert np.isfinite(losses).all()
+
+
+def test_some_of_tokens_are_whole_tokens_of_one_choice():
+    blocks = torch.arange(30.0).view(2, 5, 3)
+    kept = some_of(blocks, 3)
+    places = [(blocks[0] == token).all(dim=1).nonzero().item() for token in kept[0]]
+    assert len(set(places)) == 3
+    assert places == sorted(places)
+    assert torch.equal(kept, blocks[:, places])
+    assert some_of(blocks, None) is blocks
+    assert some_of(blocks, 9) is blocks

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from edje_index.adapter import AdapterConfig, build_adapter
+from edje_index.bundle import ModelBundle
+from edje_index.training.checkpoint import Checkpoints
+from edje_index.training.distributed import Ranks
+from edje_index.training.queries import begin_at_clusters
+from edje_index.training.rank import train_rank
+
+
+def test_every_token_begins_as_a_mean_of_patches_of_one_sort():
+    generator = torch.Generator().manual_seed(0)
+    sorts = torch.randn(8, 32, generator=generator) * 3
+    kind = torch.randint(8, (20, 16), generator=generator)
+    patches = sorts[kind] + 0.3 * torch.randn(20, 16, 32, generator=generator)
+    adapter = build_adapter(AdapterConfig("compressed", 8, 32, 16, hidden_dim=8, num_heads=4))
+    begin_at_clusters(adapter, patches, generator)
+    seen = []
+    adapter.layernorm.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
+    every_sort = (sorts + 5)[None]  # one patch of each, around another mean
+    adapter(every_sort)
+    mean = patches.reshape(-1, 32).mean(dim=0)
+    nearest = torch.cdist(seen[0][0] + mean, sorts + 5).argmin(dim=1)
+    assert sorted(nearest.tolist()) == list(range(8))
+
+
+def query_after(task) -> torch.Tensor:
+    train_rank(task, Ranks(), lambda: False)
+    return Checkpoints(task.runtime.run_dir, task.run).latest().weights["adapter.query"]
+
+
+@pytest.mark.parametrize(
+    ("new", "setting", "kept"), [(True, "clusters", False), (True, "kept", True), (False, "clusters", True)]
+)
+def test_an_adapter_that_has_learned_something_keeps_its_queries(tmp_path, case, new, setting, kept):
+    still = {"align_lr": 0.0, "lr": 0.0, "warmup_lr": 0.0, "min_lr": 0.0, "weight_decay": 0.0, "steps": 1}
+    task = case.task(tmp_path, align_steps=1, align_batch_size=8, align_queries=setting, **still)
+    begun = ModelBundle.load(task.start).adapter.query
+    assert torch.equal(query_after(replace(task, new_adapter=new)), begun) == kept
