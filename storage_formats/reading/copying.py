@@ -1,4 +1,4 @@
-"""A compiled loop over memcpy. Importing this module imports Numba."""
+"""Compiled loops over copies. Importing this module imports Numba."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from storage_formats.codecs.kernels import Kernel, types
+from storage_formats.codecs.store_lines import store_lines
 
 
 @intrinsic
@@ -31,6 +32,14 @@ def _copy(sources: NDArray[np.int64], targets: NDArray[np.int64], size: int, sta
         _memcpy(targets[index], sources[index], size)  # type: ignore[call-arg]
 
 
+def _stream(sources: NDArray[np.int64], targets: NDArray[np.int64], size: int, start: int, stop: int) -> None:
+    for index in range(start, stop):
+        store_lines(targets[index], sources[index], size)  # type: ignore[call-arg]
+
+
 _ADDRESSES = types.Array(types.int64, 1, "C", readonly=True)
-copy_pieces = Kernel(_copy, (_ADDRESSES, _ADDRESSES, types.int64, types.int64, types.int64))
+_ARGUMENTS = (_ADDRESSES, _ADDRESSES, types.int64, types.int64, types.int64)
+copy_pieces = Kernel(_copy, _ARGUMENTS)
 """(sources, targets, size, start, stop): copy `size` bytes between the addresses at [start, stop), without the GIL."""
+stream_pieces = Kernel(_stream, _ARGUMENTS)
+"""The same past the cache: `size` and all of `targets` are multiples of `streaming.LINE_BYTES`."""

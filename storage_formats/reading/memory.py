@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs import BF16, Blocks
+from storage_formats.codecs.streaming import streams
 from storage_formats.codecs.threads import run_chunks
 from storage_formats.layout import PAGE_BYTES
 
@@ -91,21 +92,24 @@ class BufferPool:
 def copy_memory(sources: NDArray[np.int64], targets: NDArray[np.int64], size: int, threads: int | None = None) -> None:
     """Copy `size` bytes from each address of `sources` to that of `targets`, on several threads.
 
-    A compiled loop where there is much to copy, which is 1.3 times as fast and more with threads; but Numba takes
-    half a second to import, and readers of `bf16` may not have it. ctypes too lets the GIL go around each copy.
+    A compiled loop where there is much to copy, which is 1.3 times as fast and more with threads, and past the cache
+    where it is more than that holds; but Numba takes half a second to import, and readers of `bf16` may not have it.
+    ctypes too lets the GIL go around each copy.
     """
-    loop = _compiled_loop() if "numba" in sys.modules or len(sources) * size >= _COMPILE_FROM else _copy_pieces
     sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
+    total = len(sources) * size
+    compiled = "numba" in sys.modules or total >= _COMPILE_FROM
+    loop = _compiled_loop(streams(total, size, targets)) if compiled else _copy_pieces
     run_chunks(lambda start, stop: loop(sources, targets, size, start, stop), len(sources), size, threads)
 
 
 @functools.cache
-def _compiled_loop() -> Callable[[NDArray[np.int64], NDArray[np.int64], int, int, int], None]:
+def _compiled_loop(past_cache: bool) -> Callable[[NDArray[np.int64], NDArray[np.int64], int, int, int], None]:
     try:
-        from storage_formats.reading.copying import copy_pieces
+        from storage_formats.reading.copying import copy_pieces, stream_pieces
     except ImportError:
         return _copy_pieces
-    return copy_pieces
+    return stream_pieces if past_cache else copy_pieces
 
 
 def _copy_pieces(sources: NDArray[np.int64], targets: NDArray[np.int64], size: int, start: int, stop: int) -> None:

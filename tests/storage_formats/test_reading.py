@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage_formats import CorruptIndexError, TokenStore, UsageError, codec
+from storage_formats.codecs import streaming
 from storage_formats.layout import IndexSpec, Layout
-from storage_formats.reading import engines, memory
+from storage_formats.reading import copying, engines, memory
 from storage_formats.reading.aio import AioQueue, aio_works
 from storage_formats.reading.base import Batch, Runs
 from storage_formats.reading.files import ShardFiles
@@ -128,17 +129,34 @@ def test_records_are_given_as_stored(built, whole, precision, engine):
         store.fetch_records([0], out=out)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_memory_is_copied_piece_by_piece(compiled, monkeypatch):
+@pytest.mark.parametrize(("loop", "size"), [("ctypes", 100), ("compiled", 100), ("streamed", 192), ("streamed", 64)])
+def test_memory_is_copied_piece_by_piece(loop, size, monkeypatch):
+    chosen = {"ctypes": memory._copy_pieces, "compiled": copying.copy_pieces, "streamed": copying.stream_pieces}[loop]
+    called = []
+
+    def compiled_loop(past_cache):
+        called.append("streamed" if past_cache else "compiled")
+        return chosen
+
     monkeypatch.setattr(memory, "_COMPILE_FROM", 0)
-    if not compiled:
-        monkeypatch.setattr(memory, "_compiled_loop", lambda: memory._copy_pieces)
-    source = np.random.default_rng(0).integers(0, 256, (50, 100), dtype=np.uint8)
-    target = np.zeros((60, 100), dtype=np.uint8)
+    monkeypatch.setattr(streaming, "STREAM_FROM", 0)
+    monkeypatch.setattr(memory, "_compiled_loop", compiled_loop)
+    source = np.random.default_rng(0).integers(0, 256, (50, size), dtype=np.uint8)
+    target = memory.aligned_bytes(60 * size).reshape(60, size)
     where = np.random.default_rng(1).permutation(60)[:50]
-    memory.copy_memory(source.ctypes.data + np.arange(50) * 100, target.ctypes.data + where * 100, 100, threads=3)
+    memory.copy_memory(source.ctypes.data + np.arange(50) * size, target.ctypes.data + where * size, size, threads=3)
     assert (target[where] == source).all()
     assert not np.delete(target, where, axis=0).any()
+    assert called == ["streamed" if size % 64 == 0 else "compiled"]
+
+
+def test_only_large_answers_of_whole_lines_go_past_the_cache():
+    large = streaming.STREAM_FROM
+    assert streaming.streams(large, 128, 640)
+    assert streaming.streams(large, 128, np.array([64, 0]))
+    assert not streaming.streams(large - 1, 128, 640)
+    assert not streaming.streams(large, 100, 640)
+    assert not streaming.streams(large, 128, np.array([64, 8]))
 
 
 def test_memory_for_out_is_aligned(built):
