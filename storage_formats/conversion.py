@@ -25,6 +25,7 @@ from storage_formats.codecs.bf16 import BF16Codec
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.layout import IndexSpec, Layout
 from storage_formats.manifest import FileRecord, Manifest, write_shard_table
+from storage_formats.publish import remove_unfinished
 from storage_formats.receipts import ShardReceipt
 from storage_formats.shard_writer import open_tokens, stage_tokens
 from storage_formats.staging import StagedFiles
@@ -224,9 +225,7 @@ def remove_leftovers(root: str | Path) -> None:
     for table in named.parent.glob("shards-*.parquet"):
         if table != named:
             table.unlink()
-    for unfinished in (".index.json.*", "manifest/.shards-*", "tokens/*/.zarr.json.*"):  # see write_bytes_atomic
-        for path in layout.root.glob(unfinished):
-            path.unlink()
+    remove_unfinished(layout)
     shutil.rmtree(layout.build, ignore_errors=True)
 
 

@@ -15,6 +15,10 @@ from storage_formats.manifest import Counts, Manifest, created_by, write_shard_t
 from storage_formats.receipts import ShardReceipt
 from storage_formats.zarr_meta import embedding_array_metadata, group_metadata, token_array_metadata
 
+_UNFINISHED = (
+    ".index.json.*", "manifest/.shards-*", "tokens/.zarr.json.*", "tokens/*/.zarr.json.*", "embeddings/.zarr.json.*",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Provenance:
@@ -51,6 +55,14 @@ def clear_staging(root: str | Path) -> None:
     layout = Layout(Path(root))
     shutil.rmtree(layout.staging, ignore_errors=True)
     layout.staging.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(layout)
+
+
+def remove_unfinished(layout: Layout) -> None:
+    """Remove what a process that was killed within `atomic.write_bytes_atomic` left of a manifest or of metadata."""
+    for pattern in _UNFINISHED:
+        for path in layout.root.glob(pattern):
+            path.unlink()
 
 
 def total_counts(receipts: Sequence[ShardReceipt]) -> Counts:

@@ -238,6 +238,8 @@ def _reranker(config: ReportConfig, manifest: Manifest) -> tuple[Reranker | None
     from edje_index.retrieval import TokenIndex
 
     model = TokenIndex.open(config.root, config.model, device=config.device).model
+    if model.adapter.config.is_feature:
+        return None, "the index stores features to train on, which the joint encoder does not read"
     width = manifest.spec.block_shape[1]
     if model.joint.width != width:
         return None, f"the joint encoder reads tokens of width {model.joint.width}, the index stores {width}"

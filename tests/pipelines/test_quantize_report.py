@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import shutil
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
+from edje_index.adapter import build_adapter
 from edje_index.agreement.token_errors import compare_tokens
+from edje_index.bundle import ModelBundle
+from edje_index.training.config import ArchitectureConfig
+from edje_index.training.start import feature_adapter
 from edje_index.untrained import TINY, create_untrained_bundle
 from pipelines.cli import main
 from pipelines.jobs.quantize_report import ReportConfig, measure_precisions
@@ -130,8 +135,6 @@ def _scores_by_hand(root, text, pool):
 
 
 def test_a_bundle_that_is_gone_leaves_ranking_out(built, tmp_path):
-    import shutil
-
     bundle = Manifest.load(built).model["bundle"]
     shutil.move(bundle, tmp_path / "elsewhere")
     try:
@@ -140,6 +143,18 @@ def test_a_bundle_that_is_gone_leaves_ranking_out(built, tmp_path):
         assert (moved.queries.source, moved.queries.count) == ("built-in captions", 24)
     finally:
         shutil.move(tmp_path / "elsewhere", bundle)
+
+
+def test_features_are_not_ranked_by(built, tmp_path):
+    manifest = Manifest.load(built)
+    model = ModelBundle.load(manifest.model["bundle"])
+    features = build_adapter(feature_adapter(ArchitectureConfig(), model.vision))
+    shutil.copytree(built, tmp_path / "features.edje")
+    info = replace(model, adapter=features, info=None).save(tmp_path / "features")
+    path = tmp_path / "features.edje/index.json"
+    path.write_text(path.read_text().replace(manifest.model["fingerprint"], info.encoder_fingerprint))
+    report = measure_precisions(ReportConfig(tmp_path / "features.edje", ("fp8",), model=tmp_path / "features"))
+    assert report.ranking_left_out.startswith("the index stores features to train on")
 
 
 def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, capsys):

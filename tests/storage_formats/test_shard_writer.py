@@ -91,8 +91,15 @@ def test_attempts_do_not_meet_and_the_last_commit_stands(tmp_path):
     strip = {file.path: file.crc32c for file in before.files}
     assert strip == {file.path: file.crc32c for file in after.files}
     assert len(list(Layout(tmp_path).staging.iterdir())) == 1
+    whole = {
+        path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(Layout(tmp_path).staging)
+    }
+    for killed_in_writing in (".index.json.1f", "manifest/.shards-00.parquet.1f", "embeddings/.zarr.json.1f"):
+        (tmp_path / killed_in_writing).parent.mkdir(exist_ok=True)
+        (tmp_path / killed_in_writing).write_text("")
     clear_staging(tmp_path)
     assert list(Layout(tmp_path).staging.iterdir()) == []
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == whole
 
 
 @pytest.mark.parametrize("positions", [[3, 2], [1, 1], [8], [0, 99]])
