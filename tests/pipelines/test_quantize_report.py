@@ -19,6 +19,7 @@ from pipelines.cli import main
 from pipelines.jobs.quantize_report import ReportConfig, measure_precisions
 from pipelines.jobs.quantize_report_files import markdown, table, write_report
 from storage_formats import IndexSpec, Manifest, TokenStore, UsageError, codec
+from storage_formats.layout import Layout
 from tests.conftest import write_random_index
 from tests.integration.builds import make_photos, run
 
@@ -151,8 +152,8 @@ def test_features_are_not_ranked_by(built, tmp_path):
     features = build_adapter(feature_adapter(ArchitectureConfig(), model.vision))
     shutil.copytree(built, tmp_path / "features.edje")
     info = replace(model, adapter=features, info=None).save(tmp_path / "features")
-    path = tmp_path / "features.edje/index.json"
-    path.write_text(path.read_text().replace(manifest.model["fingerprint"], info.encoder_fingerprint))
+    made_by = {**manifest.model, "fingerprint": info.encoder_fingerprint}
+    replace(manifest, model=made_by).write(Layout(tmp_path / "features.edje"))
     report = measure_precisions(ReportConfig(tmp_path / "features.edje", ("fp8",), model=tmp_path / "features"))
     assert report.ranking_left_out.startswith("the index stores features to train on")
 
