@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from open_clip.tokenizer import HFTokenizer, SimpleTokenizer  # noqa: E402
 
 TOKENIZER_SETTINGS = "tokenizer_config.json"
 ORIGIN = ("is_local", "local_files_only", "name_or_path")  # where a tokenizer was read from, not what it does
+_CHUNK = 1024
 DEFAULT_CONTEXT_LENGTH = 77  # open_clip's, for configurations that do not say
 
 
@@ -56,6 +57,27 @@ class TextTower:
             return ids
         longest = int((ids != text.config.pad_token_id).sum(dim=1).max())
         return ids[:, : max(1, longest)]
+
+
+def embed_texts(
+    tower: TextTower, texts: Sequence[str], on_progress: Callable[[int, int], None]
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Embeddings of many texts, float32 [len(texts), embed_dim]; equal ones are embedded once.
+
+    Args:
+        tower: of the texts.
+        texts: at least one.
+        on_progress: is told how many of how many are done, before each part and at the end; may raise to stop.
+    """
+    ordered = sorted(dict.fromkeys(texts), key=len)
+    parts = []
+    for start in range(0, len(ordered), _CHUNK):
+        on_progress(start, len(ordered))
+        parts.append(tower.encode(ordered[start : start + _CHUNK]))
+    on_progress(len(ordered), len(ordered))
+    place = {text: at for at, text in enumerate(ordered)}
+    every: np.ndarray[Any, np.dtype[np.float32]] = np.concatenate(parts)[[place[text] for text in texts]]
+    return every
 
 
 def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from edje_index.evaluation.pools import Pools, embedding_pools, image_embeddings
 from edje_index.evaluation.protocol import EvaluationSet, full_set, split_set
 from edje_index.evaluation.recall import Floats, Ints, hits, ranks_after_reranking
 from edje_index.evaluation.results import Evaluation, Inputs, Result, System
-from edje_index.evaluation.scoring import OnProgress, PairScorer, ScoreCache, pack, text_embeddings
+from edje_index.evaluation.scoring import OnProgress, PairScorer, ScoreCache, pack
 from edje_index.evaluation.tokens import TokenSource, token_sources
 from edje_index.retrieval import check_reranks, fused_scores, load_search_model
 from storage_formats.errors import UsageError
@@ -184,7 +185,9 @@ def _embedding_pools(
     config: EvaluationConfig, opened: _Opened, asked: EvaluationSet, model: ModelBundle, on_progress: OnProgress
 ) -> dict[str, Pools]:
     """Pools of each direction, as large as the largest that is re-ranked."""
-    texts = text_embeddings(model.text, _needed(config, asked), on_progress)
+    from edje_index.text import embed_texts
+
+    texts = embed_texts(model.text, _needed(config, asked), partial(on_progress, "captions embedded"))
     images = image_embeddings(opened.root, opened.manifest.spec, asked.rows)
     size = max(config.pool_sizes) if config.rerank else 1
     pools = {}

@@ -21,7 +21,6 @@ from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.joint_encoder import JointEncoder
-    from edje_index.text import TextTower
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -30,7 +29,6 @@ OnProgress = Callable[[str, int, int], None]
 
 CHUNK_PAIRS = 512  # of 64 x 384 bfloat16 blocks: 25 MB
 _SAVE_SECONDS = 20.0
-_TEXT_CHUNK = 1024
 _KEY_SHIFT = 40  # a pair in one integer: the caption's place above the row id, which stays below 2^40
 
 
@@ -165,18 +163,3 @@ def _looked_up(parts: Sequence[tuple[Ints, Floats]], pairs: Ints) -> Floats:
     order = np.argsort(keys, kind="stable")
     found: Floats = values[order][np.searchsorted(keys[order], pairs)]
     return found
-
-
-def text_embeddings(tower: TextTower, captions: Sequence[str], on_progress: OnProgress) -> Floats:
-    """Embeddings of captions, float32 [len(captions), e]; equal captions are embedded once."""
-    distinct = list(dict.fromkeys(captions))
-    # Captions of like length together, for the towers that pad to the longest of a batch.
-    ordered = sorted(distinct, key=len)
-    parts = []
-    for start in range(0, len(ordered), _TEXT_CHUNK):
-        on_progress("captions embedded", start, len(ordered))
-        parts.append(tower.encode(ordered[start : start + _TEXT_CHUNK]))
-    on_progress("captions embedded", len(ordered), len(ordered))
-    place = {caption: at for at, caption in enumerate(ordered)}
-    every: Floats = np.concatenate(parts)[[place[caption] for caption in captions]]
-    return every

@@ -6,7 +6,7 @@ Prepared once in a folder of plain arrays, which every worker maps.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.joint_inputs import JointTokenizer
-from edje_index.text import TextTower
+from edje_index.text import TextTower, embed_texts
 from storage_formats.atomic import fsync_paths
 from storage_formats.embeddings import iter_embeddings
 from storage_formats.errors import UsageError
@@ -111,6 +111,7 @@ def prepare_data(
     tokenizer: JointTokenizer,
     tower: TextTower,
     miner: Miner,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> TrainingData:
     """Tokens and embeddings of all captions, embeddings of all images.
 
@@ -119,13 +120,14 @@ def prepare_data(
         tokenizer: of the joint encoder.
         tower: text tower whose embeddings are recovered.
         miner: what negatives are mined with; its text tower may be `tower`.
+        on_progress: of embedding the captions, see `text.embed_texts`.
     """
     texts = items.texts()
     if not texts:
         raise UsageError("the captions name no image that can be trained on")
     ids = [np.array(caption, dtype=np.int32) for caption in _token_ids(tokenizer, texts)]
-    embeddings = tower.encode(texts)
-    mining = embeddings if miner.text is tower else miner.text.encode(texts)
+    embeddings = embed_texts(tower, texts, on_progress)
+    mining = embeddings if miner.text is tower else embed_texts(miner.text, texts, on_progress)
     keys = {text: at for at, text in enumerate(dict.fromkeys(map(_key, texts)))}
     return TrainingData(
         rows=np.asarray(items.rows, dtype=np.int64),

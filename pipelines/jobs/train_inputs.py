@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.config import BuildConfig
 from pipelines.events import OnEvent, Phase
-from pipelines.planning import StopAsked
+from pipelines.planning import BuildStopped, StopAsked
 from pipelines.training import TrainRequest
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import UsageError
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from edje_index.training.config import TrainConfig
     from edje_index.training.dataset import CaptionSet, Miner
     from edje_index.training.rank import TeacherTask, TrainTask
+
+_REPORTED_CAPTIONS = 10 * 1024
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def prepare_training(
 
     Raises:
         UsageError, ModelError: something given does not fit.
-        BuildStopped: `should_stop()` turned true while features were made; what is finished is kept.
+        BuildStopped: `should_stop()` turned true; what is finished is kept.
     """
     from edje_index.training.loop import Runtime
     from edje_index.training.rank import TrainTask, total_steps
@@ -170,13 +172,18 @@ class _Parts:
         path, kept = self.folder / "data", self.kept
         miner, scale = self._miner()
         if not path.exists():
-            self._on_event(Phase("embedding captions"))
             tokenizer, tower = self.start.joint.tokenizer, self.start.text
-            prepare_data(kept, tokenizer, tower, miner).save(path)
+            prepare_data(kept, tokenizer, tower, miner, self._captions_embedded).save(path)
         if TrainingData.open(path).images != len(kept.rows):
             raise UsageError(f"{path} was made of other captions; give another --run-dir")
         temperature = self._config.negatives.negatives_temperature
         return path, 1 / scale if temperature is None else temperature
+
+    def _captions_embedded(self, done: int, total: int) -> None:
+        if self._should_stop():
+            raise BuildStopped(f"stopped with {done:,} of {total:,} captions embedded, which are done again")
+        if done % _REPORTED_CAPTIONS == 0:
+            self._on_event(Phase(f"embedding captions, {done:,} of {total:,}"))
 
     def teacher(self) -> TeacherTask | None:
         """The teacher with what it reads."""
