@@ -177,8 +177,9 @@ class ModelBundle:
             "image_size": list(self.vision.image_size),
         }
         joint: dict[str, Any] = {"text_embed_dim": self.joint.text_projection.out_features}
-        if self.embedding_weight:  # left out where it changes nothing: earlier bundles keep their fingerprints
-            joint["embedding_weight"] = self.embedding_weight
+        weights = {"embedding_weight": self.embedding_weight, "late_weight": self.joint.late_weight}
+        # Left out where it changes nothing: earlier bundles keep their fingerprints.
+        joint.update({name: weight for name, weight in weights.items() if weight})
         adapter = self.adapter.config.to_json()
         return describe_bundle(
             folder, vision=vision, adapter=adapter, joint=joint, trained=self.trained, notes=self.notes
@@ -209,6 +210,7 @@ def _load_joint(info: BundleInfo) -> JointEncoder:
     joint = JointEncoder(bert_config(info.path / JOINT_CONFIG), tokenizer, int(info.joint["text_embed_dim"]))
     weights = info.path / JOINT_WEIGHTS
     assign_weights(joint, read_weights(weights), str(weights))
+    joint.late_weight = info.late_weight
     return joint
 
 

@@ -47,8 +47,8 @@ class BundleInfo:
         path: the bundle's folder.
         vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim``, ``image_size`` of the tower.
         adapter: fields of the adapter's configuration.
-        joint: ``text_embed_dim`` of the joint encoder's text-embedding head; ``embedding_weight`` of the re-ranking
-            score, where it is not 0.
+        joint: ``text_embed_dim`` of the joint encoder's text-embedding head; ``embedding_weight`` and ``late_weight``
+            of the re-ranking score, where they are not 0.
         trained: False for random weights.
         notes: where the weights came from, for people.
         files: relative path to ``{"bytes", "sha256"}``, every file but ``bundle.json``.
@@ -85,6 +85,11 @@ class BundleInfo:
     def embedding_weight(self) -> float:
         """w of the re-ranking score, joint score + w x embedding similarity."""
         return float(self.joint.get("embedding_weight", 0.0))
+
+    @property
+    def late_weight(self) -> float:
+        """Weight of the late interaction in the joint score, beside the logit."""
+        return float(self.joint.get("late_weight", 0.0))
 
     @property
     def weights_bytes(self) -> int:
@@ -149,8 +154,8 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             fingerprint=str(content["fingerprint"]),
             encoder_fingerprint=str(content["encoder_fingerprint"]),
         )
-        if not math.isfinite(info.embedding_weight):
-            raise ValueError(f"embedding_weight is {info.embedding_weight}")
+        if not (math.isfinite(info.embedding_weight) and math.isfinite(info.late_weight)):
+            raise ValueError(f"weights of the score are {info.embedding_weight} and {info.late_weight}")
         expected = (
             _fingerprint(info.adapter, info.joint, info.files, info.files),
             encoder_fingerprint(info.adapter, info.files),

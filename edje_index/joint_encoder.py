@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from edje_index._torchvision_compat import prepare_torchvision
 from edje_index.bf16 import as_tensor
 from edje_index.errors import ModelError
 from edje_index.joint_inputs import JointInputs, JointTokenizer
+from edje_index.late_interaction import late_interaction
+from edje_index.words import content_words
 
 prepare_torchvision()
 
@@ -32,7 +36,13 @@ SCORE_BATCH = 128  # pairs in one pass: bounds memory for pools of any size
 
 
 class JointEncoder(nn.Module):
-    """BERT with the ``<image>`` placeholders' embeddings replaced by stored tokens, and a head on ``[CLS]``."""
+    """BERT with the ``<image>`` placeholders' embeddings replaced by stored tokens, and a head on ``[CLS]``.
+
+    Attributes:
+        tokenizer: of captions.
+        late_weight: weight of the late interaction of words and tokens beside the logit, in :meth:`score`. Published
+            models have none.
+    """
 
     def __init__(self, config: BertConfig, tokenizer: JointTokenizer, text_embed_dim: int) -> None:
         super().__init__()
@@ -42,6 +52,7 @@ class JointEncoder(nn.Module):
                 f"has {config.vocab_size} words: give the tokenizer that it was trained with"
             )
         self.tokenizer = tokenizer
+        self.late_weight = 0.0
         self.language_model = BertForMaskedLM(config)
         # One tensor under two names, as in published checkpoints.
         self.text_embeddings = self.language_model.get_input_embeddings()
@@ -61,7 +72,7 @@ class JointEncoder(nn.Module):
 
     @torch.inference_mode()
     def score(self, captions: str | Sequence[str], tokens: torch.Tensor | Array) -> torch.Tensor:
-        """Matching logits, float32 [b] on the CPU; higher is better.
+        """Matching logits + ``late_weight`` x late interaction, float32 [b] on the CPU; higher is better.
 
         Args:
             captions: b captions, or one for all blocks.
@@ -80,7 +91,19 @@ class JointEncoder(nn.Module):
         for start in range(0, len(captions), SCORE_BATCH):
             rows = slice(start, start + SCORE_BATCH)
             scores[rows] = self(self.tokenizer.inputs(captions[rows], tokens.shape[1]), tokens[rows])
+            if self.late_weight:
+                scores[rows] += self.late_weight * self.late_interaction(captions[rows], tokens[rows]).cpu()
         return scores
+
+    def late_interaction(self, captions: Sequence[str], tokens: torch.Tensor) -> torch.Tensor:
+        """See :func:`edje_index.late_interaction.late_interaction`: scores [b] of captions with tokens [b, m, d]."""
+        words: torch.Tensor = self.text_embeddings.weight.detach()  # type: ignore[operator]
+        ids = self.tokenizer.caption_ids(captions)
+        return late_interaction(ids, tokens.to(words.device), words, self._content)
+
+    @cached_property
+    def _content(self) -> NDArray[np.bool_]:
+        return content_words(self.tokenizer)
 
     def forward(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
         """Matching logits [b] of prepared rows and their image tokens [b, m, d]."""

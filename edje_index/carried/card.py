@@ -9,7 +9,7 @@ _TEMPLATE = """# Model card
 Bundle for EDJE re-ranking: {vision}, {tokens} x {width} tokens an image, {embed} numbers an embedding.
 
 - Fingerprint of the assembled bundle: `{fingerprint}`
-- Weight of the embedding similarity in the final score: {weight}
+- Final score: logit + {late:g} x late interaction + {weight:g} x embedding similarity
 - {notes}
 
 ## Parts and licences
@@ -42,5 +42,6 @@ def model_card(info: BundleInfo) -> str:
         embed=info.embed_dim,
         fingerprint=info.fingerprint,
         weight=info.embedding_weight,
+        late=info.late_weight,
         notes=info.notes or "no notes",
     )

@@ -133,10 +133,13 @@ class LoopConfig:
 
 @dataclass(frozen=True)
 class SelectionConfig:
-    """The weight of the embedding similarity in the final score, chosen with --dev; see `selection`."""
+    """Weights of what is added to the logit in the final score, chosen with --dev; see `selection`."""
 
     embedding_weight: float | None = _leaf(
         None, "Weight of the embedding similarity in the final score.  [default: the best on --dev, else 0]"
+    )
+    late_weight: float | None = _leaf(
+        None, "Weight of the late interaction of words and image tokens.  [default: the best on --dev, else 0]"
     )
     dev_captions: int = _leaf(500, "Captions of --dev to choose by, at most.", minimum=1)
     dev_pool: int = _leaf(20, "Nearest images that are re-ranked to choose.", minimum=2)

@@ -24,7 +24,7 @@ from edje_index.training.rows import Marks
 from edje_index.training.sampling import CLUSTERING, stream
 from edje_index.training.schedule import learning_rate
 from edje_index.training.start import set_attention, set_dropout
-from edje_index.training.words import content_words
+from edje_index.words import content_words
 from storage_formats.errors import UsageError
 
 ALIGNMENT, JOINT = "alignment", "joint"

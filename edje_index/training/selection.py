@@ -1,7 +1,7 @@
-"""Choosing the weight of the embedding similarity beside the matching logit, on captions that were not trained on.
+"""Choosing what is added to the matching logit, on captions that were not trained on.
 
-Re-ranking sorts by logit + w x similarity (as ALBEF and BLIP do); the trained logits have no scale of their own, so
-that w is looked for on a grid.
+Re-ranking sorts by logit + v x late interaction + w x embedding similarity (ALBEF and BLIP add the latter); trained
+logits have no scale of their own, so that v and w are looked for on a grid.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from edje_index.training.objectives import trained_part
 from edje_index.training.sampling import stream
 
 GRID = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0)
+Weights = tuple[float, float]
+"""Of the embedding similarity and of the late interaction."""
 _ADAPTER_BATCH = 32
 
 
@@ -61,14 +63,14 @@ class WeightChoice:
     """What the dev captions say; recalls are text-to-image R@1 between 0 and 1.
 
     Attributes:
-        weight: the best of the grid, the smallest of equals.
-        recall: by weight.
+        weights: the best of the grid, the smallest of equals.
+        recall: by weights.
         embedding_recall: without re-ranking.
         captions, pool: how many captions, and how many images were re-ranked for each.
     """
 
-    weight: float
-    recall: dict[float, float]
+    weights: Weights
+    recall: dict[Weights, float]
     embedding_recall: float
     captions: int
     pool: int
@@ -80,23 +82,24 @@ def make_dev_set(items: CaptionSet, tower: TextTower, features: Path) -> DevSet:
     return DevSet(items.rows, items.texts(), owner, read_embeddings(features, items.rows), tower.encode(items.texts()))
 
 
-def choose_weight(
+def choose_weights(
     bundle: ModelBundle, dev: DevSet, features: Features, config: SelectionConfig, device: str
 ) -> WeightChoice:
-    """Recall of every weight of the grid, and the best one; leaves adapter and joint encoder on `device`."""
+    """Recall of all weights of the grid that `config` leaves open, and the best; leaves the model on `device`."""
     bundle.adapter.to(resolve_device(device)).eval()
     bundle.joint.to(resolve_device(device)).eval()
     dev = dev.sample(config.dev_captions)
     similar = dev.text_embeddings @ dev.image_embeddings.T
     pool = min(config.dev_pool, len(dev.rows))
     nearest = np.argsort(-similar, axis=1, kind="stable")[:, :pool]
-    logits = _logits(bundle, dev, nearest, features)
+    logits, late = _scores(bundle, dev, nearest, features)
     near = np.take_along_axis(similar, nearest, axis=1)
     right = nearest == dev.owner[:, None]
-    recall = {weight: _recall(logits + weight * near, right) for weight in GRID}
+    grids = [GRID if fixed is None else (fixed,) for fixed in (config.embedding_weight, config.late_weight)]
+    recall = {(w, v): _recall(logits + w * near + v * late, right) for w in grids[0] for v in grids[1]}
     best = max(recall.values())
     return WeightChoice(
-        weight=min(weight for weight, value in recall.items() if value == best),
+        weights=min((weights for weights, value in recall.items() if value == best), key=sum),
         recall=recall,
         embedding_recall=_recall(near, right),
         captions=len(dev.captions),
@@ -110,8 +113,10 @@ def _recall(scores: NDArray[Any], right: NDArray[np.bool_]) -> float:
 
 
 @torch.inference_mode()
-def _logits(bundle: ModelBundle, dev: DevSet, nearest: NDArray[np.int64], features: Features) -> NDArray[np.float32]:
-    """Logits [c, pool] of each caption with its nearest images, from tokens rounded as they are stored."""
+def _scores(
+    bundle: ModelBundle, dev: DevSet, nearest: NDArray[np.int64], features: Features
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Logits and late interaction [c, pool] of captions with their nearest images, from tokens rounded as stored."""
     adapter = trained_part(bundle.adapter)
     device = bundle.joint.text_projection.weight.device
     used, places = np.unique(nearest, return_inverse=True)
@@ -121,5 +126,8 @@ def _logits(bundle: ModelBundle, dev: DevSet, nearest: NDArray[np.int64], featur
         tokens.append(adapter(blocks.to(device).float()).bfloat16().cpu())
     stored = torch.cat(tokens)
     rows = places.reshape(nearest.shape)
-    scores = [bundle.joint.score(text, stored[rows[at]]).numpy() for at, text in enumerate(dev.captions)]
-    return np.stack(scores)
+    logits, late = [], []
+    for text, near in zip(dev.captions, rows, strict=True):
+        logits.append(bundle.joint.score(text, stored[near]).numpy())
+        late.append(bundle.joint.late_interaction([text] * len(near), stored[near]).numpy(force=True))
+    return np.stack(logits), np.stack(late)

@@ -70,7 +70,8 @@ def train(as_json: bool, quiet: bool, config_file: Path | None, **options: Any) 
         click.echo(f"{result.bundle} is finished already; nothing was done")
     click.echo(
         f"{result.bundle}: {result.steps:,} steps on {result.images:,} images with {result.captions:,} captions, "
-        f"{result.seconds:.1f} s, weight of the embedding similarity {result.embedding_weight:g}"
+        f"{result.seconds:.1f} s; score = logit + {result.late_weight:g} x late interaction "
+        f"+ {result.embedding_weight:g} x embedding similarity"
     )
 
 

@@ -116,13 +116,10 @@ def _finish(
 
     task = prepared.task
     bundle, steps = trained_bundle(task.start, request.run_folder, task.run, "")
-    choice = _choose_weight(bundle, request, config, prepared, on_event)
-    weight = config.selection.embedding_weight
-    bundle = replace(
-        bundle,
-        notes=_notes(request, config, prepared, steps),
-        embedding_weight=weight if weight is not None else choice.weight if choice else 0.0,
-    )
+    choice = _choose_weights(bundle, request, config, prepared, on_event)
+    given = (config.selection.embedding_weight or 0.0, config.selection.late_weight or 0.0)
+    weight, bundle.joint.late_weight = given if choice is None else choice.weights
+    bundle = replace(bundle, notes=_notes(request, config, prepared, steps), embedding_weight=weight)
     info = bundle.save(request.out)
     records = read_log(request.run_folder)
     result = TrainResult(
@@ -136,25 +133,32 @@ def _finish(
         seconds=time.monotonic() - started,
         last=records[-1] if records else {},
         embedding_weight=bundle.embedding_weight,
-        dev=None if choice is None else asdict(choice) | {"recall": {str(k): v for k, v in choice.recall.items()}},
+        late_weight=bundle.joint.late_weight,
+        dev=None if choice is None else _as_json(choice),
     )
     if not request.export:
         write_json_atomic(request.run_folder / RESULT, asdict(result))
     return result
 
 
-def _choose_weight(
+def _as_json(choice: WeightChoice) -> dict[str, Any]:
+    recall = {f"{similarity:g},{late:g}": value for (similarity, late), value in choice.recall.items()}
+    return {**asdict(choice), "recall": recall}
+
+
+def _choose_weights(
     bundle: ModelBundle, request: TrainRequest, config: TrainConfig, prepared: Prepared, on_event: OnEvent
 ) -> WeightChoice | None:
-    if prepared.dev is None or config.selection.embedding_weight is not None:
+    selection = config.selection
+    if prepared.dev is None or None not in (selection.embedding_weight, selection.late_weight):
         return None
     from edje_index.training.batches import Features
-    from edje_index.training.selection import choose_weight, make_dev_set
+    from edje_index.training.selection import choose_weights, make_dev_set
 
-    on_event(Phase("choosing the weight of the embedding similarity on the dev captions"))
+    on_event(Phase("choosing the weights of the final score on the dev captions"))
     features = prepared.task.features
     dev = make_dev_set(prepared.dev, bundle.text, features)
-    return choose_weight(bundle, dev, Features(features), config.selection, request.device)
+    return choose_weights(bundle, dev, Features(features), selection, request.device)
 
 
 def _notes(request: TrainRequest, config: TrainConfig, prepared: Prepared, steps: int) -> str:

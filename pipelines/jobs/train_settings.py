@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from edje_index.training.config import TrainConfig
 
 RUN_FILE = "run.json"
-_NOT_COMPARED = frozenset({"embedding_weight", "dev_captions", "dev_pool"})  # they decide no trained weight
+# They decide no trained weight.
+_NOT_COMPARED = frozenset({"embedding_weight", "late_weight", "dev_captions", "dev_pool"})
 _LANGUAGE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json", "vocab.txt")
 
 

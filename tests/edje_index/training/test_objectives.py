@@ -14,7 +14,7 @@ from edje_index.training.batches import TeacherSource
 from edje_index.training.config import SeenConfig
 from edje_index.training.losses import distillation_loss, itm_loss, mlm_loss, recovery_loss
 from edje_index.training.objectives import AlignmentObjective, JointObjective, Teacher, some_of
-from edje_index.training.words import content_words
+from edje_index.words import content_words
 
 
 @pytest.fixture

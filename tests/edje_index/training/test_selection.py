@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
-from edje_index.bf16 import to_bf16_array
+from edje_index.bf16 import as_tensor, to_bf16_array
 from edje_index.training.batches import Features
 from edje_index.training.config import SelectionConfig
 from edje_index.training.dataset import CaptionSet
-from edje_index.training.selection import GRID, choose_weight, make_dev_set
+from edje_index.training.selection import GRID, choose_weights, make_dev_set
 from edje_index.training.start import Origin, make_start
 from tests.edje_index.training.conftest import IMAGES, captions
 
@@ -23,22 +25,29 @@ def setting(case):
 
 def test_recalls_are_those_of_the_plain_computation(setting):
     bundle, dev, features = setting
-    found = choose_weight(bundle, dev, features, SelectionConfig(dev_captions=1000, dev_pool=6), "cpu")
+    found = choose_weights(bundle, dev, features, SelectionConfig(dev_captions=1000, dev_pool=6), "cpu")
     assert (found.captions, found.pool) == (2 * IMAGES, 6)
     tokens = to_bf16_array(bundle.adapter(features.fetch(dev.rows).float()))
-    hits = dict.fromkeys(GRID, 0)
+    hits = dict.fromkeys(itertools.product(GRID, GRID), 0)
     embedding_hits = 0
     for at, text in enumerate(dev.captions):
         similar = dev.image_embeddings @ dev.text_embeddings[at]
         near = sorted(range(IMAGES), key=lambda image: -similar[image])[:6]
         embedding_hits += near[0] == at // 2
         logits = bundle.joint.score(text, tokens[near]).numpy()
-        for weight in GRID:
-            best = max(range(6), key=lambda place: logits[place] + weight * similar[near[place]])
-            hits[weight] += near[best] == at // 2
-    assert found.recall == pytest.approx({weight: count / (2 * IMAGES) for weight, count in hits.items()})
+        late = bundle.joint.late_interaction([text] * 6, as_tensor(tokens[near])).numpy()
+        for w, v in hits:
+            best = (logits + np.float64(w) * similar[near] + np.float64(v) * late).argmax()
+            hits[w, v] += near[best] == at // 2
+    assert found.recall == pytest.approx({weights: count / (2 * IMAGES) for weights, count in hits.items()}, abs=0.021)
     assert found.embedding_recall == pytest.approx(embedding_hits / (2 * IMAGES))
-    assert found.weight == min(w for w in GRID if hits[w] == max(hits.values()))
+    assert found.recall[found.weights] == max(found.recall.values())
+
+
+def test_a_weight_that_is_given_is_not_looked_for(setting):
+    bundle, dev, features = setting
+    config = SelectionConfig(dev_captions=5, dev_pool=3, late_weight=7.0)
+    assert set(choose_weights(bundle, dev, features, config, "cpu").recall) == {(w, 7.0) for w in GRID}
 
 
 def test_a_sample_is_always_the_same(setting):

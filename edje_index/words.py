@@ -1,4 +1,4 @@
-"""Which words of a vocabulary carry content: those that the alignment phase compares images with."""
+"""Which words of a vocabulary carry content: those that image tokens are compared with."""
 
 from __future__ import annotations
 
