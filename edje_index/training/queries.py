@@ -23,7 +23,7 @@ def begin_at_clusters(adapter: CompressionAdapter, patches: torch.Tensor, genera
 
     Args:
         adapter: its MLP and projection stay as they are.
-        patches: features [b, n, d_v], with b n at least the adapter's m.
+        patches: features [b, n, d_v]; with fewer than m of them, or all alike, the adapter stays as it is.
         generator: chooses which patches are clustered.
     """
     width, heads = adapter.config.vision_dim, adapter.config.num_heads
@@ -31,6 +31,8 @@ def begin_at_clusters(adapter: CompressionAdapter, patches: torch.Tensor, genera
     points = points[torch.randperm(len(points), generator=generator)[:_SAMPLE_PATCHES]]
     mean = points.mean(dim=0)
     points = points - mean
+    if len(points) < adapter.config.num_tokens or not points.any():
+        return
     centres = cluster_tokens(points[None], adapter.config.num_tokens)[0]
     by_head = [part.view(len(part), heads, -1).transpose(0, 1) for part in (centres, points)]
     scores = by_head[0] @ by_head[1].transpose(1, 2) / (width // heads) ** 0.5

@@ -29,6 +29,14 @@ def test_every_token_begins_as_a_mean_of_patches_of_one_sort():
     assert sorted(nearest.tolist()) == list(range(8))
 
 
+@pytest.mark.parametrize("patches", [torch.randn(1, 7, 32), torch.ones(4, 16, 32)])
+def test_patches_that_make_no_clusters_change_nothing(patches):
+    adapter = build_adapter(AdapterConfig("compressed", 8, 32, 16, hidden_dim=8, num_heads=4))
+    before = {name: tensor.clone() for name, tensor in adapter.state_dict().items()}
+    begin_at_clusters(adapter, patches, torch.Generator().manual_seed(0))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapter.state_dict().items())
+
+
 def query_after(task) -> torch.Tensor:
     train_rank(task, Ranks(), lambda: False)
     return Checkpoints(task.runtime.run_dir, task.run).latest().weights["adapter.query"]
