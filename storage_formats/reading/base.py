@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -39,6 +40,19 @@ class Batch:
 
     def __getitem__(self, chosen: slice | NDArray[np.bool_]) -> Batch:
         return Batch(self.shards[chosen], self.positions[chosen], self.places[chosen])
+
+    @functools.cached_property
+    def stretches(self) -> list[tuple[int, int, int]]:
+        """Of each shard its number and which records are its: (shard, start, stop). Not of an empty batch."""
+        if self.shards[0] == self.shards[-1]:
+            return [(int(self.shards[0]), 0, len(self))]
+        edges = [0, *(np.flatnonzero(np.diff(self.shards)) + 1).tolist(), len(self)]
+        return list(zip(self.shards[edges[:-1]].tolist(), edges, edges[1:], strict=False))
+
+    def spread(self, values: list[int]) -> Ints:
+        """One value for each shard to one for each record, [n]."""
+        counts = [stop - start for _, start, stop in self.stretches]
+        return np.repeat(np.array(values, dtype=np.int64), counts)
 
     def pieces(self, length: int) -> list[Batch]:
         """Consecutive parts of `length` records, the last of fewer."""

@@ -6,7 +6,6 @@ What `auto` goes by was measured; see docs/architecture.md.
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from storage_formats.reading.admission import Admission
 from storage_formats.reading.aio import AioQueue, aio_works
 from storage_formats.reading.base import Batch, Engine
 from storage_formats.reading.buffered import BufferedEngine, PortableEngine
-from storage_formats.reading.files import ShardFiles
+from storage_formats.reading.files import ShardFile, ShardFiles
 from storage_formats.reading.mapped import MappedEngine
 from storage_formats.reading.memory import BufferPool
 from storage_formats.reading.page_cache import cache_room, resident_records, resident_share
@@ -134,17 +133,15 @@ class Engines:
     def _codes(self, batch: Batch) -> NDArray[np.int8]:
         """The engine for each record, by its place in `_NAMES`, [n]."""
         codes = np.empty(len(batch), dtype=np.int8)
-        edges = np.concatenate([[0], np.flatnonzero(np.diff(batch.shards)) + 1, [len(batch)]])
-        sparse = np.diff(edges) < _DENSE_RECORDS
-        few = np.flatnonzero(np.repeat(sparse, np.diff(edges)))
-        sample = few[:: -(-len(few) // _SAMPLE) or 1].tolist()
-        cached = sum(self._share(batch, [index]) for index in sample) / max(1, len(sample))
-        for alone, (start, stop) in zip(sparse.tolist(), itertools.pairwise(edges.tolist()), strict=True):
-            share = cached if alone else self._share(batch, [start, (start + stop) // 2, stop - 1])
-            if share >= _WORTH_CACHE and not alone:
-                resident = self._resident(batch[start:stop])
+        few = [start for _, start, stop in batch.stretches if stop - start < _DENSE_RECORDS]
+        sample = few[:: -(-len(few) // _SAMPLE) or 1]
+        cached = sum(self._share(batch, start) for start in sample) / max(1, len(sample))
+        for _, start, stop in batch.stretches:
+            alone = stop - start < _DENSE_RECORDS
+            resident = None if alone else self._resident(batch[start:stop])
+            if resident is not None:
                 codes[start:stop] = np.where(resident, _NAMES.index("mapped"), _NAMES.index(self._through_cache))
-            elif share >= _WORTH_CACHE or self._name == "mapped" or self._admits(batch, start, stop):
+            elif (alone and cached >= _WORTH_CACHE) or self._name == "mapped" or self._admits(batch, start, stop):
                 codes[start:stop] = _NAMES.index(self._through_cache)
             else:
                 codes[start:stop] = _NAMES.index(self._cold_name(batch, start, stop))
@@ -169,33 +166,42 @@ class Engines:
         scattered = bool((np.diff(batch.places[start:stop]) != 1).any())
         return "sequential" if scattered and "sequential" in engines() else self._cold
 
-    def _share(self, batch: Batch, sample: list[int]) -> float:
-        """Share of some records of one shard that is in the page cache."""
-        part = batch[sample[0] : sample[-1] + 1]
+    def _share(self, batch: Batch, index: int) -> float:
+        """Share of a record that is in the page cache."""
+        part = batch[index : index + 1]
         files = self._plain.acquire(part)
         try:
-            file, size = files[int(part.shards[0])], self._files.record_bytes
-            starts = [int(batch.positions[index]) * size for index in sample]
-            return sum(resident_share(file, start, start + size) for start in starts) / len(starts)
+            return self._shares(next(iter(files.values())), part.positions)
         finally:
             self._plain.release(files)
 
-    def _resident(self, part: Batch) -> NDArray[np.bool_]:
-        """Which records of one shard are in the page cache, [n].
+    def _shares(self, file: ShardFile, positions: NDArray[np.int64]) -> float:
+        size = self._files.record_bytes
+        starts = [position * size for position in positions.tolist()]
+        return sum(resident_share(file, start, start + size) for start in starts) / len(starts)
 
-        To look it up is dear (0.1 ms for 50 MB), so what was found is taken to hold for some seconds more.
+    def _resident(self, part: Batch) -> NDArray[np.bool_] | None:
+        """Which records of one shard are in the page cache, [n]; None where most of a sample are not.
+
+        To look up all is dear (0.1 ms for 50 MB): so what was found is taken to hold for some seconds more,
+        as long as a record is still there.
         """
         files = self._plain.acquire(part)
         try:
-            file, now = files[int(part.shards[0])], time.monotonic()
-            found = file.resident
-            if found is None or now - file.resident_at > _TRUSTED_SECONDS:
-                found = resident_records(file, self._files.record_bytes)
-                file.resident, file.resident_at = found, now
-            return found[part.positions]
+            file, middle = next(iter(files.values())), len(part) // 2
+            known = file.resident if time.monotonic() - file.resident_at < _TRUSTED_SECONDS else None
+            expected = known is not None and known[part.positions[middle]]
+            if known is not None and expected and self._shares(file, part.positions[[middle]]) >= _WORTH_CACHE:
+                return known[part.positions]
+            if self._shares(file, part.positions[[0, middle, -1]]) < _WORTH_CACHE:
+                return None
+            if known is None or expected:  # not looked up, or evicted since
+                known = resident_records(file, self._files.record_bytes)
+                file.resident, file.resident_at = known, time.monotonic()
+            return known[part.positions]
         finally:
             self._plain.release(files)
 
     def _is_resident(self, shard: int, position: int) -> bool:
         one = (np.array([number]) for number in (shard, position, 0))
-        return self._share(Batch(*one), [0]) >= _WORTH_CACHE
+        return self._share(Batch(*one), 0) >= _WORTH_CACHE

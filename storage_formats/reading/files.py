@@ -85,11 +85,11 @@ class ShardFiles:
 
     def acquire(self, batch: Batch) -> dict[int, ShardFile]:
         """The files of a batch, to be given to `release`. CorruptIndexError: one is missing or ends too early."""
-        last = np.append(np.flatnonzero(np.diff(batch.shards)), len(batch) - 1)
         files: dict[int, ShardFile] = {}
         try:
-            for shard, position in zip(batch.shards[last].tolist(), batch.positions[last].tolist(), strict=True):
+            for shard, _, stop in batch.stretches:
                 files[shard] = self._get(shard)
+                position = int(batch.positions[stop - 1])
                 if (position + 1) * self.record_bytes > files[shard].size:
                     raise ends_early(files[shard], position)
         except BaseException:
@@ -149,8 +149,7 @@ def _close_all(files: OrderedDict[int, ShardFile]) -> None:
 
 def descriptors(files: dict[int, ShardFile], batch: Batch) -> Ints:
     """The descriptor of each record's file, [n]."""
-    shards, which = np.unique(batch.shards, return_inverse=True)
-    return np.array([files[shard].fd for shard in shards.tolist()], dtype=np.int64)[which]
+    return batch.spread([files[shard].fd for shard, _, _ in batch.stretches])
 
 
 def ends_early(file: ShardFile, position: int) -> CorruptIndexError:

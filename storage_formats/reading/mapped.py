@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import numpy as np
-
 from storage_formats.reading.base import Batch, Finish, Reader, Target
 from storage_formats.reading.files import ShardFiles
 from storage_formats.reading.memory import copy_memory
@@ -34,9 +32,8 @@ class MappedEngine:
         def finish() -> None:
             files = self._files.acquire(batch)
             try:
-                shards, which = np.unique(batch.shards, return_inverse=True)
-                maps = np.array([files[shard].mapped_at() for shard in shards.tolist()])[which]
-                sources = maps + batch.positions * self._files.record_bytes
+                maps = [files[shard].mapped_at() for shard, _, _ in batch.stretches]
+                sources = batch.spread(maps) + batch.positions * self._files.record_bytes
                 copy_memory(sources, target.addresses, self._files.record_bytes)
             finally:
                 self._files.release(files)
