@@ -88,10 +88,11 @@ class AlignmentConfig:
     align_steps: int = _leaf(0, "Steps that first align the adapter's tokens with caption words.", minimum=0)
     align_batch_size: int = _leaf(256, "Images of an alignment step.", minimum=2)
     align_captions: int = _leaf(5, "Captions of each image in an alignment step.", minimum=1)
-    align_queries: str = _leaf(
-        "clusters",
-        "What the adapter's queries begin the alignment with: centres of clusters of patches, or what they are.",
-        choices=("clusters", "kept"),
+    align_start: str = _leaf(
+        "fitted",
+        "What a new compressed adapter begins the alignment as: fitted to clusters of patches and to the words of "
+        "captions, or what it is.",
+        choices=("fitted", "kept"),
     )
     align_lr: float = _leaf(1e-3, "Learning rate of the alignment.", minimum=0)
 

@@ -11,24 +11,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from edje_index.adapter import Adapter, CompressionAdapter
+from edje_index.adapter import CompressionAdapter
 from edje_index.bundle import ModelBundle
 from edje_index.training.batches import BatchSource, Features, TeacherSource
+from edje_index.training.beginning import begin_fitted
 from edje_index.training.config import TrainConfig
 from edje_index.training.dataset import TrainingData
 from edje_index.training.distributed import Ranks
 from edje_index.training.loop import Phase, Record, Runtime, Trainer
 from edje_index.training.objectives import AlignmentObjective, JointObjective, Teacher, trained_part
-from edje_index.training.queries import SAMPLE_IMAGES, begin_at_clusters
 from edje_index.training.rows import Marks
-from edje_index.training.sampling import CLUSTERING, stream
 from edje_index.training.schedule import learning_rate
 from edje_index.training.start import set_attention, set_dropout
 from edje_index.words import content_words
 from storage_formats.errors import UsageError
 
 ALIGNMENT, JOINT = "alignment", "joint"
-CLUSTERS = "clusters"
+FITTED = "fitted"
 _ALIGNMENT_WARMUP = 0.1  # of the phase
 
 
@@ -102,8 +101,10 @@ def train_rank(
     )
 
     def alignment() -> Phase:
-        if task.new_adapter and config.alignment.align_queries == CLUSTERS:
-            _begin_at_clusters(adapter, source)
+        fitted = task.new_adapter and config.alignment.align_start == FITTED
+        if fitted and isinstance(adapter, CompressionAdapter):
+            words: torch.Tensor = joint.text_embeddings.weight.detach()  # type: ignore[operator]
+            begin_fitted(adapter, source, words, joint_words)
         return _alignment_phase(config, source, AlignmentObjective(adapter, joint, config.seen), joint_words)
 
     def joint_phase() -> Phase:
@@ -150,15 +151,6 @@ def _teacher(task: TrainTask, trainer: Trainer) -> tuple[Teacher | None, Teacher
     rows = np.load(task.teacher.rows, mmap_mode="r")
     source = TeacherSource(Features(task.teacher.index), rows, bundle.block_shape[0])
     return Teacher(joint, adapter), source
-
-
-def _begin_at_clusters(adapter: Adapter, source: BatchSource) -> None:
-    if not isinstance(adapter, CompressionAdapter):
-        return
-    seed, data = source.config.loop.seed, source.data
-    chosen = stream(seed, CLUSTERING).permutation(data.images)[:SAMPLE_IMAGES]
-    generator = torch.Generator().manual_seed(seed)
-    begin_at_clusters(adapter, source.features.fetch(data.rows[np.sort(chosen)]), generator)
 
 
 def _alignment_phase(

@@ -43,10 +43,10 @@ def query_after(task) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("new", "setting", "kept"), [(True, "clusters", False), (True, "kept", True), (False, "clusters", True)]
+    ("new", "setting", "kept"), [(True, "fitted", False), (True, "kept", True), (False, "fitted", True)]
 )
 def test_an_adapter_that_has_learned_something_keeps_its_queries(tmp_path, case, new, setting, kept):
     still = {"align_lr": 0.0, "lr": 0.0, "warmup_lr": 0.0, "min_lr": 0.0, "weight_decay": 0.0, "steps": 1}
-    task = case.task(tmp_path, align_steps=1, align_batch_size=8, align_queries=setting, **still)
+    task = case.task(tmp_path, align_steps=1, align_batch_size=8, align_start=setting, **still)
     begun = ModelBundle.load(task.start).adapter.query
     assert torch.equal(query_after(replace(task, new_adapter=new)), begun) == kept
