@@ -13,13 +13,16 @@ from edje_index.training.projection import FIT_IMAGES, begin_at_words
 from edje_index.training.queries import SAMPLE_IMAGES, begin_at_clusters
 from edje_index.training.sampling import CLUSTERING, stream
 
+CLUSTERS, FITTED = "clusters", "fitted"
 _READ_IMAGES = 256
 
 
-def begin_fitted(
+def begin_adapter(
     adapter: CompressionAdapter, source: BatchSource, words: torch.Tensor, content: NDArray[np.bool_]
 ) -> None:
-    """Queries at clusters of patches, and a projection that maps patches to words; decided by the training's seed.
+    """Set what `align_start` asks for: queries at clusters of patches, a projection that maps patches to words.
+
+    It is decided by the training's seed.
 
     Args:
         adapter: of which the queries, keys, values and the projection are set.
@@ -27,10 +30,14 @@ def begin_fitted(
         words: vectors of the vocabulary [v, d].
         content: which words count [v].
     """
-    seed, data = source.config.loop.seed, source.data
+    start, seed, data = source.config.alignment.align_start, source.config.loop.seed, source.data
+    if start not in (CLUSTERS, FITTED):
+        return
     chosen = stream(seed, CLUSTERING).permutation(data.images)
     sample = source.features.fetch(data.rows[np.sort(chosen[:SAMPLE_IMAGES])])
     begin_at_clusters(adapter, sample, torch.Generator().manual_seed(seed))
+    if start == CLUSTERS:
+        return
     images = [at for at in np.sort(chosen[:FIT_IMAGES]).tolist() if len(_content_words(data, at, content))]
     if not images:
         return

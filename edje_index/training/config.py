@@ -89,10 +89,10 @@ class AlignmentConfig:
     align_batch_size: int = _leaf(256, "Images of an alignment step.", minimum=2)
     align_captions: int = _leaf(5, "Captions of each image in an alignment step.", minimum=1)
     align_start: str = _leaf(
-        "fitted",
-        "What a new compressed adapter begins the alignment as: fitted to clusters of patches and to the words of "
-        "captions, or what it is.",
-        choices=("fitted", "kept"),
+        "clusters",
+        "What a new compressed adapter begins the alignment as: queries at clusters of patches; with a projection "
+        "fitted from patches to words as well, for short trainings; or what it is.",
+        choices=("clusters", "fitted", "kept"),
     )
     align_lr: float = _leaf(1e-3, "Learning rate of the alignment.", minimum=0)
 

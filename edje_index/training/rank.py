@@ -14,7 +14,7 @@ import torch
 from edje_index.adapter import CompressionAdapter
 from edje_index.bundle import ModelBundle
 from edje_index.training.batches import BatchSource, Features, TeacherSource
-from edje_index.training.beginning import begin_fitted
+from edje_index.training.beginning import begin_adapter
 from edje_index.training.config import TrainConfig
 from edje_index.training.dataset import TrainingData
 from edje_index.training.distributed import Ranks
@@ -27,7 +27,6 @@ from edje_index.words import content_words
 from storage_formats.errors import UsageError
 
 ALIGNMENT, JOINT = "alignment", "joint"
-FITTED = "fitted"
 _ALIGNMENT_WARMUP = 0.1  # of the phase
 
 
@@ -101,10 +100,9 @@ def train_rank(
     )
 
     def alignment() -> Phase:
-        fitted = task.new_adapter and config.alignment.align_start == FITTED
-        if fitted and isinstance(adapter, CompressionAdapter):
+        if task.new_adapter and isinstance(adapter, CompressionAdapter):
             words: torch.Tensor = joint.text_embeddings.weight.detach()  # type: ignore[operator]
-            begin_fitted(adapter, source, words, joint_words)
+            begin_adapter(adapter, source, words, joint_words)
         return _alignment_phase(config, source, AlignmentObjective(adapter, joint, config.seen), joint_words)
 
     def joint_phase() -> Phase:

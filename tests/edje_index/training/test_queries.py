@@ -43,7 +43,8 @@ def query_after(task) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("new", "setting", "kept"), [(True, "fitted", False), (True, "kept", True), (False, "fitted", True)]
+    ("new", "setting", "kept"),
+    [(True, "clusters", False), (True, "fitted", False), (True, "kept", True), (False, "clusters", True)],
 )
 def test_an_adapter_that_has_learned_something_keeps_its_queries(tmp_path, case, new, setting, kept):
     still = {"align_lr": 0.0, "lr": 0.0, "warmup_lr": 0.0, "min_lr": 0.0, "weight_decay": 0.0, "steps": 1}
