@@ -170,6 +170,7 @@ def _evaluate_one(
         trained=model.trained,
         block_shape=opened.manifest.spec.block_shape,
         embedding_weight=model.embedding_weight,
+        late_weight=model.joint.late_weight,
         candidates=opened.candidates,
         queries=opened.queries,
     )

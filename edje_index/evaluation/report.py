@@ -84,8 +84,10 @@ def _preface(evaluation: Evaluation) -> list[str]:
 def _described(system: System) -> str:
     m, d = system.block_shape
     untrained = "" if system.trained else ", untrained: its figures are those of chance"
-    weight = f", score + {system.embedding_weight:g} x similarity" if system.embedding_weight else ""
-    return f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}{weight}{untrained}"
+    late = f" + {system.late_weight:g} x late interaction" if system.late_weight else ""
+    similarity = f" + {system.embedding_weight:g} x similarity" if system.embedding_weight else ""
+    score = f", score = logit{late}{similarity}" if late or similarity else ""
+    return f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}{score}{untrained}"
 
 
 def _tables(evaluation: Evaluation) -> list[tuple[str, list[str], list[list[str]]]]:

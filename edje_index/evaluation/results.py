@@ -20,7 +20,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class System:
-    """One index with its bundle, as evaluated; `queries` and `candidates` by direction."""
+    """One index with its bundle, as evaluated; `queries` and `candidates` by direction.
+
+    Attributes:
+        embedding_weight, late_weight: of the embedding similarity and of the late interaction beside the logit.
+    """
 
     name: str
     index: str
@@ -29,6 +33,7 @@ class System:
     trained: bool
     block_shape: tuple[int, int]
     embedding_weight: float
+    late_weight: float
     candidates: dict[str, int]
     queries: dict[str, int]
 
