@@ -54,8 +54,10 @@ class WorkerProcess:
         timer = threading.Timer(seconds, self._kill)
         timer.start()
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        timer.cancel()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()  # also when a signal ends the wait: a waiting timer keeps the process alive
         if not line:
             raise WorkerError(f"took more than {seconds:.0f} s" if self._late else self._last_words())
         answer: dict[str, Any] = json.loads(line)
