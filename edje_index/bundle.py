@@ -32,6 +32,7 @@ from edje_index.errors import ModelError
 from edje_index.files import write_json
 from edje_index.joint_encoder import JointEncoder, bert_config
 from edje_index.joint_inputs import load_joint_tokenizer
+from edje_index.pooled_similarity import PooledSimilarity
 from edje_index.text import TextTower, save_text_tokenizer, text_tokenizer
 from edje_index.vision import VisionTower, vision_tower
 from edje_index.weights import assign_weights, read_weights, save_weights
@@ -177,9 +178,15 @@ class ModelBundle:
             "image_size": list(self.vision.image_size),
         }
         joint: dict[str, Any] = {"text_embed_dim": self.joint.text_projection.out_features}
-        weights = {"embedding_weight": self.embedding_weight, "late_weight": self.joint.late_weight}
+        weights = {
+            "embedding_weight": self.embedding_weight,
+            "late_weight": self.joint.late_weight,
+            "pooled_weight": self.joint.pooled_weight,
+        }
         # Left out where it changes nothing: earlier bundles keep their fingerprints.
         joint.update({name: weight for name, weight in weights.items() if weight})
+        if self.joint.pooled is not None:
+            joint["pooled"] = self.joint.pooled.sizes
         adapter = self.adapter.config.to_json()
         return describe_bundle(
             folder, vision=vision, adapter=adapter, joint=joint, trained=self.trained, notes=self.notes
@@ -208,9 +215,11 @@ def _load_clip(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
 def _load_joint(info: BundleInfo) -> JointEncoder:
     tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER)
     joint = JointEncoder(bert_config(info.path / JOINT_CONFIG), tokenizer, int(info.joint["text_embed_dim"]))
+    if info.pooled is not None:
+        joint.pooled = PooledSimilarity(joint.width, **info.pooled)
     weights = info.path / JOINT_WEIGHTS
     assign_weights(joint, read_weights(weights), str(weights))
-    joint.late_weight = info.late_weight
+    joint.late_weight, joint.pooled_weight = info.late_weight, info.pooled_weight
     return joint
 
 

@@ -47,8 +47,8 @@ class BundleInfo:
         path: the bundle's folder.
         vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim``, ``image_size`` of the tower.
         adapter: fields of the adapter's configuration.
-        joint: ``text_embed_dim`` of the joint encoder's text-embedding head; ``embedding_weight`` and ``late_weight``
-            of the re-ranking score, where they are not 0.
+        joint: ``text_embed_dim`` of the joint encoder's text-embedding head; ``embedding_weight``, ``late_weight`` and
+            ``pooled_weight`` of the re-ranking score, where they are not 0; sizes of ``pooled``, where there is one.
         trained: False for random weights.
         notes: where the weights came from, for people.
         files: relative path to ``{"bytes", "sha256"}``, every file but ``bundle.json``.
@@ -90,6 +90,17 @@ class BundleInfo:
     def late_weight(self) -> float:
         """Weight of the late interaction in the joint score, beside the logit."""
         return float(self.joint.get("late_weight", 0.0))
+
+    @property
+    def pooled_weight(self) -> float:
+        """Weight of the pooled similarity in the joint score, beside the logit."""
+        return float(self.joint.get("pooled_weight", 0.0))
+
+    @property
+    def pooled(self) -> dict[str, int] | None:
+        """``words`` and ``dim`` of the pooled similarity; None where the joint encoder has none."""
+        sizes = self.joint.get("pooled")
+        return None if sizes is None else {name: int(sizes[name]) for name in ("words", "dim")}
 
     @property
     def weights_bytes(self) -> int:
@@ -154,8 +165,11 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             fingerprint=str(content["fingerprint"]),
             encoder_fingerprint=str(content["encoder_fingerprint"]),
         )
-        if not (math.isfinite(info.embedding_weight) and math.isfinite(info.late_weight)):
-            raise ValueError(f"weights of the score are {info.embedding_weight} and {info.late_weight}")
+        weights = (info.embedding_weight, info.late_weight, info.pooled_weight)
+        if not all(map(math.isfinite, weights)):
+            raise ValueError(f"weights of the score are {weights}")
+        if info.pooled is not None and min(info.pooled.values()) < 0:
+            raise ValueError(f"sizes of the pooled similarity are {info.pooled}")
         expected = (
             _fingerprint(info.adapter, info.joint, info.files, info.files),
             encoder_fingerprint(info.adapter, info.files),

@@ -23,6 +23,7 @@ from edje_index.bf16 import as_tensor
 from edje_index.errors import ModelError
 from edje_index.joint_inputs import JointInputs, JointTokenizer
 from edje_index.late_interaction import late_interaction
+from edje_index.pooled_similarity import PooledSimilarity
 from edje_index.words import content_words
 
 prepare_torchvision()
@@ -42,6 +43,7 @@ class JointEncoder(nn.Module):
         tokenizer: of captions.
         late_weight: weight of the late interaction of words and tokens beside the logit, in :meth:`score`. Published
             models have none.
+        pooled: pooled similarity, where one was fitted; its weight in :meth:`score` is ``pooled_weight``.
     """
 
     def __init__(self, config: BertConfig, tokenizer: JointTokenizer, text_embed_dim: int) -> None:
@@ -53,6 +55,8 @@ class JointEncoder(nn.Module):
             )
         self.tokenizer = tokenizer
         self.late_weight = 0.0
+        self.pooled: PooledSimilarity | None = None
+        self.pooled_weight = 0.0
         self.language_model = BertForMaskedLM(config)
         # One tensor under two names, as in published checkpoints.
         self.text_embeddings = self.language_model.get_input_embeddings()
@@ -72,7 +76,9 @@ class JointEncoder(nn.Module):
 
     @torch.inference_mode()
     def score(self, captions: str | Sequence[str], tokens: torch.Tensor | Array) -> torch.Tensor:
-        """Matching logits + ``late_weight`` x late interaction, float32 [b] on the CPU; higher is better.
+        """Matching logits + ``late_weight`` x late interaction + ``pooled_weight`` x pooled similarity.
+
+        float32 [b] on the CPU; higher is better.
 
         Args:
             captions: b captions, or one for all blocks.
@@ -93,6 +99,8 @@ class JointEncoder(nn.Module):
             scores[rows] = self(self.tokenizer.inputs(captions[rows], tokens.shape[1]), tokens[rows])
             if self.late_weight:
                 scores[rows] += self.late_weight * self.late_interaction(captions[rows], tokens[rows]).cpu()
+            if self.pooled_weight:
+                scores[rows] += self.pooled_weight * self.pooled_similarity(captions[rows], tokens[rows]).cpu()
         return scores
 
     def late_interaction(self, captions: Sequence[str], tokens: torch.Tensor) -> torch.Tensor:
@@ -100,6 +108,28 @@ class JointEncoder(nn.Module):
         words: torch.Tensor = self.text_embeddings.weight.detach()  # type: ignore[operator]
         ids = self.tokenizer.caption_ids(captions)
         return late_interaction(ids, tokens.to(words.device), words, self._content)
+
+    @torch.inference_mode()
+    def pooled_similarity(self, captions: Sequence[str], tokens: torch.Tensor) -> torch.Tensor:
+        """See :mod:`edje_index.pooled_similarity`: cosines [b] of captions with tokens [b, m, d]; 0 without ``pooled``.
+
+        A caption that comes again costs nothing.
+        """
+        device = self.text_projection.weight.device
+        if self.pooled is None:
+            return torch.zeros(len(captions), device=device)
+        places = {caption: place for place, caption in enumerate(dict.fromkeys(captions))}
+        sentences = self.sentence_vectors(self.tokenizer.inputs(list(places), 0))
+        described = self.pooled.captions(self.tokenizer.caption_ids(list(places)), sentences)
+        asked = described[torch.tensor([places[caption] for caption in captions], device=device)]
+        return (asked * self.pooled.images(tokens.to(device))).sum(dim=1)
+
+    @torch.inference_mode()
+    def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:
+        """Mean last hidden state, float32 [b, d], of rows without image tokens."""
+        mask = inputs.attention_mask.to(self.text_projection.weight.device)[:, :, None]
+        hidden = self.hidden_states(inputs, torch.empty(0, 0, self.width)).float()
+        return (hidden * mask).sum(dim=1) / mask.sum(dim=1)
 
     @cached_property
     def _content(self) -> NDArray[np.bool_]:

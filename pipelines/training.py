@@ -73,8 +73,8 @@ class TrainResult:
         steps: of the joint phase.
         seconds: wall time of this command.
         last: the last line of the log.
-        embedding_weight, late_weight: of the final score.
-        dev: recalls by "embedding weight,late weight", where --dev was given.
+        embedding_weight, late_weight, pooled_weight: of the final score.
+        dev: recalls by "embedding weight,late weight,pooled weight", where --dev was given.
         already_finished: nothing was left to do.
     """
 
@@ -89,5 +89,6 @@ class TrainResult:
     last: dict[str, Any] = field(default_factory=dict)
     embedding_weight: float = 0.0
     late_weight: float = 0.0
+    pooled_weight: float = 0.0
     dev: dict[str, Any] | None = None
     already_finished: bool = False

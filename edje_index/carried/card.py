@@ -9,7 +9,7 @@ _TEMPLATE = """# Model card
 Bundle for EDJE re-ranking: {vision}, {tokens} x {width} tokens an image, {embed} numbers an embedding.
 
 - Fingerprint of the assembled bundle: `{fingerprint}`
-- Final score: logit + {late:g} x late interaction + {weight:g} x embedding similarity
+- Final score: logit + {late:g} x late interaction + {pooled:g} x pooled similarity + {weight:g} x embedding similarity
 - {notes}
 
 ## Parts and licences
@@ -43,5 +43,6 @@ def model_card(info: BundleInfo) -> str:
         fingerprint=info.fingerprint,
         weight=info.embedding_weight,
         late=info.late_weight,
+        pooled=info.pooled_weight,
         notes=info.notes or "no notes",
     )

@@ -171,6 +171,7 @@ def _evaluate_one(
         block_shape=opened.manifest.spec.block_shape,
         embedding_weight=model.embedding_weight,
         late_weight=model.joint.late_weight,
+        pooled_weight=model.joint.pooled_weight,
         candidates=opened.candidates,
         queries=opened.queries,
     )

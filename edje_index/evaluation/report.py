@@ -84,9 +84,13 @@ def _preface(evaluation: Evaluation) -> list[str]:
 def _described(system: System) -> str:
     m, d = system.block_shape
     untrained = "" if system.trained else ", untrained: its figures are those of chance"
-    late = f" + {system.late_weight:g} x late interaction" if system.late_weight else ""
-    similarity = f" + {system.embedding_weight:g} x similarity" if system.embedding_weight else ""
-    score = f", score = logit{late}{similarity}" if late or similarity else ""
+    terms = (
+        (system.late_weight, "late interaction"),
+        (system.pooled_weight, "pooled similarity"),
+        (system.embedding_weight, "similarity"),
+    )
+    added = "".join(f" + {weight:g} x {name}" for weight, name in terms if weight)
+    score = f", score = logit{added}" if added else ""
     return f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}{score}{untrained}"
 
 

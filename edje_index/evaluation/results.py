@@ -23,7 +23,8 @@ class System:
     """One index with its bundle, as evaluated; `queries` and `candidates` by direction.
 
     Attributes:
-        embedding_weight, late_weight: of the embedding similarity and of the late interaction beside the logit.
+        embedding_weight, late_weight, pooled_weight: of the embedding similarity, the late interaction and the pooled
+            similarity beside the logit.
     """
 
     name: str
@@ -34,6 +35,7 @@ class System:
     block_shape: tuple[int, int]
     embedding_weight: float
     late_weight: float
+    pooled_weight: float
     candidates: dict[str, int]
     queries: dict[str, int]
 

@@ -20,9 +20,11 @@ from edje_index.training.config import TrainConfig
 from edje_index.training.dataset import TrainingData
 from edje_index.training.negatives import draw_negatives, mined_share, negative_mask
 from edje_index.training.rows import Marks, Tokens, joint_rows, mask_captions, text_rows
-from edje_index.training.sampling import MASKING, NEGATIVE_IMAGES, NEGATIVE_TEXTS, Sampler, stream
+from edje_index.training.sampling import MASKING, NEGATIVE_IMAGES, NEGATIVE_TEXTS, SEEN_VIEWS, Sampler, stream
 from storage_formats.errors import CorruptIndexError
 from storage_formats.token_store import TokenStore
+
+_ALIGNMENT, _JOINT = range(2)
 
 
 class OnDevice:
@@ -111,6 +113,19 @@ class TeacherSource:
 
 
 @dataclass(frozen=True)
+class ViewSource:
+    """Features of further views of the photos.
+
+    Attributes:
+        features: of all views.
+        rows: of each image's views among them, int64 [n, views]; -1 for none.
+    """
+
+    features: Features
+    rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class BatchSource:
     """Where batches come from.
 
@@ -123,6 +138,7 @@ class BatchSource:
         temperature: of the mining softmax.
         config: of the training.
         rank, world: which part of every batch.
+        views: of which each image of a batch shows one, or itself, at random; None without.
     """
 
     data: TrainingData
@@ -134,6 +150,7 @@ class BatchSource:
     config: TrainConfig
     rank: int = 0
     world: int = 1
+    views: ViewSource | None = None
 
     def joint(self, number: int) -> JointBatch:
         """Batch `number` of the joint phase, counted from 0 over the whole training."""
@@ -154,7 +171,7 @@ class BatchSource:
         return JointBatch(
             pairs=own.stop,
             negatives=self.config.negatives.negatives,
-            patches=self.features.fetch(self.data.rows[distinct]),
+            patches=self._patches(distinct, _JOINT, number),
             inputs=inputs,
             image=torch.from_numpy(image.astype(np.int64)),
             masked=masked,
@@ -205,12 +222,26 @@ class BatchSource:
             lengths = np.array([len(part) for part in words])
             np.add.at(shares, (place, np.repeat(np.arange(len(words)), lengths)), 1)
             return AlignmentBatch(
-                patches=self.features.fetch(self.data.rows[images[own]]),
+                patches=self._patches(images[own], _ALIGNMENT, number),
                 words=torch.from_numpy(distinct.astype(np.int64)),
                 shares=torch.from_numpy(shares / lengths.clip(min=1)),
             )
 
         return batch
+
+    def _patches(self, images: NDArray[np.int64], phase: int, number: int) -> torch.Tensor:
+        """Features [k, n, d_v] of `images`, or of a view of each, drawn by the number of the batch."""
+        rows = self.data.rows[images]
+        if self.views is None:
+            return self.features.fetch(rows)
+        rng = stream(self.config.loop.seed, SEEN_VIEWS, phase, number, self.rank)
+        view = rng.integers(-1, self.views.rows.shape[1], size=len(images))
+        view_rows = np.where(view < 0, -1, self.views.rows[images, view])
+        seen = torch.from_numpy(view_rows >= 0)
+        photos, views = self.features.fetch(rows[view_rows < 0]), self.views.features.fetch(view_rows[view_rows >= 0])
+        patches = photos.new_empty(len(images), *photos.shape[1:])
+        patches[~seen], patches[seen] = photos, views
+        return patches
 
     def _tokens(self, caption: int) -> Tokens:
         return self.data.caption(caption)[: self.config.objective.text_length - MARKS]

@@ -43,8 +43,14 @@ class ArchitectureConfig:
 
 @dataclass(frozen=True)
 class SeenConfig:
-    """What of an image a step sees, a random choice anew in every step: against overfitting, and faster."""
+    """What of an image a step sees, a random choice anew in every step: against overfitting."""
 
+    views: int = _leaf(
+        0,
+        "Random crops of each photo that are trained on beside it, half of them mirrored; the features of each cost "
+        "a pass of the tower.",
+        minimum=0,
+    )
     patch_dropout: float = _leaf(0.0, "Part of the patches that the compressed adapter does not see.", minimum=0)
     step_tokens: int | None = _leaf(
         None, "Of an image's tokens, how many the joint encoder reads in training.  [default: all]", minimum=1
@@ -134,13 +140,19 @@ class LoopConfig:
 
 @dataclass(frozen=True)
 class SelectionConfig:
-    """Weights of what is added to the logit in the final score, chosen with --dev; see `selection`."""
+    """What is added to the logit in the final score, with weights chosen with --dev; see `selection` and `pooled`."""
 
+    pooled_dim: int = _leaf(
+        0, "Fit a pooled similarity of so many dimensions when all steps are done; 0 leaves it out.", minimum=0
+    )
     embedding_weight: float | None = _leaf(
         None, "Weight of the embedding similarity in the final score.  [default: the best on --dev, else 0]"
     )
     late_weight: float | None = _leaf(
         None, "Weight of the late interaction of words and image tokens.  [default: the best on --dev, else 0]"
+    )
+    pooled_weight: float | None = _leaf(
+        None, "Weight of the pooled similarity, with --pooled-dim.  [default: the best on --dev, else 0]"
     )
     dev_captions: int = _leaf(500, "Captions of --dev to choose by, at most.", minimum=1)
     dev_pool: int = _leaf(20, "Nearest images that are re-ranked to choose.", minimum=2)

@@ -1,4 +1,4 @@
-"""From the last checkpoint of a finished training to its bundle."""
+"""From the last checkpoint of a finished training to its bundle, and what is fitted to that."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from edje_index.bundle import ModelBundle
+from edje_index.devices import resolve_device
 from edje_index.errors import ModelError
+from edje_index.pooled_similarity import PooledSimilarity
 from edje_index.training.checkpoint import Checkpoints
+from edje_index.training.distributed import Ranks
 from edje_index.training.objectives import trained_part
+from edje_index.training.pooled import OnProgress, fit_pooled
+from edje_index.training.rank import TrainTask, batch_source
 from edje_index.weights import State
 
 
@@ -25,6 +30,15 @@ def trained_bundle(start: Path, run_dir: Path, run: str, notes: str) -> tuple[Mo
     trained_part(bundle.adapter).load_state_dict(_part(state.weights, "adapter."))
     bundle.joint.load_state_dict(_part(state.weights, "joint."))
     return replace(bundle, trained=True, notes=notes, info=None), state.step
+
+
+def fit_trained(task: TrainTask, bundle: ModelBundle, dim: int, on_progress: OnProgress) -> PooledSimilarity:
+    """The pooled similarity of a trained bundle over what it was trained on, see `pooled`; on the task's device."""
+    device = resolve_device(task.runtime.device)
+    bundle.adapter.to(device).eval()
+    bundle.joint.to(device).eval()
+    source = batch_source(task, bundle, Ranks())
+    return fit_pooled(trained_part(bundle.adapter), bundle.joint, source, dim, on_progress).to(device)
 
 
 def _part(weights: State, prefix: str) -> State:

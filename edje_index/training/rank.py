@@ -13,7 +13,7 @@ import torch
 
 from edje_index.adapter import CompressionAdapter
 from edje_index.bundle import ModelBundle
-from edje_index.training.batches import BatchSource, Features, TeacherSource
+from edje_index.training.batches import BatchSource, Features, TeacherSource, ViewSource
 from edje_index.training.beginning import begin_adapter
 from edje_index.training.config import TrainConfig
 from edje_index.training.dataset import TrainingData
@@ -53,6 +53,7 @@ class TrainTask:
         temperature: of the mining softmax.
         teacher: None without distillation.
         new_adapter: nothing has been learned in the adapter of the first step.
+        views: index of the features of views, and a file of its rows [n, views]; None without.
     """
 
     config: TrainConfig
@@ -64,6 +65,7 @@ class TrainTask:
     temperature: float
     teacher: TeacherTask | None = None
     new_adapter: bool = True
+    views: tuple[Path, Path] | None = None
 
 
 def train_rank(
@@ -85,19 +87,8 @@ def train_rank(
     joint.text_embeddings.requires_grad_(config.architecture.words == "trained")
     set_dropout(joint, config.architecture.dropout, config.architecture.attention_dropout)
     set_attention(joint, trainer.device)
-    data = TrainingData.open(task.data)
     teacher, teacher_source = _teacher(task, trainer)
-    source = BatchSource(
-        data=data,
-        features=Features(task.features),
-        teacher=teacher_source,
-        marks=Marks.of(joint.tokenizer),
-        image_tokens=min(config.seen.step_tokens or adapter.config.num_tokens, adapter.config.num_tokens),
-        temperature=task.temperature,
-        config=config,
-        rank=ranks.rank,
-        world=ranks.world,
-    )
+    source = batch_source(task, start, ranks, teacher_source)
 
     def alignment() -> Phase:
         if task.new_adapter and isinstance(adapter, CompressionAdapter):
@@ -112,6 +103,25 @@ def train_rank(
     joint_words = content_words(joint.tokenizer)
     phases = [alignment, joint_phase] if config.alignment.align_steps else [joint_phase]
     trainer.run(phases, should_stop)
+
+
+def batch_source(
+    task: TrainTask, start: ModelBundle, ranks: Ranks, teacher: TeacherSource | None = None
+) -> BatchSource:
+    """Where the batches of `task` come from; `start` is its bundle, or one with the same tokenizer and adapter."""
+    config, m = task.config, start.adapter.config.num_tokens
+    return BatchSource(
+        data=TrainingData.open(task.data),
+        features=Features(task.features),
+        teacher=teacher,
+        marks=Marks.of(start.joint.tokenizer),
+        image_tokens=min(config.seen.step_tokens or m, m),
+        temperature=task.temperature,
+        config=config,
+        rank=ranks.rank,
+        world=ranks.world,
+        views=None if task.views is None else ViewSource(Features(task.views[0]), np.load(task.views[1])),
+    )
 
 
 def total_steps(config: TrainConfig, images: int) -> int:

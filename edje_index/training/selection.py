@@ -1,14 +1,15 @@
 """Choosing what is added to the matching logit, on captions that were not trained on.
 
-Re-ranking sorts by logit + v x late interaction + w x embedding similarity (ALBEF and BLIP add the latter); trained
-logits have no scale of their own, so that v and w are looked for on a grid.
+Re-ranking sorts by logit + v x late interaction + u x pooled similarity + w x embedding similarity (ALBEF and BLIP add
+the last); trained logits have no scale of their own, so that all weights are looked for on a grid.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +25,15 @@ from edje_index.training.objectives import trained_part
 from edje_index.training.sampling import stream
 
 GRID = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0)
-Weights = tuple[float, float]
-"""Of the embedding similarity and of the late interaction."""
 _ADAPTER_BATCH = 32
+
+
+class Weights(NamedTuple):
+    """Of what is added to the logit."""
+
+    similarity: float
+    late: float
+    pooled: float
 
 
 @dataclass(frozen=True)
@@ -92,11 +99,17 @@ def choose_weights(
     similar = dev.text_embeddings @ dev.image_embeddings.T
     pool = min(config.dev_pool, len(dev.rows))
     nearest = np.argsort(-similar, axis=1, kind="stable")[:, :pool]
-    logits, late = _scores(bundle, dev, nearest, features)
+    logits, late, pooled = _scores(bundle, dev, nearest, features)
     near = np.take_along_axis(similar, nearest, axis=1)
     right = nearest == dev.owner[:, None]
-    grids = [GRID if fixed is None else (fixed,) for fixed in (config.embedding_weight, config.late_weight)]
-    recall = {(w, v): _recall(logits + w * near + v * late, right) for w in grids[0] for v in grids[1]}
+    fixed = (config.embedding_weight, config.late_weight, config.pooled_weight)
+    grids = [GRID if weight is None else (weight,) for weight in fixed]
+    if bundle.joint.pooled is None:
+        grids[2] = (0.0,)
+    recall = {
+        Weights(w, v, u): _recall(logits + w * near + v * late + u * pooled, right)
+        for w, v, u in itertools.product(*grids)
+    }
     best = max(recall.values())
     return WeightChoice(
         weights=min((weights for weights, value in recall.items() if value == best), key=sum),
@@ -115,8 +128,11 @@ def _recall(scores: NDArray[Any], right: NDArray[np.bool_]) -> float:
 @torch.inference_mode()
 def _scores(
     bundle: ModelBundle, dev: DevSet, nearest: NDArray[np.int64], features: Features
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Logits and late interaction [c, pool] of captions with their nearest images, from tokens rounded as stored."""
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
+    """Logits, late interaction and pooled similarity [c, pool] of captions with their nearest images.
+
+    Of tokens that are rounded as they are stored.
+    """
     adapter = trained_part(bundle.adapter)
     device = bundle.joint.text_projection.weight.device
     used, places = np.unique(nearest, return_inverse=True)
@@ -126,8 +142,9 @@ def _scores(
         tokens.append(adapter(blocks.to(device).float()).bfloat16().cpu())
     stored = torch.cat(tokens)
     rows = places.reshape(nearest.shape)
-    logits, late = [], []
+    logits, late, pooled = [], [], []
     for text, near in zip(dev.captions, rows, strict=True):
         logits.append(bundle.joint.score(text, stored[near]).numpy())
         late.append(bundle.joint.late_interaction([text] * len(near), stored[near]).numpy(force=True))
-    return np.stack(logits), np.stack(late)
+        pooled.append(bundle.joint.pooled_similarity([text] * len(near), stored[near]).numpy(force=True))
+    return np.stack(logits), np.stack(late), np.stack(pooled)

@@ -58,7 +58,7 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
         if joint.text_projection.out_features != bundle.embed_dim:
             joint.text_projection = nn.Linear(joint.width, bundle.embed_dim)
         adapter = _adapter(config, bundle.vision, joint, init)
-    joint.late_weight = 0.0
+    joint.late_weight, joint.pooled_weight, joint.pooled = 0.0, 0.0, None
     return replace(bundle, adapter=adapter, joint=joint, trained=False, notes=NOTES, info=None, embedding_weight=0.0)
 
 

@@ -19,9 +19,9 @@ from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.bundle import ModelBundle
-    from edje_index.training.config import TrainConfig
+    from edje_index.training.config import SelectionConfig, TrainConfig
     from edje_index.training.rank import TrainTask
-    from edje_index.training.selection import WeightChoice
+    from edje_index.training.selection import WeightChoice, Weights
 
 RESULT = "result.json"
 _REPORT_SECONDS = 5.0
@@ -46,7 +46,7 @@ def run_training(
         prepared = prepare_training(request, config, run, on_event, should_stop)
         if not request.export:
             _train(prepared.task, request, on_event, should_stop)
-        return _finish(request, config, prepared, on_event, started)
+        return _finish(request, config, prepared, on_event, should_stop, started)
 
 
 def _finished(request: TrainRequest, run: str) -> TrainResult | None:
@@ -109,17 +109,30 @@ def describe_record(record: dict[str, Any]) -> str:
 
 
 def _finish(
-    request: TrainRequest, config: TrainConfig, prepared: Prepared, on_event: OnEvent, started: float
+    request: TrainRequest,
+    config: TrainConfig,
+    prepared: Prepared,
+    on_event: OnEvent,
+    should_stop: StopAsked,
+    started: float,
 ) -> TrainResult:
-    from edje_index.training.finish import trained_bundle
+    from edje_index.training.finish import fit_trained, trained_bundle
     from edje_index.training.journal import read_log
 
     task = prepared.task
     bundle, steps = trained_bundle(task.start, request.run_folder, task.run, "")
+    if config.selection.pooled_dim:
+        on_event(Phase("fitting the pooled similarity"))
+
+        def pooled(done: int, total: int) -> None:
+            if should_stop():
+                raise BuildStopped(f"stopped with the pooled similarity unfitted, {done:,} of {total:,} images read")
+
+        bundle.joint.pooled = fit_trained(task, bundle, config.selection.pooled_dim, pooled)
     choice = _choose_weights(bundle, request, config, prepared, on_event)
-    given = (config.selection.embedding_weight or 0.0, config.selection.late_weight or 0.0)
-    weight, bundle.joint.late_weight = given if choice is None else choice.weights
-    bundle = replace(bundle, notes=_notes(request, config, prepared, steps), embedding_weight=weight)
+    weights = _given_weights(config.selection) if choice is None else choice.weights
+    bundle.joint.late_weight, bundle.joint.pooled_weight = weights.late, weights.pooled
+    bundle = replace(bundle, notes=_notes(request, config, prepared, steps), embedding_weight=weights.similarity)
     info = bundle.save(request.out)
     records = read_log(request.run_folder)
     result = TrainResult(
@@ -134,6 +147,7 @@ def _finish(
         last=records[-1] if records else {},
         embedding_weight=bundle.embedding_weight,
         late_weight=bundle.joint.late_weight,
+        pooled_weight=bundle.joint.pooled_weight,
         dev=None if choice is None else _as_json(choice),
     )
     if not request.export:
@@ -142,15 +156,26 @@ def _finish(
 
 
 def _as_json(choice: WeightChoice) -> dict[str, Any]:
-    recall = {f"{similarity:g},{late:g}": value for (similarity, late), value in choice.recall.items()}
-    return {**asdict(choice), "recall": recall}
+    recall = {",".join(f"{weight:g}" for weight in weights): value for weights, value in choice.recall.items()}
+    return {**asdict(choice), "recall": recall, "weights": choice.weights._asdict()}
+
+
+def _given_weights(selection: SelectionConfig) -> Weights:
+    """Those of the settings; 0 for one that was to be looked for, and of a pooled similarity that is not there."""
+    from edje_index.training.selection import Weights
+
+    pooled = selection.pooled_weight if selection.pooled_dim else None
+    return Weights(selection.embedding_weight or 0.0, selection.late_weight or 0.0, pooled or 0.0)
 
 
 def _choose_weights(
     bundle: ModelBundle, request: TrainRequest, config: TrainConfig, prepared: Prepared, on_event: OnEvent
 ) -> WeightChoice | None:
     selection = config.selection
-    if prepared.dev is None or None not in (selection.embedding_weight, selection.late_weight):
+    weights = [selection.embedding_weight, selection.late_weight]
+    if selection.pooled_dim:
+        weights.append(selection.pooled_weight)
+    if prepared.dev is None or None not in weights:
         return None
     from edje_index.training.batches import Features
     from edje_index.training.selection import choose_weights, make_dev_set

@@ -3,6 +3,7 @@
 run.json          settings and fingerprints of everything that decides the training
 start/            bundle of the first step
 features-model/   bundle that makes the features, and features.edje/, the index of them; where none is given
+views.edje/       index of the features of views, where they are asked for
 miner.edje/       index of the miner's embeddings, where none is given
 data/             captions as tokens and embeddings, and the teacher's rows
 checkpoints/, log.jsonl, tensorboard/, result.json
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edje_index.inputs import display_path
 from pipelines.config import BuildConfig
 from pipelines.events import OnEvent, Phase
 from pipelines.planning import BuildStopped, StopAsked
@@ -81,7 +84,16 @@ def prepare_training(
         compile=request.compile,
     )
     task = TrainTask(
-        config, runtime, run, parts.folder / "start", features, data, temperature, parts.teacher(), parts.new_adapter
+        config=config,
+        runtime=runtime,
+        run=run,
+        start=parts.folder / "start",
+        features=features,
+        data=data,
+        temperature=temperature,
+        teacher=parts.teacher(),
+        new_adapter=parts.new_adapter,
+        views=parts.views(),
     )
     total_steps(config, len(parts.kept.rows))
     captions = sum(map(len, parts.kept.captions))
@@ -140,7 +152,6 @@ class _Parts:
     @cached_property
     def features(self) -> Path:
         """The index of features: the one that was given, if the tower made it, else one that is built now."""
-        from edje_index.adapter import build_adapter
         from edje_index.training.start import feature_adapter, feature_fingerprint
 
         wanted = feature_adapter(self._config.architecture, self.start.vision)
@@ -148,12 +159,21 @@ class _Parts:
             assert self.start.info is not None
             _check_index(self._request.features, feature_fingerprint(self.start.info, wanted), wanted.kind)
             return self._request.features.absolute()
+        self._on_event(Phase("computing features of the frozen tower, once"))
+        return self._build("features.edje", self._features_model, [*self.items, *self._dev_items])
+
+    @cached_property
+    def _features_model(self) -> Path:
+        """The bundle that makes features."""
+        from edje_index.adapter import build_adapter
+        from edje_index.training.start import feature_adapter
+
         model = self.folder / "features-model"
         if not model.exists():
+            adapter = build_adapter(feature_adapter(self._config.architecture, self.start.vision))
             notes = "makes features to train on; not to re-rank with"
-            replace(self.start, adapter=build_adapter(wanted), notes=notes, info=None).save(model)
-        self._on_event(Phase("computing features of the frozen tower, once"))
-        return self._build("features.edje", model, [*self.items, *self._dev_items])
+            replace(self.start, adapter=adapter, notes=notes, info=None).save(model)
+        return model
 
     @cached_property
     def kept(self) -> CaptionSet:
@@ -212,6 +232,45 @@ class _Parts:
         np.save(path, rows)
         return TeacherTask(request.teacher.absolute(), index, has_tokens, path)
 
+    def views(self) -> tuple[Path, Path] | None:
+        """The index of the features of views, and the file of its rows [n, views]."""
+        import numpy as np
+
+        from edje_index.caption_rows import match_items
+        from pipelines.jobs.train_views import view_path
+
+        count, items = self._config.seen.views, self.items
+        if not count:
+            return None
+        folder, index, rows = (self.folder / name for name in ("views", "views.edje", "view-rows.npy"))
+        if not rows.exists():
+            self._view_features(count, folder)
+            names = [display_path(os.fsencode(item.path)) for item in items]
+            shown = [
+                [replace(item, path=view_path(folder, name, view)) for item, name in zip(items, names, strict=True)]
+                for view in range(count)
+            ]
+            found = [match_items(index, views, allow_none=True).rows for views in shown]
+            np.save(rows, np.stack(found, axis=1))
+            shutil.rmtree(folder, ignore_errors=True)
+        return index, rows
+
+    def _view_features(self, count: int, folder: Path) -> None:
+        """Build ``views.edje`` from files in `folder`."""
+        from edje_index.bundle_info import read_bundle_info
+        from pipelines.jobs.train_views import write_views
+        from pipelines.sources import iter_all, open_sources
+
+        names = {display_path(os.fsencode(item.path)) for item in self.items}
+        sources = self._sources("viewed.jsonl", self.items)
+        column = "path" if sources[-1].endswith(".jsonl") else None
+        photos = (ref for ref in iter_all(open_sources(sources, column)) if ref.uri in names)
+        height, width = read_bundle_info(self._features_model).vision["image_size"]
+        self._on_event(Phase(f"cropping {count} views of {len(names):,} photos"))
+        made = write_views(photos, folder, count, (height, width), self._config.loop.seed, self._should_stop)
+        self._on_event(Phase("computing features of the views, once"))
+        self._build_of("views.edje", self._features_model, (os.fspath(made),))
+
     def dev(self) -> CaptionSet | None:
         """Captions that are not trained on."""
         return self._matched(self.features, self._dev_items, {})[1] if self._dev_items else None
@@ -255,18 +314,22 @@ class _Parts:
 
     def _build(self, name: str, model: Path, items: Sequence[CaptionedImage]) -> Path:
         """An index of the items' images in the run folder."""
+        return self._build_of(name, model, self._sources(f"{name}.jsonl", items))
+
+    def _build_of(self, name: str, model: Path, sources: tuple[str, ...]) -> Path:
         from pipelines.jobs.build import run_build
 
         request, out = self._request, self.folder / name
         config = BuildConfig(
-            sources=self._sources(f"{name}.jsonl", items),
+            sources=sources,
             out=out,
             model=model,
             engine="inline" if request.workers == 1 and request.address is None else "ray",
             threads=request.threads,
             device=request.device,
+            dtype=self._config.loop.dtype,
             address=request.address,
-            column="path",
+            column="path" if sources[-1].endswith(".jsonl") else None,
         )
         run_build(config, self._on_event, self._should_stop)
         return out

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from edje_index.training.config import TrainConfig
 
 RUN_FILE = "run.json"
-# They decide no trained weight.
-_NOT_COMPARED = frozenset({"embedding_weight", "late_weight", "dev_captions", "dev_pool"})
+# They decide what is made of the last checkpoint, not what is in it.
+_NOT_COMPARED = frozenset(
+    {"pooled_dim", "embedding_weight", "late_weight", "pooled_weight", "dev_captions", "dev_pool"}
+)
 _LANGUAGE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json", "vocab.txt")
 
 

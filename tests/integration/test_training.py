@@ -20,6 +20,7 @@ from edje_index.bundle_info import read_bundle_info
 from edje_index.training.journal import read_log
 from edje_index.untrained import TINY, create_untrained_bundle
 from pipelines.cli import main
+from storage_formats.token_store import TokenStore
 from tests.integration import builds
 from tests.integration.builds import command, environment
 
@@ -140,6 +141,21 @@ def test_the_bundle_builds_and_searches(case, tmp_path):
     info = read_bundle_info(case / "calm")
     assert info.trained
     assert "30 steps of 8 pairs" in info.notes
+
+
+def test_views_and_a_pooled_similarity(case, tmp_path):
+    asked = [*training(case, tmp_path / "out"), "--steps", "6", "--views", "2", "--dev", case / "dev.jsonl"]
+    asked += ["--pooled-dim", "8", "--pooled-weight", "3"]
+    result = run(*asked)
+    assert result["pooled_weight"] == 3
+    assert {key.split(",")[2] for key in result["dev"]["recall"]} == {"3"}
+    run_dir = tmp_path / "out.run"
+    assert np.load(run_dir / "view-rows.npy").tolist() == [[2 * at, 2 * at + 1] for at in range(24)]
+    assert not (run_dir / "views").exists()
+    assert len(TokenStore.open(run_dir / "views.edje")) == 48
+    assert read_bundle_info(tmp_path / "out").pooled["dim"] == 8
+    run("build", case / "photos", "--out", tmp_path / "index", "--model", tmp_path / "out", "--engine", "inline")
+    assert len(run("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]) == 3
 
 
 @pytest.mark.slow

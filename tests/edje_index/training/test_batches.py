@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from edje_index.bundle import ModelBundle
-from edje_index.training.batches import TeacherSource
+from edje_index.training.batches import TeacherSource, ViewSource
 from edje_index.training.dataset import TrainingData, read_embeddings
 from edje_index.training.rows import Marks, joint_rows, mask_captions, text_rows
 from edje_index.training.sampling import Sampler
@@ -185,3 +187,28 @@ def test_features_with_a_hole_are_named(tmp_path):
     write_random_index(tmp_path / "index", IndexSpec(6, 4, (2, 8), embed_dim=4), failed=frozenset({3}))
     with pytest.raises(CorruptIndexError, match="row 3"):
         Features(tmp_path / "index").fetch(np.array([1, 3]))
+
+
+def test_a_batch_shows_photos_and_views_at_random(case):
+    """Photos are rows 2 to 25; rows 0 and 1 stand for the views, of which some images have one or none."""
+    source = case.source()
+    rows = np.full((IMAGES, 2), -1)
+    rows[:12] = [0, 1]
+    rows[12:18, 0] = 0
+    viewing = replace(source, views=ViewSource(source.features, rows))
+    store = TokenStore.open(source.features._root)
+    blocks = {store.fetch([row]).tobytes(): row for row in range(len(store))}
+    shown: dict[int, set[int]] = {image: set() for image in range(IMAGES)}
+    content = np.ones(1000, dtype=bool)
+    for number in range(60):
+        for make, again in ((viewing.joint, viewing.joint), (viewing.alignment(content), viewing.alignment(content))):
+            batch = make(number)
+            assert torch.equal(batch.patches, again(number).patches)
+            if hasattr(batch, "image"):
+                images = np.unique(np.concatenate([Sampler(source.data, 8, 0).pairs(number)[0]]))
+            else:
+                images = Sampler(source.data, IMAGES, 0).sets(number, 1)[0]
+            for image, patches in zip(images.tolist(), batch.patches.view(torch.int16).numpy(), strict=True):
+                shown[image].add(blocks[patches.tobytes()])
+    for image, found in shown.items():
+        assert found == {image + 2, *rows[image][rows[image] >= 0]}

@@ -1,0 +1,97 @@
+"""Views of photos to train on: random crops, half of them mirrored, as files that the build job makes features of.
+
+The crops are those of Szegedy et al. (2015), of at least a third of the photo: a caption describes most of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from edje_index.images import ImageError, decode_rgb
+from edje_index.inputs import read_bytes
+from edje_index.training.sampling import VIEWS, stream
+from pipelines.planning import BuildStopped, StopAsked
+from storage_formats.atomic import write_bytes_atomic
+
+if TYPE_CHECKING:
+    from edje_index.inputs import InputRef
+
+_AREA = (0.35, 1.0)
+_ASPECT = (3 / 4, 4 / 3)
+_QUALITY = 95
+_THREADS = 4
+_AHEAD = 256
+LIST = "views.jsonl"
+
+
+def write_views(
+    refs: Iterable[InputRef], folder: Path, views: int, size: tuple[int, int], seed: int, should_stop: StopAsked
+) -> Path:
+    """Write the views of all photos and the list of them; a list that is there is taken as it is.
+
+    Args:
+        refs: the photos. One that cannot be decoded has no views.
+        folder: receives `views` files of each photo, named by :func:`view_path`, and the list.
+        size: (height, width) of a view in pixels.
+        seed: decides the crops.
+
+    Raises:
+        BuildStopped: `should_stop()` turned true; the views are made again.
+    """
+    made = folder / LIST
+    if made.exists():
+        return made
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    photos = iter(refs)
+    lines: list[str] = []
+    with ThreadPoolExecutor(_THREADS, "edje-views") as pool:
+        done = 0
+        while batch := list(itertools.islice(photos, _AHEAD)):
+            if should_stop():
+                raise BuildStopped(f"stopped after cropping {done:,} photos, which is done again")
+            for written in pool.map(lambda ref: _write(ref, folder, views, size, seed), batch):
+                lines += [json.dumps({"path": str(path)}) + "\n" for path in written]
+            done += len(batch)
+    write_bytes_atomic(made, "".join(lines).encode())
+    return made
+
+
+def view_path(folder: Path, uri: str, view: int) -> Path:
+    """Where view number `view`, counted from 0, of the photo `uri` is."""
+    return folder / f"{_digest(uri)}-{view}.jpg"
+
+
+def _write(ref: InputRef, folder: Path, views: int, size: tuple[int, int], seed: int) -> list[Path]:
+    try:
+        photo = decode_rgb(read_bytes(ref))
+    except ImageError:  # it has no features either, and is reported there
+        return []
+    paths = [view_path(folder, ref.uri, view) for view in range(views)]
+    for view, path in enumerate(paths):
+        random_view(photo, size, stream(seed, VIEWS, int(_digest(ref.uri), 16), view)).save(path, quality=_QUALITY)
+    return paths
+
+
+def random_view(photo: Image.Image, size: tuple[int, int], rng: np.random.Generator) -> Image.Image:
+    """A random crop of `photo`, stretched to `size` (height, width), mirrored half the time."""
+    area, aspect = rng.uniform(*_AREA), np.exp(rng.uniform(*np.log(_ASPECT)))
+    pixels = photo.width * photo.height * area
+    width, height = min(photo.width, (pixels * aspect) ** 0.5), min(photo.height, (pixels / aspect) ** 0.5)
+    left, top = rng.uniform(0, photo.width - width), rng.uniform(0, photo.height - height)
+    view = photo.resize(size[::-1], Image.Resampling.BICUBIC, box=(left, top, left + width, top + height))
+    return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else view
+
+
+def _digest(uri: str) -> str:
+    return hashlib.sha256(uri.encode()).hexdigest()[:32]

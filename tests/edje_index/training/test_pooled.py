@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from edje_index.bundle import ModelBundle
+from edje_index.training.batches import ViewSource
+from edje_index.training.objectives import trained_part
+from edje_index.training.pooled import MIN_CAPTIONS, _canonical, _ridge, fit_pooled
+
+
+def covariances(rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shared = rng.standard_normal((400, 3))
+    x = np.concatenate([shared + rng.standard_normal((400, 3)), rng.standard_normal((400, 4))], axis=1)
+    y = np.concatenate([shared @ rng.standard_normal((3, 3)), rng.standard_normal((400, 2))], axis=1)
+    x, y = torch.from_numpy(x - x.mean(0)), torch.from_numpy(y - y.mean(0))
+    return x.T @ x / 400, y.T @ y / 400, x.T @ y / 400
+
+
+def test_canonical_maps_are_defined_by_their_covariances():
+    """What makes them canonical: each side uncorrelated under its ridged covariance, and across only pair by pair."""
+    xx, yy, xy = covariances(np.random.default_rng(0))
+    left, right = _canonical(xx, yy, xy, 4)
+    assert (left.shape, right.shape) == ((7, 4), (5, 4))
+    ridged = [c + 0.1 * torch.linalg.eigvalsh(c).mean() * torch.eye(len(c), dtype=c.dtype) for c in (xx, yy)]
+    scale = (left.T @ ridged[0] @ left).diagonal()
+    torch.testing.assert_close(left.T @ ridged[0] @ left, scale.diag())
+    torch.testing.assert_close(right.T @ ridged[1] @ right, scale.diag())
+    across = left.T @ xy @ right
+    # Scaled on both sides by correlation ** 1.5: the ridged covariances are correlation ** 3, across ** 4.
+    torch.testing.assert_close(across, (scale ** (4 / 3)).diag())
+    assert scale.tolist() == sorted(scale.tolist(), reverse=True)
+
+
+def test_no_more_dimensions_than_there_are():
+    left, right = _canonical(*covariances(np.random.default_rng(1)), 100)
+    assert left.shape[1] == right.shape[1] == 5
+
+
+def test_the_ridge_solution_has_no_gradient():
+    """Of |x m - y|^2 + penalty |m|^2, by torch's differentiation."""
+    rng = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(50, width, generator=rng, dtype=torch.float64) for width in (6, 3))
+    found = _ridge(x, y).requires_grad_()
+    penalty = 0.01 * (x.T @ x).diagonal().mean()
+    loss = (x @ found - y).pow(2).sum() + penalty * found.pow(2).sum()
+    (gradient,) = torch.autograd.grad(loss, found)
+    assert gradient.abs().max() < 1e-9
+
+
+def test_it_tells_whose_caption_it_is(case):
+    """On what it was fitted to: 24 images in 16 dimensions, their words at random."""
+    bundle = ModelBundle.load(case.bundle)
+    source = case.source()
+    reports = []
+    fitted = fit_pooled(trained_part(bundle.adapter), bundle.joint, source, 12, lambda *at: reports.append(at))
+    assert reports[-1] == (24, 24)
+    assert fitted.sizes["dim"] == 12
+    data = source.data
+    words = fitted.word_numbers.tolist()
+    counted = [set(data.caption(at).tolist()) for at in range(len(data.token_starts) - 1)]
+    every = {word for caption in counted for word in caption}
+    assert words == sorted(word for word in every if sum(word in caption for caption in counted) >= MIN_CAPTIONS)
+    bundle.joint.pooled = fitted
+    with torch.no_grad():
+        tokens = trained_part(bundle.adapter)(source.features.fetch(data.rows).float()).bfloat16()
+    numbers = [data.caption(at).tolist() for at in data.caption_starts[:-1]]
+    texts = [bundle.joint.tokenizer.tokenizer.decode(ids) for ids in numbers]
+    scores = torch.stack([bundle.joint.pooled_similarity([text] * len(tokens), tokens) for text in texts])
+    own = scores.diagonal()
+    better = (scores > own[:, None]).sum(dim=1).float().mean()
+    assert better < 6, "by chance 11.5 other images score higher"
+
+
+def test_views_are_further_images(case):
+    bundle = ModelBundle.load(case.bundle)
+    source = case.source()
+    adapter = trained_part(bundle.adapter)
+    plain = fit_pooled(adapter, bundle.joint, source, 4)
+    same = ViewSource(source.features, np.stack([source.data.rows] * 2, axis=1))
+    twice = fit_pooled(adapter, bundle.joint, replace(source, views=same), 4)
+    none = ViewSource(source.features, np.full((len(source.data.rows), 2), -1))
+    without = fit_pooled(adapter, bundle.joint, replace(source, views=none), 4)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(twice.state_dict()[name].abs(), value.abs(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(without.state_dict()[name], value)
