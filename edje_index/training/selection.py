@@ -7,6 +7,7 @@ the last); trained logits have no scale of their own, so that all weights are lo
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,9 @@ from edje_index.training.sampling import stream
 
 GRID = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0)
 _ADAPTER_BATCH = 32
+
+OnProgress = Callable[[int, int], None]
+"""Called with captions done and their number."""
 
 
 class Weights(NamedTuple):
@@ -90,7 +94,12 @@ def make_dev_set(items: CaptionSet, tower: TextTower, features: Path) -> DevSet:
 
 
 def choose_weights(
-    bundle: ModelBundle, dev: DevSet, features: Features, config: SelectionConfig, device: str
+    bundle: ModelBundle,
+    dev: DevSet,
+    features: Features,
+    config: SelectionConfig,
+    device: str,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> WeightChoice:
     """Recall of all weights of the grid that `config` leaves open, and the best; leaves the model on `device`."""
     bundle.adapter.to(resolve_device(device)).eval()
@@ -99,7 +108,7 @@ def choose_weights(
     similar = dev.text_embeddings @ dev.image_embeddings.T
     pool = min(config.dev_pool, len(dev.rows))
     nearest = np.argsort(-similar, axis=1, kind="stable")[:, :pool]
-    logits, late, pooled = _scores(bundle, dev, nearest, features)
+    logits, late, pooled = _scores(bundle, dev, nearest, features, on_progress)
     near = np.take_along_axis(similar, nearest, axis=1)
     right = nearest == dev.owner[:, None]
     fixed = (config.embedding_weight, config.late_weight, config.pooled_weight)
@@ -127,7 +136,7 @@ def _recall(scores: NDArray[Any], right: NDArray[np.bool_]) -> float:
 
 @torch.inference_mode()
 def _scores(
-    bundle: ModelBundle, dev: DevSet, nearest: NDArray[np.int64], features: Features
+    bundle: ModelBundle, dev: DevSet, nearest: NDArray[np.int64], features: Features, on_progress: OnProgress
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
     """Logits, late interaction and pooled similarity [c, pool] of captions with their nearest images.
 
@@ -143,7 +152,8 @@ def _scores(
     stored = torch.cat(tokens)
     rows = places.reshape(nearest.shape)
     logits, late, pooled = [], [], []
-    for text, near in zip(dev.captions, rows, strict=True):
+    for done, (text, near) in enumerate(zip(dev.captions, rows, strict=True)):
+        on_progress(done, len(rows))
         logits.append(bundle.joint.score(text, stored[near]).numpy())
         late.append(bundle.joint.late_interaction([text] * len(near), stored[near]).numpy(force=True))
         pooled.append(bundle.joint.pooled_similarity([text] * len(near), stored[near]).numpy(force=True))

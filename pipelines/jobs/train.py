@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.events import OnEvent, Phase
 from pipelines.jobs.train_inputs import Prepared, prepare_training
 from pipelines.jobs.train_settings import begin_run
+from pipelines.jobs.train_stages import watched
 from pipelines.lock import locked_index
 from pipelines.planning import BuildStopped, StopAsked
 from pipelines.training import TrainRequest, TrainResult
@@ -122,14 +123,9 @@ def _finish(
     task = prepared.task
     bundle, steps = trained_bundle(task.start, request.run_folder, task.run, "")
     if config.selection.pooled_dim:
-        on_event(Phase("fitting the pooled similarity"))
-
-        def pooled(done: int, total: int) -> None:
-            if should_stop():
-                raise BuildStopped(f"stopped with the pooled similarity unfitted, {done:,} of {total:,} images read")
-
-        bundle.joint.pooled = fit_trained(task, bundle, config.selection.pooled_dim, pooled)
-    choice = _choose_weights(bundle, request, config, prepared, on_event)
+        progress = watched("fitting the pooled similarity", on_event, should_stop)
+        bundle.joint.pooled = fit_trained(task, bundle, config.selection.pooled_dim, progress)
+    choice = _choose_weights(bundle, request, config, prepared, on_event, should_stop)
     weights = _given_weights(config.selection) if choice is None else choice.weights
     bundle.joint.late_weight, bundle.joint.pooled_weight = weights.late, weights.pooled
     bundle = replace(bundle, notes=_notes(request, config, prepared, steps), embedding_weight=weights.similarity)
@@ -169,7 +165,12 @@ def _given_weights(selection: SelectionConfig) -> Weights:
 
 
 def _choose_weights(
-    bundle: ModelBundle, request: TrainRequest, config: TrainConfig, prepared: Prepared, on_event: OnEvent
+    bundle: ModelBundle,
+    request: TrainRequest,
+    config: TrainConfig,
+    prepared: Prepared,
+    on_event: OnEvent,
+    should_stop: StopAsked,
 ) -> WeightChoice | None:
     selection = config.selection
     weights = [selection.embedding_weight, selection.late_weight]
@@ -180,10 +181,10 @@ def _choose_weights(
     from edje_index.training.batches import Features
     from edje_index.training.selection import choose_weights, make_dev_set
 
-    on_event(Phase("choosing the weights of the final score on the dev captions"))
+    progress = watched("choosing the weights of the final score on the dev captions", on_event, should_stop)
     features = prepared.task.features
     dev = make_dev_set(prepared.dev, bundle.text, features)
-    return choose_weights(bundle, dev, Features(features), selection, request.device)
+    return choose_weights(bundle, dev, Features(features), selection, request.device, progress)
 
 
 def _notes(request: TrainRequest, config: TrainConfig, prepared: Prepared, steps: int) -> str:

@@ -11,6 +11,7 @@ checkpoints/, log.jsonl, tensorboard/, result.json
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -23,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from edje_index.inputs import display_path
 from pipelines.config import BuildConfig
 from pipelines.events import OnEvent, Phase
-from pipelines.planning import BuildStopped, StopAsked
+from pipelines.jobs.train_stages import watched
+from pipelines.planning import StopAsked
 from pipelines.training import TrainRequest
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import UsageError
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
     from edje_index.training.config import TrainConfig
     from edje_index.training.dataset import CaptionSet, Miner
     from edje_index.training.rank import TeacherTask, TrainTask
-
-_REPORTED_CAPTIONS = 10 * 1024
 
 
 @dataclass(frozen=True)
@@ -193,17 +193,12 @@ class _Parts:
         miner, scale = self._miner()
         if not path.exists():
             tokenizer, tower = self.start.joint.tokenizer, self.start.text
-            prepare_data(kept, tokenizer, tower, miner, self._captions_embedded).save(path)
+            progress = watched("embedding captions", self._on_event, self._should_stop)
+            prepare_data(kept, tokenizer, tower, miner, progress).save(path)
         if TrainingData.open(path).images != len(kept.rows):
             raise UsageError(f"{path} was made of other captions; give another --run-dir")
         temperature = self._config.negatives.negatives_temperature
         return path, 1 / scale if temperature is None else temperature
-
-    def _captions_embedded(self, done: int, total: int) -> None:
-        if self._should_stop():
-            raise BuildStopped(f"stopped with {done:,} of {total:,} captions embedded, which are done again")
-        if done % _REPORTED_CAPTIONS == 0:
-            self._on_event(Phase(f"embedding captions, {done:,} of {total:,}"))
 
     def teacher(self) -> TeacherTask | None:
         """The teacher with what it reads."""
@@ -251,8 +246,10 @@ class _Parts:
                 for view in range(count)
             ]
             found = [match_items(index, views, allow_none=True).rows for views in shown]
-            np.save(rows, np.stack(found, axis=1))
-            shutil.rmtree(folder, ignore_errors=True)
+            content = io.BytesIO()
+            np.save(content, np.stack(found, axis=1))
+            write_bytes_atomic(rows, content.getvalue())
+        shutil.rmtree(folder, ignore_errors=True)
         return index, rows
 
     def _view_features(self, count: int, folder: Path) -> None:
