@@ -74,7 +74,7 @@ class TrainResult:
         seconds: wall time of this command.
         last: the last line of the log.
         embedding_weight, late_weight, pooled_weight: of the final score.
-        dev: recalls by "embedding weight,late weight,pooled weight", where --dev was given.
+        dev: the choice of weights with its recalls, where --dev was given; see `edje_index.training.selection`.
         already_finished: nothing was left to do.
     """
 

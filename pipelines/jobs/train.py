@@ -152,8 +152,7 @@ def _finish(
 
 
 def _as_json(choice: WeightChoice) -> dict[str, Any]:
-    recall = {",".join(f"{weight:g}" for weight in weights): value for weights, value in choice.recall.items()}
-    return {**asdict(choice), "recall": recall, "weights": choice.weights._asdict()}
+    return {**asdict(choice), "weights": choice.weights._asdict()}
 
 
 def _given_weights(selection: SelectionConfig) -> Weights:

@@ -148,7 +148,7 @@ def test_views_and_a_pooled_similarity(case, tmp_path):
     asked += ["--pooled-dim", "8", "--pooled-weight", "3"]
     result = run(*asked)
     assert result["pooled_weight"] == 3
-    assert {key.split(",")[2] for key in result["dev"]["recall"]} == {"3"}
+    assert result["dev"]["weights"]["pooled"] == 3
     run_dir = tmp_path / "out.run"
     assert np.load(run_dir / "view-rows.npy").tolist() == [[2 * at, 2 * at + 1] for at in range(24)]
     assert not (run_dir / "views").exists()

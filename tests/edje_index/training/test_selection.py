@@ -1,8 +1,6 @@
-"""Choosing the embedding's weight."""
+"""Choosing the weights of the final score."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from edje_index.training.config import SelectionConfig
 from edje_index.training.dataset import CaptionSet
 from edje_index.training.objectives import trained_part
 from edje_index.training.pooled import fit_pooled
-from edje_index.training.selection import GRID, choose_weights, make_dev_set
+from edje_index.training.selection import choose_weights, likeliest_weights, make_dev_set
 from edje_index.training.start import Origin, make_start
 from tests.edje_index.training.conftest import IMAGES, captions
 
@@ -32,29 +30,68 @@ def test_recalls_are_those_of_the_plain_computation(case, setting, pooled):
         bundle.joint.pooled = fit_pooled(trained_part(bundle.adapter), bundle.joint, case.source(), 4)
     found = choose_weights(bundle, dev, features, SelectionConfig(dev_captions=1000, dev_pool=6), "cpu")
     assert (found.captions, found.pool) == (2 * IMAGES, 6)
+    assert min(found.weights) >= 0
+    assert pooled or found.weights.pooled == 0
     tokens = to_bf16_array(bundle.adapter(features.fetch(dev.rows).float()))
-    pooled_grid = GRID if pooled else (0.0,)
-    hits = dict.fromkeys(itertools.product(GRID, GRID, pooled_grid), 0)
-    embedding_hits = 0
+    hits = np.zeros(3)
+    w, v, u = found.weights
     for at, text in enumerate(dev.captions):
         similar = dev.image_embeddings @ dev.text_embeddings[at]
         near = sorted(range(IMAGES), key=lambda image: -similar[image])[:6]
-        embedding_hits += near[0] == at // 2
         logits = bundle.joint.score(text, tokens[near]).numpy()
         late = bundle.joint.late_interaction([text] * 6, as_tensor(tokens[near])).numpy()
         whole = bundle.joint.pooled_similarity([text] * 6, as_tensor(tokens[near])).numpy()
-        for w, v, u in hits:
-            best = (logits + w * similar[near] + v * late + u * whole).argmax()
-            hits[w, v, u] += near[best] == at // 2
-    assert found.recall == pytest.approx({weights: count / (2 * IMAGES) for weights, count in hits.items()})
-    assert found.embedding_recall == pytest.approx(embedding_hits / (2 * IMAGES))
-    assert found.recall[found.weights] == max(found.recall.values())
+        fused = logits + w * similar[near] + v * late + u * whole
+        hits += [near[scores.argmax()] == at // 2 for scores in (fused, logits, similar[near])]
+    recalls = (found.recall, found.logit_recall, found.embedding_recall)
+    assert recalls == pytest.approx(hits / (2 * IMAGES))
 
 
 def test_a_weight_that_is_given_is_not_looked_for(setting):
     bundle, dev, features = setting
     config = SelectionConfig(dev_captions=5, dev_pool=3, late_weight=7.0)
-    assert set(choose_weights(bundle, dev, features, config, "cpu").recall) == {(w, 7.0, 0.0) for w in GRID}
+    assert choose_weights(bundle, dev, features, config, "cpu").weights.late == 7
+
+
+def noisy_pools(weights: tuple[float, ...], captions: int = 4000, pool: int = 5):
+    """Logits, terms and right answers of a world in which the softmax with these weights is the truth."""
+    rng = np.random.default_rng(0)
+    logits, *terms = rng.standard_normal((1 + len(weights), captions, pool))
+    scores = logits + sum(w * term for w, term in zip(weights, terms, strict=True))
+    best = (scores + rng.gumbel(size=scores.shape)).argmax(axis=1)
+    return logits, terms, np.arange(pool) == best[:, None]
+
+
+def test_the_true_weights_are_found():
+    found = likeliest_weights(*noisy_pools((2.0, 0.5, 3.0)), [None] * 3)
+    assert found == pytest.approx([2.0, 0.5, 3.0], rel=0.15)
+
+
+def test_what_is_given_stays_beside_what_is_found():
+    found = likeliest_weights(*noisy_pools((2.0, 0.5)), [2.0, None])
+    assert found[0] == 2
+    assert found[1] == pytest.approx(0.5, rel=0.2)
+
+
+def test_no_weight_is_negative_and_the_others_are_found_without_it():
+    logits, terms, right = noisy_pools((2.0, -1.0))
+    found = likeliest_weights(logits, terms, right, [None, None])
+    assert found[1] == 0
+    assert found[0] == pytest.approx(likeliest_weights(logits, terms[:1], right, [None])[0], rel=1e-3)
+
+
+def test_senseless_logits_are_outweighed():
+    logits, terms, right = noisy_pools((2.0,))
+    found = likeliest_weights(-logits, terms, right, [None])
+    assert found[0] > 100
+
+
+def test_pools_without_the_right_image_say_nothing():
+    logits, terms, right = noisy_pools((2.0,))
+    half = right & (np.arange(len(right)) % 2 == 0)[:, None]
+    kept = (logits[::2], [term[::2] for term in terms], right[::2])
+    assert likeliest_weights(logits, terms, half, [None]) == likeliest_weights(*kept, [None])
+    assert likeliest_weights(logits, terms, right & False, [None]) == [0.0]
 
 
 def test_a_sample_is_always_the_same(setting):
