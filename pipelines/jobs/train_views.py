@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from edje_index.images import ImageError, decode_rgb
+from edje_index.images import ImageError, content_hash, decode_rgb
 from edje_index.inputs import read_bytes
 from edje_index.training.sampling import VIEWS, stream
 from pipelines.planning import BuildStopped, StopAsked
@@ -69,17 +69,19 @@ def write_views(
 
 def view_path(folder: Path, uri: str, view: int) -> Path:
     """Where view number `view`, counted from 0, of the photo `uri` is."""
-    return folder / f"{_digest(uri)}-{view}.jpg"
+    return folder / f"{hashlib.sha256(uri.encode()).hexdigest()[:32]}-{view}.jpg"
 
 
 def _write(ref: InputRef, folder: Path, views: int, size: tuple[int, int], seed: int) -> list[Path]:
     try:
-        photo = decode_rgb(read_bytes(ref))
+        data = read_bytes(ref)
+        photo = decode_rgb(data)
     except ImageError:  # it has no features either, and is reported there
         return []
     paths = [view_path(folder, ref.uri, view) for view in range(views)]
+    content = int(content_hash(data)[:32], 16)  # wherever the photo lies, its views are the same
     for view, path in enumerate(paths):
-        random_view(photo, size, stream(seed, VIEWS, int(_digest(ref.uri), 16), view)).save(path, quality=_QUALITY)
+        random_view(photo, size, stream(seed, VIEWS, content, view)).save(path, quality=_QUALITY)
     return paths
 
 
@@ -91,7 +93,3 @@ def random_view(photo: Image.Image, size: tuple[int, int], rng: np.random.Genera
     left, top = rng.uniform(0, photo.width - width), rng.uniform(0, photo.height - height)
     view = photo.resize(size[::-1], Image.Resampling.BICUBIC, box=(left, top, left + width, top + height))
     return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else view
-
-
-def _digest(uri: str) -> str:
-    return hashlib.sha256(uri.encode()).hexdigest()[:32]

@@ -71,6 +71,15 @@ def test_the_seed_alone_decides_them(refs, tmp_path):
     assert written("a2", refs, 0) != written("c", refs, 1)
 
 
+def test_a_photo_that_has_moved_has_the_same_views(refs, tmp_path):
+    moved = tmp_path / "elsewhere.png"
+    moved.write_bytes(Path(refs[0].uri).read_bytes())
+    folder = tmp_path / "views"
+    write_views([refs[0], InputRef(str(moved), str(moved).encode())], folder, 1, (16, 16), 0, lambda: False)
+    first, second = (view_path(folder, uri, 0).read_bytes() for uri in (refs[0].uri, str(moved)))
+    assert first == second
+
+
 def test_a_finished_list_is_kept_and_an_unfinished_one_made_again(refs, tmp_path):
     folder = tmp_path / "views"
     with pytest.raises(BuildStopped, match="0 photos"):
