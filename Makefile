@@ -32,7 +32,7 @@ demo: $(VENV)/.demo
 	$(BIN)/edje-index verify $(DEMO)/photos.edje
 	$(BIN)/python -c "from storage_formats import TokenStore; store = TokenStore.open('$(DEMO)/photos.edje', 'fp8'); \
 	  blocks = store.fetch([3, 0]); print('fetched', blocks.shape, blocks.dtype, 'of', len(store), 'rows')"
-	$(BIN)/edje-index search $(DEMO)/photos.edje "a cat" -k 5
+	$(BIN)/edje-index search $(DEMO)/photos.edje "a motorcycle" -k 5
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
