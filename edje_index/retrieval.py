@@ -29,8 +29,8 @@ class Hit:
         uri: where the image came from.
         score: what the hits are sorted by: the fused score, or the embedding's without re-ranking.
         embedding_score: cosine similarity of text and image embedding.
-        joint_score: the joint encoder's, its logit with late interaction and pooled similarity where the model has them;
-            None without re-ranking.
+        joint_score: the joint encoder's: its logit, with late interaction and pooled similarity where the model has
+            them; None without re-ranking.
     """
 
     row_id: int
