@@ -2,7 +2,7 @@
 
 Both sides are mapped linearly into one space: an image by mean, deviation and maximum of its tokens, a caption by its
 words and by the mean hidden state that the language model gives it alone. Where the matrices come from is in
-`training.pooled`. It sees what fine-grained scores miss on little data: few numbers are fitted, and by no gradient.
+`training.pooled`. It is fitted in closed form, with ridges: on little data it finds what fine-grained scores miss.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class TrainRequest:
         init: bundle to go on from.
         teacher: bundle to distil from; `teacher_features` is an index that it built, or of its tower's patches.
         miner: bundle whose embeddings mine negatives; `miner_features` is an index that it built.
-        dev: captions to choose the embedding's weight by.
+        dev: captions that the weights of the final score are fitted to.
         run_dir: checkpoints, log, and what is made on the way; None is the name of `out` with ".run" added.
         workers: ranks; more than one run on Ray.
         address: Ray cluster to join.

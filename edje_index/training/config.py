@@ -236,6 +236,8 @@ def _check(config: TrainConfig) -> None:
             f"{config.negatives.negatives} negatives need a batch of more than as many pairs, not {loop.batch_size}; "
             "raise --batch-size or lower --negatives"
         )
+    if config.selection.pooled_weight and not config.selection.pooled_dim:
+        raise UsageError("--pooled-weight is of a pooled similarity, which --pooled-dim fits; give both")
     architecture = config.architecture
     dropouts = (architecture.dropout, architecture.attention_dropout, config.seen.patch_dropout)
     if objective.mlm_probability > 1 or max(part or 0 for part in dropouts) >= 1:

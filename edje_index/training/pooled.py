@@ -24,7 +24,7 @@ from edje_index.training.dataset import TrainingData
 from edje_index.training.rows import Marks, joint_rows
 from edje_index.training.sampling import POOLING, stream
 
-FIT_IMAGES = 10_000  # of which 50,000 captions as bags of 4,000 words take 2 GB
+FIT_IMAGES = 10_000  # of which 50,000 captions as bags of 4,000 words take 3 GB
 MIN_CAPTIONS = 10  # that have a word, for the word to be counted
 MAX_WORDS = 4_000
 # Chosen on the dev captions of Flickr8k; the ridges are parts of the mean variance.
@@ -77,11 +77,13 @@ def fit_pooled(
     owner = np.repeat(np.arange(len(chosen)), np.diff(data.caption_starts)[chosen])
     numbers, weights = _counted_words(data, captions)
     sentences = _sentences(joint, data, captions)
-    bags = word_bags([data.caption(at).tolist() for at in captions], numbers, weights)
-
     sentence_mean, sentence_scale = sentences.mean(dim=0), _scale(sentences) * joint.width**0.5
-    bag_mean = bags.double().mean(dim=0)
-    words = torch.cat([(sentences - sentence_mean) / sentence_scale, _WORDS_SHARE * (bags.double() - bag_mean)], dim=1)
+    words = torch.empty(len(captions), joint.width + len(numbers), dtype=torch.float64)
+    words[:, : joint.width] = (sentences - sentence_mean) / sentence_scale
+    bags = words[:, joint.width :]
+    bags.copy_(word_bags([data.caption(at).tolist() for at in captions], numbers, weights))
+    bag_mean = bags.mean(dim=0)
+    bags.sub_(bag_mean).mul_(_WORDS_SHARE)
     described = torch.zeros(len(chosen), words.shape[1], dtype=torch.float64)
     described.index_add_(0, torch.from_numpy(owner), words)
     described /= torch.from_numpy(np.bincount(owner, minlength=len(chosen)).clip(min=1))[:, None]

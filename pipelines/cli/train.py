@@ -34,7 +34,7 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--teacher-features", type=_PATH, help="Index that the teacher built.  [default: the features]")
 @click.option("--miner", type=_PATH, help="Bundle whose embeddings mine negatives.  [default: the towers]")
 @click.option("--miner-features", type=_PATH, help="Index that the miner built.  [default: made in --run-dir]")
-@click.option("--dev", type=_PATH, help="Captions to choose the weight of the embedding similarity by.")
+@click.option("--dev", type=_PATH, help="Captions that the weights of the final score are fitted to.")
 @click.option("--run-dir", type=_PATH, help="Folder of checkpoints and log.  [default: OUT.run]")
 @config_options
 @click.option("--workers", type=_POSITIVE, help="Ranks; more than one run on Ray.  [default: 1]")

@@ -71,6 +71,9 @@ def prepare_training(
     objective = config.objective
     if request.teacher is None and not objective.itm_weight + objective.mlm_weight + objective.recovery_weight:
         raise UsageError("all losses have weight 0 and there is no --teacher: there is nothing to train")
+    selection = config.selection
+    if selection.pooled_dim and request.dev is None and not selection.pooled_weight:
+        raise UsageError("--pooled-dim fits a score that would have no weight: give --dev, or --pooled-weight")
     parts = _Parts(request, config, on_event, should_stop)
     total_steps(config, len(parts.items))
     features = parts.features

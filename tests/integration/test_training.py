@@ -158,6 +158,11 @@ def test_views_and_a_pooled_similarity(case, tmp_path):
     assert len(run("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]) == 3
 
 
+def test_a_pooled_similarity_that_would_weigh_nothing_is_refused(case, tmp_path):
+    error = run(*training(case, tmp_path / "out"), "--pooled-dim", "8", expect=2)["error"]
+    assert "--dev, or --pooled-weight" in error
+
+
 @pytest.mark.slow
 def test_a_student_learns_from_a_teacher(case, tmp_path):
     local = [*training(case, tmp_path / "teacher"), "--adapter", "local", "--steps", "3"]

@@ -41,6 +41,7 @@ def test_every_leaf_can_be_set_and_explains_itself():
         ({"steps": 5, "epochs": 1}, "not both"),
         ({"batch_size": 3}, "3 negatives need a batch of more"),
         ({"mlm_probability": 1.5}, "at most 1"),
+        ({"pooled_weight": 2.0}, "--pooled-dim"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(values, words):
