@@ -19,7 +19,8 @@ from edje_index.reduction import cluster_tokens, prune_tokens, stride_tokens
 COMPRESSED, LOCAL = "compressed", "local"
 STRIDED, CLUSTERED, PRUNED = "strided", "clustered", "pruned"
 PATCHES = "patches"
-REDUCTIONS = (STRIDED, CLUSTERED, PRUNED)
+PATCH_REDUCTIONS = (STRIDED, CLUSTERED)  # of the patch tokens alone
+REDUCTIONS = (*PATCH_REDUCTIONS, PRUNED)
 KINDS = (COMPRESSED, LOCAL, *REDUCTIONS, PATCHES)
 PUBLISHED_HIDDEN_DIM = 8192  # width of the adapters' MLP in the paper
 
@@ -54,6 +55,11 @@ class AdapterConfig:
     def is_feature(self) -> bool:
         """Whether nothing in it is learned: its tokens have the tower's width and are there to train on."""
         return self.hidden_dim == 0
+
+    def features(self, patches: int) -> AdapterConfig:
+        """What this adapter is trained on: all of the tower's `patches`, or what a reduction leaves of them."""
+        kind, tokens = (self.kind, self.num_tokens) if self.kind in REDUCTIONS else (PATCHES, patches)
+        return AdapterConfig(kind, tokens, self.vision_dim, self.vision_dim, hidden_dim=0)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""

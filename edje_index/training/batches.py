@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from edje_index.adapter import PATCH_REDUCTIONS, Adapter, AdapterConfig, build_adapter
 from edje_index.bf16 import as_tensor
 from edje_index.joint_inputs import MARKS, JointInputs
 from edje_index.training.config import TrainConfig
@@ -79,18 +80,29 @@ class AlignmentBatch(OnDevice):
 
 
 class Features:
-    """Blocks of an index as tensors."""
+    """Blocks of an index as tensors.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: the index.
+        trained: the adapter that they are for. Where it reduces an image's patches and the index holds all of them,
+            they are reduced as they are read.
+    """
+
+    def __init__(self, root: Path, trained: AdapterConfig | None = None) -> None:
         self._root = root
         self._store = TokenStore.open(root)
+        self._reduction: Adapter | None = None
+        if trained is not None and trained.kind in PATCH_REDUCTIONS and trained.num_tokens < self._store.block_shape[0]:
+            self._reduction = build_adapter(trained.features(self._store.block_shape[0]))
 
+    @torch.inference_mode()
     def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:
         """bfloat16 [k, n, d]. CorruptIndexError where a row has none."""
         blocks = self._store.fetch(rows)
         if self._store.holes(blocks).any():
             raise CorruptIndexError(f"{self._root} lacks the features of row {rows[self._store.holes(blocks)][0]}")
-        return as_tensor(blocks)
+        tensor = as_tensor(blocks)
+        return tensor if self._reduction is None else self._reduction(tensor.float()).bfloat16()
 
 
 @dataclass(frozen=True)

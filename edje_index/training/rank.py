@@ -112,7 +112,7 @@ def batch_source(
     config, m = task.config, start.adapter.config.num_tokens
     return BatchSource(
         data=TrainingData.open(task.data),
-        features=Features(task.features),
+        features=Features(task.features, start.adapter.config),
         teacher=teacher,
         marks=Marks.of(start.joint.tokenizer),
         image_tokens=min(config.seen.step_tokens or m, m),
@@ -120,7 +120,9 @@ def batch_source(
         config=config,
         rank=ranks.rank,
         world=ranks.world,
-        views=None if task.views is None else ViewSource(Features(task.views[0]), np.load(task.views[1])),
+        views=None
+        if task.views is None
+        else ViewSource(Features(task.views[0], start.adapter.config), np.load(task.views[1])),
     )
 
 
@@ -156,8 +158,9 @@ def _teacher(task: TrainTask, trainer: Trainer) -> tuple[Teacher | None, Teacher
     bundle = ModelBundle.load(task.teacher.bundle, verify=False)
     joint = bundle.joint.requires_grad_(False).to(trainer.device)
     adapter = None if task.teacher.has_tokens else trained_part(bundle.adapter).to(trainer.device)
+    trained = None if task.teacher.has_tokens else bundle.adapter.config
     rows = np.load(task.teacher.rows, mmap_mode="r")
-    source = TeacherSource(Features(task.teacher.index), rows, bundle.block_shape[0])
+    source = TeacherSource(Features(task.teacher.index, trained), rows, bundle.block_shape[0])
     return Teacher(joint, adapter), source
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from edje_index.adapter import LOCAL, PATCHES, REDUCTIONS, Adapter, AdapterConfig, build_adapter
+from edje_index.adapter import LOCAL, PATCH_REDUCTIONS, PATCHES, Adapter, AdapterConfig, build_adapter
 from edje_index.bundle import ModelBundle
 from edje_index.bundle_info import ADAPTER_WEIGHTS, INFO_FILE, BundleInfo, encoder_fingerprint
 from edje_index.clip_model import LOCAL_DIR, load_clip
@@ -62,30 +62,26 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
     return replace(bundle, adapter=adapter, joint=joint, trained=False, notes=NOTES, info=None, embedding_weight=0.0)
 
 
-def feature_adapter(config: ArchitectureConfig, vision: VisionTower) -> AdapterConfig:
-    """What features an adapter is trained on: all patch tokens, or what a training-free reduction leaves of them."""
-    width = vision.patch_dim
-    if config.adapter in REDUCTIONS:
-        return AdapterConfig(config.adapter, config.tokens, width, width, hidden_dim=0)
-    return AdapterConfig(PATCHES, vision.num_patches, width, width, hidden_dim=0)
+def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:
+    """Encoder fingerprints of the bundles whose index `trained` can learn from, the tower being that of `info`.
+
+    First of the one that makes its features; then, where it reduces patches, of the one that stores all of them.
+    """
+    wanted = trained.features(int(info.vision["num_patches"]))
+    found = [_feature_fingerprint(info, wanted)]
+    if trained.kind in PATCH_REDUCTIONS:
+        everything = replace(wanted, kind=PATCHES, num_tokens=int(info.vision["num_patches"]))
+        found.append(_feature_fingerprint(info, everything))
+    return found
 
 
-def feature_fingerprint(info: BundleInfo, features: AdapterConfig) -> str:
-    """Encoder fingerprint of the bundle that makes `features` with the tower of `info`."""
+def _feature_fingerprint(info: BundleInfo, features: AdapterConfig) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / ADAPTER_WEIGHTS
         save_weights(build_adapter(features), path)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     files = {**info.files, ADAPTER_WEIGHTS: {"sha256": digest}}
     return encoder_fingerprint(features.to_json(), files)
-
-
-def teacher_features(info: BundleInfo) -> AdapterConfig:
-    """The features that a teacher's adapter takes."""
-    adapter = AdapterConfig(**info.adapter)
-    kind = adapter.kind if adapter.kind in REDUCTIONS else PATCHES
-    tokens = adapter.num_tokens if adapter.kind in REDUCTIONS else int(info.vision["num_patches"])
-    return AdapterConfig(kind, tokens, adapter.vision_dim, adapter.vision_dim, hidden_dim=0)
 
 
 def logit_scale(bundle: ModelBundle) -> float:
@@ -138,7 +134,7 @@ def _towers(origin: Origin) -> ModelBundle:
         clip=clip,
         clip_config=config,
         text_tokenizer=text_tokenizer(config, folder),
-        adapter=build_adapter(feature_adapter(ArchitectureConfig(), vision)),
+        adapter=build_adapter(AdapterConfig(PATCHES, vision.num_patches, vision.patch_dim, vision.patch_dim, 0)),
         joint=joint,
         trained=False,
     )

@@ -183,7 +183,8 @@ def _choose_weights(
     progress = watched("choosing the weights of the final score on the dev captions", on_event, should_stop)
     features = prepared.task.features
     dev = make_dev_set(prepared.dev, bundle.text, features)
-    return choose_weights(bundle, dev, Features(features), selection, request.device, progress)
+    found = Features(features, bundle.adapter.config)
+    return choose_weights(bundle, dev, found, selection, request.device, progress)
 
 
 def _notes(request: TrainRequest, config: TrainConfig, prepared: Prepared, steps: int) -> str:

@@ -31,6 +31,7 @@ from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
+    from edje_index.adapter import AdapterConfig
     from edje_index.bundle import ModelBundle
     from edje_index.captions import CaptionedImage
     from edje_index.training.config import TrainConfig
@@ -155,25 +156,29 @@ class _Parts:
     @cached_property
     def features(self) -> Path:
         """The index of features: the one that was given, if the tower made it, else one that is built now."""
-        from edje_index.training.start import feature_adapter, feature_fingerprint
+        from edje_index.training.start import feature_fingerprints
 
-        wanted = feature_adapter(self._config.architecture, self.start.vision)
         if self._request.features is not None:
             assert self.start.info is not None
-            _check_index(self._request.features, feature_fingerprint(self.start.info, wanted), wanted.kind)
+            accepted = feature_fingerprints(self.start.info, self.start.adapter.config)
+            _check_index(self._request.features, accepted, self._feature_adapter.kind)
             return self._request.features.absolute()
         self._on_event(Phase("computing features of the frozen tower, once"))
         return self._build("features.edje", self._features_model, [*self.items, *self._dev_items])
+
+    @property
+    def _feature_adapter(self) -> AdapterConfig:
+        """What the features are of."""
+        return self.start.adapter.config.features(self.start.vision.num_patches)
 
     @cached_property
     def _features_model(self) -> Path:
         """The bundle that makes features."""
         from edje_index.adapter import build_adapter
-        from edje_index.training.start import feature_adapter
 
         model = self.folder / "features-model"
         if not model.exists():
-            adapter = build_adapter(feature_adapter(self._config.architecture, self.start.vision))
+            adapter = build_adapter(self._feature_adapter)
             notes = "makes features to train on; not to re-rank with"
             replace(self.start, adapter=adapter, notes=notes, info=None).save(model)
         return model
@@ -207,10 +212,11 @@ class _Parts:
         """The teacher with what it reads."""
         import numpy as np
 
+        from edje_index.adapter import AdapterConfig
         from edje_index.bundle_info import read_bundle_info
         from edje_index.caption_rows import match_rows
         from edje_index.training.rank import TeacherTask
-        from edje_index.training.start import feature_fingerprint, teacher_features
+        from edje_index.training.start import feature_fingerprints
         from storage_formats.manifest import Manifest
 
         request = self._request
@@ -221,8 +227,7 @@ class _Parts:
         index = (request.teacher_features or self.features).absolute()
         has_tokens = Manifest.load(index).model["fingerprint"] == info.encoder_fingerprint
         if not has_tokens:
-            wanted = teacher_features(info)
-            _check_index(index, feature_fingerprint(info, wanted), f"{wanted.kind} for the teacher")
+            _check_index(index, feature_fingerprints(info, AdapterConfig(**info.adapter)), "for the teacher")
         rows = match_rows(index, self.items)
         if (rows < 0).any():
             raise UsageError(f"{index} lacks {int((rows < 0).sum()):,} images that are trained on; build it of all")
@@ -287,7 +292,7 @@ class _Parts:
             return Miner(self.start.text, self.features, kept.rows), logit_scale(self.start)
         bundle = ModelBundle.load(request.miner)
         if request.miner_features is not None:
-            _check_index(request.miner_features, bundle.encoder_fingerprint, "the miner's")
+            _check_index(request.miner_features, [bundle.encoder_fingerprint], "the miner's")
         index = request.miner_features or self._build("miner.edje", request.miner, self.items)
         rows = match_rows(index, self.items)
         if (rows < 0).any():
@@ -358,12 +363,12 @@ class _Parts:
             )
 
 
-def _check_index(index: Path, fingerprint: str, what: str) -> None:
+def _check_index(index: Path, accepted: Sequence[str], what: str) -> None:
     from storage_formats.manifest import Manifest
 
     found = Manifest.load(index).model["fingerprint"]
-    if found != fingerprint:
+    if found not in accepted:
         raise UsageError(
             f"{index} does not hold the features that are needed ({what}): it was made by the encoder {found}, wanted "
-            f"is {fingerprint}; leave it out to have them made in the run's folder"
+            f"is {' or '.join(accepted)}; leave it out to have them made in the run's folder"
         )

@@ -215,6 +215,11 @@ def test_reductions_are_trained_by_the_same_protocol(case, tmp_path, adapter):
     result = run(*arguments, "--adapter", adapter, "--steps", "4")
     assert result["steps"] == 4
     assert read_bundle_info(tmp_path / "out").adapter["kind"] == adapter
+    patches = training(case, tmp_path / "of-patches")
+    if adapter == "pruned":
+        assert "does not hold the features" in run(*patches, "--adapter", adapter, "--steps", "4", expect=2)["error"]
+    else:
+        assert run(*patches, "--adapter", adapter, "--steps", "4")["steps"] == 4
 
 
 @pytest.mark.slow

@@ -12,8 +12,6 @@ import pytest
 from edje_index.adapter import build_adapter
 from edje_index.agreement.token_errors import compare_tokens
 from edje_index.bundle import ModelBundle
-from edje_index.training.config import ArchitectureConfig
-from edje_index.training.start import feature_adapter
 from edje_index.untrained import TINY, create_untrained_bundle
 from pipelines.cli import main
 from pipelines.jobs.quantize_report import ReportConfig, measure_precisions
@@ -149,7 +147,7 @@ def test_a_bundle_that_is_gone_leaves_ranking_out(built, tmp_path):
 def test_features_are_not_ranked_by(built, tmp_path):
     manifest = Manifest.load(built)
     model = ModelBundle.load(manifest.model["bundle"])
-    features = build_adapter(feature_adapter(ArchitectureConfig(), model.vision))
+    features = build_adapter(model.adapter.config.features(model.vision.num_patches))
     shutil.copytree(built, tmp_path / "features.edje")
     info = replace(model, adapter=features, info=None).save(tmp_path / "features")
     made_by = {**manifest.model, "fingerprint": info.encoder_fingerprint}

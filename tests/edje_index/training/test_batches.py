@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from edje_index.adapter import AdapterConfig
 from edje_index.bundle import ModelBundle
-from edje_index.training.batches import TeacherSource, ViewSource
+from edje_index.reduction import cluster_tokens, stride_tokens
+from edje_index.training.batches import Features, TeacherSource, ViewSource
 from edje_index.training.dataset import TrainingData, read_embeddings
 from edje_index.training.rows import Marks, joint_rows, mask_captions, text_rows
 from edje_index.training.sampling import Sampler
@@ -181,7 +183,6 @@ def test_a_teacher_reads_the_same_pairs(case):
 
 
 def test_features_with_a_hole_are_named(tmp_path):
-    from edje_index.training.batches import Features
     from storage_formats.layout import IndexSpec
 
     write_random_index(tmp_path / "index", IndexSpec(6, 4, (2, 8), embed_dim=4), failed=frozenset({3}))
@@ -212,3 +213,20 @@ def test_a_batch_shows_photos_and_views_at_random(case):
                 shown[image].add(blocks[patches.tobytes()])
     for image, found in shown.items():
         assert found == {image + 2, *rows[image][rows[image] >= 0]}
+
+
+@pytest.mark.parametrize("kind", ["strided", "clustered", "pruned", "compressed"])
+def test_patches_are_reduced_as_they_are_read(case, kind):
+    """As the build of an index of reduced features does it: from float32, one image at a time or many."""
+    rows = np.array([7, 3, 7, 12])
+    patches = Features(case.features).fetch(rows)
+    found = Features(case.features, AdapterConfig(kind, 4, 32, 16, 20)).fetch(rows)
+    if kind in ("pruned", "compressed"):
+        assert torch.equal(found, patches)
+        return
+    reduce = stride_tokens if kind == "strided" else cluster_tokens
+    expected = torch.cat([reduce(patches[at : at + 1].float(), 4) for at in range(len(rows))]).bfloat16()
+    assert found.shape == (4, 4, 32)
+    torch.testing.assert_close(found, expected)
+    enough = Features(case.features, AdapterConfig(kind, 16, 32, 16, 20)).fetch(rows)
+    assert torch.equal(enough, patches)

@@ -15,7 +15,7 @@ from edje_index.encoder import ImageEncoder
 from edje_index.errors import ModelError
 from edje_index.training.config import ArchitectureConfig
 from edje_index.training.language import load_language_model
-from edje_index.training.start import Origin, feature_adapter, feature_fingerprint, make_start, set_dropout
+from edje_index.training.start import Origin, feature_fingerprints, make_start, set_dropout
 from edje_index.weights import save_weights
 
 SMALL = ArchitectureConfig(tokens=3, adapter_hidden=20)
@@ -135,9 +135,12 @@ def test_features_are_what_the_adapter_is_trained_on(tiny_bundle, tmp_path, adap
     config = ArchitectureConfig(adapter=adapter, tokens=4, adapter_hidden=20)
     start = make_start(Origin(tiny_bundle), config, seed=0)
     whole = start.save(tmp_path / "whole")
-    wanted = feature_adapter(config, start.vision)
-    info = replace(start, adapter=build_adapter(wanted)).save(tmp_path / "features")
-    assert info.encoder_fingerprint == feature_fingerprint(whole, wanted)
+    info = replace(start, adapter=build_adapter(start.adapter.config.features(16))).save(tmp_path / "features")
+    accepted = feature_fingerprints(whole, start.adapter.config)
+    assert accepted[0] == info.encoder_fingerprint
+    everything = replace(start, adapter=build_adapter(AdapterConfig("patches", 16, 32, 32, 0)))
+    of_all_patches = everything.save(tmp_path / "patches").encoder_fingerprint
+    assert (of_all_patches in accepted) == (adapter != "pruned")
     pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     features, embeddings = ImageEncoder.open(tmp_path / "features", device="cpu").encode(pixels)
     tokens, same_embeddings = ImageEncoder.open(tmp_path / "whole", device="cpu").encode(pixels)
