@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from edje_index.adapter import LOCAL, PATCHES, REDUCTIONS, Adapter
+from edje_index.bf16 import as_tensor
 from edje_index.bundle_info import (
     ADAPTER_WEIGHTS,
+    BANK_WEIGHTS,
     INFO_FILE,
     JOINT_CONFIG,
     JOINT_FOLDER,
@@ -33,9 +38,12 @@ from edje_index.files import write_json
 from edje_index.joint_encoder import JointEncoder, bert_config
 from edje_index.joint_inputs import load_joint_tokenizer
 from edje_index.pooled_similarity import PooledSimilarity
+from edje_index.query_bank import QueryBank
 from edje_index.text import TextTower, save_text_tokenizer, text_tokenizer
 from edje_index.vision import VisionTower, vision_tower
 from edje_index.weights import assign_weights, read_weights, save_weights
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 HF_TEXT_FOLDER = "hf_text"  # configuration of a Hugging Face text tower, inside vision/
 
@@ -53,6 +61,7 @@ class ModelBundle:
         trained: False for random weights: scores and order then mean nothing.
         notes: where the weights came from, for people.
         embedding_weight: w of the score that re-ranking sorts by, joint score + w x embedding similarity.
+        bank: its prior is taken off that score, times its weight; None without.
         info: of the folder that this was loaded from; None for a bundle made in memory.
     """
 
@@ -64,6 +73,7 @@ class ModelBundle:
     trained: bool
     notes: str = ""
     embedding_weight: float = 0.0
+    bank: QueryBank | None = None
     info: BundleInfo | None = None
 
     @cached_property
@@ -124,10 +134,36 @@ class ModelBundle:
             trained=info.trained,
             notes=info.notes,
             embedding_weight=info.embedding_weight,
+            bank=None if info.bank is None else _load_bank(info, info.bank).to(target),
             info=info,
         )
         _check_fit(bundle)
         return bundle
+
+    def image_priors(self, embeddings: NDArray[np.float32], tokens: torch.Tensor | Array) -> NDArray[np.float32]:
+        """What the query bank takes off the scores of images with embeddings [b, e] and stored tokens [b, m, d]: [b].
+
+        The same for every caption; 0 without a bank.
+        """
+        if self.bank is None:
+            return np.zeros(len(embeddings), dtype=np.float32)
+        vectors = self.joint.image_vectors(as_tensor(tokens))
+        own = torch.from_numpy(embeddings).to(vectors.device)
+        priors: NDArray[np.float32] = self.bank.of_images(own, vectors, self._bank_weights).numpy(force=True)
+        return np.float32(self.bank.weight) * priors
+
+    def caption_priors(self, embeddings: NDArray[np.float32], captions: Sequence[str]) -> NDArray[np.float32]:
+        """What it takes off the scores of captions with embeddings [b, e], the same for every image: [b]."""
+        if self.bank is None:
+            return np.zeros(len(embeddings), dtype=np.float32)
+        vectors = self.joint.caption_vectors(captions)
+        own = torch.from_numpy(embeddings).to(vectors.device)
+        priors: NDArray[np.float32] = self.bank.of_captions(own, vectors, self._bank_weights).numpy(force=True)
+        return np.float32(self.bank.weight) * priors
+
+    @property
+    def _bank_weights(self) -> tuple[float, float]:
+        return self.embedding_weight, self.joint.pooled_weight
 
     def save(self, path: str | Path) -> BundleInfo:
         """Write the bundle as a new folder, whole or not at all.
@@ -167,6 +203,8 @@ class ModelBundle:
         save_weights(self.joint, folder / JOINT_WEIGHTS)
         self.joint.tokenizer.save(joint)
         write_json(folder / JOINT_CONFIG, self.joint.config.to_dict())
+        if self.bank is not None:
+            self.bank.save(folder / BANK_WEIGHTS)
 
     def _describe(self, folder: Path) -> BundleInfo:
         vision = {
@@ -187,6 +225,8 @@ class ModelBundle:
         joint.update({name: weight for name, weight in weights.items() if weight})
         if self.joint.pooled is not None:
             joint["pooled"] = self.joint.pooled.sizes
+        if self.bank is not None:
+            joint["bank"] = self.bank.sizes
         adapter = self.adapter.config.to_json()
         return describe_bundle(
             folder, vision=vision, adapter=adapter, joint=joint, trained=self.trained, notes=self.notes
@@ -223,6 +263,12 @@ def _load_joint(info: BundleInfo) -> JointEncoder:
     return joint
 
 
+def _load_bank(info: BundleInfo, sizes: dict[str, float]) -> QueryBank:
+    if BANK_WEIGHTS not in info.files:
+        raise ModelError(f"the bundle {info.path} lacks {BANK_WEIGHTS}: copy the whole folder, or make it anew")
+    return QueryBank.load(info.path / BANK_WEIGHTS, info.embed_dim, sizes)
+
+
 def _check_fit(bundle: ModelBundle) -> None:
     """Adapter, tower and joint encoder must have the same widths and counts where they meet."""
     adapter, vision = bundle.adapter.config, bundle.vision
@@ -243,3 +289,7 @@ def _check_fit(bundle: ModelBundle) -> None:
             f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads width "
             f"{bundle.joint.width}: take both from the same training run"
         )
+    if bundle.bank is not None:
+        has, wanted = bundle.bank.sizes["dim"], 0 if bundle.joint.pooled is None else bundle.joint.pooled.sizes["dim"]
+        if has != wanted:
+            raise ModelError(f"the query bank has pooled vectors of width {has}, the pooled similarity {wanted}")

@@ -10,6 +10,7 @@ A bundle is one folder:
     joint/config.json                  BERT configuration of the joint encoder
     joint/model.safetensors            its weights
     joint/...                          its tokenizer
+    bank.safetensors                   the query bank, where there is one
 
 ``vision/`` is a folder that open_clip itself opens as ``local-dir:BUNDLE/vision``.
 """
@@ -35,6 +36,7 @@ VISION_WEIGHTS = "vision/open_clip_model.safetensors"
 ADAPTER_WEIGHTS = "adapter.safetensors"
 JOINT_CONFIG = "joint/config.json"
 JOINT_WEIGHTS = "joint/model.safetensors"
+BANK_WEIGHTS = "bank.safetensors"
 # The files that decide what an index stores; text tower, joint encoder and tokenizers decide only how it is searched.
 ENCODER_FILES = (VISION_CONFIG, VISION_WEIGHTS, ADAPTER_WEIGHTS)
 
@@ -48,7 +50,8 @@ class BundleInfo:
         vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim``, ``image_size`` of the tower.
         adapter: fields of the adapter's configuration.
         joint: ``text_embed_dim`` of the joint encoder's text-embedding head; ``embedding_weight``, ``late_weight`` and
-            ``pooled_weight`` of the re-ranking score, where they are not 0; sizes of ``pooled``, where there is one.
+            ``pooled_weight`` of the re-ranking score, where they are not 0; sizes of ``pooled``, and sizes, weight and
+            temperature of the query ``bank``, where there is one.
         trained: False for random weights.
         notes: where the weights came from, for people.
         files: relative path to ``{"bytes", "sha256"}``, every file but ``bundle.json``.
@@ -101,6 +104,19 @@ class BundleInfo:
         """``words`` and ``dim`` of the pooled similarity; None where the joint encoder has none."""
         sizes = self.joint.get("pooled")
         return None if sizes is None else {name: int(sizes[name]) for name in ("words", "dim")}
+
+    @property
+    def bank(self) -> dict[str, float] | None:
+        """``captions``, ``images``, ``dim``, ``weight`` and ``temperature`` of the query bank; None without one."""
+        sizes = self.joint.get("bank")
+        if sizes is None:
+            return None
+        return {name: float(sizes[name]) for name in ("captions", "images", "dim", "weight", "temperature")}
+
+    @property
+    def bank_weight(self) -> float:
+        """Weight of the query bank's prior, which is taken off the final score."""
+        return 0.0 if self.bank is None else self.bank["weight"]
 
     @property
     def weights_bytes(self) -> int:
@@ -170,6 +186,10 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             raise ValueError(f"weights of the score are {weights}")
         if info.pooled is not None and min(info.pooled.values()) < 0:
             raise ValueError(f"sizes of the pooled similarity are {info.pooled}")
+        if (bank := info.bank) is not None:
+            sound = all(map(math.isfinite, bank.values())) and min(bank["captions"], bank["images"]) >= 1
+            if not sound or bank["dim"] < 0 or bank["temperature"] <= 0:
+                raise ValueError(f"sizes, weight and temperature of the query bank are {bank}")
         expected = (
             _fingerprint(info.adapter, info.joint, info.files, info.files),
             encoder_fingerprint(info.adapter, info.files),

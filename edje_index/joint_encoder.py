@@ -109,20 +109,32 @@ class JointEncoder(nn.Module):
         ids = self.tokenizer.caption_ids(captions)
         return late_interaction(ids, tokens.to(words.device), words, self._content)
 
-    @torch.inference_mode()
     def pooled_similarity(self, captions: Sequence[str], tokens: torch.Tensor) -> torch.Tensor:
         """See :mod:`edje_index.pooled_similarity`: cosines [b] of captions with tokens [b, m, d]; 0 without ``pooled``.
 
         A caption that comes again costs nothing.
         """
+        places = {caption: place for place, caption in enumerate(dict.fromkeys(captions))}
+        described = self.caption_vectors(list(places))
+        asked = described[torch.tensor([places[caption] for caption in captions], device=described.device)]
+        return (asked * self.image_vectors(tokens)).sum(dim=1)
+
+    @torch.inference_mode()
+    def caption_vectors(self, captions: Sequence[str]) -> torch.Tensor:
+        """Unit vectors [b, k] of captions in the space of the pooled similarity; without it k is 0."""
+        if self.pooled is None:
+            return torch.zeros(len(captions), 0, device=self.text_projection.weight.device)
+        sentences = self.sentence_vectors(self.tokenizer.inputs(captions, 0))
+        return self.pooled.captions(self.tokenizer.caption_ids(captions), sentences)
+
+    @torch.inference_mode()
+    def image_vectors(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Unit vectors [b, k] of image tokens [b, m, d] in that space."""
         device = self.text_projection.weight.device
         if self.pooled is None:
-            return torch.zeros(len(captions), device=device)
-        places = {caption: place for place, caption in enumerate(dict.fromkeys(captions))}
-        sentences = self.sentence_vectors(self.tokenizer.inputs(list(places), 0))
-        described = self.pooled.captions(self.tokenizer.caption_ids(list(places)), sentences)
-        asked = described[torch.tensor([places[caption] for caption in captions], device=device)]
-        return (asked * self.pooled.images(tokens.to(device))).sum(dim=1)
+            return torch.zeros(len(tokens), 0, device=device)
+        starts = range(0, len(tokens), SCORE_BATCH) or [0]
+        return torch.cat([self.pooled.images(tokens[start : start + SCORE_BATCH].to(device)) for start in starts])
 
     @torch.inference_mode()
     def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:

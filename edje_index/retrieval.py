@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 from edje_index.ann import AnnIndex
 from edje_index.errors import ModelError
+from storage_formats.codecs import Blocks
+from storage_formats.embeddings import read_embeddings
 from storage_formats.errors import UsageError
+from storage_formats.layout import IndexSpec
 from storage_formats.manifest import Manifest
 from storage_formats.rows import read_rows
 from storage_formats.token_store import TokenStore
@@ -27,7 +30,7 @@ class Hit:
     Attributes:
         row_id: its row.
         uri: where the image came from.
-        score: what the hits are sorted by: the fused score, or the embedding's without re-ranking.
+        score: what the hits are sorted by: the final score, or the embedding's without re-ranking.
         embedding_score: cosine similarity of text and image embedding.
         joint_score: the joint encoder's: its logit, with late interaction and pooled similarity where the model has
             them; None without re-ranking.
@@ -38,6 +41,30 @@ class Hit:
     score: float
     embedding_score: float
     joint_score: float | None
+
+
+@dataclass(frozen=True)
+class FinalScorer:
+    """The second half of a search, over tokens that the caller has read.
+
+    Attributes:
+        root, spec: of the index.
+        model: bundle that built it.
+    """
+
+    root: Path
+    spec: IndexSpec
+    model: ModelBundle
+
+    def scores(
+        self, text: str, rows: NDArray[np.int64], similarities: NDArray[np.float32], blocks: Blocks
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Joint scores and final scores [k] of a query and candidates: rows and similarities [k], tokens [k, m, d]."""
+        joint: NDArray[np.float32] = self.model.joint.score(text, blocks).numpy(force=True)
+        final = fused_scores(joint, similarities, self.model.embedding_weight)
+        if self.model.bank is None:
+            return joint, final
+        return joint, final - self.model.image_priors(read_embeddings(self.root, self.spec, rows), blocks)
 
 
 class TokenIndex:
@@ -98,8 +125,10 @@ class TokenIndex:
         rows, similarities = self._ann.nearest(query, pool if rerank else k)
         if not len(rows):
             return []
-        joint = self.model.joint.score(text, self._store.fetch(rows)).numpy(force=True) if rerank else None
-        scores = similarities if joint is None else fused_scores(joint, similarities, self.model.embedding_weight)
+        joint, scores = None, similarities
+        if rerank:
+            scorer = FinalScorer(self._root, self.manifest.spec, self.model)
+            joint, scores = scorer.scores(text, rows, similarities, self._store.fetch(rows))
         # Stable, so that equal scores keep the order of the embeddings.
         order = np.argsort(-scores, kind="stable")[:k]
         uris = read_rows(self._root, rows[order], ["uri"])["uri"].to_pylist()

@@ -74,6 +74,7 @@ class TrainResult:
         seconds: wall time of this command.
         last: the last line of the log.
         embedding_weight, late_weight, pooled_weight: of the final score.
+        bank_weight: of the query bank's prior, which is taken off it.
         dev: the choice of weights with its recalls, where --dev was given; see `edje_index.training.selection`.
         already_finished: nothing was left to do.
     """
@@ -90,5 +91,6 @@ class TrainResult:
     embedding_weight: float = 0.0
     late_weight: float = 0.0
     pooled_weight: float = 0.0
+    bank_weight: float = 0.0
     dev: dict[str, Any] | None = None
     already_finished: bool = False

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.ann import AnnIndex
-from edje_index.retrieval import fused_scores
+from edje_index.retrieval import FinalScorer
 from storage_formats.codecs import Blocks
+from storage_formats.manifest import Manifest
 
 if TYPE_CHECKING:
     from edje_index.bundle import ModelBundle
@@ -31,6 +32,7 @@ class Reranker:
     """The second half of a search, over tokens that the caller has read or changed."""
 
     def __init__(self, root: Path, model: ModelBundle) -> None:
+        self._scorer = FinalScorer(root, Manifest.load(root).spec, model)
         self._ann = AnnIndex(root)
         self._model = model
 
@@ -41,5 +43,4 @@ class Reranker:
 
     def scores(self, candidates: Candidates, blocks: Blocks) -> NDArray[np.float32]:
         """What a search would sort the candidates by if `blocks` [k, m, d] were their tokens -> float32 [k]."""
-        joint = self._model.joint.score(candidates.query, blocks).numpy(force=True)
-        return fused_scores(joint, candidates.similarities, self._model.embedding_weight)
+        return self._scorer.scores(candidates.query, candidates.rows, candidates.similarities, blocks)[1]

@@ -9,7 +9,8 @@ _TEMPLATE = """# Model card
 Bundle for EDJE re-ranking: {vision}, {tokens} x {width} tokens an image, {embed} numbers an embedding.
 
 - Fingerprint of the assembled bundle: `{fingerprint}`
-- Final score: logit + {late:g} x late interaction + {pooled:g} x pooled similarity + {weight:g} x embedding similarity
+- Final score: logit + {late:g} x late interaction + {pooled:g} x pooled similarity
+  + {weight:g} x embedding similarity{prior}
 - {notes}
 
 ## Parts and licences
@@ -44,5 +45,6 @@ def model_card(info: BundleInfo) -> str:
         weight=info.embedding_weight,
         late=info.late_weight,
         pooled=info.pooled_weight,
+        prior=f" - {info.bank_weight:g} x prior of the query bank" if info.bank_weight else "",
         notes=info.notes or "no notes",
     )

@@ -127,7 +127,9 @@ def _copy_rest(info: BundleInfo, packed: Packed, bases: BaseTowers, folder: Path
             notes=info.notes,
         )
         write_json(whole / INFO_FILE, described.to_json())
-        shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        for name in WEIGHT_FILES:
+            (whole / name).unlink(missing_ok=True)
+        shutil.copytree(whole, folder)
     return described
 
 

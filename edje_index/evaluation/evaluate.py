@@ -18,13 +18,15 @@ from edje_index.caption_rows import MatchedRows, match_items
 from edje_index.captions import CaptionedImage, read_captions
 from edje_index.evaluation.bootstrap import ClusterBootstrap, Estimate
 from edje_index.evaluation.config import DIRECTIONS, IMAGE_TO_TEXT, TEXT_TO_IMAGE, EvaluationConfig
-from edje_index.evaluation.pools import Pools, embedding_pools, image_embeddings
+from edje_index.evaluation.pools import Pools, embedding_pools
+from edje_index.evaluation.priors import caption_priors, image_priors
 from edje_index.evaluation.protocol import EvaluationSet, full_set, split_set
 from edje_index.evaluation.recall import Floats, Ints, hits, ranks_after_reranking
 from edje_index.evaluation.results import Evaluation, Inputs, Result, System
 from edje_index.evaluation.scoring import OnProgress, PairScorer, ScoreCache, pack
 from edje_index.evaluation.tokens import TokenSource, token_sources
 from edje_index.retrieval import check_reranks, fused_scores, load_search_model
+from storage_formats.embeddings import read_embeddings
 from storage_formats.errors import UsageError
 from storage_formats.manifest import Manifest
 
@@ -152,14 +154,18 @@ def _evaluate_one(
     model = load_search_model(opened.root, opened.manifest, opened.model_path, device=config.device)
     if config.rerank:
         check_reranks(model)
-    pools = _embedding_pools(config, opened, asked, model, on_progress)
+    embedded = _embedded(config, opened, asked, model, on_progress)
+    pools = _embedding_pools(config, opened, asked, embedded)
     joint = _joint_scores(config, opened, asked, model, pools, on_progress)
     results: list[Result] = []
     for direction in config.directions:
-        scores = {
-            name: fused_scores(logits[direction], pools[direction].similarities, model.embedding_weight)
-            for name, logits in joint.items()
-        }
+        candidates, similarities = pools[direction].candidates, pools[direction].similarities
+        scores = {}
+        for source in opened.sources:
+            logits = joint[source.precision][direction]
+            scores[source.precision] = fused_scores(logits, similarities, model.embedding_weight)
+            if model.bank is not None:
+                scores[source.precision] -= _priors(asked, model, source, direction, candidates, embedded)
         results += _results(config, opened, direction, pools[direction], scores, _clusters(asked, direction))
     assert model.info is not None
     system = System(
@@ -172,6 +178,7 @@ def _evaluate_one(
         embedding_weight=model.embedding_weight,
         late_weight=model.joint.late_weight,
         pooled_weight=model.joint.pooled_weight,
+        bank_weight=0.0 if model.bank is None else model.bank.weight,
         candidates=opened.candidates,
         queries=opened.queries,
     )
@@ -183,14 +190,28 @@ def _clusters(asked: EvaluationSet, direction: str) -> Ints:
     return asked.caption_rows[asked.query_captions] if direction == TEXT_TO_IMAGE else asked.query_rows
 
 
-def _embedding_pools(
+@dataclass(frozen=True)
+class _Embedded:
+    """Embeddings of the captions of `_needed` [c, e] and of the candidate images [r, e]."""
+
+    texts: Floats
+    images: Floats
+
+
+def _embedded(
     config: EvaluationConfig, opened: _Opened, asked: EvaluationSet, model: ModelBundle, on_progress: OnProgress
-) -> dict[str, Pools]:
-    """Pools of each direction, as large as the largest that is re-ranked."""
+) -> _Embedded:
     from edje_index.text import embed_texts
 
     texts = embed_texts(model.text, _needed(config, asked), partial(on_progress, "captions embedded"))
-    images = image_embeddings(opened.root, opened.manifest.spec, asked.rows)
+    return _Embedded(texts, read_embeddings(opened.root, opened.manifest.spec, asked.rows))
+
+
+def _embedding_pools(
+    config: EvaluationConfig, opened: _Opened, asked: EvaluationSet, embedded: _Embedded
+) -> dict[str, Pools]:
+    """Pools of each direction, as large as the largest that is re-ranked."""
+    texts, images = embedded.texts, embedded.images
     size = max(config.pool_sizes) if config.rerank else 1
     pools = {}
     if TEXT_TO_IMAGE in config.directions:
@@ -204,6 +225,15 @@ def _embedding_pools(
         opened.candidates[IMAGE_TO_TEXT] = len(asked.captions)
     opened.queries = {direction: len(pool.ranks) for direction, pool in pools.items()}
     return pools
+
+
+def _priors(
+    asked: EvaluationSet, model: ModelBundle, source: TokenSource, direction: str, candidates: Ints, embedded: _Embedded
+) -> Floats:
+    """What the query bank takes off the scores of `candidates` [q, p] -> the same shape."""
+    if direction == IMAGE_TO_TEXT:
+        return caption_priors(model, asked.captions, embedded.texts, candidates)
+    return image_priors(model, source, asked.rows, embedded.images, candidates)
 
 
 def _needed(config: EvaluationConfig, asked: EvaluationSet) -> Sequence[str]:

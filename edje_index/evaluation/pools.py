@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edje_index.evaluation.recall import Bools, Floats, Ints, nearest, ranks_by_similarity
-from storage_formats.embeddings import iter_embeddings
-from storage_formats.layout import IndexSpec
 
 _CHUNK_NUMBERS = 1 << 24  # similarities that are held at a time
 
@@ -58,12 +54,3 @@ def _pools(similarities: Floats, query_labels: Ints, candidate_labels: Ints, poo
         relevant=np.take_along_axis(relevant, kept, axis=1),
         ranks=ranks_by_similarity(similarities, relevant),
     )
-
-
-def image_embeddings(root: str | Path, spec: IndexSpec, rows: Ints) -> NDArray[np.float32]:
-    """Stored embeddings of ascending `rows` -> float32 [len(rows), embed_dim]."""
-    parts = []
-    for first, vectors in iter_embeddings(root, spec):
-        start, stop = np.searchsorted(rows, [first, first + len(vectors)])
-        parts.append(vectors[rows[start:stop] - first])
-    return np.concatenate(parts)

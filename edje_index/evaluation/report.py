@@ -90,6 +90,7 @@ def _described(system: System) -> str:
         (system.embedding_weight, "similarity"),
     )
     added = "".join(f" + {weight:g} x {name}" for weight, name in terms if weight)
+    added += f" - {system.bank_weight:g} x prior" if system.bank_weight else ""
     score = f", score = logit{added}" if added else ""
     return f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}{score}{untrained}"
 

@@ -25,6 +25,7 @@ class System:
     Attributes:
         embedding_weight, late_weight, pooled_weight: of the embedding similarity, the late interaction and the pooled
             similarity beside the logit.
+        bank_weight: of the query bank's prior, which is taken off.
     """
 
     name: str
@@ -36,6 +37,7 @@ class System:
     embedding_weight: float
     late_weight: float
     pooled_weight: float
+    bank_weight: float
     candidates: dict[str, int]
     queries: dict[str, int]
 

@@ -140,10 +140,16 @@ class LoopConfig:
 
 @dataclass(frozen=True)
 class SelectionConfig:
-    """What is added to the logit in the final score, with weights chosen with --dev; see `selection` and `pooled`."""
+    """What the final score adds to the logit, with weights fitted to --dev; see `selection`, `pooled` and `bank`."""
 
     pooled_dim: int = _leaf(
         0, "Fit a pooled similarity of so many dimensions when all steps are done; 0 leaves it out.", minimum=0
+    )
+    bank: int = _leaf(
+        0,
+        "Keep a bank of so many captions and images that were trained on, and take off a score what its candidate gets "
+        "from them in general; 0 leaves it out.",
+        minimum=0,
     )
     embedding_weight: float | None = _leaf(
         None, "Weight of the embedding similarity in the final score.  [default: the best on --dev, else 0]"

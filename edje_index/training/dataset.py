@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edje_index.joint_inputs import JointTokenizer
 from edje_index.text import TextTower, embed_texts
 from storage_formats.atomic import fsync_paths
-from storage_formats.embeddings import iter_embeddings
+from storage_formats.embeddings import read_embeddings
 from storage_formats.errors import UsageError
 from storage_formats.manifest import Manifest
 
@@ -136,21 +136,14 @@ def prepare_data(
         tokens=np.concatenate(ids),
         caption_keys=np.array([keys[_key(text)] for text in texts], dtype=np.int64),
         text_embeddings=embeddings,
-        image_mining=read_embeddings(miner.index, miner.rows),
+        image_mining=image_embeddings(miner.index, miner.rows),
         text_mining=mining,
     )
 
 
-def read_embeddings(root: Path, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+def image_embeddings(root: Path, rows: NDArray[np.int64]) -> NDArray[np.float32]:
     """Embeddings of `rows` of the index at `root`, float32 [len(rows), e]."""
-    spec = Manifest.load(root).spec
-    order = np.argsort(rows, kind="stable")
-    ordered = rows[order]
-    found = np.empty((len(rows), spec.embed_dim), dtype=np.float32)
-    for first, embeddings in iter_embeddings(root, spec):
-        start, stop = np.searchsorted(ordered, [first, first + len(embeddings)])
-        found[order[start:stop]] = embeddings[ordered[start:stop] - first]
-    return found
+    return read_embeddings(root, Manifest.load(root).spec, rows)
 
 
 def _token_ids(tokenizer: JointTokenizer, texts: Sequence[str]) -> list[list[int]]:

@@ -9,6 +9,8 @@ from edje_index.bundle import ModelBundle
 from edje_index.devices import resolve_device
 from edje_index.errors import ModelError
 from edje_index.pooled_similarity import PooledSimilarity
+from edje_index.query_bank import QueryBank
+from edje_index.training.bank import make_bank
 from edje_index.training.checkpoint import Checkpoints
 from edje_index.training.distributed import Ranks
 from edje_index.training.objectives import trained_part
@@ -39,6 +41,15 @@ def fit_trained(task: TrainTask, bundle: ModelBundle, dim: int, on_progress: OnP
     bundle.joint.to(device).eval()
     source = batch_source(task, bundle, Ranks())
     return fit_pooled(trained_part(bundle.adapter), bundle.joint, source, dim, on_progress).to(device)
+
+
+def bank_of_trained(task: TrainTask, bundle: ModelBundle, count: int, on_progress: OnProgress) -> QueryBank:
+    """A query bank of what a trained bundle was trained on, see `bank`; on the task's device."""
+    device = resolve_device(task.runtime.device)
+    bundle.adapter.to(device).eval()
+    bundle.joint.to(device).eval()
+    source = batch_source(task, bundle, Ranks())
+    return make_bank(trained_part(bundle.adapter), bundle.joint, source, task.features, count, on_progress).to(device)
 
 
 def _part(weights: State, prefix: str) -> State:

@@ -59,7 +59,8 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
             joint.text_projection = nn.Linear(joint.width, bundle.embed_dim)
         adapter = _adapter(config, bundle.vision, joint, init)
     joint.late_weight, joint.pooled_weight, joint.pooled = 0.0, 0.0, None
-    return replace(bundle, adapter=adapter, joint=joint, trained=False, notes=NOTES, info=None, embedding_weight=0.0)
+    started = replace(bundle, adapter=adapter, joint=joint, trained=False, notes=NOTES, info=None)
+    return replace(started, embedding_weight=0.0, bank=None)
 
 
 def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:

@@ -72,6 +72,7 @@ def train(as_json: bool, quiet: bool, config_file: Path | None, **options: Any) 
         f"{result.bundle}: {result.steps:,} steps on {result.images:,} images with {result.captions:,} captions, "
         f"{result.seconds:.1f} s; score = logit + {result.late_weight:g} x late interaction "
         f"+ {result.pooled_weight:g} x pooled similarity + {result.embedding_weight:g} x embedding similarity"
+        + (f" - {result.bank_weight:g} x prior" if result.bank_weight else "")
     )
 
 

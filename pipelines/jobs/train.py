@@ -117,7 +117,7 @@ def _finish(
     should_stop: StopAsked,
     started: float,
 ) -> TrainResult:
-    from edje_index.training.finish import fit_trained, trained_bundle
+    from edje_index.training.finish import bank_of_trained, fit_trained, trained_bundle
     from edje_index.training.journal import read_log
 
     task = prepared.task
@@ -125,9 +125,14 @@ def _finish(
     if config.selection.pooled_dim:
         progress = watched("fitting the pooled similarity", on_event, should_stop)
         bundle.joint.pooled = fit_trained(task, bundle, config.selection.pooled_dim, progress)
+    if config.selection.bank:
+        progress = watched("gathering the query bank", on_event, should_stop)
+        bundle.bank = bank_of_trained(task, bundle, config.selection.bank, progress)
     choice = _choose_weights(bundle, request, config, prepared, on_event, should_stop)
     weights = _given_weights(config.selection) if choice is None else choice.weights
     bundle.joint.late_weight, bundle.joint.pooled_weight = weights.late, weights.pooled
+    if bundle.bank is not None and choice is not None and choice.prior is not None:
+        bundle.bank.weight, bundle.bank.temperature = choice.prior
     bundle = replace(bundle, notes=_notes(request, config, prepared, steps), embedding_weight=weights.similarity)
     info = bundle.save(request.out)
     records = read_log(request.run_folder)
@@ -144,6 +149,7 @@ def _finish(
         embedding_weight=bundle.embedding_weight,
         late_weight=bundle.joint.late_weight,
         pooled_weight=bundle.joint.pooled_weight,
+        bank_weight=0.0 if bundle.bank is None else bundle.bank.weight,
         dev=None if choice is None else _as_json(choice),
     )
     if not request.export:
@@ -152,7 +158,8 @@ def _finish(
 
 
 def _as_json(choice: WeightChoice) -> dict[str, Any]:
-    return {**asdict(choice), "weights": choice.weights._asdict()}
+    prior = None if choice.prior is None else choice.prior._asdict()
+    return {**asdict(choice), "weights": choice.weights._asdict(), "prior": prior}
 
 
 def _given_weights(selection: SelectionConfig) -> Weights:
@@ -175,7 +182,7 @@ def _choose_weights(
     weights = [selection.embedding_weight, selection.late_weight]
     if selection.pooled_dim:
         weights.append(selection.pooled_weight)
-    if prepared.dev is None or None not in weights:
+    if prepared.dev is None or (None not in weights and bundle.bank is None):
         return None
     from edje_index.training.batches import Features
     from edje_index.training.selection import choose_weights, make_dev_set

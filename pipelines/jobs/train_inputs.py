@@ -75,6 +75,8 @@ def prepare_training(
     selection = config.selection
     if selection.pooled_dim and request.dev is None and not selection.pooled_weight:
         raise UsageError("--pooled-dim fits a score that would have no weight: give --dev, or --pooled-weight")
+    if selection.bank and request.dev is None:
+        raise UsageError("--bank needs --dev, whose captions the weight of its prior is fitted to")
     parts = _Parts(request, config, on_event, should_stop)
     total_steps(config, len(parts.items))
     features = parts.features

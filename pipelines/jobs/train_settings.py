@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 RUN_FILE = "run.json"
 # They decide what is made of the last checkpoint, not what is in it.
 _NOT_COMPARED = frozenset(
-    {"pooled_dim", "embedding_weight", "late_weight", "pooled_weight", "dev_captions", "dev_pool"}
+    {"pooled_dim", "bank", "embedding_weight", "late_weight", "pooled_weight", "dev_captions", "dev_pool"}
 )
 _LANGUAGE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json", "vocab.txt")
 

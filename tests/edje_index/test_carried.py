@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,12 +16,14 @@ from safetensors.torch import save_file
 from edje_index.adapter import AdapterConfig, build_adapter
 from edje_index.base_towers.names import IMAGE_TOWER, TEXT_TOWER, WEIGHTS
 from edje_index.bundle import ModelBundle
+from edje_index.bundle_info import BANK_WEIGHTS
 from edje_index.carried import tensors
 from edje_index.carried.assemble import assemble_bundle
 from edje_index.carried.carry import carry_model
 from edje_index.carried.tensors import pack, unpack
 from edje_index.dual.towers import start_model
 from edje_index.errors import ModelError
+from edje_index.query_bank import QueryBank
 from edje_index.training.language import load_language_model
 from edje_index.weights import read_weights
 from tests.edje_index.dual_towers import tiny_sources
@@ -129,6 +132,20 @@ def test_the_assembled_bundle_is_the_recorded_one(towers, trained, tmp_path):
     theirs = read_weights(first.path / "adapter.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert again.size == pytest.approx(carried.size, rel=0.01)
+
+
+def test_a_query_bank_is_carried_as_it_is(towers, trained, tmp_path):
+    """The same bytes, and a score to the last bit the same as without packing."""
+    bank = QueryBank.of((torch.randn(5, 12), torch.zeros(5, 0)), (torch.randn(3, 12), torch.zeros(3, 0)))
+    bank.weight, bank.temperature = 0.75, 4.0
+    banked = replace(ModelBundle.load(trained), bank=bank, info=None)
+    info = banked.save(tmp_path / "banked")
+    carry_model(tmp_path / "banked", towers, tmp_path / "carried")
+    assert "0.75 x prior of the query bank" in (tmp_path / "carried" / "MODEL_CARD.md").read_text()
+    made = assemble_bundle(tmp_path / "carried", towers, tmp_path / "made")
+    assert made.files[BANK_WEIGHTS] == info.files[BANK_WEIGHTS]
+    assert made.bank == info.bank
+    assert not list((tmp_path / "carried" / "bundle").rglob("model.safetensors"))
 
 
 def test_card_names_the_fingerprint(towers, trained, tmp_path):

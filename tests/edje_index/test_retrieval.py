@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from edje_index import TokenIndex
@@ -15,6 +17,7 @@ from edje_index.bundle import ModelBundle
 from edje_index.encoder import ImageEncoder
 from edje_index.errors import ModelError
 from edje_index.inputs import InputRef, write_inputs
+from edje_index.query_bank import QueryBank
 from edje_index.shard_encoding import ShardTask, encode_shard
 from edje_index.untrained import TINY, create_untrained_bundle
 from storage_formats import TokenStore, UsageError
@@ -84,6 +87,25 @@ def test_a_bundle_may_weigh_the_embedding_in(built, tmp_path):
     expected = sorted(pool, key=lambda hit: -(hit[2] + 30 * hit[1]))
     assert [hit.row_id for hit in hits] == [row for row, _, _ in expected] != [row for row, _, _ in pool]
     np.testing.assert_allclose([hit.score for hit in hits], [score + 30 * sim for _, sim, score in expected], atol=1e-4)
+
+
+def test_a_query_bank_takes_its_prior_off(built, tmp_path):
+    rng = torch.Generator().manual_seed(0)
+    vectors = [(torch.randn(6, SPEC.embed_dim, generator=rng), torch.zeros(6, 0)) for _ in range(2)]
+    bank = QueryBank.of(*vectors)
+    bank.weight, bank.temperature = 4.0, 1.5
+    bundle = replace(ModelBundle.load(built[1]), bank=bank, embedding_weight=2.0, info=None)
+    bundle.save(tmp_path / "banked")
+    index = TokenIndex.open(built[0], model=tmp_path / "banked")
+    hits = index.search("a red canoe", k=6, pool=6)
+    pool = by_hand(built, "a red canoe", 6)
+    rows = np.array([row for row, _, _ in pool])
+    embeddings = np.concatenate([vectors for _, vectors in iter_embeddings(built[0], SPEC)])[rows]
+    priors = bundle.image_priors(embeddings, TokenStore.open(built[0]).fetch(rows))
+    assert priors.std() > 0.01
+    final = {row: score + 2 * sim - prior for (row, sim, score), prior in zip(pool, priors, strict=True)}
+    assert [hit.row_id for hit in hits] == sorted(final, key=lambda row: -final[row])
+    np.testing.assert_allclose([hit.score for hit in hits], sorted(final.values(), reverse=True), atol=1e-4)
 
 
 def test_without_the_joint_encoder_the_embeddings_decide(built):

@@ -158,6 +158,17 @@ def test_views_and_a_pooled_similarity(case, tmp_path):
     assert len(run("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]) == 3
 
 
+def test_a_query_bank_is_fitted_to_dev_captions(case, tmp_path):
+    error = run(*training(case, tmp_path / "out"), "--bank", "8", expect=2)["error"]
+    assert "--bank needs --dev" in error
+    asked = ["--dev", case / "dev.jsonl", "--bank", "8", "--steps", "2"]
+    result = run(*training(case, tmp_path / "banked"), *asked)
+    info = read_bundle_info(tmp_path / "banked")
+    assert (info.bank["captions"], info.bank["images"], info.bank["dim"]) == (8, 8, 0)
+    assert info.bank_weight == result["bank_weight"] == result["dev"]["prior"]["weight"]
+    assert info.bank["temperature"] == result["dev"]["prior"]["temperature"] > 0
+
+
 def test_a_pooled_similarity_that_would_weigh_nothing_is_refused(case, tmp_path):
     error = run(*training(case, tmp_path / "out"), "--pooled-dim", "8", expect=2)["error"]
     assert "--dev, or --pooled-weight" in error

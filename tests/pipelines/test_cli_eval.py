@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from edje_index.bundle import ModelBundle
+from edje_index.query_bank import QueryBank
 from pipelines.cli import main
 from storage_formats import TokenStore, codec
 from storage_formats.embeddings import iter_embeddings
@@ -68,7 +71,7 @@ def captions_of(world, splits) -> list[tuple[int, str]]:
 
 
 def by_hand(world, bundle, *, candidates, queries, captions, pool, weight=0.0, precision="bf16", rerank=True):
-    """R@k of both directions in percent, one question and one pair at a time."""
+    """R@k of both directions in percent, one question and one pair at a time; a bank counts where `bundle` has one."""
     model = ModelBundle.load(bundle)
     embeddings = np.concatenate(
         [part for _, part in iter_embeddings(world / "index", Manifest.load(world / "index").spec)]
@@ -77,14 +80,18 @@ def by_hand(world, bundle, *, candidates, queries, captions, pool, weight=0.0, p
     tokens = codec(precision, blocks.shape[1:])
     text = {caption: model.text.encode([caption])[0] for _, caption in captions}
 
-    def score(caption, row):
+    def score(caption, row, *, of_images):
         block = tokens.decode(tokens.encode(blocks[row : row + 1]))
-        return float(model.joint.score([caption], block)[0]) + weight * float(text[caption] @ embeddings[row])
+        joint = float(model.joint.score([caption], block)[0]) + weight * float(text[caption] @ embeddings[row])
+        if of_images:
+            return joint - float(model.image_priors(embeddings[row : row + 1], block)[0])
+        return joint - float(model.caption_priors(text[caption][None], [caption])[0])
 
     def ranks(pairs, right):
         order = sorted(pairs, key=lambda pair: -float(text[pair[0]] @ embeddings[pair[1]]))
         if rerank:
-            order[:pool] = sorted(order[:pool], key=lambda pair: -score(*pair))
+            of_images = len({caption for caption, _ in pairs}) == 1
+            order[:pool] = sorted(order[:pool], key=lambda pair: -score(*pair, of_images=of_images))
         return next(at for at, pair in enumerate(order) if pair in right)
 
     asked = [ranks([(caption, row) for row in candidates], [(caption, right)]) for right, caption in queries]
@@ -149,6 +156,29 @@ def test_simulated_precisions_and_a_weight(run, world, bundle, tmp_path):
     text = run(*arguments(world, *options))[1]
     assert "sign1*" in text
     assert "sign1 from bf16" in text
+
+
+def test_the_prior_of_a_query_bank_is_taken_off(run, world, bundle, tmp_path):
+    model = ModelBundle.load(bundle)
+    rng = torch.Generator().manual_seed(0)
+    vectors = [(torch.randn(6, model.embed_dim, generator=rng), torch.zeros(6, 0)) for _ in range(2)]
+    bank = QueryBank.of(*vectors)
+    bank.weight, bank.temperature = 5.0, 1.0
+    replace(model, bank=bank, embedding_weight=3.0, info=None).save(tmp_path / "banked")
+    options = ("--split", "dev", "--model", tmp_path / "banked", "--pool", 6, "--bootstrap", 0)
+    options += ("--precision", "sign1", "--precision", "bf16", "--simulate", "--json")
+    report = json.loads(run(*arguments(world, *options))[1])
+    assert report["systems"][0]["bank_weight"] == 5
+    dev = captions_of(world, ["dev"])
+    known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "pool": 6, "weight": 3.0}
+    changed = False
+    for precision in ("bf16", "sign1"):
+        found = by_hand(world, tmp_path / "banked", **known, precision=precision)
+        for direction, ranks in zip(("t2i", "i2t"), found, strict=True):
+            assert recall_of(report, direction, precision=precision) == percent(ranks, (1, 5, 10))
+        without = by_hand(world, bundle, **known, precision=precision)
+        changed |= any((a != b).any() for a, b in zip(found, without, strict=True))
+    assert changed, "the bank must matter for this to test anything"
 
 
 def test_the_full_protocol(run, world, bundle):

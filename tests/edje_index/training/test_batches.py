@@ -12,7 +12,7 @@ from edje_index.adapter import AdapterConfig
 from edje_index.bundle import ModelBundle
 from edje_index.reduction import cluster_tokens, stride_tokens
 from edje_index.training.batches import Features, TeacherSource, ViewSource
-from edje_index.training.dataset import TrainingData, read_embeddings
+from edje_index.training.dataset import TrainingData, image_embeddings
 from edje_index.training.rows import Marks, joint_rows, mask_captions, text_rows
 from edje_index.training.sampling import Sampler
 from storage_formats.errors import CorruptIndexError
@@ -96,7 +96,7 @@ def test_data_is_what_the_captions_say(case, tokenizer):
     from storage_formats.manifest import Manifest
 
     whole = np.concatenate([part for _, part in iter_embeddings(case.features, Manifest.load(case.features).spec)])
-    np.testing.assert_array_equal(read_embeddings(case.features, rows), whole[rows])
+    np.testing.assert_array_equal(image_embeddings(case.features, rows), whole[rows])
 
 
 def rows_of(batch, source, number):

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
 from edje_index.bf16 import as_tensor, to_bf16_array
+from edje_index.query_bank import QueryBank
+from edje_index.training.bank import make_bank
 from edje_index.training.batches import Features
 from edje_index.training.config import SelectionConfig
 from edje_index.training.dataset import CaptionSet
 from edje_index.training.objectives import trained_part
 from edje_index.training.pooled import fit_pooled
-from edje_index.training.selection import choose_weights, likeliest_weights, make_dev_set
+from edje_index.training.selection import (
+    _choose_prior,
+    _recall,
+    choose_weights,
+    likeliest_weights,
+    make_dev_set,
+)
 from edje_index.training.start import Origin, make_start
 from tests.edje_index.training.conftest import IMAGES, captions
 
@@ -45,6 +56,46 @@ def test_recalls_are_those_of_the_plain_computation(case, setting, pooled):
         hits += [near[scores.argmax()] == at // 2 for scores in (fused, logits, similar[near])]
     recalls = (found.recall, found.logit_recall, found.embedding_recall)
     assert recalls == pytest.approx(hits / (2 * IMAGES))
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_the_prior_of_a_bank_is_fitted_and_counted(case, setting, pooled):
+    bundle, dev, features = setting
+    adapter = trained_part(bundle.adapter)
+    if pooled:
+        bundle.joint.pooled = fit_pooled(adapter, bundle.joint, case.source(), 4)
+    bundle = replace(bundle, bank=make_bank(adapter, bundle.joint, case.source(), case.features, 10), info=None)
+    found = choose_weights(bundle, dev, features, SelectionConfig(dev_captions=1000, dev_pool=6), "cpu")
+    w, v, u = found.weights
+    assert found.prior.weight >= 0
+    assert found.prior.temperature > 0
+    bundle.bank.weight, bundle.bank.temperature = found.prior
+    bundle.embedding_weight, bundle.joint.pooled_weight, bundle.joint.late_weight = w, u, v
+    tokens = to_bf16_array(bundle.adapter(features.fetch(dev.rows).float()))
+    priors = bundle.image_priors(dev.image_embeddings, tokens)
+    hits = []
+    for at, text in enumerate(dev.captions):
+        similar = dev.image_embeddings @ dev.text_embeddings[at]
+        near = sorted(range(IMAGES), key=lambda image: -similar[image])[:6]
+        final = bundle.joint.score(text, tokens[near]).numpy() + w * similar[near] - priors[near]
+        hits.append(near[final.argmax()] == at // 2)
+    assert found.recall == pytest.approx(np.mean(hits))
+
+
+def test_an_image_that_comes_up_for_everything_is_held_back():
+    """Five images of which the first gets 3 more from every caption, in a world that knows nothing of that."""
+    rng = np.random.default_rng(0)
+    captions = torch.nn.functional.normalize(torch.randn(400, 8, generator=torch.Generator().manual_seed(0)), dim=1)
+    images = torch.nn.functional.normalize(torch.randn(5, 8, generator=torch.Generator().manual_seed(1)), dim=1)
+    captions[:, 0], images[:, 0] = 1.0, torch.tensor([1.5, 0, 0, 0, 0])
+    bank = QueryBank.of((captions, torch.zeros(400, 0)), (images, torch.zeros(5, 0)))
+    true = rng.standard_normal((3000, 5))
+    right = np.arange(5) == (true + rng.gumbel(size=true.shape)).argmax(axis=1)[:, None]
+    scores = true + 2.0 * np.array([1.5, 0, 0, 0, 0])
+    which = np.tile(np.arange(5), (3000, 1))
+    prior, taken = _choose_prior(bank, (images, torch.zeros(5, 0)), (2.0, 0.0), scores, which, right)
+    assert 0.6 < prior.weight < 1.4
+    assert _recall(scores - taken, right) > _recall(scores, right) + 0.02
 
 
 def test_a_weight_that_is_given_is_not_looked_for(setting):

@@ -1,0 +1,149 @@
+"""The prior of the query bank, against NumPy in float64; kept in bundles; taken off in every place that re-ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edje_index.bundle import ModelBundle
+from edje_index.bundle_info import BANK_WEIGHTS, INFO_FILE, read_bundle_info
+from edje_index.errors import ModelError
+from edje_index.pooled_similarity import PooledSimilarity
+from edje_index.query_bank import QueryBank
+
+
+def unit(rows: int, width: int, seed: int = 0) -> torch.Tensor:
+    values = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.normalize(values, dim=1)
+
+
+def a_bank(dim: int = 5, weight: float = 0.5, temperature: float = 2.0) -> QueryBank:
+    bank = QueryBank.of((unit(7, 24, 1), unit(7, dim, 2)), (unit(9, 24, 3), unit(9, dim, 4)))
+    bank.weight, bank.temperature = weight, temperature
+    return bank
+
+
+def with_bank(path, **options) -> ModelBundle:
+    """The bundle at `path` with a pooled similarity of random numbers and a bank."""
+    bundle = ModelBundle.load(path)
+    pooled = PooledSimilarity(bundle.joint.width, 0, 5)
+    rng = torch.Generator().manual_seed(1)
+    pooled.load_state_dict({name: torch.randn(v.shape, generator=rng) for name, v in pooled.state_dict().items()})
+    pooled.word_numbers = torch.zeros(0, dtype=torch.int64)
+    bundle.joint.pooled, bundle.joint.pooled_weight, bundle.embedding_weight = pooled, 3.0, 20.0
+    return replace(bundle, bank=a_bank(**options), info=None)
+
+
+def expected(embeddings, vectors, bank_embeddings, bank_vectors, weights, t):
+    """The definition, without the care for large exponents."""
+    parts = [values.double().numpy() for values in (embeddings, vectors, bank_embeddings, bank_vectors)]
+    scores = weights[0] * parts[0] @ parts[2].T + weights[1] * parts[1] @ parts[3].T
+    return t * np.log(np.exp(scores / t).mean(axis=1))
+
+
+@settings(max_examples=30)
+@given(
+    weights=st.tuples(st.floats(0, 30), st.floats(0, 30)),
+    temperature=st.floats(0.5, 30),
+    dim=st.sampled_from([0, 1, 5]),
+)
+def test_it_is_the_soft_maximum_over_the_bank(weights, temperature, dim):
+    bank = a_bank(dim, temperature=temperature)
+    embeddings, vectors = unit(6, 24, 5), unit(6, dim, 6)
+    captions = (bank.caption_embeddings.dense(), bank.caption_vectors.dense())
+    images = (bank.image_embeddings.dense(), bank.image_vectors.dense())
+    found = bank.of_images(embeddings, vectors, weights)
+    np.testing.assert_allclose(found, expected(embeddings, vectors, *captions, weights, temperature), atol=1e-3)
+    found = bank.of_captions(embeddings, vectors, weights)
+    np.testing.assert_allclose(found, expected(embeddings, vectors, *images, weights, temperature), atol=1e-3)
+
+
+def test_another_temperature_and_the_spread():
+    bank = a_bank()
+    embeddings, vectors = unit(6, 24, 5), unit(6, 5, 6)
+    captions = (bank.caption_embeddings.dense(), bank.caption_vectors.dense())
+    found = bank.of_images(embeddings, vectors, (2.0, 3.0), temperature=0.7)
+    np.testing.assert_allclose(found, expected(embeddings, vectors, *captions, (2.0, 3.0), 0.7), atol=1e-4)
+    scores = 2 * embeddings.numpy() @ captions[0].numpy().T + 3 * vectors.numpy() @ captions[1].numpy().T
+    assert bank.spread(embeddings, vectors, (2.0, 3.0)) == pytest.approx(scores.std(axis=1).mean(), rel=1e-5)
+
+
+@given(scale=st.floats(1e-20, 1e20), rows=st.integers(1, 5), width=st.integers(1, 8))
+def test_vectors_are_kept_to_a_part_in_254_of_their_largest(scale, rows, width):
+    values = scale * torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
+    bank = QueryBank.of((values, values), (values, values))
+    allowed = values.abs().amax(dim=1, keepdim=True) / 253.9
+    assert (bank.caption_embeddings.dense() - values).abs().le(allowed).all()
+
+
+def test_a_vector_of_zeros_stays_one():
+    bank = QueryBank.of((torch.zeros(2, 3), torch.zeros(2, 0)), (torch.zeros(1, 3), torch.zeros(1, 0)))
+    assert not bank.caption_embeddings.dense().any()
+
+
+def test_many_rows_go_in_pieces():
+    bank = a_bank()
+    embeddings, vectors = unit(2500, 24, 5), unit(2500, 5, 6)
+    whole = bank.of_images(embeddings, vectors, (2.0, 3.0))
+    apart = torch.cat([bank.of_images(e[None], v[None], (2.0, 3.0)) for e, v in zip(embeddings, vectors, strict=True)])
+    torch.testing.assert_close(whole, apart)
+
+
+def test_a_bundle_keeps_it(tiny_bundle, tmp_path):
+    bundle = with_bank(tiny_bundle)
+    info = bundle.save(tmp_path / "with")
+    again = ModelBundle.load(tmp_path / "with")
+    assert info.bank == {"captions": 7, "images": 9, "dim": 5, "weight": 0.5, "temperature": 2.0}
+    assert (info.bank_weight, again.bank.weight, again.bank.temperature) == (0.5, 0.5, 2.0)
+    for name, value in bundle.bank.state_dict().items():
+        assert torch.equal(value, again.bank.state_dict()[name])
+    plain = read_bundle_info(tiny_bundle)
+    assert info.encoder_fingerprint == plain.encoder_fingerprint, "an index need not be built again"
+    assert (plain.bank, plain.bank_weight) == (None, 0.0)
+    assert info.fingerprint != replace(bundle, bank=None).save(tmp_path / "without").fingerprint
+
+
+def test_priors_of_a_bundle_are_those_of_its_tokens_and_captions(tiny_bundle):
+    bundle = with_bank(tiny_bundle)
+    embeddings, tokens = unit(4, 24, 8), torch.randn(4, *bundle.block_shape)
+    vectors = bundle.joint.pooled.images(tokens)
+    captions = (bundle.bank.caption_embeddings.dense(), bundle.bank.caption_vectors.dense())
+    taken = 0.5 * expected(embeddings, vectors, *captions, (20.0, 3.0), 2.0)
+    np.testing.assert_allclose(bundle.image_priors(embeddings.numpy(), tokens), taken, atol=1e-4)
+    texts = ["a dog", "two cats", "a dog", "red"]
+    images = (bundle.bank.image_embeddings.dense(), bundle.bank.image_vectors.dense())
+    taken = 0.5 * expected(embeddings, bundle.joint.caption_vectors(texts), *images, (20.0, 3.0), 2.0)
+    np.testing.assert_allclose(bundle.caption_priors(embeddings.numpy(), texts), taken, atol=1e-4)
+    without = replace(bundle, bank=None)
+    assert not without.image_priors(embeddings.numpy(), tokens).any()
+    assert not without.caption_priors(embeddings.numpy(), texts).any()
+
+
+def test_a_bank_of_another_width_is_refused(tiny_bundle, tmp_path):
+    bundle = replace(with_bank(tiny_bundle), bank=a_bank(dim=4))
+    with pytest.raises(ModelError, match="pooled vectors of width 4, the pooled similarity 5"):
+        bundle.save(tmp_path / "never")
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0}, {"captions": 0}, {"weight": float("nan")}, {"dim": None}])
+def test_damaged_sizes_are_refused(tiny_bundle, tmp_path, change):
+    with_bank(tiny_bundle).save(tmp_path / "with")
+    path = tmp_path / "with" / INFO_FILE
+    content = json.loads(path.read_text())
+    content["joint"]["bank"].update(change)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="damaged"):
+        read_bundle_info(tmp_path / "with")
+
+
+def test_a_bank_that_is_gone_is_named(tiny_bundle, tmp_path):
+    with_bank(tiny_bundle).save(tmp_path / "with")
+    (tmp_path / "with" / BANK_WEIGHTS).unlink()
+    with pytest.raises(ModelError, match=f"lacks {BANK_WEIGHTS}"):
+        ModelBundle.load(tmp_path / "with")

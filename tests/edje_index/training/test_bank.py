@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from edje_index.bundle import ModelBundle
+from edje_index.training.bank import make_bank
+from edje_index.training.dataset import image_embeddings
+from edje_index.training.objectives import trained_part
+from edje_index.training.pooled import fit_pooled
+
+
+@pytest.mark.parametrize("count", [9, 1000])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
+    """Each vector is one of those that the plain computation gives, and none comes twice."""
+    bundle, source, reports = ModelBundle.load(case.bundle), case.source(), []
+    adapter = trained_part(bundle.adapter)
+    if pooled:
+        bundle.joint.pooled = fit_pooled(adapter, bundle.joint, source, 4)
+    bank = make_bank(adapter, bundle.joint, source, case.features, count, lambda *at: reports.append(at))
+    data = source.data
+    texts = [
+        bundle.joint.tokenizer.tokenizer.decode(data.caption(at).tolist()) for at in range(len(data.text_embeddings))
+    ]
+    embedded = image_embeddings(case.features, data.rows)
+    with torch.no_grad():
+        tokens = adapter(source.features.fetch(data.rows).float()).bfloat16()
+    found = {
+        "captions": (bank.caption_embeddings, bank.caption_vectors),
+        "images": (bank.image_embeddings, bank.image_vectors),
+    }
+    wanted = {
+        "captions": (data.text_embeddings, bundle.joint.caption_vectors(texts).numpy()),
+        "images": (embedded, bundle.joint.image_vectors(tokens).numpy()),
+    }
+    for name, (embeddings, vectors) in found.items():
+        all_embeddings, all_vectors = wanted[name]
+        assert len(embeddings) == len(vectors) == min(count, len(all_embeddings))
+        places = (embeddings.dense().numpy() @ all_embeddings.T).argmax(axis=1)
+        np.testing.assert_allclose(embeddings.dense().numpy(), all_embeddings[places], atol=5e-3)
+        np.testing.assert_allclose(vectors.dense().numpy(), all_vectors[places], atol=1e-2)
+        assert vectors.codes.shape[1] == (4 if pooled else 0)
+    total = min(count, 48) + min(count, 24)
+    assert reports == ([(0, total), (min(count, 48), total)] if pooled else [])
+    again = make_bank(adapter, bundle.joint, source, case.features, count)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in bank.state_dict().items())

@@ -1,0 +1,51 @@
+"""Embeddings of single rows, against the whole shards and against zarr-python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage_formats.embeddings import read_embeddings
+from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.layout import IndexSpec, Layout
+from tests.conftest import write_random_index
+
+SPEC = IndexSpec(rows=150, shard_size=64, block_shape=(2, 8), embed_dim=12)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    root = tmp_path_factory.mktemp("embeddings") / "index"
+    write_random_index(root, SPEC)
+    return root
+
+
+@given(rows=st.lists(st.integers(0, SPEC.rows - 1), max_size=90))
+def test_any_rows_in_any_order(index, rows):
+    """Few of a shard are read one by one, many by the shard; the last shard is shorter."""
+    found = read_embeddings(index, SPEC, np.array(rows, dtype=np.int64))
+    stored = zarr.open_array(index / "embeddings", mode="r")[:]
+    np.testing.assert_array_equal(found, stored[rows])
+    assert (found.dtype, found.shape) == (np.float32, (len(rows), 12))
+
+
+@pytest.mark.parametrize("rows", [[0, 150], [-1], [10**9]])
+def test_rows_that_are_not_there_are_refused(index, rows):
+    with pytest.raises(UsageError, match="the index has 0 to 149"):
+        read_embeddings(index, SPEC, np.array(rows))
+
+
+@pytest.mark.parametrize("rows", [[70], list(range(64, 128))])
+def test_a_short_or_missing_file_is_named(tmp_path, rows):
+    root = tmp_path / "index"
+    write_random_index(root, SPEC)
+    path = Layout(root).embedding_shard(1)
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(CorruptIndexError, match=path.name):
+        read_embeddings(root, SPEC, np.array(rows))
+    path.unlink()
+    with pytest.raises(CorruptIndexError, match="cannot read embeddings of shard 1"):
+        read_embeddings(root, SPEC, np.array(rows))
