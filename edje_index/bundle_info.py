@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from edje_index.errors import ModelError
+from edje_index.files import read_versioned
 
 FORMAT = "edje-model-bundle"
 FORMAT_VERSION = 1
@@ -168,7 +169,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
         ModelError: not a bundle, one of another version, or a file changed by hand.
     """
     folder = Path(path)
-    content = _read_json(folder)
+    content = read_versioned(folder, INFO_FILE, "model bundle", FORMAT, FORMAT_VERSION)
     try:
         info = BundleInfo(
             path=folder,
@@ -218,23 +219,6 @@ def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:
             raise ModelError(f"the bundle {info.path} lacks {name}: copy the whole folder, or make it anew")
         if file.stat().st_size != record["bytes"] or _sha256(file) != record["sha256"]:
             raise ModelError(f"{file} is not the file that the bundle was made with: copy it again, or make it anew")
-
-
-def _read_json(folder: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((folder / INFO_FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ModelError(f"{folder} is not a model bundle: it holds no {INFO_FILE}") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {folder / INFO_FILE}: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ModelError(f"{folder / INFO_FILE} does not describe a model bundle")
-    if content.get("format_version") != FORMAT_VERSION:
-        raise ModelError(
-            f"the bundle {folder} has format version {content.get('format_version')}; "
-            f"this program reads version {FORMAT_VERSION}: use a matching release, or make the bundle anew"
-        )
-    return content
 
 
 def _fingerprint(

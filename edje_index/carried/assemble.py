@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from edje_index.bundle_info import BundleInfo, read_bundle_info, verify_files
 from edje_index.carried.bases import BaseTowers
 from edje_index.carried.tensors import Array, unpack
 from edje_index.errors import ModelError
+from edje_index.files import read_versioned
 from edje_index.folders import new_folder
 
 FORMAT, FORMAT_VERSION = "edje-carried-model", 1
@@ -85,17 +85,7 @@ def write_weights(packed: Packed, bases: BaseTowers, folder: Path) -> None:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], Packed]:
-    try:
-        account = json.loads((folder / CARRIED_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} is not a carried model: cannot read {CARRIED_FILE} ({error})") from error
-    if not isinstance(account, dict) or account.get("format") != FORMAT:
-        raise ModelError(f"{folder / CARRIED_FILE} does not describe a carried model")
-    if account.get("format_version") != FORMAT_VERSION:
-        raise ModelError(
-            f"the carried model {folder} has format version {account.get('format_version')}; this program reads "
-            f"version {FORMAT_VERSION}: use a matching release"
-        )
+    account = read_versioned(folder, CARRIED_FILE, "carried model", FORMAT, FORMAT_VERSION)
     try:
         return account, Packed(load_file(folder / PACKED_FILE), account["tensors"])
     except (OSError, SafetensorError, KeyError) as error:
