@@ -39,6 +39,7 @@ from edje_index.joint_encoder import JointEncoder, bert_config
 from edje_index.joint_inputs import load_joint_tokenizer
 from edje_index.pooled_similarity import PooledSimilarity
 from edje_index.query_bank import QueryBank
+from edje_index.score_weights import ScoreWeights
 from edje_index.text import TextTower, save_text_tokenizer, text_tokenizer
 from edje_index.vision import VisionTower, vision_tower
 from edje_index.weights import assign_weights, read_weights, save_weights
@@ -61,7 +62,9 @@ class ModelBundle:
         trained: False for random weights: scores and order then mean nothing.
         notes: where the weights came from, for people.
         embedding_weight: w of the score that re-ranking sorts by, joint score + w x embedding similarity.
-        bank: its prior is taken off that score, times its weight; None without.
+        bank: `prior_weight` times its prior is taken off that score; None without. The prior's temperature is
+            `prior_temperature`.
+        own_caption_weights: of the score that captions are sorted by; None where it is the same.
         info: of the folder that this was loaded from; None for a bundle made in memory.
     """
 
@@ -74,6 +77,9 @@ class ModelBundle:
     notes: str = ""
     embedding_weight: float = 0.0
     bank: QueryBank | None = None
+    prior_weight: float = 0.0
+    prior_temperature: float = 1.0
+    own_caption_weights: ScoreWeights | None = None
     info: BundleInfo | None = None
 
     @cached_property
@@ -133,12 +139,28 @@ class ModelBundle:
             joint=joint.to(target),
             trained=info.trained,
             notes=info.notes,
-            embedding_weight=info.embedding_weight,
+            embedding_weight=info.weights.similarity,
             bank=None if info.bank is None else _load_bank(info, info.bank).to(target),
+            prior_weight=info.weights.prior,
+            prior_temperature=info.weights.temperature,
+            own_caption_weights=info.caption_weights if "caption_weights" in info.joint else None,
             info=info,
         )
         _check_fit(bundle)
         return bundle
+
+    @property
+    def weights(self) -> ScoreWeights:
+        """Of the final score that images are sorted by for a caption."""
+        joint = self.joint
+        return ScoreWeights(
+            self.embedding_weight, joint.late_weight, joint.pooled_weight, self.prior_weight, self.prior_temperature
+        )
+
+    @property
+    def caption_weights(self) -> ScoreWeights:
+        """Of the one that captions are sorted by for an image."""
+        return self.own_caption_weights or self.weights
 
     def image_priors(self, embeddings: NDArray[np.float32], tokens: torch.Tensor | Array) -> NDArray[np.float32]:
         """What the query bank takes off the scores of images with embeddings [b, e] and stored tokens [b, m, d]: [b].
@@ -147,23 +169,17 @@ class ModelBundle:
         """
         if self.bank is None:
             return np.zeros(len(embeddings), dtype=np.float32)
-        vectors = self.joint.image_vectors(as_tensor(tokens))
-        own = torch.from_numpy(embeddings).to(vectors.device)
-        priors: NDArray[np.float32] = self.bank.of_images(own, vectors, self._bank_weights).numpy(force=True)
-        return np.float32(self.bank.weight) * priors
+        vectors, weights = self.joint.image_vectors(as_tensor(tokens)), self.weights
+        priors = self.bank.of_images(torch.from_numpy(embeddings).to(vectors.device), vectors, weights)
+        return (weights.prior * priors).numpy(force=True)
 
     def caption_priors(self, embeddings: NDArray[np.float32], captions: Sequence[str]) -> NDArray[np.float32]:
         """What it takes off the scores of captions with embeddings [b, e], the same for every image: [b]."""
         if self.bank is None:
             return np.zeros(len(embeddings), dtype=np.float32)
-        vectors = self.joint.caption_vectors(captions)
-        own = torch.from_numpy(embeddings).to(vectors.device)
-        priors: NDArray[np.float32] = self.bank.of_captions(own, vectors, self._bank_weights).numpy(force=True)
-        return np.float32(self.bank.weight) * priors
-
-    @property
-    def _bank_weights(self) -> tuple[float, float]:
-        return self.embedding_weight, self.joint.pooled_weight
+        vectors, weights = self.joint.caption_vectors(captions), self.caption_weights
+        priors = self.bank.of_captions(torch.from_numpy(embeddings).to(vectors.device), vectors, weights)
+        return (weights.prior * priors).numpy(force=True)
 
     def save(self, path: str | Path) -> BundleInfo:
         """Write the bundle as a new folder, whole or not at all.
@@ -220,9 +236,14 @@ class ModelBundle:
             "embedding_weight": self.embedding_weight,
             "late_weight": self.joint.late_weight,
             "pooled_weight": self.joint.pooled_weight,
+            "prior_weight": self.prior_weight,
         }
         # Left out where it changes nothing: earlier bundles keep their fingerprints.
         joint.update({name: weight for name, weight in weights.items() if weight})
+        if self.prior_weight:
+            joint["prior_temperature"] = self.prior_temperature
+        if self.own_caption_weights is not None:
+            joint["caption_weights"] = self.own_caption_weights._asdict()
         if self.joint.pooled is not None:
             joint["pooled"] = self.joint.pooled.sizes
         if self.bank is not None:
@@ -259,11 +280,11 @@ def _load_joint(info: BundleInfo) -> JointEncoder:
         joint.pooled = PooledSimilarity(joint.width, **info.pooled)
     weights = info.path / JOINT_WEIGHTS
     assign_weights(joint, read_weights(weights), str(weights))
-    joint.late_weight, joint.pooled_weight = info.late_weight, info.pooled_weight
+    joint.late_weight, joint.pooled_weight = info.weights.late, info.weights.pooled
     return joint
 
 
-def _load_bank(info: BundleInfo, sizes: dict[str, float]) -> QueryBank:
+def _load_bank(info: BundleInfo, sizes: dict[str, int]) -> QueryBank:
     if BANK_WEIGHTS not in info.files:
         raise ModelError(f"the bundle {info.path} lacks {BANK_WEIGHTS}: copy the whole folder, or make it anew")
     return QueryBank.load(info.path / BANK_WEIGHTS, info.embed_dim, sizes)

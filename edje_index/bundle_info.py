@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 
 from edje_index.errors import ModelError
 from edje_index.files import read_versioned
+from edje_index.score_weights import ScoreWeights
 
 FORMAT = "edje-model-bundle"
 FORMAT_VERSION = 1
@@ -50,9 +50,10 @@ class BundleInfo:
         path: the bundle's folder.
         vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim``, ``image_size`` of the tower.
         adapter: fields of the adapter's configuration.
-        joint: ``text_embed_dim`` of the joint encoder's text-embedding head; ``embedding_weight``, ``late_weight`` and
-            ``pooled_weight`` of the re-ranking score, where they are not 0; sizes of ``pooled``, and sizes, weight and
-            temperature of the query ``bank``, where there is one.
+        joint: ``text_embed_dim`` of the joint encoder's text-embedding head; ``embedding_weight``, ``late_weight``,
+            ``pooled_weight`` and ``prior_weight`` of the final score, where they are not 0, with
+            ``prior_temperature``; ``caption_weights`` where captions have their own; sizes of ``pooled`` and ``bank``,
+            where there is one.
         trained: False for random weights.
         notes: where the weights came from, for people.
         files: relative path to ``{"bytes", "sha256"}``, every file but ``bundle.json``.
@@ -86,19 +87,17 @@ class BundleInfo:
         return int(self.vision["embed_dim"])
 
     @property
-    def embedding_weight(self) -> float:
-        """w of the re-ranking score, joint score + w x embedding similarity."""
-        return float(self.joint.get("embedding_weight", 0.0))
+    def weights(self) -> ScoreWeights:
+        """Of the final score that images are sorted by."""
+        named = {name: float(self.joint.get(f"{name}_weight", 0.0)) for name in ("late", "pooled", "prior")}
+        similarity = float(self.joint.get("embedding_weight", 0.0))
+        return ScoreWeights(similarity, **named, temperature=float(self.joint.get("prior_temperature", 1.0)))
 
     @property
-    def late_weight(self) -> float:
-        """Weight of the late interaction in the joint score, beside the logit."""
-        return float(self.joint.get("late_weight", 0.0))
-
-    @property
-    def pooled_weight(self) -> float:
-        """Weight of the pooled similarity in the joint score, beside the logit."""
-        return float(self.joint.get("pooled_weight", 0.0))
+    def caption_weights(self) -> ScoreWeights:
+        """Of the one that captions are sorted by; the same, where it says nothing else."""
+        own = self.joint.get("caption_weights")
+        return self.weights if own is None else ScoreWeights.of_json(own)
 
     @property
     def pooled(self) -> dict[str, int] | None:
@@ -107,17 +106,10 @@ class BundleInfo:
         return None if sizes is None else {name: int(sizes[name]) for name in ("words", "dim")}
 
     @property
-    def bank(self) -> dict[str, float] | None:
-        """``captions``, ``images``, ``dim``, ``weight`` and ``temperature`` of the query bank; None without one."""
+    def bank(self) -> dict[str, int] | None:
+        """``captions``, ``images`` and ``dim`` of the query bank; None without one."""
         sizes = self.joint.get("bank")
-        if sizes is None:
-            return None
-        return {name: float(sizes[name]) for name in ("captions", "images", "dim", "weight", "temperature")}
-
-    @property
-    def bank_weight(self) -> float:
-        """Weight of the query bank's prior, which is taken off the final score."""
-        return 0.0 if self.bank is None else self.bank["weight"]
+        return None if sizes is None else {name: int(sizes[name]) for name in ("captions", "images", "dim")}
 
     @property
     def weights_bytes(self) -> int:
@@ -182,15 +174,12 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
             fingerprint=str(content["fingerprint"]),
             encoder_fingerprint=str(content["encoder_fingerprint"]),
         )
-        weights = (info.embedding_weight, info.late_weight, info.pooled_weight)
-        if not all(map(math.isfinite, weights)):
-            raise ValueError(f"weights of the score are {weights}")
+        for weights in (info.weights, info.caption_weights):
+            ScoreWeights.of_json(weights._asdict())
         if info.pooled is not None and min(info.pooled.values()) < 0:
             raise ValueError(f"sizes of the pooled similarity are {info.pooled}")
-        if (bank := info.bank) is not None:
-            sound = all(map(math.isfinite, bank.values())) and min(bank["captions"], bank["images"]) >= 1
-            if not sound or bank["dim"] < 0 or bank["temperature"] <= 0:
-                raise ValueError(f"sizes, weight and temperature of the query bank are {bank}")
+        if info.bank is not None and min(info.bank["captions"], info.bank["images"], info.bank["dim"] + 1) < 1:
+            raise ValueError(f"sizes of the query bank are {info.bank}")
         expected = (
             _fingerprint(info.adapter, info.joint, info.files, info.files),
             encoder_fingerprint(info.adapter, info.files),

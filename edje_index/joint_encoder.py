@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,14 @@ from transformers.models.bert.modeling_bert import BertPooler  # noqa: E402
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SCORE_BATCH = 128  # pairs in one pass: bounds memory for pools of any size
+
+
+class ScoreParts(NamedTuple):
+    """Matching logits, late interaction and pooled similarity of the same pairs, float32 [b] each."""
+
+    logits: torch.Tensor
+    late: torch.Tensor
+    pooled: torch.Tensor
 
 
 class JointEncoder(nn.Module):
@@ -88,20 +96,28 @@ class JointEncoder(nn.Module):
         Raises:
             ModelError: another number of captions than blocks, or blocks of another width.
         """
+        parts = self.parts(captions, tokens, late=bool(self.late_weight), pooled=bool(self.pooled_weight))
+        return parts.logits + self.late_weight * parts.late + self.pooled_weight * parts.pooled
+
+    @torch.inference_mode()
+    def parts(
+        self, captions: str | Sequence[str], tokens: torch.Tensor | Array, *, late: bool, pooled: bool
+    ) -> ScoreParts:
+        """What :meth:`score` adds up, each float32 [b] on the CPU; parts that are not asked for are 0."""
         tokens = as_tensor(tokens)
         captions = [captions] if isinstance(captions, str) else list(captions)
         self._check(captions, tokens)
         if len(captions) == 1:
             captions = captions * tokens.shape[0]
-        scores = torch.empty(len(captions))
+        found = ScoreParts(*(torch.zeros(len(captions)) for _ in ScoreParts._fields))
         for start in range(0, len(captions), SCORE_BATCH):
             rows = slice(start, start + SCORE_BATCH)
-            scores[rows] = self(self.tokenizer.inputs(captions[rows], tokens.shape[1]), tokens[rows])
-            if self.late_weight:
-                scores[rows] += self.late_weight * self.late_interaction(captions[rows], tokens[rows]).cpu()
-            if self.pooled_weight:
-                scores[rows] += self.pooled_weight * self.pooled_similarity(captions[rows], tokens[rows]).cpu()
-        return scores
+            found.logits[rows] = self(self.tokenizer.inputs(captions[rows], tokens.shape[1]), tokens[rows])
+            if late:
+                found.late[rows] = self.late_interaction(captions[rows], tokens[rows]).cpu()
+            if pooled:
+                found.pooled[rows] = self.pooled_similarity(captions[rows], tokens[rows]).cpu()
+        return found
 
     def late_interaction(self, captions: Sequence[str], tokens: torch.Tensor) -> torch.Tensor:
         """See :func:`edje_index.late_interaction.late_interaction`: scores [b] of captions with tokens [b, m, d]."""
@@ -124,8 +140,12 @@ class JointEncoder(nn.Module):
         """Unit vectors [b, k] of captions in the space of the pooled similarity; without it k is 0."""
         if self.pooled is None:
             return torch.zeros(len(captions), 0, device=self.text_projection.weight.device)
-        sentences = self.sentence_vectors(self.tokenizer.inputs(captions, 0))
-        return self.pooled.captions(self.tokenizer.caption_ids(captions), sentences)
+        found = []
+        for start in range(0, len(captions), SCORE_BATCH) or [0]:
+            some = captions[start : start + SCORE_BATCH]
+            sentences = self.sentence_vectors(self.tokenizer.inputs(some, 0))
+            found.append(self.pooled.captions(self.tokenizer.caption_ids(some), sentences))
+        return torch.cat(found)
 
     @torch.inference_mode()
     def image_vectors(self, tokens: torch.Tensor) -> torch.Tensor:

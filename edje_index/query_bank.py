@@ -14,12 +14,13 @@ querybank normalisation (Bogolin et al., CVPR 2022) as a term of the score, afte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from edje_index.score_weights import ScoreWeights
 from edje_index.weights import assign_weights, read_weights, save_weights
 
 _LARGEST = 127
@@ -33,13 +34,10 @@ class QueryBank(nn.Module):
         captions, images: c and i, how many.
         embed_dim: e, width of embeddings.
         dim: k, width of vectors of the pooled similarity; 0 without.
-        weight: of the prior in the final score.
-        temperature: t, in units of the final score.
     """
 
-    def __init__(self, captions: int, images: int, embed_dim: int, dim: int, weight: float, temperature: float) -> None:
+    def __init__(self, captions: int, images: int, embed_dim: int, dim: int) -> None:
         super().__init__()
-        self.weight, self.temperature = weight, temperature
         self.caption_embeddings = _Int8Rows(captions, embed_dim)
         self.caption_vectors = _Int8Rows(captions, dim)
         self.image_embeddings = _Int8Rows(images, embed_dim)
@@ -47,18 +45,17 @@ class QueryBank(nn.Module):
 
     @classmethod
     def of(cls, captions: tuple[torch.Tensor, torch.Tensor], images: tuple[torch.Tensor, torch.Tensor]) -> QueryBank:
-        """A bank of embeddings and pooled vectors: [c, e] and [c, k], [i, e] and [i, k]. It has no weight yet."""
-        bank = cls(len(captions[0]), len(images[0]), captions[0].shape[1], captions[1].shape[1], 0.0, 1.0)
+        """A bank of embeddings and pooled vectors: [c, e] and [c, k], [i, e] and [i, k]."""
+        bank = cls(len(captions[0]), len(images[0]), captions[0].shape[1], captions[1].shape[1])
         rows = (bank.caption_embeddings, bank.caption_vectors, bank.image_embeddings, bank.image_vectors)
         for part, values in zip(rows, (*captions, *images), strict=True):
             part.fill(values)
         return bank
 
     @classmethod
-    def load(cls, path: Path, embed_dim: int, sizes: dict[str, float]) -> QueryBank:
+    def load(cls, path: Path, embed_dim: int, sizes: Mapping[str, int]) -> QueryBank:
         """The bank that :meth:`save` wrote, of `sizes`. ModelError where the file is another."""
-        counts = {name: int(sizes[name]) for name in ("captions", "images", "dim")}
-        bank = cls(**counts, embed_dim=embed_dim, weight=sizes["weight"], temperature=sizes["temperature"])
+        bank = cls(embed_dim=embed_dim, **sizes)
         assign_weights(bank, read_weights(path), str(path))
         return bank
 
@@ -67,64 +64,34 @@ class QueryBank(nn.Module):
         save_weights(self, path)
 
     @property
-    def sizes(self) -> dict[str, float]:
-        """What `bundle.json` says of it."""
-        return {
-            "captions": len(self.caption_embeddings),
-            "images": len(self.image_embeddings),
-            "dim": self.caption_vectors.codes.shape[1],
-            "weight": self.weight,
-            "temperature": self.temperature,
-        }
+    def sizes(self) -> dict[str, int]:
+        """``captions``, ``images`` and ``dim``."""
+        captions, dim = self.caption_vectors.codes.shape
+        return {"captions": captions, "images": len(self.image_embeddings.codes), "dim": dim}
 
-    def of_images(
-        self,
-        embeddings: torch.Tensor,
-        vectors: torch.Tensor,
-        weights: tuple[float, float],
-        temperature: float | None = None,
-    ) -> torch.Tensor:
-        """Priors [b] of images, without the weight.
+    def of_images(self, embeddings: torch.Tensor, vectors: torch.Tensor, weights: ScoreWeights) -> torch.Tensor:
+        """Priors [b] of images, not weighted yet.
 
         Args:
             embeddings: of the images, float32 [b, e].
             vectors: of the images in the space of the pooled similarity, float32 [b, k].
-            weights: (w, u) of both in the score.
-            temperature: another one than the bank's.
+            weights: of which `similarity`, `pooled` and `temperature` count.
         """
-        bank = (self.caption_embeddings, self.caption_vectors)
-        return _priors(_scored(embeddings, vectors, bank, weights), temperature or self.temperature)
+        return _priors(embeddings, vectors, (self.caption_embeddings, self.caption_vectors), weights)
 
-    def of_captions(
-        self, embeddings: torch.Tensor, vectors: torch.Tensor, weights: tuple[float, float]
-    ) -> torch.Tensor:
+    def of_captions(self, embeddings: torch.Tensor, vectors: torch.Tensor, weights: ScoreWeights) -> torch.Tensor:
         """Priors [b] of captions, in the same way."""
-        bank = (self.image_embeddings, self.image_vectors)
-        return _priors(_scored(embeddings, vectors, bank, weights), self.temperature)
-
-    def spread(self, embeddings: torch.Tensor, vectors: torch.Tensor, weights: tuple[float, float]) -> float:
-        """Standard deviation of an image's scores over the captions of the bank, the mean of the images."""
-        bank = (self.caption_embeddings, self.caption_vectors)
-        rows = [scores.std(dim=1, correction=0) for scores in _scored(embeddings, vectors, bank, weights)]
-        return float(torch.cat(rows).mean())
+        return _priors(embeddings, vectors, (self.image_embeddings, self.image_vectors), weights)
 
 
-def _scored(
-    embeddings: torch.Tensor,
-    vectors: torch.Tensor,
-    bank: tuple[_Int8Rows, _Int8Rows],
-    weights: tuple[float, float],
-) -> Iterator[torch.Tensor]:
-    """Scores [b', n] of some rows [b'] after another with all of the bank [n]."""
-    others = torch.cat([part.dense() * weight for part, weight in zip(bank, weights, strict=True)], dim=1)
+def _priors(
+    embeddings: torch.Tensor, vectors: torch.Tensor, bank: tuple[_Int8Rows, _Int8Rows], weights: ScoreWeights
+) -> torch.Tensor:
+    t = weights.temperature
+    others = torch.cat([bank[0].dense() * (weights.similarity / t), bank[1].dense() * (weights.pooled / t)], dim=1).T
     own = torch.cat([embeddings, vectors], dim=1)
-    for start in range(0, len(own), _CHUNK):
-        yield own[start : start + _CHUNK] @ others.T
-
-
-def _priors(scored: Iterator[torch.Tensor], temperature: float) -> torch.Tensor:
-    found = [torch.logsumexp(scores / temperature, dim=1) - math.log(scores.shape[1]) for scores in scored]
-    return temperature * torch.cat(found)
+    parts = [torch.logsumexp(own[start : start + _CHUNK] @ others, dim=1) for start in range(0, len(own), _CHUNK)]
+    return t * (torch.cat(parts) - math.log(others.shape[1]))
 
 
 class _Int8Rows(nn.Module):
@@ -137,9 +104,6 @@ class _Int8Rows(nn.Module):
         super().__init__()
         self.register_buffer("codes", torch.zeros(count, width, dtype=torch.int8))
         self.register_buffer("scales", torch.zeros(count))
-
-    def __len__(self) -> int:
-        return len(self.scales)
 
     def fill(self, values: torch.Tensor) -> None:
         """Round `values` [n, k]."""

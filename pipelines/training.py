@@ -73,9 +73,10 @@ class TrainResult:
         steps: of the joint phase.
         seconds: wall time of this command.
         last: the last line of the log.
-        embedding_weight, late_weight, pooled_weight: of the final score.
-        bank_weight: of the query bank's prior, which is taken off it.
-        dev: the choice of weights with its recalls, where --dev was given; see `edje_index.training.selection`.
+        embedding_weight, late_weight, pooled_weight, prior_weight: of the final score that images are sorted by.
+        caption_weights: of the one that captions are sorted by, see `edje_index.score_weights`.
+        dev: the choice of weights for `images` and `captions` with its recalls, where --dev was given; see
+            `edje_index.training.selection`.
         already_finished: nothing was left to do.
     """
 
@@ -91,6 +92,7 @@ class TrainResult:
     embedding_weight: float = 0.0
     late_weight: float = 0.0
     pooled_weight: float = 0.0
-    bank_weight: float = 0.0
+    prior_weight: float = 0.0
+    caption_weights: dict[str, float] = field(default_factory=dict)
     dev: dict[str, Any] | None = None
     already_finished: bool = False

@@ -9,8 +9,8 @@ _TEMPLATE = """# Model card
 Bundle for EDJE re-ranking: {vision}, {tokens} x {width} tokens an image, {embed} numbers an embedding.
 
 - Fingerprint of the assembled bundle: `{fingerprint}`
-- Final score: logit + {late:g} x late interaction + {pooled:g} x pooled similarity
-  + {weight:g} x embedding similarity{prior}
+- Final score of images: {images}
+- Final score of captions: {captions}
 - {notes}
 
 ## Parts and licences
@@ -42,9 +42,7 @@ def model_card(info: BundleInfo) -> str:
         width=width,
         embed=info.embed_dim,
         fingerprint=info.fingerprint,
-        weight=info.embedding_weight,
-        late=info.late_weight,
-        pooled=info.pooled_weight,
-        prior=f" - {info.bank_weight:g} x prior of the query bank" if info.bank_weight else "",
+        images=info.weights.described(),
+        captions=info.caption_weights.described(),
         notes=info.notes or "no notes",
     )

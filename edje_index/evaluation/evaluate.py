@@ -160,10 +160,11 @@ def _evaluate_one(
     results: list[Result] = []
     for direction in config.directions:
         candidates, similarities = pools[direction].candidates, pools[direction].similarities
+        weights = model.weights if direction == TEXT_TO_IMAGE else model.caption_weights
         scores = {}
         for source in opened.sources:
-            logits = joint[source.precision][direction]
-            scores[source.precision] = fused_scores(logits, similarities, model.embedding_weight)
+            parts = joint[source.precision][direction] @ np.array([1, weights.late, weights.pooled], dtype=np.float32)
+            scores[source.precision] = fused_scores(parts, similarities, weights.similarity)
             if model.bank is not None:
                 scores[source.precision] -= _priors(asked, model, source, direction, candidates, embedded)
         results += _results(config, opened, direction, pools[direction], scores, _clusters(asked, direction))
@@ -175,10 +176,8 @@ def _evaluate_one(
         fingerprint=model.fingerprint,
         trained=model.trained,
         block_shape=opened.manifest.spec.block_shape,
-        embedding_weight=model.embedding_weight,
-        late_weight=model.joint.late_weight,
-        pooled_weight=model.joint.pooled_weight,
-        bank_weight=0.0 if model.bank is None else model.bank.weight,
+        weights=model.weights._asdict(),
+        caption_weights=model.caption_weights._asdict(),
         candidates=opened.candidates,
         queries=opened.queries,
     )
@@ -251,17 +250,19 @@ def _joint_scores(
     pools: dict[str, Pools],
     on_progress: OnProgress,
 ) -> dict[str, dict[str, Floats]]:
-    """Logits [q, p] of every pool, by precision and direction; a pair of both directions is scored once."""
+    """Parts of the scores [q, p, 3] of every pool, by precision and direction; a pair of both is scored once."""
+    used = [model.weights, model.caption_weights]
+    late, pooled = any(each.late for each in used), any(each.pooled for each in used)
     pairs = {direction: _pairs(asked, direction, pool) for direction, pool in pools.items()}
     captions, rows = (np.concatenate(part) for part in zip(*pairs.values(), strict=True))
     found: dict[str, dict[str, Floats]] = {}
     for source in opened.sources:
         cache = ScoreCache(config.cache, _cache_key(opened, asked, model, source))
-        scores = PairScorer(model.joint, source, asked.captions, cache).score(captions, rows, on_progress)
+        scores = PairScorer(model.joint, source, asked.captions, cache, late, pooled).score(captions, rows, on_progress)
         opened.pairs += len(np.unique(pack(captions, rows)))
         ends = np.cumsum([len(part) for part, _ in pairs.values()])[:-1]
         found[source.precision] = {
-            direction: part.reshape(pools[direction].candidates.shape)
+            direction: part.reshape(*pools[direction].candidates.shape, -1)
             for direction, part in zip(pairs, np.split(scores, ends), strict=True)
         }
     return found

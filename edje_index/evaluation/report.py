@@ -12,6 +12,7 @@ from edje_index.evaluation.bootstrap import Estimate
 from edje_index.evaluation.config import IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from edje_index.evaluation.figures import write_figures
 from edje_index.evaluation.results import Evaluation, Result, System
+from edje_index.score_weights import ScoreWeights
 from storage_formats.errors import UsageError
 
 NAMES = {TEXT_TO_IMAGE: "Text-to-image", IMAGE_TO_TEXT: "Image-to-text"}
@@ -84,14 +85,10 @@ def _preface(evaluation: Evaluation) -> list[str]:
 def _described(system: System) -> str:
     m, d = system.block_shape
     untrained = "" if system.trained else ", untrained: its figures are those of chance"
-    terms = (
-        (system.late_weight, "late interaction"),
-        (system.pooled_weight, "pooled similarity"),
-        (system.embedding_weight, "similarity"),
-    )
-    added = "".join(f" + {weight:g} x {name}" for weight, name in terms if weight)
-    added += f" - {system.bank_weight:g} x prior" if system.bank_weight else ""
-    score = f", score = logit{added}" if added else ""
+    weights, others = ScoreWeights(**system.weights), ScoreWeights(**system.caption_weights)
+    score = f", score = {weights.described()}" if any(weights[:-1]) else ""
+    if others != weights:
+        score += f", of captions {others.described()}"
     return f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}{score}{untrained}"
 
 

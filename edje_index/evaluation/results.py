@@ -23,9 +23,7 @@ class System:
     """One index with its bundle, as evaluated; `queries` and `candidates` by direction.
 
     Attributes:
-        embedding_weight, late_weight, pooled_weight: of the embedding similarity, the late interaction and the pooled
-            similarity beside the logit.
-        bank_weight: of the query bank's prior, which is taken off.
+        weights, caption_weights: of the final score that images and captions are sorted by, see `score_weights`.
     """
 
     name: str
@@ -34,10 +32,8 @@ class System:
     fingerprint: str
     trained: bool
     block_shape: tuple[int, int]
-    embedding_weight: float
-    late_weight: float
-    pooled_weight: float
-    bank_weight: float
+    weights: dict[str, float]
+    caption_weights: dict[str, float]
     candidates: dict[str, int]
     queries: dict[str, int]
 

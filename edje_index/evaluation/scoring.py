@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from edje_index.evaluation.tokens import TokenSource
@@ -27,6 +28,7 @@ Floats = NDArray[np.float32]
 OnProgress = Callable[[str, int, int], None]
 """Called with what is being done, how many of it are done, and how many there are."""
 
+_PARTS = 3  # logit, late interaction, pooled similarity
 CHUNK_PAIRS = 512  # of 64 x 384 bfloat16 blocks: 25 MB
 _SAVE_SECONDS = 20.0
 _KEY_SHIFT = 40  # a pair in one integer: the caption's place above the row id, which stays below 2^40
@@ -34,7 +36,7 @@ _KEY_SHIFT = 40  # a pair in one integer: the caption's place above the row id, 
 
 @dataclass
 class ScoreCache:
-    """Scores that are kept on disk as they are made, one folder for each `key`; in memory alone without a folder.
+    """Parts of scores, kept on disk as they are made: one folder for each `key`; in memory alone without a folder.
 
     `key` is all that decides a score but for caption and row: another bundle, index, precision or file of captions
     never meets these scores.
@@ -57,8 +59,8 @@ class ScoreCache:
             raise UsageError(f"cannot keep scores in {self.folder}: {error.strerror}") from error
 
     def known(self) -> tuple[Ints, Floats]:
-        """Every pair [k] that was scored already, ascending, and its score [k]."""
-        parts = [(np.empty(0, np.int64), np.empty(0, np.float32))]
+        """Every pair [k] that was scored already, ascending, and the parts of its score [k, 3]."""
+        parts = [(np.empty(0, np.int64), np.empty((0, _PARTS), np.float32))]
         if self.folder is not None:
             parts += [part for path in sorted(self._place.glob("*.npz")) if (part := _read_part(path)) is not None]
         pairs = np.concatenate([pairs for pairs, _ in parts])
@@ -95,20 +97,36 @@ def _read_part(path: Path) -> tuple[Ints, Floats] | None:
             pairs, scores = part["pairs"].astype(np.int64), part["scores"].astype(np.float32)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    return (pairs, scores) if len(pairs) == len(scores) and np.isfinite(scores).all() else None
+    return (pairs, scores) if scores.shape == (len(pairs), _PARTS) and np.isfinite(scores).all() else None
 
 
 @dataclass(frozen=True)
 class PairScorer:
-    """The joint encoder over the tokens of one source."""
+    """The joint encoder over the tokens of one source.
+
+    Attributes:
+        joint: the joint encoder.
+        source: of the tokens.
+        captions: texts.
+        cache: of what was scored before.
+        late, pooled: whether these parts are asked for; they are 0 otherwise.
+    """
 
     joint: JointEncoder
     source: TokenSource
     captions: Sequence[str]
     cache: ScoreCache
+    late: bool
+    pooled: bool
 
     def score(self, captions: Ints, rows: Ints, on_progress: OnProgress) -> Floats:
-        """Joint logits [k] of pairs: places among the captions [k] and row ids [k]. Repeated pairs are scored once."""
+        """Logits, late interaction and pooled similarity [k, 3] of pairs; a pair that comes again is scored once.
+
+        Args:
+            captions: places among the captions [k].
+            rows: row ids [k].
+            on_progress: of the pairs.
+        """
         pairs = pack(captions, rows)
         wanted = np.unique(pairs)
         known, scores = self.cache.known()
@@ -118,9 +136,9 @@ class PairScorer:
         try:
             for done, chunk in self._chunks(missing):
                 on_progress(what, len(wanted) - len(missing) + done, len(wanted))
-                logits = self._logits(chunk)
-                self.cache.add(chunk, logits)
-                made.append((chunk, logits))
+                scores_made = self._parts(chunk)
+                self.cache.add(chunk, scores_made)
+                made.append((chunk, scores_made))
         finally:
             self.cache.save()
         on_progress(what, len(wanted), len(wanted))
@@ -139,11 +157,12 @@ class PairScorer:
         for start in range(0, len(ordered), CHUNK_PAIRS):
             yield start, ordered[start : start + CHUNK_PAIRS]
 
-    def _logits(self, pairs: Ints) -> Floats:
+    def _parts(self, pairs: Ints) -> Floats:
         places, rows = unpack(pairs)
         captions = [self.captions[place] for place in places]
-        logits: Floats = self.joint.score(captions, self.source.fetch(rows)).numpy(force=True)
-        return logits
+        parts = self.joint.parts(captions, self.source.fetch(rows), late=self.late, pooled=self.pooled)
+        found: Floats = torch.stack(parts, dim=1).numpy(force=True)
+        return found
 
 
 def pack(captions: Ints, rows: Ints) -> Ints:

@@ -60,7 +60,7 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
         adapter = _adapter(config, bundle.vision, joint, init)
     joint.late_weight, joint.pooled_weight, joint.pooled = 0.0, 0.0, None
     started = replace(bundle, adapter=adapter, joint=joint, trained=False, notes=NOTES, info=None)
-    return replace(started, embedding_weight=0.0, bank=None)
+    return replace(started, embedding_weight=0.0, bank=None, prior_weight=0.0, own_caption_weights=None)
 
 
 def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:

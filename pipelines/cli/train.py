@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edje_index.score_weights import ScoreWeights
 from pipelines.cli.output import json_option, print_json, this_command
 from pipelines.cli.train_options import config_options, read_request
 
@@ -68,12 +69,13 @@ def train(as_json: bool, quiet: bool, config_file: Path | None, **options: Any) 
         return
     if result.already_finished:
         click.echo(f"{result.bundle} is finished already; nothing was done")
+    weights = (result.embedding_weight, result.late_weight, result.pooled_weight, result.prior_weight)
     click.echo(
         f"{result.bundle}: {result.steps:,} steps on {result.images:,} images with {result.captions:,} captions, "
-        f"{result.seconds:.1f} s; score = logit + {result.late_weight:g} x late interaction "
-        f"+ {result.pooled_weight:g} x pooled similarity + {result.embedding_weight:g} x embedding similarity"
-        + (f" - {result.bank_weight:g} x prior" if result.bank_weight else "")
+        f"{result.seconds:.1f} s"
     )
+    click.echo(f"score of images: {ScoreWeights(*weights).described()}")
+    click.echo(f"score of captions: {ScoreWeights(**result.caption_weights).described()}")
 
 
 def _run(request: TrainRequest, config: TrainConfig, *, quiet: bool) -> TrainResult:

@@ -20,9 +20,10 @@ from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.bundle import ModelBundle
+    from edje_index.score_weights import ScoreWeights
     from edje_index.training.config import SelectionConfig, TrainConfig
     from edje_index.training.rank import TrainTask
-    from edje_index.training.selection import WeightChoice, Weights
+    from edje_index.training.selection import WeightChoice, WeightChoices
 
 RESULT = "result.json"
 _REPORT_SECONDS = 5.0
@@ -129,11 +130,16 @@ def _finish(
         progress = watched("gathering the query bank", on_event, should_stop)
         bundle.bank = bank_of_trained(task, bundle, config.selection.bank, progress)
     choice = _choose_weights(bundle, request, config, prepared, on_event, should_stop)
-    weights = _given_weights(config.selection) if choice is None else choice.weights
+    weights = _given_weights(config.selection) if choice is None else choice.images.weights
     bundle.joint.late_weight, bundle.joint.pooled_weight = weights.late, weights.pooled
-    if bundle.bank is not None and choice is not None and choice.prior is not None:
-        bundle.bank.weight, bundle.bank.temperature = choice.prior
-    bundle = replace(bundle, notes=_notes(request, config, prepared, steps), embedding_weight=weights.similarity)
+    bundle = replace(
+        bundle,
+        notes=_notes(request, config, prepared, steps),
+        embedding_weight=weights.similarity,
+        prior_weight=weights.prior,
+        prior_temperature=weights.temperature,
+        own_caption_weights=None if choice is None else choice.captions.weights,
+    )
     info = bundle.save(request.out)
     records = read_log(request.run_folder)
     result = TrainResult(
@@ -149,8 +155,9 @@ def _finish(
         embedding_weight=bundle.embedding_weight,
         late_weight=bundle.joint.late_weight,
         pooled_weight=bundle.joint.pooled_weight,
-        bank_weight=0.0 if bundle.bank is None else bundle.bank.weight,
-        dev=None if choice is None else _as_json(choice),
+        prior_weight=bundle.prior_weight,
+        caption_weights=bundle.caption_weights._asdict(),
+        dev=None if choice is None else {"images": _as_json(choice.images), "captions": _as_json(choice.captions)},
     )
     if not request.export:
         write_json_atomic(request.run_folder / RESULT, asdict(result))
@@ -158,16 +165,15 @@ def _finish(
 
 
 def _as_json(choice: WeightChoice) -> dict[str, Any]:
-    prior = None if choice.prior is None else choice.prior._asdict()
-    return {**asdict(choice), "weights": choice.weights._asdict(), "prior": prior}
+    return {**asdict(choice), "weights": choice.weights._asdict()}
 
 
-def _given_weights(selection: SelectionConfig) -> Weights:
+def _given_weights(selection: SelectionConfig) -> ScoreWeights:
     """Those of the settings; 0 for one that was to be looked for, and of a pooled similarity that is not there."""
-    from edje_index.training.selection import Weights
+    from edje_index.score_weights import ScoreWeights
 
     pooled = selection.pooled_weight if selection.pooled_dim else None
-    return Weights(selection.embedding_weight or 0.0, selection.late_weight or 0.0, pooled or 0.0)
+    return ScoreWeights(selection.embedding_weight or 0.0, selection.late_weight or 0.0, pooled or 0.0)
 
 
 def _choose_weights(
@@ -177,7 +183,7 @@ def _choose_weights(
     prepared: Prepared,
     on_event: OnEvent,
     should_stop: StopAsked,
-) -> WeightChoice | None:
+) -> WeightChoices | None:
     selection = config.selection
     weights = [selection.embedding_weight, selection.late_weight]
     if selection.pooled_dim:

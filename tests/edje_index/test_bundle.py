@@ -80,7 +80,7 @@ def test_a_weight_for_the_embedding_is_kept_and_none_leaves_no_trace(tiny_model:
     assert "embedding_weight" not in tiny_model.info.joint
     tiny_model.embedding_weight = 2.5
     info = tiny_model.save(tmp_path / "weighted")
-    assert (info.joint["embedding_weight"], info.embedding_weight) == (2.5, 2.5)
+    assert (info.joint["embedding_weight"], info.weights.similarity) == (2.5, 2.5)
     assert ModelBundle.load(tmp_path / "weighted").embedding_weight == 2.5
     assert info.fingerprint != tiny_model.fingerprint
     assert info.encoder_fingerprint == tiny_model.encoder_fingerprint

@@ -119,7 +119,7 @@ def test_the_assembled_bundle_is_the_recorded_one(towers, trained, tmp_path):
     second = assemble_bundle(tmp_path / "carried", towers, tmp_path / "second")
     assert carried.fingerprint == first.fingerprint == second.fingerprint
     assert first.trained
-    assert first.embedding_weight == 3.0
+    assert first.weights.similarity == 3.0
     assert carried.packings["base"][0] > carried.packings["delta8"][0] > 0
     before, after = ModelBundle.load(trained), ModelBundle.load(tmp_path / "first")
     blocks = torch.randn(2, 4, 16)
@@ -137,14 +137,13 @@ def test_the_assembled_bundle_is_the_recorded_one(towers, trained, tmp_path):
 def test_a_query_bank_is_carried_as_it_is(towers, trained, tmp_path):
     """The same bytes, and a score to the last bit the same as without packing."""
     bank = QueryBank.of((torch.randn(5, 12), torch.zeros(5, 0)), (torch.randn(3, 12), torch.zeros(3, 0)))
-    bank.weight, bank.temperature = 0.75, 4.0
-    banked = replace(ModelBundle.load(trained), bank=bank, info=None)
+    banked = replace(ModelBundle.load(trained), bank=bank, prior_weight=0.75, prior_temperature=4.0, info=None)
     info = banked.save(tmp_path / "banked")
     carry_model(tmp_path / "banked", towers, tmp_path / "carried")
-    assert "0.75 x prior of the query bank" in (tmp_path / "carried" / "MODEL_CARD.md").read_text()
+    assert "- 0.75 x prior" in (tmp_path / "carried" / "MODEL_CARD.md").read_text()
     made = assemble_bundle(tmp_path / "carried", towers, tmp_path / "made")
     assert made.files[BANK_WEIGHTS] == info.files[BANK_WEIGHTS]
-    assert made.bank == info.bank
+    assert (made.bank, made.weights) == (info.bank, info.weights)
     assert not list((tmp_path / "carried" / "bundle").rglob("model.safetensors"))
 
 

@@ -10,6 +10,7 @@ from PIL import Image
 from edje_index.evaluation.bootstrap import Estimate
 from edje_index.evaluation.report import markdown_report, text_report, to_json, write_report
 from edje_index.evaluation.results import Evaluation, Inputs, Result, System
+from edje_index.score_weights import ScoreWeights
 from storage_formats.errors import UsageError
 
 
@@ -29,7 +30,9 @@ def evaluation(*, intervals: bool = True) -> Evaluation:
         results.append(Result("photos", "t2i", better, precision="bf16", bytes_per_image=49152, **shared))
         lossy = {"precision": "fp8", "simulated_from": "bf16", "bytes_per_image": 24576}
         results.append(Result("photos", "t2i", better, **lossy, **shared, change=change, change_from="bf16"))
-    system = System("photos", "i", "b", "f" * 64, True, (64, 384), 2.5, 4.0, 3.0, 0.5, {"t2i": 1000}, {"t2i": 5000})
+    weights = ScoreWeights(2.5, 4.0, 3.0, 0.5, 10.0)
+    both = (weights._asdict(), weights._replace(late=1.0)._asdict())
+    system = System("photos", "i", "b", "f" * 64, True, (64, 384), *both, {"t2i": 1000}, {"t2i": 5000})
     inputs = Inputs(1001, 1000, {"not-in-index": 1}, 5005, 5000)
     shape = ((1, 5), (10, 100), 1000 if intervals else 0, 0)
     return Evaluation("split", "c.jsonl", "dev", *shape, inputs, (system,), tuple(results), 123456, 60.0)
@@ -39,7 +42,7 @@ def test_the_text_says_what_was_measured_and_on_what():
     text = text_report(evaluation())
     assert "used 1,000 images with 5,000 captions, missing 1 images (not-in-index 1)" in text
     terms = "4 x late interaction + 3 x pooled similarity + 2.5 x similarity - 0.5 x prior"
-    assert f"bundle ffffffffffff, score = logit + {terms}" in text
+    assert f"bundle ffffffffffff, score = logit + {terms}, of captions logit + 1 x late" in text
     assert "Text-to-image: 5,000 queries, 1,000 images" in text
     rows = [line.split() for line in text.splitlines() if line.startswith("photos  ")]
     assert rows[0][:7] == ["photos", "embedding", "only", "-", "-", "10.0", "[9.0,"]

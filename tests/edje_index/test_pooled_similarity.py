@@ -66,7 +66,7 @@ def test_a_bundle_keeps_it(bundle, tmp_path):
     bundle.joint.pooled_weight = 2.5
     info = replace(bundle, info=None).save(tmp_path / "with")
     again = ModelBundle.load(tmp_path / "with").joint
-    assert (info.pooled_weight, again.pooled_weight) == (2.5, 2.5)
+    assert (info.weights.pooled, again.pooled_weight) == (2.5, 2.5)
     assert again.pooled is not None
     for name, value in bundle.joint.pooled.state_dict().items():
         assert torch.equal(value, again.pooled.state_dict()[name])

@@ -16,6 +16,7 @@ from edje_index.bundle_info import BANK_WEIGHTS, INFO_FILE, read_bundle_info
 from edje_index.errors import ModelError
 from edje_index.pooled_similarity import PooledSimilarity
 from edje_index.query_bank import QueryBank
+from edje_index.score_weights import ScoreWeights
 
 
 def unit(rows: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -23,13 +24,11 @@ def unit(rows: int, width: int, seed: int = 0) -> torch.Tensor:
     return torch.nn.functional.normalize(values, dim=1)
 
 
-def a_bank(dim: int = 5, weight: float = 0.5, temperature: float = 2.0) -> QueryBank:
-    bank = QueryBank.of((unit(7, 24, 1), unit(7, dim, 2)), (unit(9, 24, 3), unit(9, dim, 4)))
-    bank.weight, bank.temperature = weight, temperature
-    return bank
+def a_bank(dim: int = 5) -> QueryBank:
+    return QueryBank.of((unit(7, 24, 1), unit(7, dim, 2)), (unit(9, 24, 3), unit(9, dim, 4)))
 
 
-def with_bank(path, **options) -> ModelBundle:
+def with_bank(path) -> ModelBundle:
     """The bundle at `path` with a pooled similarity of random numbers and a bank."""
     bundle = ModelBundle.load(path)
     pooled = PooledSimilarity(bundle.joint.width, 0, 5)
@@ -37,7 +36,7 @@ def with_bank(path, **options) -> ModelBundle:
     pooled.load_state_dict({name: torch.randn(v.shape, generator=rng) for name, v in pooled.state_dict().items()})
     pooled.word_numbers = torch.zeros(0, dtype=torch.int64)
     bundle.joint.pooled, bundle.joint.pooled_weight, bundle.embedding_weight = pooled, 3.0, 20.0
-    return replace(bundle, bank=a_bank(**options), info=None)
+    return replace(bundle, bank=a_bank(), prior_weight=0.5, prior_temperature=2.0, info=None)
 
 
 def expected(embeddings, vectors, bank_embeddings, bank_vectors, weights, t):
@@ -54,24 +53,14 @@ def expected(embeddings, vectors, bank_embeddings, bank_vectors, weights, t):
     dim=st.sampled_from([0, 1, 5]),
 )
 def test_it_is_the_soft_maximum_over_the_bank(weights, temperature, dim):
-    bank = a_bank(dim, temperature=temperature)
+    bank, used = a_bank(dim), ScoreWeights(weights[0], 9.0, weights[1], 0.3, temperature)
     embeddings, vectors = unit(6, 24, 5), unit(6, dim, 6)
     captions = (bank.caption_embeddings.dense(), bank.caption_vectors.dense())
     images = (bank.image_embeddings.dense(), bank.image_vectors.dense())
-    found = bank.of_images(embeddings, vectors, weights)
+    found = bank.of_images(embeddings, vectors, used)
     np.testing.assert_allclose(found, expected(embeddings, vectors, *captions, weights, temperature), atol=1e-3)
-    found = bank.of_captions(embeddings, vectors, weights)
+    found = bank.of_captions(embeddings, vectors, used)
     np.testing.assert_allclose(found, expected(embeddings, vectors, *images, weights, temperature), atol=1e-3)
-
-
-def test_another_temperature_and_the_spread():
-    bank = a_bank()
-    embeddings, vectors = unit(6, 24, 5), unit(6, 5, 6)
-    captions = (bank.caption_embeddings.dense(), bank.caption_vectors.dense())
-    found = bank.of_images(embeddings, vectors, (2.0, 3.0), temperature=0.7)
-    np.testing.assert_allclose(found, expected(embeddings, vectors, *captions, (2.0, 3.0), 0.7), atol=1e-4)
-    scores = 2 * embeddings.numpy() @ captions[0].numpy().T + 3 * vectors.numpy() @ captions[1].numpy().T
-    assert bank.spread(embeddings, vectors, (2.0, 3.0)) == pytest.approx(scores.std(axis=1).mean(), rel=1e-5)
 
 
 @given(scale=st.floats(1e-20, 1e20), rows=st.integers(1, 5), width=st.integers(1, 8))
@@ -90,27 +79,31 @@ def test_a_vector_of_zeros_stays_one():
 def test_many_rows_go_in_pieces():
     bank = a_bank()
     embeddings, vectors = unit(2500, 24, 5), unit(2500, 5, 6)
-    whole = bank.of_images(embeddings, vectors, (2.0, 3.0))
-    apart = torch.cat([bank.of_images(e[None], v[None], (2.0, 3.0)) for e, v in zip(embeddings, vectors, strict=True)])
+    weights = ScoreWeights(2.0, pooled=3.0)
+    whole = bank.of_images(embeddings, vectors, weights)
+    apart = torch.cat([bank.of_images(e[None], v[None], weights) for e, v in zip(embeddings, vectors, strict=True)])
     torch.testing.assert_close(whole, apart)
 
 
 def test_a_bundle_keeps_it(tiny_bundle, tmp_path):
-    bundle = with_bank(tiny_bundle)
+    bundle = replace(with_bank(tiny_bundle), own_caption_weights=ScoreWeights(1.0, 2.0, 3.0, 4.0, 5.0))
     info = bundle.save(tmp_path / "with")
     again = ModelBundle.load(tmp_path / "with")
-    assert info.bank == {"captions": 7, "images": 9, "dim": 5, "weight": 0.5, "temperature": 2.0}
-    assert (info.bank_weight, again.bank.weight, again.bank.temperature) == (0.5, 0.5, 2.0)
+    assert info.bank == {"captions": 7, "images": 9, "dim": 5}
+    assert info.weights == again.weights == bundle.weights == (20.0, 0.0, 3.0, 0.5, 2.0)
+    assert info.caption_weights == again.caption_weights == (1.0, 2.0, 3.0, 4.0, 5.0)
     for name, value in bundle.bank.state_dict().items():
         assert torch.equal(value, again.bank.state_dict()[name])
     plain = read_bundle_info(tiny_bundle)
     assert info.encoder_fingerprint == plain.encoder_fingerprint, "an index need not be built again"
-    assert (plain.bank, plain.bank_weight) == (None, 0.0)
+    assert (plain.bank, plain.weights, plain.caption_weights) == (None, ScoreWeights(), ScoreWeights())
     assert info.fingerprint != replace(bundle, bank=None).save(tmp_path / "without").fingerprint
 
 
 def test_priors_of_a_bundle_are_those_of_its_tokens_and_captions(tiny_bundle):
-    bundle = with_bank(tiny_bundle)
+    bundle = replace(
+        with_bank(tiny_bundle), own_caption_weights=ScoreWeights(10.0, pooled=6.0, prior=0.25, temperature=3)
+    )
     embeddings, tokens = unit(4, 24, 8), torch.randn(4, *bundle.block_shape)
     vectors = bundle.joint.pooled.images(tokens)
     captions = (bundle.bank.caption_embeddings.dense(), bundle.bank.caption_vectors.dense())
@@ -118,7 +111,7 @@ def test_priors_of_a_bundle_are_those_of_its_tokens_and_captions(tiny_bundle):
     np.testing.assert_allclose(bundle.image_priors(embeddings.numpy(), tokens), taken, atol=1e-4)
     texts = ["a dog", "two cats", "a dog", "red"]
     images = (bundle.bank.image_embeddings.dense(), bundle.bank.image_vectors.dense())
-    taken = 0.5 * expected(embeddings, bundle.joint.caption_vectors(texts), *images, (20.0, 3.0), 2.0)
+    taken = 0.25 * expected(embeddings, bundle.joint.caption_vectors(texts), *images, (10.0, 6.0), 3.0)
     np.testing.assert_allclose(bundle.caption_priors(embeddings.numpy(), texts), taken, atol=1e-4)
     without = replace(bundle, bank=None)
     assert not without.image_priors(embeddings.numpy(), tokens).any()
@@ -131,15 +124,31 @@ def test_a_bank_of_another_width_is_refused(tiny_bundle, tmp_path):
         bundle.save(tmp_path / "never")
 
 
-@pytest.mark.parametrize("change", [{"temperature": 0}, {"captions": 0}, {"weight": float("nan")}, {"dim": None}])
-def test_damaged_sizes_are_refused(tiny_bundle, tmp_path, change):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bank": {"captions": 0, "images": 9, "dim": 5}},
+        {"bank": {"captions": 7, "images": 9}},
+        {"prior_temperature": 0},
+        {"prior_weight": float("nan")},
+        {"caption_weights": {"similarity": 1.0}},
+        {"caption_weights": {**ScoreWeights()._asdict(), "late": float("inf")}},
+    ],
+)
+def test_damaged_numbers_are_refused(tiny_bundle, tmp_path, change):
     with_bank(tiny_bundle).save(tmp_path / "with")
     path = tmp_path / "with" / INFO_FILE
     content = json.loads(path.read_text())
-    content["joint"]["bank"].update(change)
+    content["joint"].update(change)
     path.write_text(json.dumps(content))
     with pytest.raises(ModelError, match="damaged"):
         read_bundle_info(tmp_path / "with")
+
+
+def test_a_score_in_words():
+    assert ScoreWeights().described() == "logit"
+    assert ScoreWeights(2.5, 0.0, 3.0).described() == "logit + 3 x pooled similarity + 2.5 x similarity"
+    assert ScoreWeights(late=1.0, prior=0.5).described() == "logit + 1 x late interaction - 0.5 x prior"
 
 
 def test_a_bank_that_is_gone_is_named(tiny_bundle, tmp_path):

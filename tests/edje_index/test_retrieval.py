@@ -93,8 +93,7 @@ def test_a_query_bank_takes_its_prior_off(built, tmp_path):
     rng = torch.Generator().manual_seed(0)
     vectors = [(torch.randn(6, SPEC.embed_dim, generator=rng), torch.zeros(6, 0)) for _ in range(2)]
     bank = QueryBank.of(*vectors)
-    bank.weight, bank.temperature = 4.0, 1.5
-    bundle = replace(ModelBundle.load(built[1]), bank=bank, embedding_weight=2.0, info=None)
+    bundle = replace(ModelBundle.load(built[1]), bank=bank, embedding_weight=2.0, prior_weight=4.0, info=None)
     bundle.save(tmp_path / "banked")
     index = TokenIndex.open(built[0], model=tmp_path / "banked")
     hits = index.search("a red canoe", k=6, pool=6)

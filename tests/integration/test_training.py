@@ -65,7 +65,7 @@ def case(tmp_path_factory):
     create_untrained_bundle(folder / "model", sizes=TINY)
     calm = run(*training(folder, folder / "calm", features=False), "--dev", folder / "dev.jsonl")
     assert calm["steps"] == 30
-    assert calm["dev"]["captions"] == 16
+    assert (calm["dev"]["images"]["queries"], calm["dev"]["captions"]["queries"]) == (16, 8)
     return folder
 
 
@@ -148,7 +148,7 @@ def test_views_and_a_pooled_similarity(case, tmp_path):
     asked += ["--pooled-dim", "8", "--pooled-weight", "3"]
     result = run(*asked)
     assert result["pooled_weight"] == 3
-    assert result["dev"]["weights"]["pooled"] == 3
+    assert result["dev"]["images"]["weights"]["pooled"] == 3
     run_dir = tmp_path / "out.run"
     assert np.load(run_dir / "view-rows.npy").tolist() == [[2 * at, 2 * at + 1] for at in range(24)]
     assert not (run_dir / "views").exists()
@@ -164,9 +164,10 @@ def test_a_query_bank_is_fitted_to_dev_captions(case, tmp_path):
     asked = ["--dev", case / "dev.jsonl", "--bank", "8", "--steps", "2"]
     result = run(*training(case, tmp_path / "banked"), *asked)
     info = read_bundle_info(tmp_path / "banked")
-    assert (info.bank["captions"], info.bank["images"], info.bank["dim"]) == (8, 8, 0)
-    assert info.bank_weight == result["bank_weight"] == result["dev"]["prior"]["weight"]
-    assert info.bank["temperature"] == result["dev"]["prior"]["temperature"] > 0
+    assert info.bank == {"captions": 8, "images": 8, "dim": 0}
+    assert info.weights.prior == result["prior_weight"]
+    assert info.weights._asdict() == result["dev"]["images"]["weights"]
+    assert info.caption_weights._asdict() == result["caption_weights"] == result["dev"]["captions"]["weights"]
 
 
 def test_a_pooled_similarity_that_would_weigh_nothing_is_refused(case, tmp_path):

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from edje_index.bf16 import as_tensor
 from edje_index.bundle import ModelBundle
 from edje_index.query_bank import QueryBank
+from edje_index.score_weights import ScoreWeights
 from pipelines.cli import main
 from storage_formats import TokenStore, codec
 from storage_formats.embeddings import iter_embeddings
@@ -85,6 +87,10 @@ def by_hand(world, bundle, *, candidates, queries, captions, pool, weight=0.0, p
         joint = float(model.joint.score([caption], block)[0]) + weight * float(text[caption] @ embeddings[row])
         if of_images:
             return joint - float(model.image_priors(embeddings[row : row + 1], block)[0])
+        if model.own_caption_weights is not None:
+            others = model.own_caption_weights
+            late = float(model.joint.late_interaction([caption], as_tensor(block))[0])
+            joint += others.late * late + (others.similarity - weight) * float(text[caption] @ embeddings[row])
         return joint - float(model.caption_priors(text[caption][None], [caption])[0])
 
     def ranks(pairs, right):
@@ -163,12 +169,14 @@ def test_the_prior_of_a_query_bank_is_taken_off(run, world, bundle, tmp_path):
     rng = torch.Generator().manual_seed(0)
     vectors = [(torch.randn(6, model.embed_dim, generator=rng), torch.zeros(6, 0)) for _ in range(2)]
     bank = QueryBank.of(*vectors)
-    bank.weight, bank.temperature = 5.0, 1.0
-    replace(model, bank=bank, embedding_weight=3.0, info=None).save(tmp_path / "banked")
+    others = ScoreWeights(1.0, late=2.0, prior=3.0)
+    banked = replace(model, bank=bank, embedding_weight=3.0, prior_weight=5.0, own_caption_weights=others, info=None)
+    banked.save(tmp_path / "banked")
     options = ("--split", "dev", "--model", tmp_path / "banked", "--pool", 6, "--bootstrap", 0)
     options += ("--precision", "sign1", "--precision", "bf16", "--simulate", "--json")
     report = json.loads(run(*arguments(world, *options))[1])
-    assert report["systems"][0]["bank_weight"] == 5
+    system = report["systems"][0]
+    assert (system["weights"]["prior"], system["caption_weights"]["late"]) == (5, 2)
     dev = captions_of(world, ["dev"])
     known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "pool": 6, "weight": 3.0}
     changed = False

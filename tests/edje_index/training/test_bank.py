@@ -37,7 +37,7 @@ def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
     }
     for name, (embeddings, vectors) in found.items():
         all_embeddings, all_vectors = wanted[name]
-        assert len(embeddings) == len(vectors) == min(count, len(all_embeddings))
+        assert len(embeddings.codes) == len(vectors.codes) == min(count, len(all_embeddings))
         places = (embeddings.dense().numpy() @ all_embeddings.T).argmax(axis=1)
         np.testing.assert_allclose(embeddings.dense().numpy(), all_embeddings[places], atol=5e-3)
         np.testing.assert_allclose(vectors.dense().numpy(), all_vectors[places], atol=1e-2)
