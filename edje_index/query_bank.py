@@ -83,6 +83,20 @@ class QueryBank(nn.Module):
         """Priors [b] of captions, in the same way."""
         return _priors(embeddings, vectors, (self.image_embeddings, self.image_vectors), weights)
 
+    def caption_products(self, embeddings: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inner products [b, c] of images' embeddings and of their vectors with those of the captions, on the CPU."""
+        return _products(embeddings, vectors, (self.caption_embeddings, self.caption_vectors))
+
+    def image_products(self, embeddings: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of captions with the images [b, i]."""
+        return _products(embeddings, vectors, (self.image_embeddings, self.image_vectors))
+
+
+def _products(
+    embeddings: torch.Tensor, vectors: torch.Tensor, bank: tuple[_Int8Rows, _Int8Rows]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (embeddings @ bank[0].dense().T).cpu(), (vectors @ bank[1].dense().T).cpu()
+
 
 def _priors(
     embeddings: torch.Tensor, vectors: torch.Tensor, bank: tuple[_Int8Rows, _Int8Rows], weights: ScoreWeights

@@ -23,12 +23,11 @@ from edje_index.text import TextTower
 from edje_index.training.batches import Features
 from edje_index.training.config import SelectionConfig
 from edje_index.training.dataset import CaptionSet, image_embeddings
-from edje_index.training.likelihood import Scores, cross_entropy, likeliest_weights
+from edje_index.training.likelihood import BankProducts, Scores, likeliest_weights, likeliest_with_prior
 from edje_index.training.objectives import trained_part
 from edje_index.training.sampling import stream
 
 _ADAPTER_BATCH = 32
-_TEMPERATURES = (1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1, 3 / 2)  # of the spread of scores within a pool
 
 OnProgress = Callable[[int, int], None]
 """Called with queries done and their number."""
@@ -88,7 +87,7 @@ class _Candidates:
         similarities: of the embeddings, float32 [q, p].
         logits, late, pooled: parts of the score, float32 [q, p].
         right: which candidates answer the query [q, p].
-        priors: what a query bank takes off them [q, p] with the given weights, None without a bank.
+        bank: what a query bank makes of the candidates; None without one.
     """
 
     similarities: Scores
@@ -96,7 +95,7 @@ class _Candidates:
     late: Scores
     pooled: Scores
     right: NDArray[np.bool_]
-    priors: Callable[[ScoreWeights], Scores] | None
+    bank: BankProducts | None
 
 
 def make_dev_set(items: CaptionSet, tower: TextTower, features: Path) -> DevSet:
@@ -128,7 +127,7 @@ def choose_weights(
         np.take_along_axis(similar, near, axis=1),
         *_parts(bundle, dev, tokens, (texts, near), lambda done: on_progress(done, total)),
         right=near == dev.owner[texts],
-        priors=_image_priors(bundle, dev, tokens, near),
+        bank=_of_bank_captions(bundle, dev, tokens, near),
     )
     similar = dev.image_embeddings[images] @ dev.text_embeddings.T
     near = _nearest(similar, config.dev_pool)
@@ -137,43 +136,30 @@ def choose_weights(
         np.take_along_axis(similar, near, axis=1),
         *_parts(bundle, dev, tokens, (near, shown), lambda done: on_progress(len(captions) + done, total)),
         right=dev.owner[near] == shown,
-        priors=_caption_priors(bundle, dev, near),
+        bank=_of_bank_images(bundle, dev, near),
     )
     given = (config.embedding_weight, config.late_weight, config.pooled_weight if bundle.joint.pooled else 0.0)
     return WeightChoices(_choose(of_images, given), _choose(of_captions, given))
 
 
 def _choose(asked: _Candidates, given: Sequence[float | None]) -> WeightChoice:
-    """The likeliest weights of one direction: first those of what is added, then with them that of the prior."""
+    """The likeliest weights of one direction."""
     terms = (asked.similarities, asked.late, asked.pooled)
-    added = likeliest_weights(asked.logits, terms, asked.right, given)
-    scores = asked.logits + sum(weight * term for weight, term in zip(added, terms, strict=True))
-    weights, taken = ScoreWeights(*added), np.zeros_like(scores)
-    if asked.priors is not None:
-        weights, taken = _choose_prior(asked.priors, weights, scores, asked.right)
+    if asked.bank is None:
+        weights = ScoreWeights(*likeliest_weights(asked.logits, terms, asked.right, given))
+    else:
+        weights = likeliest_with_prior(asked.logits, terms, asked.right, given, asked.bank)
+    scores = asked.logits + sum(weight * term for weight, term in zip(weights[:3], terms, strict=True))
+    if asked.bank is not None:
+        scores = scores - weights.prior * asked.bank.priors(weights)
     return WeightChoice(
         weights=weights,
-        recall=_recall(scores - taken, asked.right),
+        recall=_recall(scores, asked.right),
         logit_recall=_recall(asked.logits, asked.right),
         embedding_recall=_recall(asked.similarities, asked.right),
         queries=len(scores),
         pool=scores.shape[1],
     )
-
-
-def _choose_prior(
-    priors: Callable[[ScoreWeights], Scores], weights: ScoreWeights, scores: Scores, right: NDArray[np.bool_]
-) -> tuple[ScoreWeights, Scores]:
-    """`weights` with the likeliest weight and temperature of the prior, and what is taken off the scores [q, p]."""
-    best, found, taken = cross_entropy(scores, right), weights, np.zeros_like(scores)
-    for part in _TEMPERATURES:
-        tried = weights._replace(temperature=part * max(float(scores.std(axis=1).mean()), 1e-6))
-        values = priors(tried)
-        (weight,) = likeliest_weights(scores, (-values,), right, (None,))
-        loss = cross_entropy(scores - weight * values, right)
-        if loss < best:
-            best, found, taken = loss, tried._replace(prior=weight), weight * values
-    return found, taken
 
 
 def _recall(scores: NDArray[Any], right: NDArray[np.bool_]) -> float:
@@ -214,27 +200,23 @@ def _parts(
     return logits, late, pooled
 
 
-def _image_priors(
+def _of_bank_captions(
     bundle: ModelBundle, dev: DevSet, tokens: torch.Tensor, near: NDArray[np.int64]
-) -> Callable[[ScoreWeights], Scores] | None:
-    """Of images [q, p]."""
-    if (bank := bundle.bank) is None:
+) -> BankProducts | None:
+    """Products of the bank's captions with images [q, p]; None without a bank."""
+    if bundle.bank is None:
         return None
     used, which = np.unique(near, return_inverse=True)
     vectors = bundle.joint.image_vectors(tokens[used])
     embeddings = torch.from_numpy(dev.image_embeddings[used]).to(vectors.device)
-    places = which.reshape(near.shape)
-    return lambda weights: bank.of_images(embeddings, vectors, weights).numpy(force=True)[places]
+    return BankProducts(*bundle.bank.caption_products(embeddings, vectors), which.reshape(near.shape))
 
 
-def _caption_priors(
-    bundle: ModelBundle, dev: DevSet, near: NDArray[np.int64]
-) -> Callable[[ScoreWeights], Scores] | None:
-    """Of captions [q, p]."""
-    if (bank := bundle.bank) is None:
+def _of_bank_images(bundle: ModelBundle, dev: DevSet, near: NDArray[np.int64]) -> BankProducts | None:
+    """Products of the bank's images with captions [q, p]; None without a bank."""
+    if bundle.bank is None:
         return None
     used, which = np.unique(near, return_inverse=True)
     vectors = bundle.joint.caption_vectors([dev.captions[at] for at in used])
     embeddings = torch.from_numpy(dev.text_embeddings[used]).to(vectors.device)
-    places = which.reshape(near.shape)
-    return lambda weights: bank.of_captions(embeddings, vectors, weights).numpy(force=True)[places]
+    return BankProducts(*bundle.bank.image_products(embeddings, vectors), which.reshape(near.shape))
