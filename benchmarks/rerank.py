@@ -17,6 +17,7 @@ from edje_index.ann import AnnIndex
 from edje_index.bundle import ModelBundle
 from edje_index.devices import resolve_device
 from edje_index.joint_encoder import JointEncoder, bert_config
+from edje_index.retrieval import FinalScorer
 from edje_index.untrained_tokenizer import untrained_tokenizer
 from storage_formats.errors import UsageError
 from storage_formats.manifest import Manifest
@@ -145,15 +146,16 @@ def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
     if manifest.ann.get("kind") == "none":
         raise UsageError(f"{index} has no nearest-neighbour index, so no query to measure: build one from images")
     model = ModelBundle.load(bench.model or manifest.model["bundle"], device=bench.device, verify=False)
-    ann = AnnIndex(index)
+    ann, scorer = AnnIndex(index), FinalScorer(index, manifest.spec, model)
     precision = manifest.spec.precisions[0]
     stages: dict[str, list[float]] = {"text": [], "nearest": [], "fetch": [], "score": []}
     with TokenStore.open(index, precision) as store:
         for _ in range(bench.repeats + 1):
             query = _timed(stages["text"], lambda: model.text.encode([bench.caption])[0])
-            rows = _timed(stages["nearest"], lambda query=query: ann.nearest(query, bench.pool)[0])  # type: ignore[misc]
+            rows, similar = _timed(stages["nearest"], lambda query=query: ann.nearest(query, bench.pool))  # type: ignore[misc]
             blocks = _timed(stages["fetch"], lambda rows=rows: store.fetch(rows))  # type: ignore[misc]
-            _timed(stages["score"], lambda blocks=blocks: model.joint.score(bench.caption, blocks))  # type: ignore[misc]
+            found = (rows, similar, blocks)
+            _timed(stages["score"], lambda found=found: scorer.scores(bench.caption, *found))  # type: ignore[misc]
     medians = {name: statistics.median(found[1:]) * 1e3 for name, found in stages.items()}  # the first one loads
     return {
         "index": str(index),

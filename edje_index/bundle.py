@@ -167,7 +167,7 @@ class ModelBundle:
 
         The same for every caption; 0 without a bank.
         """
-        if self.bank is None:
+        if self.bank is None or not self.weights.prior:
             return np.zeros(len(embeddings), dtype=np.float32)
         vectors, weights = self.joint.image_vectors(as_tensor(tokens)), self.weights
         priors = self.bank.of_images(torch.from_numpy(embeddings).to(vectors.device), vectors, weights)
@@ -175,7 +175,7 @@ class ModelBundle:
 
     def caption_priors(self, embeddings: NDArray[np.float32], captions: Sequence[str]) -> NDArray[np.float32]:
         """What it takes off the scores of captions with embeddings [b, e], the same for every image: [b]."""
-        if self.bank is None:
+        if self.bank is None or not self.caption_weights.prior:
             return np.zeros(len(embeddings), dtype=np.float32)
         vectors, weights = self.joint.caption_vectors(captions), self.caption_weights
         priors = self.bank.of_captions(torch.from_numpy(embeddings).to(vectors.device), vectors, weights)

@@ -84,7 +84,10 @@ class QueryBank(nn.Module):
         return _priors(embeddings, vectors, (self.image_embeddings, self.image_vectors), weights)
 
     def caption_products(self, embeddings: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inner products [b, c] of images' embeddings and of their vectors with those of the captions, on the CPU."""
+        """Inner products [b, c] of images' embeddings and of their vectors with those of the captions, on the CPU.
+
+        The latter are zeros [1, 1] without a pooled similarity.
+        """
         return _products(embeddings, vectors, (self.caption_embeddings, self.caption_vectors))
 
     def image_products(self, embeddings: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +98,8 @@ class QueryBank(nn.Module):
 def _products(
     embeddings: torch.Tensor, vectors: torch.Tensor, bank: tuple[_Int8Rows, _Int8Rows]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return (embeddings @ bank[0].dense().T).cpu(), (vectors @ bank[1].dense().T).cpu()
+    pooled = vectors @ bank[1].dense().T if vectors.shape[1] else torch.zeros(1, 1)
+    return (embeddings @ bank[0].dense().T).cpu(), pooled.cpu()
 
 
 def _priors(

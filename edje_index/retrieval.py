@@ -62,7 +62,7 @@ class FinalScorer:
         """Joint scores and final scores [k] of a query and candidates: rows and similarities [k], tokens [k, m, d]."""
         joint: NDArray[np.float32] = self.model.joint.score(text, blocks).numpy(force=True)
         final = fused_scores(joint, similarities, self.model.embedding_weight)
-        if self.model.bank is None:
+        if self.model.bank is None or not self.model.weights.prior:
             return joint, final
         return joint, final - self.model.image_priors(read_embeddings(self.root, self.spec, rows), blocks)
 
@@ -181,7 +181,7 @@ def check_reranks(model: ModelBundle) -> None:
 def fused_scores(
     joint: NDArray[np.float32], similarities: NDArray[np.float32], embedding_weight: float
 ) -> NDArray[np.float32]:
-    """What re-ranking sorts by: joint logits + `embedding_weight` x cosine similarities, float32 of their shape.
+    """Joint scores + `embedding_weight` x cosine similarities, float32 of their shape: final but for a bank's prior.
 
     The sum is ALBEF's and BLIP's way of re-ranking; a weight of 0 gives the logits themselves.
     """

@@ -75,6 +75,8 @@ class TrainResult:
         last: the last line of the log.
         embedding_weight, late_weight, pooled_weight, prior_weight: of the final score that images are sorted by.
         caption_weights: of the one that captions are sorted by, see `edje_index.score_weights`.
+        bank_unused: a query bank was asked for, and left out for it made nothing likelier on --dev.
+        selection: the settings that decide what is made of the last checkpoint.
         dev: the choice of weights for `images` and `captions` with its recalls, where --dev was given; see
             `edje_index.training.selection`.
         already_finished: nothing was left to do.
@@ -94,5 +96,7 @@ class TrainResult:
     pooled_weight: float = 0.0
     prior_weight: float = 0.0
     caption_weights: dict[str, float] = field(default_factory=dict)
+    bank_unused: bool = False
+    selection: dict[str, Any] = field(default_factory=dict)
     dev: dict[str, Any] | None = None
     already_finished: bool = False

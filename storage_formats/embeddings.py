@@ -41,7 +41,7 @@ def read_embeddings(root: str | Path, spec: IndexSpec, rows: NDArray[np.int64]) 
 
     Raises:
         UsageError: a row that the index does not have.
-        CorruptIndexError: a file that is missing or not whole.
+        CorruptIndexError: a file that is missing, or does not hold what is read of it.
     """
     layout = Layout(Path(root))
     distinct, which = np.unique(rows, return_inverse=True)

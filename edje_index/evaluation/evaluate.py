@@ -161,12 +161,16 @@ def _evaluate_one(
     for direction in config.directions:
         candidates, similarities = pools[direction].candidates, pools[direction].similarities
         weights = model.weights if direction == TEXT_TO_IMAGE else model.caption_weights
+        of_images = partial(image_priors, model, asked.rows, embedded.images, candidates)
+        of_captions = None  # the same at every precision
+        if weights.prior and direction == IMAGE_TO_TEXT:
+            of_captions = caption_priors(model, asked.captions, embedded.texts, candidates)
         scores = {}
         for source in opened.sources:
             parts = joint[source.precision][direction] @ np.array([1, weights.late, weights.pooled], dtype=np.float32)
             scores[source.precision] = fused_scores(parts, similarities, weights.similarity)
-            if model.bank is not None:
-                scores[source.precision] -= _priors(asked, model, source, direction, candidates, embedded)
+            if weights.prior:
+                scores[source.precision] -= of_captions if of_captions is not None else of_images(source)
         results += _results(config, opened, direction, pools[direction], scores, _clusters(asked, direction))
     assert model.info is not None
     system = System(
@@ -224,15 +228,6 @@ def _embedding_pools(
         opened.candidates[IMAGE_TO_TEXT] = len(asked.captions)
     opened.queries = {direction: len(pool.ranks) for direction, pool in pools.items()}
     return pools
-
-
-def _priors(
-    asked: EvaluationSet, model: ModelBundle, source: TokenSource, direction: str, candidates: Ints, embedded: _Embedded
-) -> Floats:
-    """What the query bank takes off the scores of `candidates` [q, p] -> the same shape."""
-    if direction == IMAGE_TO_TEXT:
-        return caption_priors(model, asked.captions, embedded.texts, candidates)
-    return image_priors(model, source, asked.rows, embedded.images, candidates)
 
 
 def _needed(config: EvaluationConfig, asked: EvaluationSet) -> Sequence[str]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 256  # candidates: of 64 x 384 bfloat16 blocks 13 MB
 
 
-def image_priors(model: ModelBundle, source: TokenSource, rows: Ints, embeddings: Floats, candidates: Ints) -> Floats:
+def image_priors(model: ModelBundle, rows: Ints, embeddings: Floats, candidates: Ints, source: TokenSource) -> Floats:
     """Priors [q, p] of candidates [q, p]: places among images with row ids [r] and embeddings [r, e]."""
     return _each_once(candidates, lambda at: model.image_priors(embeddings[at], source.fetch(rows[at])))
 

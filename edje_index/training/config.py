@@ -160,8 +160,8 @@ class SelectionConfig:
     pooled_weight: float | None = _leaf(
         None, "Weight of the pooled similarity, with --pooled-dim.  [default: the best on --dev, else 0]"
     )
-    dev_captions: int = _leaf(500, "Captions of --dev to choose by, at most.", minimum=1)
-    dev_pool: int = _leaf(20, "Nearest images that are re-ranked to choose.", minimum=2)
+    dev_captions: int = _leaf(500, "Captions of --dev to choose by, at most, and as many images.", minimum=1)
+    dev_pool: int = _leaf(20, "Nearest images, or captions, that are re-ranked to choose.", minimum=2)
 
 
 @dataclass(frozen=True)

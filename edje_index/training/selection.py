@@ -1,8 +1,7 @@
 """Choosing what is added to the matching logit, on captions that were not trained on.
 
 Re-ranking sorts by logit + v x late interaction + u x pooled similarity + w x embedding similarity (ALBEF and BLIP add
-the last); trained logits have no scale of their own, so that all weights are fitted. What a query bank takes off comes
-last, with the weights before it.
+the last), less what a query bank takes off; trained logits have no scale of their own, so that all weights are fitted.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def choose_weights(
     """The weights that `config` leaves open, by maximum likelihood; leaves the model on `device`."""
     bundle.adapter.to(resolve_device(device)).eval()
     bundle.joint.to(resolve_device(device)).eval()
-    tokens = _stored_tokens(bundle, features, dev.rows)
+    given = (config.embedding_weight, config.late_weight, config.pooled_weight if bundle.joint.pooled else 0.0)
     captions = np.sort(stream(0, 0).permutation(len(dev.captions))[: config.dev_captions])
     images = np.sort(stream(0, 1).permutation(len(dev.rows))[: config.dev_captions])
     total = len(captions) + len(images)
@@ -123,23 +122,26 @@ def choose_weights(
     similar = dev.text_embeddings[captions] @ dev.image_embeddings.T
     near = _nearest(similar, config.dev_pool)
     texts = np.repeat(captions[:, None], near.shape[1], axis=1)
+    tokens = _Tokens.of(bundle, features, dev, near)
     of_images = _Candidates(
         np.take_along_axis(similar, near, axis=1),
         *_parts(bundle, dev, tokens, (texts, near), lambda done: on_progress(done, total)),
         right=near == dev.owner[texts],
         bank=_of_bank_captions(bundle, dev, tokens, near),
     )
+    chosen = _choose(of_images, given)
+
     similar = dev.image_embeddings[images] @ dev.text_embeddings.T
     near = _nearest(similar, config.dev_pool)
     shown = np.repeat(images[:, None], near.shape[1], axis=1)
+    tokens = _Tokens.of(bundle, features, dev, images)
     of_captions = _Candidates(
         np.take_along_axis(similar, near, axis=1),
         *_parts(bundle, dev, tokens, (near, shown), lambda done: on_progress(len(captions) + done, total)),
         right=dev.owner[near] == shown,
         bank=_of_bank_images(bundle, dev, near),
     )
-    given = (config.embedding_weight, config.late_weight, config.pooled_weight if bundle.joint.pooled else 0.0)
-    return WeightChoices(_choose(of_images, given), _choose(of_captions, given))
+    return WeightChoices(chosen, _choose(of_captions, given))
 
 
 def _choose(asked: _Candidates, given: Sequence[float | None]) -> WeightChoice:
@@ -167,16 +169,32 @@ def _recall(scores: NDArray[Any], right: NDArray[np.bool_]) -> float:
     return float(np.take_along_axis(right, scores.argmax(axis=1)[:, None], axis=1).mean())
 
 
-@torch.inference_mode()
-def _stored_tokens(bundle: ModelBundle, features: Features, rows: NDArray[np.int64]) -> torch.Tensor:
-    """Tokens [n, m, d] of rows of the features, rounded as they are stored."""
-    adapter = trained_part(bundle.adapter)
-    device = bundle.joint.text_projection.weight.device
-    parts = []
-    for start in range(0, len(rows), _ADAPTER_BATCH):
-        blocks = features.fetch(rows[start : start + _ADAPTER_BATCH])
-        parts.append(adapter(blocks.to(device).float()).bfloat16().cpu())
-    return torch.cat(parts)
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens of some images of a dev set, rounded as they are stored.
+
+    Attributes:
+        images: ascending places in the dev set, int64 [n].
+        stored: bfloat16 [n, m, d].
+    """
+
+    images: NDArray[np.int64]
+    stored: torch.Tensor
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, bundle: ModelBundle, features: Features, dev: DevSet, places: NDArray[np.int64]) -> _Tokens:
+        adapter = trained_part(bundle.adapter)
+        device = bundle.joint.text_projection.weight.device
+        images, parts = np.unique(places), []
+        for start in range(0, len(images), _ADAPTER_BATCH):
+            blocks = features.fetch(dev.rows[images[start : start + _ADAPTER_BATCH]])
+            parts.append(adapter(blocks.to(device).float()).bfloat16().cpu())
+        return cls(images, torch.cat(parts))
+
+    def at(self, places: NDArray[np.int64]) -> torch.Tensor:
+        """Of images by their places in the dev set."""
+        return self.stored[torch.from_numpy(np.searchsorted(self.images, places))]
 
 
 def _nearest(similarities: NDArray[np.float32], pool: int) -> NDArray[np.int64]:
@@ -187,7 +205,7 @@ def _nearest(similarities: NDArray[np.float32], pool: int) -> NDArray[np.int64]:
 def _parts(
     bundle: ModelBundle,
     dev: DevSet,
-    tokens: torch.Tensor,
+    tokens: _Tokens,
     pairs: tuple[NDArray[np.int64], NDArray[np.int64]],
     on_query: Callable[[int], None],
 ) -> tuple[Scores, Scores, Scores]:
@@ -195,19 +213,19 @@ def _parts(
     found = []
     for done, (texts, rows) in enumerate(zip(*pairs, strict=True)):
         on_query(done)
-        found.append(bundle.joint.parts([dev.captions[at] for at in texts], tokens[rows], late=True, pooled=True))
+        found.append(bundle.joint.parts([dev.captions[at] for at in texts], tokens.at(rows), late=True, pooled=True))
     logits, late, pooled = (np.stack([part.numpy() for part in column]) for column in zip(*found, strict=True))
     return logits, late, pooled
 
 
 def _of_bank_captions(
-    bundle: ModelBundle, dev: DevSet, tokens: torch.Tensor, near: NDArray[np.int64]
+    bundle: ModelBundle, dev: DevSet, tokens: _Tokens, near: NDArray[np.int64]
 ) -> BankProducts | None:
     """Products of the bank's captions with images [q, p]; None without a bank."""
     if bundle.bank is None:
         return None
     used, which = np.unique(near, return_inverse=True)
-    vectors = bundle.joint.image_vectors(tokens[used])
+    vectors = bundle.joint.image_vectors(tokens.at(used))
     embeddings = torch.from_numpy(dev.image_embeddings[used]).to(vectors.device)
     return BankProducts(*bundle.bank.caption_products(embeddings, vectors), which.reshape(near.shape))
 

@@ -75,7 +75,10 @@ def train(as_json: bool, quiet: bool, config_file: Path | None, **options: Any) 
         f"{result.seconds:.1f} s"
     )
     click.echo(f"score of images: {ScoreWeights(*weights).described()}")
-    click.echo(f"score of captions: {ScoreWeights(**result.caption_weights).described()}")
+    if result.caption_weights:
+        click.echo(f"score of captions: {ScoreWeights(**result.caption_weights).described()}")
+    if result.bank_unused:
+        click.echo("the query bank made nothing likelier on --dev: it has no weight and was left out")
 
 
 def _run(request: TrainRequest, config: TrainConfig, *, quiet: bool) -> TrainResult:

@@ -41,7 +41,7 @@ def run_training(
     started = time.monotonic()
     with locked_index(request.run_folder):
         run = begin_run(request, config)
-        if (finished := _finished(request, run)) is not None:
+        if (finished := _finished(request, config, run)) is not None:
             return finished
         if request.out.exists():
             raise UsageError(f"{request.out} exists already: give another --out, or remove it")
@@ -51,13 +51,18 @@ def run_training(
         return _finish(request, config, prepared, on_event, should_stop, started)
 
 
-def _finished(request: TrainRequest, run: str) -> TrainResult | None:
+def _finished(request: TrainRequest, config: TrainConfig, run: str) -> TrainResult | None:
     path = request.run_folder / RESULT
     if not path.exists() or not request.out.exists():
         return None
     result = TrainResult(**json.loads(path.read_text()))
     if result.run != run or result.bundle != str(request.out):
         return None
+    if result.selection and result.selection != asdict(config.selection):
+        raise UsageError(
+            f"{request.out} was finished with other settings of the final score; remove it to have it made anew from "
+            "the last checkpoint, or give another --out"
+        )
     return replace(result, already_finished=True)
 
 
@@ -140,6 +145,9 @@ def _finish(
         prior_temperature=weights.temperature,
         own_caption_weights=None if choice is None else choice.captions.weights,
     )
+    bank_unused = bundle.bank is not None and not (bundle.weights.prior or bundle.caption_weights.prior)
+    if bank_unused:
+        bundle.bank = None
     info = bundle.save(request.out)
     records = read_log(request.run_folder)
     result = TrainResult(
@@ -157,6 +165,8 @@ def _finish(
         pooled_weight=bundle.joint.pooled_weight,
         prior_weight=bundle.prior_weight,
         caption_weights=bundle.caption_weights._asdict(),
+        bank_unused=bank_unused,
+        selection=asdict(config.selection),
         dev=None if choice is None else {"images": _as_json(choice.images), "captions": _as_json(choice.captions)},
     )
     if not request.export:

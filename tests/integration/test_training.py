@@ -164,10 +164,16 @@ def test_a_query_bank_is_fitted_to_dev_captions(case, tmp_path):
     asked = ["--dev", case / "dev.jsonl", "--bank", "8", "--steps", "2"]
     result = run(*training(case, tmp_path / "banked"), *asked)
     info = read_bundle_info(tmp_path / "banked")
-    assert info.bank == {"captions": 8, "images": 8, "dim": 0}
+    if result["bank_unused"]:  # 16 captions of random photos need not be likelier with it
+        assert info.bank is None
+    else:
+        assert info.bank == {"captions": 8, "images": 8, "dim": 0}
     assert info.weights.prior == result["prior_weight"]
     assert info.weights._asdict() == result["dev"]["images"]["weights"]
     assert info.caption_weights._asdict() == result["caption_weights"] == result["dev"]["captions"]["weights"]
+    other = ["--dev", case / "dev.jsonl", "--bank", "7", "--steps", "2"]
+    assert "other settings of the final score" in run(*training(case, tmp_path / "banked"), *other, expect=2)["error"]
+    assert run(*training(case, tmp_path / "banked"), *asked)["already_finished"]
 
 
 def test_a_pooled_similarity_that_would_weigh_nothing_is_refused(case, tmp_path):

@@ -217,7 +217,7 @@ def test_a_batch_shows_photos_and_views_at_random(case):
 
 @pytest.mark.parametrize("kind", ["strided", "clustered", "pruned", "compressed"])
 def test_patches_are_reduced_as_they_are_read(case, kind):
-    """As the build of an index of reduced features does it: from float32, one image at a time or many."""
+    """By the same reduction as in a build, of the stored bfloat16 patches; one image at a time or many."""
     rows = np.array([7, 3, 7, 12])
     patches = Features(case.features).fetch(rows)
     found = Features(case.features, AdapterConfig(kind, 4, 32, 16, 20)).fetch(rows)

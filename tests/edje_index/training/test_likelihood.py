@@ -9,6 +9,8 @@ import torch
 from edje_index.score_weights import ScoreWeights
 from edje_index.training.likelihood import BankProducts, likeliest_weights, likeliest_with_prior
 
+TRUE = ScoreWeights(2.0, 0.5, 1.0, 1.0, 1.0)
+
 
 def noisy_pools(weights: tuple[float, ...], captions: int = 4000, pool: int = 5):
     """Logits, terms and right answers of a world in which the softmax with these weights is the truth."""
@@ -78,19 +80,32 @@ def a_world_with_hubs(weights: ScoreWeights, queries: int = 4000, images: int = 
 
 
 def test_the_prior_is_found_with_what_it_holds():
-    true = ScoreWeights(2.0, 0.5, 1.0, 1.0, 1.0)
-    logits, terms, right, bank = a_world_with_hubs(true)
+    logits, terms, right, bank = a_world_with_hubs(TRUE)
     found = likeliest_with_prior(logits, terms, right, [None] * 3, bank)
-    assert found[:3] == pytest.approx(true[:3], rel=0.15)
-    values, wanted = (w.prior * bank.priors(w) for w in (found, true))
+    assert found[:3] == pytest.approx(TRUE[:3], rel=0.15)
+    values, wanted = (w.prior * bank.priors(w) for w in (found, TRUE))
     assert np.corrcoef(values.ravel(), wanted.ravel())[0, 1] > 0.99
     assert values.std() == pytest.approx(wanted.std(), rel=0.15)
     on_top = likeliest_weights(logits, terms, right, [None] * 3)
     assert abs(on_top[0] - 2.0) > abs(found.similarity - 2.0), "without the prior the others make up for it"
 
 
+@pytest.mark.parametrize("queries", [30, 100, 500])
+def test_few_queries_do_not_lose_it(queries):
+    """Every search ends in finite weights that are likelier than none; from 500 queries on near the truth."""
+    logits, terms, right, bank = a_world_with_hubs(TRUE)
+    rng = np.random.default_rng(1)
+    for _ in range(12):
+        some = rng.permutation(len(logits))[:queries]
+        single = BankProducts(bank.similarities.float(), bank.pooled.float(), bank.which[some])
+        found = likeliest_with_prior(logits[some], [term[some] for term in terms], right[some], [None] * 3, single)
+        assert np.isfinite(found).all()
+        assert found.prior > 0
+        assert queries < 500 or 0.5 < (found.prior * single.priors(found)).std() / single.priors(TRUE).std() < 2
+
+
 def test_what_is_given_stays_with_a_prior():
-    logits, terms, right, bank = a_world_with_hubs(ScoreWeights(2.0, 0.5, 1.0, 1.0, 1.0))
+    logits, terms, right, bank = a_world_with_hubs(TRUE)
     found = likeliest_with_prior(logits, terms, right, [2.0, 0.0, None], bank)
     assert found[:2] == (2.0, 0.0)
     assert found.pooled == pytest.approx(1.0, rel=0.2)
@@ -105,5 +120,5 @@ def test_a_prior_without_gain_has_no_weight():
 
 
 def test_nothing_to_learn_from_takes_no_prior():
-    logits, terms, right, bank = a_world_with_hubs(ScoreWeights(2.0, 0.5, 1.0, 1.0, 1.0), queries=20)
+    logits, terms, right, bank = a_world_with_hubs(TRUE, queries=20)
     assert likeliest_with_prior(logits, terms, right & False, [None, 3.0, None], bank) == ScoreWeights(0.0, 3.0, 0.0)

@@ -36,7 +36,9 @@ def test_recalls_are_those_of_the_plain_computation(case, setting, pooled, bank)
         bundle.joint.pooled = fit_pooled(adapter, bundle.joint, case.source(), 4)
     if bank:
         bundle = replace(bundle, bank=make_bank(adapter, bundle.joint, case.source(), case.features, 10), info=None)
-    found = choose_weights(bundle, dev, features, SelectionConfig(dev_captions=1000, dev_pool=6), "cpu")
+    # Late interaction of random tokens says nothing: a weight that is given makes it count.
+    config = SelectionConfig(dev_captions=1000, dev_pool=6, late_weight=3.0 if pooled else None)
+    found = choose_weights(bundle, dev, features, config, "cpu")
     assert (found.images.queries, found.images.pool) == (2 * IMAGES, 6)
     assert (found.captions.queries, found.captions.pool) == (IMAGES, 6)
     tokens = to_bf16_array(bundle.adapter(features.fetch(dev.rows).float()))
@@ -48,16 +50,12 @@ def test_recalls_are_those_of_the_plain_computation(case, setting, pooled, bank)
         assert bank or w.prior == 0
         if of_images:
             bundle = replace(bundle, prior_weight=w.prior, prior_temperature=w.temperature, info=None)
-            bundle.embedding_weight, bundle.joint.late_weight, bundle.joint.pooled_weight = (
-                w.similarity,
-                w.late,
-                w.pooled,
-            )
+            bundle.embedding_weight, bundle.joint.pooled_weight = w.similarity, w.pooled
             priors = bundle.image_priors(dev.image_embeddings, tokens)
         else:
             bundle = replace(bundle, own_caption_weights=w, info=None)
             priors = bundle.caption_priors(dev.text_embeddings, dev.captions)
-        bundle.joint.pooled_weight = 0.0
+        bundle.joint.late_weight, bundle.joint.pooled_weight = 0.0, 0.0
         hits = []
         for query in range(2 * IMAGES if of_images else IMAGES):
             rank = similar[query] if of_images else similar[:, query]
