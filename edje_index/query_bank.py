@@ -8,7 +8,9 @@ for the other direction) from its training. The prior of an image is
 over the captions j of the bank: e are embeddings and p vectors of the pooled similarity, with the weights that both
 have in the score; a caption's is the same over the images of the bank. The final score is lower by a multiple of it:
 querybank normalisation (Bogolin et al., CVPR 2022) as a term of the score, after the inverted softmax of Smith et al.
-(ICLR 2017). The bank is a departure from the paper, and there is none unless `train --bank` made one.
+(ICLR 2017). No prior is lower than that of a tenth of the bank's own images (or captions): what is like no photo of the
+training is near to no caption either, and would come first for all of them. The bank is a departure from the paper, and
+there is none unless `train --bank` made one.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from edje_index.weights import assign_weights, read_weights, save_weights
 
 _LARGEST = 127
 _CHUNK = 1024
+_FLOOR = 0.1
 
 
 class QueryBank(nn.Module):
@@ -42,6 +45,7 @@ class QueryBank(nn.Module):
         self.caption_vectors = _Int8Rows(captions, dim)
         self.image_embeddings = _Int8Rows(images, embed_dim)
         self.image_vectors = _Int8Rows(images, dim)
+        self._floors: dict[tuple[ScoreWeights, bool], float] = {}
 
     @classmethod
     def of(cls, captions: tuple[torch.Tensor, torch.Tensor], images: tuple[torch.Tensor, torch.Tensor]) -> QueryBank:
@@ -77,11 +81,24 @@ class QueryBank(nn.Module):
             vectors: of the images in the space of the pooled similarity, float32 [b, k].
             weights: of which `similarity`, `pooled` and `temperature` count.
         """
-        return _priors(embeddings, vectors, (self.caption_embeddings, self.caption_vectors), weights)
+        priors = _priors(embeddings, vectors, (self.caption_embeddings, self.caption_vectors), weights)
+        return priors.clamp(min=self.floor(weights, images=True))
 
     def of_captions(self, embeddings: torch.Tensor, vectors: torch.Tensor, weights: ScoreWeights) -> torch.Tensor:
         """Priors [b] of captions, in the same way."""
-        return _priors(embeddings, vectors, (self.image_embeddings, self.image_vectors), weights)
+        priors = _priors(embeddings, vectors, (self.image_embeddings, self.image_vectors), weights)
+        return priors.clamp(min=self.floor(weights, images=False))
+
+    def floor(self, weights: ScoreWeights, *, images: bool) -> float:
+        """The lowest prior of images, or of captions: that of a tenth of the bank's own. Found once for `weights`."""
+        if (weights, images) not in self._floors:
+            captions = (self.caption_embeddings, self.caption_vectors)
+            own, others = (self.image_embeddings, self.image_vectors), captions
+            if not images:
+                own, others = others, own
+            priors = _priors(own[0].dense(), own[1].dense(), others, weights)
+            self._floors[weights, images] = float(priors.quantile(_FLOOR))
+        return self._floors[weights, images]
 
     def caption_products(self, embeddings: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Inner products [b, c] of images' embeddings and of their vectors with those of the captions, on the CPU.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,17 +56,19 @@ class BankProducts:
     Attributes:
         similarities, pooled: with the b captions or images of the bank.
         which: of the n candidates each place of the pools holds, int64 [q, p].
+        floor: the lowest prior with given weights, which the search for weights leaves out of account.
     """
 
     similarities: torch.Tensor
     pooled: torch.Tensor
     which: NDArray[np.int64]
+    floor: Callable[[ScoreWeights], float] = lambda weights: -math.inf
 
     def priors(self, weights: ScoreWeights) -> Scores:
         """Of the candidates with `weights`, not weighted yet: float32 [q, p]."""
         own, t = weights.similarity * self.similarities + weights.pooled * self.pooled, weights.temperature
         priors = t * (torch.logsumexp(own / t, dim=1) - math.log(own.shape[1]))
-        found: Scores = priors.float().numpy(force=True)[self.which]
+        found: Scores = priors.clamp(min=self.floor(weights)).float().numpy(force=True)[self.which]
         return found
 
 

@@ -222,19 +222,21 @@ def _of_bank_captions(
     bundle: ModelBundle, dev: DevSet, tokens: _Tokens, near: NDArray[np.int64]
 ) -> BankProducts | None:
     """Products of the bank's captions with images [q, p]; None without a bank."""
-    if bundle.bank is None:
+    if (bank := bundle.bank) is None:
         return None
     used, which = np.unique(near, return_inverse=True)
     vectors = bundle.joint.image_vectors(tokens.at(used))
     embeddings = torch.from_numpy(dev.image_embeddings[used]).to(vectors.device)
-    return BankProducts(*bundle.bank.caption_products(embeddings, vectors), which.reshape(near.shape))
+    products, places = bank.caption_products(embeddings, vectors), which.reshape(near.shape)
+    return BankProducts(*products, places, lambda weights: bank.floor(weights, images=True))
 
 
 def _of_bank_images(bundle: ModelBundle, dev: DevSet, near: NDArray[np.int64]) -> BankProducts | None:
     """Products of the bank's images with captions [q, p]; None without a bank."""
-    if bundle.bank is None:
+    if (bank := bundle.bank) is None:
         return None
     used, which = np.unique(near, return_inverse=True)
     vectors = bundle.joint.caption_vectors([dev.captions[at] for at in used])
     embeddings = torch.from_numpy(dev.text_embeddings[used]).to(vectors.device)
-    return BankProducts(*bundle.bank.image_products(embeddings, vectors), which.reshape(near.shape))
+    products, places = bank.image_products(embeddings, vectors), which.reshape(near.shape)
+    return BankProducts(*products, places, lambda weights: bank.floor(weights, images=False))

@@ -39,11 +39,15 @@ def with_bank(path) -> ModelBundle:
     return replace(bundle, bank=a_bank(), prior_weight=0.5, prior_temperature=2.0, info=None)
 
 
-def expected(embeddings, vectors, bank_embeddings, bank_vectors, weights, t):
-    """The definition, without the care for large exponents."""
-    parts = [values.double().numpy() for values in (embeddings, vectors, bank_embeddings, bank_vectors)]
-    scores = weights[0] * parts[0] @ parts[2].T + weights[1] * parts[1] @ parts[3].T
-    return t * np.log(np.exp(scores / t).mean(axis=1))
+def expected(embeddings, vectors, others, own, weights, t):
+    """The definition, without the care for large exponents; `own` are those of the bank on the same side."""
+
+    def priors(*side):
+        parts = [values.double().numpy() for values in (*side, *others)]
+        scores = weights[0] * parts[0] @ parts[2].T + weights[1] * parts[1] @ parts[3].T
+        return t * np.log(np.exp(scores / t).mean(axis=1))
+
+    return np.maximum(priors(embeddings, vectors), np.quantile(priors(*own), 0.1))
 
 
 @settings(max_examples=30)
@@ -58,9 +62,9 @@ def test_it_is_the_soft_maximum_over_the_bank(weights, temperature, dim):
     captions = (bank.caption_embeddings.dense(), bank.caption_vectors.dense())
     images = (bank.image_embeddings.dense(), bank.image_vectors.dense())
     found = bank.of_images(embeddings, vectors, used)
-    np.testing.assert_allclose(found, expected(embeddings, vectors, *captions, weights, temperature), atol=1e-3)
+    np.testing.assert_allclose(found, expected(embeddings, vectors, captions, images, weights, temperature), atol=1e-3)
     found = bank.of_captions(embeddings, vectors, used)
-    np.testing.assert_allclose(found, expected(embeddings, vectors, *images, weights, temperature), atol=1e-3)
+    np.testing.assert_allclose(found, expected(embeddings, vectors, images, captions, weights, temperature), atol=1e-3)
 
 
 @given(scale=st.floats(1e-20, 1e20), rows=st.integers(1, 5), width=st.integers(1, 8))
@@ -74,6 +78,16 @@ def test_vectors_are_kept_to_a_part_in_254_of_their_largest(scale, rows, width):
 def test_a_vector_of_zeros_stays_one():
     bank = QueryBank.of((torch.zeros(2, 3), torch.zeros(2, 0)), (torch.zeros(1, 3), torch.zeros(1, 0)))
     assert not bank.caption_embeddings.dense().any()
+
+
+def test_what_is_like_nothing_has_the_prior_of_a_tenth():
+    bank, weights = a_bank(), ScoreWeights(20.0, pooled=3.0)
+    strange = bank.of_images(torch.zeros(1, 24), torch.zeros(1, 5), weights)
+    own = bank.of_images(bank.image_embeddings.dense(), bank.image_vectors.dense(), weights)
+    assert strange.item() == pytest.approx(own.min().item())
+    assert strange.item() == bank.floor(weights, images=True)
+    assert bank.floor(weights, images=False) != bank.floor(weights, images=True)
+    assert bank.floor(weights._replace(similarity=1.0), images=True) != strange.item()
 
 
 def test_many_rows_go_in_pieces():
@@ -107,11 +121,11 @@ def test_priors_of_a_bundle_are_those_of_its_tokens_and_captions(tiny_bundle):
     embeddings, tokens = unit(4, 24, 8), torch.randn(4, *bundle.block_shape)
     vectors = bundle.joint.pooled.images(tokens)
     captions = (bundle.bank.caption_embeddings.dense(), bundle.bank.caption_vectors.dense())
-    taken = 0.5 * expected(embeddings, vectors, *captions, (20.0, 3.0), 2.0)
+    images = (bundle.bank.image_embeddings.dense(), bundle.bank.image_vectors.dense())
+    taken = 0.5 * expected(embeddings, vectors, captions, images, (20.0, 3.0), 2.0)
     np.testing.assert_allclose(bundle.image_priors(embeddings.numpy(), tokens), taken, atol=1e-4)
     texts = ["a dog", "two cats", "a dog", "red"]
-    images = (bundle.bank.image_embeddings.dense(), bundle.bank.image_vectors.dense())
-    taken = 0.25 * expected(embeddings, bundle.joint.caption_vectors(texts), *images, (10.0, 6.0), 3.0)
+    taken = 0.25 * expected(embeddings, bundle.joint.caption_vectors(texts), images, captions, (10.0, 6.0), 3.0)
     np.testing.assert_allclose(bundle.caption_priors(embeddings.numpy(), texts), taken, atol=1e-4)
     without = replace(bundle, bank=None)
     assert not without.image_priors(embeddings.numpy(), tokens).any()

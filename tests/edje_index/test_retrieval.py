@@ -91,7 +91,8 @@ def test_a_bundle_may_weigh_the_embedding_in(built, tmp_path):
 
 def test_a_query_bank_takes_its_prior_off(built, tmp_path):
     rng = torch.Generator().manual_seed(0)
-    vectors = [(torch.randn(6, SPEC.embed_dim, generator=rng), torch.zeros(6, 0)) for _ in range(2)]
+    made = torch.nn.functional.normalize(torch.randn(2, 6, SPEC.embed_dim, generator=rng), dim=2)
+    vectors = [(each, torch.zeros(6, 0)) for each in made]
     bank = QueryBank.of(*vectors)
     bundle = replace(ModelBundle.load(built[1]), bank=bank, embedding_weight=2.0, prior_weight=4.0, info=None)
     bundle.save(tmp_path / "banked")

@@ -167,16 +167,17 @@ def test_simulated_precisions_and_a_weight(run, world, bundle, tmp_path):
 def test_the_prior_of_a_query_bank_is_taken_off(run, world, bundle, tmp_path):
     model = ModelBundle.load(bundle)
     rng = torch.Generator().manual_seed(0)
-    vectors = [(torch.randn(6, model.embed_dim, generator=rng), torch.zeros(6, 0)) for _ in range(2)]
-    bank = QueryBank.of(*vectors)
+    made = torch.nn.functional.normalize(torch.randn(6, model.embed_dim, generator=rng), dim=1)
+    none = torch.zeros(6, 0)
+    bank = QueryBank.of((made, none), (-made, none))  # the floor is that of opposites: lower than all
     others = ScoreWeights(1.0, late=2.0, prior=3.0)
-    banked = replace(model, bank=bank, embedding_weight=3.0, prior_weight=5.0, own_caption_weights=others, info=None)
+    banked = replace(model, bank=bank, embedding_weight=3.0, prior_weight=50.0, own_caption_weights=others, info=None)
     banked.save(tmp_path / "banked")
     options = ("--split", "dev", "--model", tmp_path / "banked", "--pool", 6, "--bootstrap", 0)
     options += ("--precision", "sign1", "--precision", "bf16", "--simulate", "--json")
     report = json.loads(run(*arguments(world, *options))[1])
     system = report["systems"][0]
-    assert (system["weights"]["prior"], system["caption_weights"]["late"]) == (5, 2)
+    assert (system["weights"]["prior"], system["caption_weights"]["late"]) == (50, 2)
     dev = captions_of(world, ["dev"])
     known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "pool": 6, "weight": 3.0}
     replace(banked, bank=None, info=None).save(tmp_path / "without")
