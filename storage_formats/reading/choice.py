@@ -32,7 +32,8 @@ _NAMES = ("io_uring", "direct", "sequential", "buffered", "mapped", "portable")
 _DENSE_RECORDS = 8  # of a shard: from here on the whole stretch is looked up, below a few records stand for all
 _SAMPLE = 8
 _SEQUENTIAL_SHARE = 0.95  # below it, what nobody asked for costs more than larger requests save
-_SEQUENTIAL_GAP = 2
+_SEQUENTIAL_GAP_BYTES = 96 << 10
+_GAP_BYTES = 32 << 10  # up to here reading on costs the device less than another request
 _TRUSTED_SECONDS = 2.0
 _WORTH_CACHE = 0.5  # share in the page cache from which on reading through it is faster
 
@@ -125,9 +126,9 @@ class Engines:
             BufferedEngine(self._plain),
             PortableEngine(self._plain),
             MappedEngine(self._plain),
-            QueuedEngine("io_uring", self._direct, rings, self.buffers),
-            QueuedEngine("direct", self._direct, contexts, self.buffers),
-            QueuedEngine("sequential", self._direct, gap_queues, self.buffers, gap=_SEQUENTIAL_GAP),
+            QueuedEngine("io_uring", self._direct, rings, self.buffers, _GAP_BYTES),
+            QueuedEngine("direct", self._direct, contexts, self.buffers, _GAP_BYTES),
+            QueuedEngine("sequential", self._direct, gap_queues, self.buffers, _SEQUENTIAL_GAP_BYTES),
         ]
 
     def _codes(self, batch: Batch) -> NDArray[np.int8]:

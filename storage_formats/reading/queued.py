@@ -2,7 +2,8 @@
 
 Direct I/O costs a fifth of the processor time of buffered reads (no copy, no page cache to maintain) and keeps as
 many requests in flight as the device takes. It wants offsets, lengths and memory in whole sectors: records that are
-not are read into a buffer, with what shares their first and last sector, and copied out.
+not are read into a buffer, with what shares their first and last sector, and copied out. So are records that lie so
+close that one request for both, with what lies between, costs the device less than two.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ class QueuedEngine:
         files: opened for direct I/O.
         queues: whose requests are used.
         buffers: memory for records that are not whole sectors.
-        gap: records that nobody asked for which a request may read between two that somebody did.
+        gap_bytes: what a request may read between two records for nobody, in whole records.
     """
 
-    def __init__(self, name: str, files: ShardFiles, queues: QueuePool, buffers: BufferPool, gap: int = 0) -> None:
+    def __init__(self, name: str, files: ShardFiles, queues: QueuePool, buffers: BufferPool, gap_bytes: int) -> None:
         self.name = name
         self._files = files
         self._queues = queues
         self._buffers = buffers
-        self._gap = gap
+        self._gap = gap_bytes // files.record_bytes
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Reader]:
@@ -96,9 +97,9 @@ class _QueuedReader:
 
     def start(self, batch: Batch, target: Target) -> Finish:
         files = self._files.acquire(batch)
-        misfit = (self._size | target.records.ctypes.data) % self._files.sector
+        misfit = bool((self._size | target.records.ctypes.data) % self._files.sector)
         number, self._next = self._next, self._next + 1
-        launch = self._launch_buffered if misfit or self._gap else self._launch_exact
+        launch = self._launch_buffered if misfit or self._bridges(batch) else self._launch_exact
         launch(number, batch, target, files)
         return functools.partial(self._finish, number)
 
@@ -109,6 +110,11 @@ class _QueuedReader:
         for flight in self._flights.values():
             self._release(flight)
         self._flights.clear()
+
+    def _bridges(self, batch: Batch) -> bool:
+        """Whether two records of `batch` are to be read by one request with what lies between them."""
+        apart = np.diff(batch.positions)
+        return bool(((apart > 1) & (apart <= 1 + self._gap) & (np.diff(batch.shards) == 0)).any())
 
     def _launch_exact(self, number: int, batch: Batch, target: Target, files: dict[int, ShardFile]) -> None:
         """Read straight to the target."""

@@ -101,6 +101,35 @@ def test_cold_files(built, whole, precision, engine):
     assert same_bits(TokenStore.open(built[0], precision, engine).fetch(ids), whole[precision][ids])
 
 
+@linux
+@pytest.mark.parametrize("engine", sorted({"io_uring", "direct"} & set(engines())))
+@pytest.mark.parametrize(
+    ("records", "reads"), [(0, [(0, 1), (2, 1), (5, 1), (6, 1)]), (1, [(0, 3), (5, 2)]), (2, [(0, 7)])]
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_what_lies_between_is_read_where_that_saves_a_request(
+    built, whole, precision, engine, records, reads, monkeypatch
+):
+    """Rows 0, 2, 5 and 6, the last two apart in memory."""
+    size = codec(precision, SPEC.block_shape).record_bytes
+    monkeypatch.setattr("storage_formats.reading.choice._GAP_BYTES", records * size)
+    asked, ids = [], [6, 0, 5, 2]
+    for kind in (Ring, AioQueue):
+        real = kind.put
+
+        def put(self, fds, offsets, addresses, lengths, tags, real=real):
+            asked.extend(zip((offsets + size - 1) // size, lengths // size, strict=True))
+            return real(self, fds, offsets, addresses, lengths, tags)
+
+        monkeypatch.setattr(kind, "put", put)
+    with TokenStore.open(built[0], precision, engine) as store:
+        assert same_bits(store.fetch(ids), whole[precision][ids])
+    if size % 512 == 0:
+        assert asked == reads
+    else:
+        assert len(asked) == (len(reads) - 1 if not records else len(reads))  # 5 and 6 stand together in the buffer
+
+
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("offset", [0, 1, 8])
 def test_any_buffer_serves(built, engine, offset):
