@@ -17,6 +17,7 @@ from storage_formats.layout import PAGE_BYTES
 
 _COLUMN = "record"
 _BATCH = 256
+_ARROW_BYTES = 2**31 - 1  # of an array of fixed-size binaries: Lance refuses more in one answer
 _LMDB_HEADER = 16
 _LMDB_TREE = 16 << 20  # room for the tree of a small store
 _GROUPS_A_READ = 1024  # bounds memory
@@ -52,7 +53,7 @@ class LancePeer(_ArrowPeer):
     """`take` of a Lance dataset."""
 
     package = "pylance"
-    setting = "fixed-size binary column, dataset.take"
+    setting = "fixed-size binary column, dataset.take of at most 2 GiB"
 
     def prepare(self) -> None:
         pa: Any = import_module("pyarrow")
@@ -65,10 +66,11 @@ class LancePeer(_ArrowPeer):
         self._dataset = lance.dataset(str(self.folder / "records.lance"))
 
     def fetch(self, ids: Ids, out: Records) -> Records:
-        place = 0
-        for chunk in self._dataset.take(ids)[_COLUMN].chunks:
-            out[place : place + len(chunk)] = self._bytes_of(chunk)
-            place += len(chunk)
+        place, most = 0, _ARROW_BYTES // self.source.record_bytes
+        for start in range(0, len(ids), most):
+            for chunk in self._dataset.take(ids[start : start + most])[_COLUMN].chunks:
+                out[place : place + len(chunk)] = self._bytes_of(chunk)
+                place += len(chunk)
         return out
 
     def close(self) -> None:

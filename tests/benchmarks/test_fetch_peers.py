@@ -14,10 +14,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 
 @pytest.mark.parametrize("precision", SPEC.precisions)
 @pytest.mark.parametrize("name", PEERS)
-def test_every_peer_gives_the_blocks_of_the_store(index, tmp_path, name, precision):
+def test_every_peer_gives_the_blocks_of_the_store(index, tmp_path, name, precision, monkeypatch):
     if installed_version(name) is None:
         pytest.skip(f"{subject_class(name).package} is not installed")
     source = StoredRecords(index, precision)
+    monkeypatch.setattr("benchmarks.fetch.peers_databases._ARROW_BYTES", 100 * source.record_bytes)  # answers in parts
     peer = subject_class(name)(source, tmp_path, {})
     if peer.copies:
         peer.prepare()

@@ -9,7 +9,6 @@ import sys
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,60 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
-from edje_index.images import MAX_ASPECT_RATIO, REASONS, ImageError, content_hash, decode_rgb
-
-LIMIT = 1_000_000
-
-
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def gradient(width: int = 24, height: int = 16) -> np.ndarray:
-    """RGB uint8 [h, w, 3] without any symmetry."""
-    x, y = np.meshgrid(np.arange(width), np.arange(height))
-    return np.stack([x * 255 // (width - 1), y * 255 // (height - 1), (3 * x + 5 * y) % 256], axis=-1).astype(np.uint8)
-
-
-def pixels(data: bytes, limit: int = LIMIT) -> np.ndarray:
-    image = decode_rgb(data, limit)
-    assert image.mode == "RGB"
-    return np.asarray(image)
-
-
-def reason(data: bytes, limit: int = LIMIT) -> str:
-    with pytest.raises(ImageError) as caught:
-        decode_rgb(data, limit)
-    assert caught.value.reason in REASONS
-    assert caught.value.detail
-    return caught.value.reason
-
-
-def png_chunk(kind: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-
-def with_chunk(png: bytes, kind: bytes, body: bytes) -> bytes:
-    """`png` with a chunk after its header."""
-    return png[:33] + png_chunk(kind, body) + png[33:]
-
-
-def png(width: int, height: int, depth: int, colour: int, raw: bytes, *chunks: bytes) -> bytes:
-    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
-    parts = [header, *chunks, png_chunk(b"IDAT", zlib.compress(raw)), png_chunk(b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-
-
-def tiff(width: int, height: int, tags: dict[int, tuple[int, int, int]], samples: bytes) -> bytes:
-    """A little-endian, uncompressed, one-strip TIFF; `tags`: tag -> (type, count, value)."""
-    tags = {256: (4, 1, width), 257: (4, 1, height), 259: (3, 1, 1), 277: (3, 1, 1), 278: (4, 1, height), **tags}
-    data_place = 8 + 2 + 12 * (len(tags) + 2) + 4
-    tags = {**tags, 273: (4, 1, data_place), 279: (4, 1, len(samples))}
-    entries = b"".join(struct.pack("<HHII", tag, *tags[tag]) for tag in sorted(tags))
-    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + struct.pack("<I", 0) + samples
-
+from edje_index.images import ImageError, content_hash, decode_rgb
+from tests.edje_index.image_cases import LIMIT, encoded, gradient, pixels, png, png_chunk, tiff, with_chunk
 
 # Orientation
 
@@ -321,101 +268,6 @@ def test_transparent_gif_lies_on_white() -> None:
     assert pixels(encoded(image, "GIF", transparency=0)).tolist() == [[[255, 255, 255], [1, 2, 3]]]
 
 
-# Refused, each with its reason
-
-
-def test_nothing_and_other_things() -> None:
-    assert reason(b"") == "empty"
-    assert reason(b"\0") == "not-an-image"
-    assert reason(b"<html>no photo here</html>") == "not-an-image"
-    assert reason(b"PK\x03\x04" + bytes(100)) == "not-an-image"
-    assert reason(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic") == "unsupported-image"
-    assert reason(b"\xff\x0a" + bytes(40)) == "unsupported-image"
-    assert reason(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n") == "unsupported-image"
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"])
-def test_truncated_at_any_place(kind: str) -> None:
-    noise = Image.fromarray(np.random.default_rng(3).integers(0, 256, (40, 40, 3), np.uint8))
-    data = encoded(noise, kind)
-    assert reason(data[: len(data) // 2]) in ("truncated", "corrupt")
-    assert reason(data[:20]) in ("truncated", "corrupt", "not-an-image")
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP"])
-def test_cut_pixels_are_called_truncated(kind: str) -> None:
-    noise = Image.fromarray(np.random.default_rng(3).integers(0, 256, (40, 40, 3), np.uint8))
-    data = encoded(noise, kind)
-    assert reason(data[: len(data) // 2]) == "truncated"
-
-
-def bombs() -> dict[str, bytes]:
-    """Small files that declare (or unpack to) 40,000 x 40,000 pixels, or as many as the format can."""
-    side = 40_000
-    jpeg = encoded(Image.new("L", (8, 8)), "JPEG")
-    frame = jpeg.index(b"\xff\xc0") + 5
-    tile = {322: (4, 1, side), 323: (4, 1, side), 324: (4, 1, 8), 325: (4, 1, 8)}
-    return {
-        "PNG": png(side, side, 1, 0, bytes(4096)),
-        "JPEG": jpeg[:frame] + struct.pack(">HH", side, side) + jpeg[frame + 4 :],
-        "GIF screen": b"GIF89a" + struct.pack("<HHBBB", side, side, 0, 0, 0) + b",\0\0\0\0\1\0\1\0\0\2\2D\1\0;",
-        "GIF frame": b"GIF89a\1\0\1\0\0\0\0!\xf9\4\x08\0\0\0\0,"
-        + struct.pack("<HHHHB", 0, 0, 13_000, 13_000, 0)
-        + b"\2\2D\1\0;",
-        "WEBP": b"RIFF\x16\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + (16_382).to_bytes(3, "little") * 2,
-        "BMP": b"BM" + struct.pack("<IIIIiiHHIIIIII", 0, 0, 54, 40, side, side, 1, 24, 0, 0, 0, 0, 0, 0),
-        "TIFF": tiff(side, side, {258: (3, 1, 8), 262: (3, 1, 1)}, b"\0" * 8),
-        "TIFF tile": tiff(8, 8, {258: (3, 1, 8), 259: (3, 1, 8), 262: (3, 1, 1), **tile}, zlib.compress(bytes(64))),
-        "PPM": b"P6 40000 40000 255\n",
-        "QOI": b"qoif" + struct.pack(">IIBB", side, side, 3, 0),
-        "JPEG2000": encoded(Image.new("L", (8, 8)), "JPEG2000", no_jp2=True).replace(
-            struct.pack(">IIIIIIII", 8, 8, 0, 0, 8, 8, 0, 0),
-            struct.pack(">IIIIIIII", side, side, 0, 0, side, side, 0, 0),
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", bombs())
-def test_bomb_is_refused(name: str) -> None:
-    assert reason(bombs()[name], 89_000_000) == "too-many-pixels"
-
-
-def test_bombs_allocate_nothing(tmp_path: Path) -> None:
-    """Each in a process whose address space may grow by 64 MB; the smallest bomb would take 169 MB."""
-    for index, data in enumerate(bombs().values()):
-        (tmp_path / str(index)).write_bytes(data)
-    program = """
-import io, resource, sys
-from pathlib import Path
-from PIL import Image
-from edje_index.images import ImageError, decode_rgb
-out = io.BytesIO(); Image.new("L", (8, 8)).save(out, "PNG"); decode_rgb(out.getvalue())  # plug-ins loaded
-files = [path.read_bytes() for path in Path(sys.argv[1]).iterdir()]
-used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), -1))
-for data in files:
-    try:
-        decode_rgb(data, 89_000_000)
-    except ImageError as error:
-        assert error.reason == "too-many-pixels", error
-    else:
-        raise SystemExit("decoded")
-"""
-    run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stderr) == (0, "")
-
-
-def test_limit_is_exact() -> None:
-    data = encoded(Image.new("RGB", (10, 10)), "PNG")
-    assert pixels(data, 100).shape == (10, 10, 3)
-    assert reason(data, 99) == "too-many-pixels"
-
-
-def test_sliver_is_refused() -> None:
-    assert pixels(encoded(Image.new("L", (MAX_ASPECT_RATIO, 1)), "PNG")).shape == (1, MAX_ASPECT_RATIO, 3)
-    assert reason(encoded(Image.new("L", (1, MAX_ASPECT_RATIO + 1)), "PNG")) == "extreme-aspect-ratio"
-
-
 # Pillow kept from refusing, printing and interfering
 
 
@@ -529,60 +381,3 @@ def test_errors_travel_between_processes() -> None:
 
 def test_content_hash() -> None:
     assert content_hash(b"abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, B.1
-
-
-# Any bytes at all
-
-SEEDS = [
-    encoded(Image.fromarray(gradient()), kind, **options)
-    for kind, options in [
-        ("JPEG", {}),
-        ("JPEG", {"progressive": True}),
-        ("PNG", {}),
-        ("GIF", {}),
-        ("WEBP", {}),
-        ("WEBP", {"lossless": True}),
-        ("BMP", {}),
-        ("TIFF", {}),
-        ("TIFF", {"compression": "tiff_lzw"}),
-        ("TIFF", {"compression": "jpeg"}),
-        ("PPM", {}),
-        ("JPEG2000", {}),
-        ("AVIF", {}),
-        ("QOI", {}),
-        ("MPO", {"save_all": True, "append_images": [Image.new("RGB", (24, 16))]}),
-    ]
-] + [
-    encoded(Image.fromarray(np.arange(384, dtype=np.uint16).reshape(16, 24) * 170), "TIFF"),
-    encoded(Image.fromarray(gradient()).quantize(8), "PNG", transparency=b"\0\x80"),
-]
-
-
-def image_or_reason(data: bytes) -> None:
-    """Any other exception fails the test."""
-    try:
-        outcome = decode_rgb(data, LIMIT).mode
-    except ImageError as error:
-        outcome = error.reason
-    assert outcome in ("RGB", *REASONS)
-
-
-@given(st.binary(max_size=400))
-def test_any_bytes(data: bytes) -> None:
-    image_or_reason(data)
-
-
-@given(st.sampled_from(SEEDS), st.binary(max_size=200))
-@settings(deadline=None)
-def test_any_bytes_after_a_true_beginning(seed: bytes, tail: bytes) -> None:
-    image_or_reason(seed[:24] + tail)
-
-
-@given(st.data(), st.sampled_from(SEEDS))
-@settings(deadline=None, max_examples=300)
-def test_any_damage(data: st.DataObject, seed: bytes) -> None:
-    end = data.draw(st.integers(0, len(seed)))
-    damaged = bytearray(seed[:end] if data.draw(st.booleans()) else seed)
-    for _ in range(data.draw(st.integers(0, 6)) if damaged else 0):
-        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
-    image_or_reason(bytes(damaged))

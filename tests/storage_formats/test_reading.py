@@ -8,8 +8,6 @@ import mmap
 import os
 import shutil
 import signal
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -20,55 +18,14 @@ from hypothesis import strategies as st
 
 from storage_formats import CorruptIndexError, TokenStore, UsageError, codec
 from storage_formats.codecs import streaming
-from storage_formats.layout import IndexSpec, Layout
+from storage_formats.layout import Layout
 from storage_formats.reading import copying, engines, memory
 from storage_formats.reading.aio import AioQueue, aio_works
 from storage_formats.reading.base import Batch, Runs
-from storage_formats.reading.files import ShardFiles
-from storage_formats.reading.page_cache import cache_room, resident_records, resident_share
 from storage_formats.reading.queues import QueuePool
 from storage_formats.reading.ring import Ring, io_uring_works
-from tests.conftest import same_bits, write_random_index
-
-ALL = [*engines(), "auto"]
-# Records of 512 bytes are whole sectors, those of the quantized precisions and of the odd shape are not.
-SPEC = IndexSpec(rows=300, shard_size=64, block_shape=(8, 32), embed_dim=6, precisions=("bf16", "fp8", "nvfp4"))
-ODD = IndexSpec(rows=90, shard_size=40, block_shape=(3, 7), embed_dim=6, precisions=("bf16", "fp8"))
-HOLES = frozenset({0, 63, 64, 299})
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    root = tmp_path_factory.mktemp("index")
-    return root, write_random_index(root, SPEC, failed=HOLES)
-
-
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory):
-    root = tmp_path_factory.mktemp("odd")
-    return root, write_random_index(root, ODD)
-
-
-@pytest.fixture(scope="module")
-def many_shards(tmp_path_factory):
-    root = tmp_path_factory.mktemp("shards")
-    return root, write_random_index(root, IndexSpec(rows=60, shard_size=4, block_shape=(2, 8), embed_dim=4))
-
-
-@pytest.fixture(scope="module")
-def whole(built):
-    """All blocks of each precision, by the engine that has no tricks."""
-    return {name: TokenStore.open(built[0], name, "portable").fetch(range(SPEC.rows)) for name in SPEC.precisions}
-
-
-def evict(root, precision="bf16"):
-    """Throw the shard files out of the page cache; they were flushed when the index was written."""
-    for path in Layout(root).token_array(precision).glob("c.*"):
-        with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+from tests.conftest import same_bits
+from tests.storage_formats.reading_cases import ALL, HOLES, ODD, SPEC, evict, linux
 
 
 def test_plain_slicing_is_the_reference(built, whole):
@@ -336,104 +293,6 @@ def test_a_store_works_after_a_fork(built, whole, engine):
     assert same_bits(store.fetch(range(SPEC.rows)), whole["fp8"])
 
 
-def test_unknown_engines_are_refused(built):
-    with pytest.raises(UsageError, match=r"engine 'floppy' .*; give one of: auto, .*portable"):
-        TokenStore.open(built[0], engine="floppy")
-
-
-def test_an_engine_that_does_not_work_here_is_refused_by_name_and_left_out_of_auto(built, monkeypatch):
-    for name in ("io_uring_works", "aio_works"):
-        monkeypatch.setattr(f"storage_formats.reading.choice.{name}", lambda: False)
-    monkeypatch.setattr("storage_formats.reading.choice.engines", engines.__wrapped__)
-    assert not {"io_uring", "direct", "sequential"} & set(engines.__wrapped__())
-    with pytest.raises(UsageError, match="does not work here"):
-        TokenStore.open(built[0], engine="io_uring")
-    assert same_bits(TokenStore.open(built[0]).fetch(range(SPEC.rows)), built[1])
-
-
-@linux
-def test_file_systems_without_direct_io_are_read_through_the_cache(built, monkeypatch):
-    real = os.open
-
-    def refuse(path, flags, *rest, **named):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *rest, **named)
-
-    monkeypatch.setattr(os, "open", refuse)
-    for engine in ALL:
-        store = TokenStore.open(built[0], engine=engine)
-        for _ in range(2):
-            evict(built[0])
-            assert same_bits(store.fetch(range(SPEC.rows)), built[1])
-
-
-class TestChoice:
-    """`auto` goes by what the page cache holds."""
-
-    @staticmethod
-    def names(store, ids):
-        batch = store._batch(np.asarray(ids))[0]
-        return {engine.name: len(part) for engine, part in store._engines.split(batch)}
-
-    @pytest.fixture
-    def store(self, built):
-        if sys.platform != "linux" or not {"io_uring", "direct"} & set(engines()):
-            pytest.skip("no direct reads here")
-        evict(built[0])
-        with TokenStore.open(built[0]) as store:
-            yield store
-
-    def test_cold_rows_are_read_past_the_cache_and_warm_ones_copied(self, built, store):
-        cold = {"io_uring", "direct"}
-        assert set(self.names(store, range(1, 64, 2))) < cold
-        assert set(self.names(store, [1, 70, 130])) < cold
-        path = Layout(built[0]).token_shard("bf16", 0)
-        path.read_bytes()
-        assert self.names(store, range(1, 64, 2)) == {"mapped": 32}
-        found = self.names(store, range(1, 128, 2))
-        assert found.pop("mapped") == 32
-        assert set(found) < cold
-        assert self.names(store, [1, 9]) == {"buffered": 2}
-
-    def test_direct_reads_do_not_fill_the_cache_and_are_told_so(self, built, store):
-        store.fetch(range(SPEC.rows))
-        files = ShardFiles(lambda shard: Layout(built[0]).token_shard("bf16", shard), 512)
-        batch = Batch(*(np.array([0]) for _ in range(3)))
-        (file,) = files.acquire(batch).values()
-        assert resident_share(file, 0, 60 * 512) == 0
-        assert not resident_records(file, 512).any()
-        file.path.read_bytes()
-        assert resident_share(file, 0, 60 * 512) == 1
-        assert resident_records(file, 512).all()
-        assert resident_share(file, 100, 5000) == 1
-
-    def test_a_whole_shard_in_any_order_is_read_in_large_requests(self, store):
-        assert self.names(store, np.random.default_rng(0).permutation(64)) == {"sequential": 64}
-        assert "sequential" not in self.names(store, range(64))
-
-    def test_what_is_read_again_and_again_is_kept_in_memory(self, built, store, monkeypatch):
-        if cache_room() < 1 << 20:
-            pytest.skip("no memory to keep it in")
-        seen = []
-        for _ in range(5):
-            seen.append(set(self.names(store, range(0, 64, 2))))
-            store.fetch(range(0, 64, 2))
-        assert {"buffered"} in seen
-        assert seen[-1] == {"mapped"}
-        store.close()  # a page that is mapped cannot be evicted
-        evict(built[0])
-        monkeypatch.setattr("storage_formats.reading.admission._SETTLED_SECONDS", 0)
-        assert not {"mapped", "buffered"} & set(self.names(store, range(0, 64, 2))), "the cache lost it: try later"
-
-    def test_prefetched_rows_are_found_in_the_cache(self, store):
-        store.prefetch(range(8, 40))
-        assert self.names(store, range(8, 40)) == {"mapped": 32}
-        store.prefetch([])
-        with pytest.raises(UsageError, match="row ids"):
-            store.prefetch([-1])
-
-
 @given(
     positions=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40)), min_size=1, unique=True).map(sorted),
     gap=st.integers(0, 3),
@@ -449,71 +308,6 @@ def test_runs_cover_every_record_once_and_cross_no_shard(positions, gap, size):
         assert len(set(shards[run])) == 1
         assert (np.diff(places[run]) <= gap + 1).all()
         assert len(run) == 1 or len(run) * size <= 1 << 20
-
-
-class TestAhead:
-    BATCHES = ([0, 5, 5], [], np.arange(299, 0, -7), [1])
-
-    def test_iter_fetch_gives_each_batch_in_order(self, built):
-        store = TokenStore.open(built[0])
-        for ahead in (1, 2, 10):
-            found = list(store.iter_fetch(iter(self.BATCHES), ahead=ahead))
-            assert len(found) == 4
-            for ids, blocks in zip(self.BATCHES, found, strict=True):
-                assert same_bits(blocks, built[1][np.asarray(ids, dtype=int)])
-
-    def test_it_takes_no_more_batches_than_it_may_hold(self, built):
-        taken = []
-        batches = (taken.append(number) or [number] for number in range(100))
-        results = TokenStore.open(built[0]).iter_fetch(batches, ahead=2)
-        next(results)
-        assert len(taken) == 3
-        results.close()
-        assert len(taken) == 3
-
-    @pytest.mark.parametrize("fault", ["break", "bad ids", "bad iterator"])
-    def test_it_ends_its_thread_whatever_happens(self, built, fault):
-        def batches():
-            yield [1]
-            if fault == "bad iterator":
-                raise ZeroDivisionError
-            yield [10**9] if fault == "bad ids" else [2]
-            yield from ([number] for number in range(50))
-
-        results = TokenStore.open(built[0]).iter_fetch(batches())
-        expected = {"bad ids": UsageError, "bad iterator": ZeroDivisionError}
-        if fault == "break":
-            for _ in results:
-                break
-            results.close()
-        else:
-            with pytest.raises(expected[fault]):
-                list(results)
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-fetch")]
-
-    def test_an_impossible_ahead_is_refused(self, built):
-        with pytest.raises(UsageError, match="ahead must be at least 1"):
-            next(TokenStore.open(built[0]).iter_fetch([[1]], ahead=0))
-
-    def test_async_iteration(self, built):
-        import asyncio
-
-        async def collect(stop_after=None):
-            ticks = 0
-            found = []
-            generator = TokenStore.open(built[0]).aiter_fetch(self.BATCHES, ahead=2)
-            async for blocks in generator:
-                found.append(blocks)
-                ticks += 1
-                if ticks == stop_after:
-                    break
-            await generator.aclose()
-            return found
-
-        for ids, blocks in zip(self.BATCHES, asyncio.run(collect()), strict=True):
-            assert same_bits(blocks, built[1][np.asarray(ids, dtype=int)])
-        assert len(asyncio.run(collect(stop_after=1))) == 1
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-fetch")]
 
 
 @pytest.mark.parametrize("works", [io_uring_works, aio_works])

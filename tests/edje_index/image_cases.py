@@ -1,0 +1,65 @@
+"""Pictures to decode: how the tests make them, and what comes of them."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from edje_index.images import REASONS, ImageError, decode_rgb
+
+LIMIT = 1_000_000
+
+
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def gradient(width: int = 24, height: int = 16) -> np.ndarray:
+    """RGB uint8 [h, w, 3] without any symmetry."""
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    return np.stack([x * 255 // (width - 1), y * 255 // (height - 1), (3 * x + 5 * y) % 256], axis=-1).astype(np.uint8)
+
+
+def pixels(data: bytes, limit: int = LIMIT) -> np.ndarray:
+    image = decode_rgb(data, limit)
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+def reason(data: bytes, limit: int = LIMIT) -> str:
+    with pytest.raises(ImageError) as caught:
+        decode_rgb(data, limit)
+    assert caught.value.reason in REASONS
+    assert caught.value.detail
+    return caught.value.reason
+
+
+def png_chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def with_chunk(png: bytes, kind: bytes, body: bytes) -> bytes:
+    """`png` with a chunk after its header."""
+    return png[:33] + png_chunk(kind, body) + png[33:]
+
+
+def png(width: int, height: int, depth: int, colour: int, raw: bytes, *chunks: bytes) -> bytes:
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
+    parts = [header, *chunks, png_chunk(b"IDAT", zlib.compress(raw)), png_chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def tiff(width: int, height: int, tags: dict[int, tuple[int, int, int]], samples: bytes) -> bytes:
+    """A little-endian, uncompressed, one-strip TIFF; `tags`: tag -> (type, count, value)."""
+    tags = {256: (4, 1, width), 257: (4, 1, height), 259: (3, 1, 1), 277: (3, 1, 1), 278: (4, 1, height), **tags}
+    data_place = 8 + 2 + 12 * (len(tags) + 2) + 4
+    tags = {**tags, 273: (4, 1, data_place), 279: (4, 1, len(samples))}
+    entries = b"".join(struct.pack("<HHII", tag, *tags[tag]) for tag in sorted(tags))
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + struct.pack("<I", 0) + samples

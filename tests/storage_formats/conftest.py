@@ -1,0 +1,34 @@
+"""Indexes of the tests of reading."""
+
+from __future__ import annotations
+
+import pytest
+
+from storage_formats import TokenStore
+from storage_formats.layout import IndexSpec
+from tests.conftest import write_random_index
+from tests.storage_formats.reading_cases import HOLES, ODD, SPEC
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    root = tmp_path_factory.mktemp("index")
+    return root, write_random_index(root, SPEC, failed=HOLES)
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    root = tmp_path_factory.mktemp("odd")
+    return root, write_random_index(root, ODD)
+
+
+@pytest.fixture(scope="module")
+def many_shards(tmp_path_factory):
+    root = tmp_path_factory.mktemp("shards")
+    return root, write_random_index(root, IndexSpec(rows=60, shard_size=4, block_shape=(2, 8), embed_dim=4))
+
+
+@pytest.fixture(scope="module")
+def whole(built):
+    """All blocks of each precision, by the engine that has no tricks."""
+    return {name: TokenStore.open(built[0], name, "portable").fetch(range(SPEC.rows)) for name in SPEC.precisions}

@@ -1,0 +1,117 @@
+"""Which engine reads what: by name, and by what the page cache holds (`auto`)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from storage_formats import TokenStore, UsageError
+from storage_formats.layout import Layout
+from storage_formats.reading import engines
+from storage_formats.reading.base import Batch
+from storage_formats.reading.files import ShardFiles
+from storage_formats.reading.page_cache import cache_room, resident_records, resident_share
+from tests.conftest import same_bits
+from tests.storage_formats.reading_cases import ALL, SPEC, evict, linux
+
+
+def test_unknown_engines_are_refused(built):
+    with pytest.raises(UsageError, match=r"engine 'floppy' .*; give one of: auto, .*portable"):
+        TokenStore.open(built[0], engine="floppy")
+
+
+def test_an_engine_that_does_not_work_here_is_refused_by_name_and_left_out_of_auto(built, monkeypatch):
+    for name in ("io_uring_works", "aio_works"):
+        monkeypatch.setattr(f"storage_formats.reading.choice.{name}", lambda: False)
+    monkeypatch.setattr("storage_formats.reading.choice.engines", engines.__wrapped__)
+    assert not {"io_uring", "direct", "sequential"} & set(engines.__wrapped__())
+    with pytest.raises(UsageError, match="does not work here"):
+        TokenStore.open(built[0], engine="io_uring")
+    assert same_bits(TokenStore.open(built[0]).fetch(range(SPEC.rows)), built[1])
+
+
+@linux
+def test_file_systems_without_direct_io_are_read_through_the_cache(built, monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *rest, **named):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for engine in ALL:
+        store = TokenStore.open(built[0], engine=engine)
+        for _ in range(2):
+            evict(built[0])
+            assert same_bits(store.fetch(range(SPEC.rows)), built[1])
+
+
+class TestChoice:
+    """`auto` goes by what the page cache holds."""
+
+    @staticmethod
+    def names(store, ids):
+        batch = store._batch(np.asarray(ids))[0]
+        return {engine.name: len(part) for engine, part in store._engines.split(batch)}
+
+    @pytest.fixture
+    def store(self, built):
+        if sys.platform != "linux" or not {"io_uring", "direct"} & set(engines()):
+            pytest.skip("no direct reads here")
+        evict(built[0])
+        with TokenStore.open(built[0]) as store:
+            yield store
+
+    def test_cold_rows_are_read_past_the_cache_and_warm_ones_copied(self, built, store):
+        cold = {"io_uring", "direct"}
+        assert set(self.names(store, range(1, 64, 2))) < cold
+        assert set(self.names(store, [1, 70, 130])) < cold
+        path = Layout(built[0]).token_shard("bf16", 0)
+        path.read_bytes()
+        assert self.names(store, range(1, 64, 2)) == {"mapped": 32}
+        found = self.names(store, range(1, 128, 2))
+        assert found.pop("mapped") == 32
+        assert set(found) < cold
+        assert self.names(store, [1, 9]) == {"buffered": 2}
+
+    def test_direct_reads_do_not_fill_the_cache_and_are_told_so(self, built, store):
+        store.fetch(range(SPEC.rows))
+        files = ShardFiles(lambda shard: Layout(built[0]).token_shard("bf16", shard), 512)
+        batch = Batch(*(np.array([0]) for _ in range(3)))
+        (file,) = files.acquire(batch).values()
+        assert resident_share(file, 0, 60 * 512) == 0
+        assert not resident_records(file, 512).any()
+        file.path.read_bytes()
+        assert resident_share(file, 0, 60 * 512) == 1
+        assert resident_records(file, 512).all()
+        assert resident_share(file, 100, 5000) == 1
+
+    def test_a_whole_shard_in_any_order_is_read_in_large_requests(self, store):
+        assert self.names(store, np.random.default_rng(0).permutation(64)) == {"sequential": 64}
+        assert "sequential" not in self.names(store, range(64))
+
+    def test_what_is_read_again_and_again_is_kept_in_memory(self, built, store, monkeypatch):
+        if cache_room() < 1 << 20:
+            pytest.skip("no memory to keep it in")
+        seen = []
+        for _ in range(5):
+            seen.append(set(self.names(store, range(0, 64, 2))))
+            store.fetch(range(0, 64, 2))
+        assert {"buffered"} in seen
+        assert seen[-1] == {"mapped"}
+        store.close()  # a page that is mapped cannot be evicted
+        evict(built[0])
+        monkeypatch.setattr("storage_formats.reading.admission._SETTLED_SECONDS", 0)
+        assert not {"mapped", "buffered"} & set(self.names(store, range(0, 64, 2))), "the cache lost it: try later"
+
+    def test_prefetched_rows_are_found_in_the_cache(self, store):
+        store.prefetch(range(8, 40))
+        assert self.names(store, range(8, 40)) == {"mapped": 32}
+        store.prefetch([])
+        with pytest.raises(UsageError, match="row ids"):
+            store.prefetch([-1])
