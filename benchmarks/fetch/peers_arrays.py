@@ -93,8 +93,8 @@ class ZarrPythonPeer(Subject):
 
     def open(self) -> None:
         zarr: Any = import_module("zarr")
-        zarr.config.set({"codec_pipeline.path": self._pipeline})
-        self._array = zarr.open_array(str(self.source.array_path), mode="r")
+        with zarr.config.set({"codec_pipeline.path": self._pipeline}):  # an array keeps the one it was opened with
+            self._array = zarr.open_array(str(self.source.array_path), mode="r")
 
     def fetch(self, ids: Ids, out: Records) -> Records:
         order = np.argsort(ids)
