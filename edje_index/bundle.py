@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,10 +29,11 @@ from edje_index.bundle_info import (
     verify_files,
 )
 from edje_index.bundle_parts import load_adapter
-from edje_index.clip_model import ClipConfig, build_clip, read_clip_config
+from edje_index.clip_model import HF_TEXT_FOLDER, ClipConfig, build_clip, read_clip_config
 from edje_index.devices import resolve_device
 from edje_index.errors import ModelError
 from edje_index.files import write_json
+from edje_index.folders import new_folder
 from edje_index.joint_encoder import JointEncoder, bert_config
 from edje_index.joint_inputs import load_joint_tokenizer
 from edje_index.pooled_similarity import PooledSimilarity
@@ -45,8 +44,6 @@ from edje_index.vision import VisionTower, vision_tower
 from edje_index.weights import assign_weights, read_weights, save_weights
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-HF_TEXT_FOLDER = "hf_text"  # configuration of a Hugging Face text tower, inside vision/
 
 
 @dataclass
@@ -189,19 +186,11 @@ class ModelBundle:
         """
         _check_fit(self)
         out = Path(path)
-        if out.exists():
-            raise ModelError(f"{out} exists already: give another folder, or remove it")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-        try:
+        with new_folder(out) as staging:
             self._write_parts(staging)
-            _make_readable(staging)
             info = self._describe(staging)
             write_json(staging / INFO_FILE, info.to_json())
-            staging.rename(out)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
+            read_bundle_info(staging)
         return read_bundle_info(out)
 
     def _write_parts(self, folder: Path) -> None:
@@ -257,13 +246,6 @@ class ModelBundle:
         if self.info is None:
             raise ModelError("a bundle made in memory has no fingerprint yet: save it")
         return self.info
-
-
-def _make_readable(folder: Path) -> None:
-    """Temporary folders and safetensors files begin as the owner's alone; a bundle is read by others too."""
-    folder.chmod(0o755)
-    for path in folder.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _load_clip(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:

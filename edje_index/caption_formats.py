@@ -227,7 +227,18 @@ def _captions(value: Any) -> tuple[str, ...]:
         raise _Fault("it has no captions ('captions': a list of strings, or 'caption': a string)")
     if not all(isinstance(caption, str) and caption.strip() for caption in said):
         raise _Fault("one of its captions is blank, or no text; take it out")
+    if not all(map(_is_text, said)):
+        raise _Fault("one of its captions has half of a surrogate pair, which is no text; take it out")
     return tuple(caption.strip() for caption in said)
+
+
+def _is_text(value: str) -> bool:
+    """False for half of a surrogate pair, which a JSON escape can make."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text(value: Any, key: str) -> str:

@@ -93,3 +93,14 @@ def _only(items: list[CaptionedImage], split: str, file: Path) -> list[Captioned
         said = f"its splits: {', '.join(names)}" if names else "it names no splits, so leave the split out"
         raise UsageError(f"{file} holds nothing of split '{split}'; {said}")
     return kept
+
+
+def check_apart(trained: Iterable[CaptionedImage], dev: Iterable[CaptionedImage]) -> None:
+    """UsageError where images of `dev` are trained on: what is chosen by them would be chosen by heart."""
+    known = {item.path for item in trained}
+    shared = [item.image for item in dev if item.path in known]
+    if shared:
+        raise UsageError(
+            f"{len(shared):,} images of --dev are trained on too, {shared[0]} for one: name the parts with --split and "
+            "--dev-split, or give other files"
+        )

@@ -32,7 +32,7 @@ def late_interaction(
     place = torch.arange(max(1, int(lengths.max())))
     there = (place < lengths[:, None]).to(tokens.device)
     numbers = torch.zeros(there.shape, dtype=torch.int64)
-    numbers[place < lengths[:, None]] = torch.tensor([word for caption in kept for word in caption])
+    numbers[place < lengths[:, None]] = torch.tensor([word for caption in kept for word in caption], dtype=torch.int64)
     mean = words.mean(dim=0)
     asked = functional.normalize(words[numbers.to(words.device)] - mean, dim=2)
     seen = functional.normalize(tokens.float() - mean, dim=2)

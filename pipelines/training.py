@@ -22,7 +22,8 @@ class TrainRequest:
         init: bundle to go on from.
         teacher: bundle to distil from; `teacher_features` is an index that it built, or of its tower's patches.
         miner: bundle whose embeddings mine negatives; `miner_features` is an index that it built.
-        dev: captions that the weights of the final score are fitted to.
+        dev: captions that the weights of the final score are fitted to, of images that are not trained on; `dev_split`
+            is the part of them to take.
         run_dir: checkpoints, log, and what is made on the way; None is the name of `out` with ".run" added.
         workers: ranks; more than one run on Ray.
         address: Ray cluster to join.
@@ -44,6 +45,7 @@ class TrainRequest:
     miner: Path | None = None
     miner_features: Path | None = None
     dev: Path | None = None
+    dev_split: str | None = None
     run_dir: Path | None = None
     workers: int = 1
     address: str | None = None

@@ -1,7 +1,7 @@
 """What the frozen image tower makes of all pictures, computed once and kept: a pass that resumes where it stopped.
 
     CACHE/<key>.f32     float32 [images, d], rows in the order of the captions; NaN where a picture cannot be read
-    CACHE/<key>.done    number of rows that are on the disk
+    CACHE/<key>.seen    int64 [images, 2], time and size of each file when its row was made
 
 The key covers the tower's weights, the preprocessing and the list of pictures.
 """
@@ -22,7 +22,6 @@ import torch
 from edje_index.clip_model import ClipConfig
 from edje_index.images import DEFAULT_MAX_PIXELS, ImageError, decode_rgb
 from edje_index.preprocessing import Preprocessor
-from storage_formats.atomic import write_bytes_atomic
 
 BATCH = 32
 DECODE_THREADS = 4
@@ -59,26 +58,43 @@ def image_features(
     Args:
         tower: what makes them.
         pictures: paths of image files.
-        cache: folder where features are kept; what lies there is not made again.
+        cache: folder where features are kept; of a file that is as it was they are not made again.
         on_progress: (pictures done, pictures).
     """
     cache.mkdir(parents=True, exist_ok=True)
     path = cache / f"{tower.key(pictures)}.f32"
-    marker = path.with_suffix(".done")
-    done = int(marker.read_text()) if marker.exists() and path.exists() else 0
     shape = (len(pictures), int(tower.trunk.num_features))  # type: ignore[arg-type]
-    features = np.memmap(path, np.float32, mode="r+" if done else "w+", shape=shape)
-    for start, pixels in _batches(tower.config, pictures, done):
-        features[start : start + len(pixels)] = _encode(tower.trunk, pixels)
+    seen = _mapped(path.with_suffix(".seen"), np.int64, (len(pictures), 2))
+    features = _mapped(path, np.float32, shape)
+    stamps = np.array([_stamp(picture) for picture in pictures], dtype=np.int64).reshape(-1, 2)
+    left = np.flatnonzero((seen != stamps).any(axis=1))
+    for start, pixels in _batches(tower.config, [pictures[at] for at in left.tolist()]):
+        rows = left[start : start + len(pixels)]
+        features[rows] = _encode(tower.trunk, pixels)
         features.flush()
-        write_bytes_atomic(marker, str(start + len(pixels)).encode())
-        on_progress(start + len(pixels), len(pictures))
-    return np.array(features)
+        seen[rows] = stamps[rows]
+        seen.flush()
+        on_progress(len(pictures) - len(left) + start + len(pixels), len(pictures))
+    found = np.array(features)
+    found[(stamps == 0).all(axis=1)] = np.nan
+    return found
 
 
-def _batches(
-    config: ClipConfig, pictures: Sequence[Path], done: int
-) -> Iterator[tuple[int, list[torch.Tensor | None]]]:
+def _mapped(path: Path, dtype: type[Any], shape: tuple[int, int]) -> np.memmap[Any, Any]:
+    """The array that `path` holds, or a new one of zeros."""
+    return np.memmap(path, dtype, mode="r+" if path.exists() else "w+", shape=shape)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """What changes when a file does (nanoseconds, bytes); of one that is not there as of one never seen: (0, 0)."""
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0)
+    return (found.st_mtime_ns, found.st_size)
+
+
+def _batches(config: ClipConfig, pictures: Sequence[Path]) -> Iterator[tuple[int, list[torch.Tensor | None]]]:
     """Decoded ahead of the model by one batch."""
     prepare = Preprocessor(config)
     with ThreadPoolExecutor(DECODE_THREADS) as pool:
@@ -86,8 +102,8 @@ def _batches(
         def submit(start: int) -> list[Any]:
             return [pool.submit(_pixels, path, prepare) for path in pictures[start : start + BATCH]]
 
-        coming = submit(done)
-        for start in range(done, len(pictures), BATCH):
+        coming = submit(0)
+        for start in range(0, len(pictures), BATCH):
             current, coming = coming, submit(start + BATCH)
             yield start, [future.result() for future in current]
 

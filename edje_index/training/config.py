@@ -71,7 +71,9 @@ class ObjectiveConfig:
     mlm_probability: float = _leaf(0.5, "Part of the caption tokens that are masked.", minimum=0)
     recovery_weight: float = _leaf(1.0, "Weight of text-embedding recovery; 0 leaves it out.", minimum=0)
     distillation_weight: float = _leaf(1.0, "Weight of distillation, with a teacher.", minimum=0)
-    text_length: int = _leaf(64, "Longest text row, [CLS] and both [SEP] included, in tokens.", minimum=4)
+    text_length: int = _leaf(
+        64, "Longest text row in training, [CLS] and both [SEP] included, in tokens; 64 in search.", minimum=4
+    )
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,8 @@ def _check(config: TrainConfig) -> None:
         )
     if config.selection.pooled_weight and not config.selection.pooled_dim:
         raise UsageError("--pooled-weight is of a pooled similarity, which --pooled-dim fits; give both")
+    if objective.text_length > 64:
+        raise UsageError(f"--text-length is at most 64, all that a joint encoder reads, got {objective.text_length}")
     architecture = config.architecture
     dropouts = (architecture.dropout, architecture.attention_dropout, config.seen.patch_dropout)
     if objective.mlm_probability > 1 or max(part or 0 for part in dropouts) >= 1:

@@ -38,10 +38,10 @@ def likeliest_weights(
     there = right.any(axis=1)
     known = logits + sum(w * term for w, term in zip(fixed, terms, strict=True) if w is not None)
     columns = [known, *(term for w, term in zip(fixed, terms, strict=True) if w is None)]
-    if not there.any() or len(columns) == 1:
+    if not there.any() or len(columns) == 1 or right.shape[1] == 1:  # nothing to tell apart, or nothing to find
         return [w or 0.0 for w in fixed]
     values = torch.from_numpy(np.stack(columns)[:, there].astype(np.float64))
-    scale = values.std(dim=(1, 2)).clamp(min=1e-9)
+    scale = values.std(dim=(1, 2), correction=0).clamp(min=1e-9)
     factors = _fit(values / scale[:, None, None], torch.from_numpy(right[there])) / scale
     # Where the logits say nothing or worse, the others outweigh them.
     found = (factors[1:] / factors[0].clamp(min=float(factors.max()) * _LEAST_LOGIT).clamp(min=1e-9)).tolist()

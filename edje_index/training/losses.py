@@ -95,5 +95,5 @@ def alignment_scores(tokens: torch.Tensor, words: torch.Tensor, shares: torch.Te
     """
     b, m, d = tokens.shape
     cosines = functional.normalize(tokens, dim=2).reshape(b * m, d) @ functional.normalize(words, dim=1).T
-    best = cosines.view(b, m, -1).amax(dim=1)
+    best = cosines.view(b, m, len(words)).amax(dim=1)
     return best.to(shares.dtype) @ shares

@@ -97,6 +97,8 @@ def train_rank(
         return _alignment_phase(config, source, AlignmentObjective(adapter, joint, config.seen), joint_words)
 
     def joint_phase() -> Phase:
+        if not config.optimizer.adapter_lr_factor:  # its gradients would cost time, and count in the norm
+            adapter.requires_grad_(False)
         objective = JointObjective(adapter, joint, config.objective, config.seen, teacher)
         return _joint_phase(config, source, objective, index=len(phases) - 1)
 

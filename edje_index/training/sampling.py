@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edje_index.training.dataset import TrainingData
 
 # One stream of random numbers a purpose; each is seeded by [seed, purpose, ...].
-ORDER, NEGATIVE_IMAGES, NEGATIVE_TEXTS, MASKING, DROPOUT, CLUSTERING, VIEWS, SEEN_VIEWS, POOLING, BANK = range(10)
+ORDER, NEGATIVE_IMAGES, NEGATIVE_TEXTS, MASKING, DROPOUT, CLUSTERING, VIEWS, SEEN_VIEWS, POOLING, BANK, DEV = range(11)
 
 
 def stream(seed: int, purpose: int, *place: int) -> np.random.Generator:

@@ -24,7 +24,7 @@ from edje_index.training.config import SelectionConfig
 from edje_index.training.dataset import CaptionSet, image_embeddings
 from edje_index.training.likelihood import BankProducts, Scores, likeliest_weights, likeliest_with_prior
 from edje_index.training.objectives import trained_part
-from edje_index.training.sampling import stream
+from edje_index.training.sampling import DEV, stream
 
 _ADAPTER_BATCH = 32
 
@@ -115,8 +115,8 @@ def choose_weights(
     bundle.adapter.to(resolve_device(device)).eval()
     bundle.joint.to(resolve_device(device)).eval()
     given = (config.embedding_weight, config.late_weight, config.pooled_weight if bundle.joint.pooled else 0.0)
-    captions = np.sort(stream(0, 0).permutation(len(dev.captions))[: config.dev_captions])
-    images = np.sort(stream(0, 1).permutation(len(dev.rows))[: config.dev_captions])
+    captions = np.sort(stream(0, DEV, 0).permutation(len(dev.captions))[: config.dev_captions])
+    images = np.sort(stream(0, DEV, 1).permutation(len(dev.rows))[: config.dev_captions])
     total = len(captions) + len(images)
 
     similar = dev.text_embeddings[captions] @ dev.image_embeddings.T

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -75,6 +76,8 @@ def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: object)
       edje-index eval photos.edje dataset_coco.json --split test --full
     """
     config = _config(**options)
+    if report is not None:
+        _make(report)
     from edje_index.evaluation.evaluate import evaluate as measure
 
     try:
@@ -116,13 +119,23 @@ def _show(result: Evaluation, report: Path | None, *, as_json: bool) -> None:
     for system in result.systems:
         if not system.trained:
             note(f"note: the weights that {system.name} is searched with are untrained; its recall is that of chance")
-    if report is not None:
-        for path in write_report(result, report):
-            note(f"wrote {path}")
     if as_json:
         print_json(to_json(result))
     else:
         click.echo(text_report(result), nl=False)
+    if report is not None:
+        for path in write_report(result, report):
+            note(f"wrote {path}")
+
+
+def _make(folder: Path) -> None:
+    """The folder of the report, now rather than after hours. UsageError where nothing can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write the report into {folder}: {error.strerror}") from error
 
 
 class _Progress:

@@ -10,7 +10,7 @@ import click
 
 from edje_index.score_weights import ScoreWeights
 from pipelines.cli.output import json_option, print_json, this_command
-from pipelines.cli.train_options import config_options, read_request
+from pipelines.cli.train_options import DEVICES, config_options, read_request
 
 if TYPE_CHECKING:
     from edje_index.training.config import TrainConfig
@@ -36,11 +36,12 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--miner", type=_PATH, help="Bundle whose embeddings mine negatives.  [default: the towers]")
 @click.option("--miner-features", type=_PATH, help="Index that the miner built.  [default: made in --run-dir]")
 @click.option("--dev", type=_PATH, help="Captions that the weights of the final score are fitted to.")
+@click.option("--dev-split", help="Take this split of --dev alone.")
 @click.option("--run-dir", type=_PATH, help="Folder of checkpoints and log.  [default: OUT.run]")
 @config_options
 @click.option("--workers", type=_POSITIVE, help="Ranks; more than one run on Ray.  [default: 1]")
 @click.option("--address", metavar="HOST:PORT", help="Head of a Ray cluster to join; the run folder must be shared.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Where to train.  [default: auto]")
+@click.option("--device", type=click.Choice(DEVICES), help="Where to train.  [default: auto]")
 @click.option("--threads", type=_POSITIVE, help="CPU threads of a rank.  [default: torch's]")
 @click.option("--checkpoint-every", type=_POSITIVE, help="Steps between checkpoints.  [default: 200]")
 @click.option("--log-every", type=_POSITIVE, help="Steps between lines of the log.  [default: 10]")

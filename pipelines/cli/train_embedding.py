@@ -52,7 +52,7 @@ def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) ->
       edje-index train-embedding coco.json --split train --images coco --image-tower \\
         vit_base_patch14_dinov2:dinov2.safetensors --text-tower minilm --tune-text 2 --out dual
     """
-    from edje_index.captions import read_captions
+    from edje_index.captions import check_apart, read_captions
     from edje_index.dual.command import Reports
     from edje_index.dual.command import train_embedding as train
     from edje_index.dual.config import DualConfig
@@ -61,6 +61,7 @@ def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) ->
     data = read_captions(captions, images, options.pop("split"))
     dev_file, dev_split = options.pop("dev"), options.pop("dev_split")
     dev = read_captions(dev_file, images, dev_split) if dev_file else []
+    check_apart(data, dev)
     names = ("towers", "image_tower", "text_tower", "image_size")
     sources = _sources(*(options.pop(name) for name in names))
     cache = options.pop("cache") or out.with_name(f"{out.name}.features")

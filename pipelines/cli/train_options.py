@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import click
 
@@ -15,6 +15,8 @@ from pipelines.training import TrainRequest
 from storage_formats.errors import UsageError
 
 Command = Callable[..., Any]
+DEVICES = ("auto", "cpu", "cuda")
+_KINDS = {Path: "a path", str: "a text", int: "a whole number", bool: "true or false"}
 _PATHS = ("out", "images", "model", "language", "features", "init", "teacher", "teacher_features", "miner",
           "miner_features", "dev", "run_dir")  # fmt: skip
 
@@ -46,6 +48,7 @@ def read_request(options: dict[str, Any], config_file: Path | None) -> tuple[Tra
     known = {field.name for field in fields(TrainRequest)}
     request = {name: values.pop(name) for name in list(values) if name in known}
     config = make_config(values)
+    _check_request(request)
     if not request.get("captions") or "out" not in request:
         raise UsageError("give at least one file of CAPTIONS, and --out")
     if (request.get("model") is None) == (request.get("vision") is None):
@@ -54,6 +57,21 @@ def read_request(options: dict[str, Any], config_file: Path | None) -> tuple[Tra
             "'edje-index train-embedding' makes towers where no CLIP is at hand"
         )
     return TrainRequest(**{**request, "captions": tuple(request["captions"])}), config
+
+
+def _check_request(values: dict[str, Any]) -> None:
+    """UsageError for a value that the command line would not take: files are not checked by click."""
+    kinds = get_type_hints(TrainRequest)
+    for name, value in values.items():
+        if name == "captions" or value is None:
+            continue
+        kind = next(kind for kind in (*get_args(kinds[name]), kinds[name]) if kind is not type(None))
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise UsageError(f"'{name}' takes {_KINDS[kind]}, got {value!r}")
+        if kind is int and value < 1:
+            raise UsageError(f"'{name}' must be at least 1, got {value}")
+    if values.get("device", "auto") not in DEVICES:
+        raise UsageError(f"'device' is one of {', '.join(DEVICES)}, got {values['device']!r}")
 
 
 def _is_given(value: Any) -> bool:
@@ -90,5 +108,8 @@ def _group(path: Path, group: str, values: dict[str, Any]) -> dict[str, Any]:
 
 def _located(folder: Path, name: str, value: Any) -> Any:
     if name == "captions":
-        return [folder / part for part in ([value] if isinstance(value, str) else value)]
+        parts = value if isinstance(value, list) else [value]
+        if not all(isinstance(part, str) for part in parts):
+            raise UsageError(f"'captions' takes paths of files, got {value!r}")
+        return [folder / part for part in parts]
     return folder / value if name in _PATHS and isinstance(value, str) else value

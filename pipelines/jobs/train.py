@@ -45,6 +45,10 @@ def run_training(
             return finished
         if request.out.exists():
             raise UsageError(f"{request.out} exists already: give another --out, or remove it")
+        if request.export and not (request.run_folder / "checkpoints").is_dir():
+            raise UsageError(
+                f"{request.run_folder} holds no checkpoint to export; is it the --run-dir of the training?"
+            )
         prepared = prepare_training(request, config, run, on_event, should_stop)
         if not request.export:
             _train(prepared.task, request, on_event, should_stop)

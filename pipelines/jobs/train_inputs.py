@@ -11,11 +11,12 @@ checkpoints/, log.jsonl, tensorboard/, result.json
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +67,7 @@ def prepare_training(
         UsageError, ModelError: something given does not fit.
         BuildStopped: `should_stop()` turned true; what is finished is kept.
     """
+    from edje_index.captions import check_apart
     from edje_index.training.loop import Runtime
     from edje_index.training.rank import TrainTask, total_steps
 
@@ -79,6 +81,7 @@ def prepare_training(
         raise UsageError("--bank needs --dev, whose captions the weight of its prior is fitted to")
     parts = _Parts(request, config, on_event, should_stop)
     total_steps(config, len(parts.items))
+    check_apart(parts.items, parts.dev_items)
     features = parts.features
     data, temperature = parts.data()
     runtime = Runtime(
@@ -127,10 +130,12 @@ class _Parts:
         return [item for path in request.captions for item in read_captions(path, request.images, request.split)]
 
     @cached_property
-    def _dev_items(self) -> list[CaptionedImage]:
+    def dev_items(self) -> list[CaptionedImage]:
+        """Captioned images to fit weights to, as the file has them."""
         from edje_index.captions import read_captions
 
-        return read_captions(self._request.dev, self._request.images) if self._request.dev else []
+        request = self._request
+        return read_captions(request.dev, request.images, request.dev_split) if request.dev else []
 
     @cached_property
     def start(self) -> ModelBundle:
@@ -166,7 +171,7 @@ class _Parts:
             _check_index(self._request.features, accepted, self._feature_adapter.kind)
             return self._request.features.absolute()
         self._on_event(Phase("computing features of the frozen tower, once"))
-        return self._build("features.edje", self._features_model, [*self.items, *self._dev_items])
+        return self._build("features.edje", self._features_model, [*self.items, *self.dev_items])
 
     @property
     def _feature_adapter(self) -> AdapterConfig:
@@ -280,7 +285,7 @@ class _Parts:
 
     def dev(self) -> CaptionSet | None:
         """Captions that are not trained on."""
-        return self._matched(self.features, self._dev_items, {})[1] if self._dev_items else None
+        return self._matched(self.features, self.dev_items, {})[1] if self.dev_items else None
 
     def _miner(self) -> tuple[Miner, float]:
         """What negatives are mined with, and its logit scale."""
@@ -338,7 +343,8 @@ class _Parts:
             address=request.address,
             column="path" if sources[-1].endswith(".jsonl") else None,
         )
-        run_build(config, self._on_event, self._should_stop)
+        with _own_threads():
+            run_build(config, self._on_event, self._should_stop)
         return out
 
     def _sources(self, name: str, items: Sequence[CaptionedImage]) -> tuple[str, ...]:
@@ -363,6 +369,18 @@ class _Parts:
                 f"the teacher {self._request.teacher} has another tokenizer than the student; begin the student with "
                 "the teacher's language model (--language or --init)"
             )
+
+
+@contextlib.contextmanager
+def _own_threads() -> Iterator[None]:
+    """Torch's threads as they were, afterwards: a build sets them, and sums of floats depend on them."""
+    import torch
+
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check_index(index: Path, accepted: Sequence[str], what: str) -> None:

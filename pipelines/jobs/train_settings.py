@@ -70,6 +70,7 @@ def _settings(request: TrainRequest, config: TrainConfig) -> dict[str, Any]:
         "teacher-features": _index(request.teacher_features),
         "miner": _bundle(request.miner),
         "miner-features": _index(request.miner_features),
+        "dev-split": request.dev_split,
         "dev": None if request.dev is None else _digest(request.dev),  # its images are among the features
     }
 

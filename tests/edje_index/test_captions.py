@@ -165,6 +165,7 @@ def test_a_sample_without_captions_is_named(tmp_path):
         ('{"image": "a.jpg", "captions": ["x", 3]}', "blank, or no text"),
         ('{"image": "a\\u0000.jpg", "caption": "x"}', "no possible file name"),
         ('{"image": "a\\ud800.jpg", "caption": "x"}', "no possible file name"),
+        ('{"image": "a.jpg", "caption": "x \\ud83d"}', "half of a surrogate pair"),
         (b'{"image": "a\xff.jpg", "caption": "x"}', "not UTF-8"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import open_clip
@@ -160,6 +161,26 @@ def test_features_resume_where_they_stopped(sources, items, tmp_path):
     again = image_features(tower, paths, tmp_path / "parts", lambda done, _: seen.append(done))
     assert seen == [64, 80]
     np.testing.assert_array_equal(again, whole)
+
+
+def test_features_are_made_anew_of_pictures_that_changed_or_came_later(sources, items, tmp_path):
+    model = start_model(sources, 12, seed=0)
+    tower = PooledTower(model.clip.visual.trunk, model.config)
+    paths = [tmp_path / f"{at}.png" for at in range(3)]
+    for path, item in zip(paths[:2], items, strict=False):
+        shutil.copy(item.path, path)
+    first = image_features(tower, paths, tmp_path / "cache", quiet)
+    assert np.isnan(first).any(axis=1).tolist() == [False, False, True]
+    shutil.copy(items[2].path, paths[2])
+    shutil.copy(items[3].path, paths[0])
+    paths[1].unlink()
+    seen = []
+    second = image_features(tower, paths, tmp_path / "cache", lambda done, of: seen.append((done, of)))
+    assert seen == [(3, 3)]
+    fresh = image_features(tower, paths, tmp_path / "other", quiet)
+    np.testing.assert_allclose(second, fresh, atol=1e-5)
+    assert np.isnan(second).any(axis=1).tolist() == [False, True, False]
+    assert not np.allclose(second[0], first[0], atol=1e-3)
 
 
 def test_pictures_that_cannot_be_read_are_left_out(sources, items, tmp_path):

@@ -28,6 +28,12 @@ def test_pairs_score_as_in_the_alignment_phase():
     assert expected[3] == 0
 
 
+@pytest.mark.parametrize("captions", [[[]], [[3], []]])
+def test_captions_without_any_word_score_nothing(captions):
+    tokens, words, content = torch.ones(len(captions), 2, 8), torch.randn(5, 8), np.arange(5) != 3
+    assert late_interaction(captions, tokens, words, content).tolist() == [0.0] * len(captions)
+
+
 @pytest.fixture
 def bundle(tiny_bundle):
     return ModelBundle.load(tiny_bundle)

@@ -176,6 +176,49 @@ def test_a_query_bank_is_fitted_to_dev_captions(case, tmp_path):
     assert run(*training(case, tmp_path / "banked"), *asked)["already_finished"]
 
 
+def test_dev_captions_of_images_that_are_trained_on_are_refused(case, tmp_path):
+    lines = (case / "train.jsonl").read_text().splitlines(keepends=True)
+    parts = [json.dumps({**json.loads(line), "split": "dev" if at < 4 else "train"}) for at, line in enumerate(lines)]
+    (case / "all.jsonl").write_text("\n".join(parts))
+    arguments = training(case, tmp_path / "out")
+    arguments[1] = case / "all.jsonl"
+    asked = [*arguments, "--steps", "1", "--split", "train", "--dev", case / "all.jsonl"]
+    error = run(*asked, expect=2)["error"]
+    assert "20 images of --dev are trained on too" in error
+    assert "--dev-split" in error
+    assert not (tmp_path / "out.run" / "data").exists()
+    out = training(case, tmp_path / "apart")
+    out[1] = case / "all.jsonl"
+    result = run(*out, *asked[-4:], "--steps", "1", "--dev-split", "dev")
+    assert result["dev"]["images"]["queries"] == 8
+
+
+def test_nothing_is_made_for_an_export_without_a_checkpoint(case, tmp_path):
+    error = run(*training(case, tmp_path / "out", features=False), "--export", expect=2)["error"]
+    assert "no checkpoint to export" in error
+    assert not (tmp_path / "out.run" / "features.edje").exists()
+
+
+def test_features_leave_torchs_threads_alone(case, tmp_path):
+    given = training(case, tmp_path / "out", features=False)
+    at = given.index("--threads")
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert main([*map(str, given[:at] + given[at + 2 :]), "--steps", "1", "--quiet"]) == 0
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_adapter_whose_rate_is_0_stays_as_it_is(case, tmp_path):
+    result = run(*training(case, tmp_path / "out"), "--adapter-lr-factor", "0", "--align-steps", "0", "--steps", "3")
+    assert result["last"]["gradient"] > 0
+    own, begun = (weights(folder) for folder in (tmp_path / "out", tmp_path / "out.run" / "start"))
+    changed = {name for name in own if own[name] != begun[name]}
+    assert changed == {"joint/model.safetensors"}
+
+
 def test_a_pooled_similarity_that_would_weigh_nothing_is_refused(case, tmp_path):
     error = run(*training(case, tmp_path / "out"), "--pooled-dim", "8", expect=2)["error"]
     assert "--dev, or --pooled-weight" in error

@@ -38,12 +38,21 @@ def test_options_win_over_the_file_and_its_paths_begin_at_its_folder(tmp_path):
         ("[loop]\nlr = 1", r"in \[loop\] what does not belong there: lr"),
         ("[loop", "cannot read"),
         ("steps = 'many'", "'steps' takes a value of type int"),
+        ("workers = 0", "'workers' must be at least 1, got 0"),
+        ("log_every = true", "'log_every' takes a whole number, got True"),
+        ("compile = 'false'", "'compile' takes true or false"),
+        ("dev = 5", "'dev' takes a path, got 5"),
+        ("vision = 5", "'vision' takes a text"),
+        ("device = 'steam'", "'device' is one of auto, cpu, cuda"),
+        ("captions = 5", "'captions' takes paths of files, got 5"),
+        ("captions = ['a', 5]", "'captions' takes paths of files"),
+        ("text_length = 65", "--text-length is at most 64"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path, text, words):
     (tmp_path / "c.toml").write_text(text)
     with pytest.raises(UsageError, match=words):
-        read_request(GIVEN, tmp_path / "c.toml")
+        read_request({**GIVEN, "captions": ()} if "captions" in text else GIVEN, tmp_path / "c.toml")
 
 
 @pytest.mark.parametrize(

@@ -122,3 +122,8 @@ def test_a_prior_without_gain_has_no_weight():
 def test_nothing_to_learn_from_takes_no_prior():
     logits, terms, right, bank = a_world_with_hubs(TRUE, queries=20)
     assert likeliest_with_prior(logits, terms, right & False, [None, 3.0, None], bank) == ScoreWeights(0.0, 3.0, 0.0)
+
+
+def test_a_pool_of_one_says_nothing():
+    one = np.ones((1, 1), dtype=np.float32)
+    assert likeliest_weights(one, [one, one], one > 0, [None, 2.0]) == [0.0, 2.0]

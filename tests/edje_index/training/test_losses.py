@@ -118,6 +118,11 @@ def test_alignment_tells_captions_from_those_of_their_set_alone(rng):
     close(alignment_loss(scores, temperature), sum(part.item() for part in apart) / 3)
 
 
+def test_a_batch_without_words_scores_nothing():
+    scores = alignment_scores(torch.ones(2, 3, 4), torch.empty(0, 4), torch.empty(0, 5))
+    assert scores.tolist() == [[0.0] * 5] * 2
+
+
 def test_a_caption_without_words_scores_nothing():
     scores = alignment_scores(torch.ones(2, 3, 4), torch.ones(1, 4), torch.tensor([[0.0, 1.0]]))
     assert scores.tolist() == [[0, 1], [0, 1]]
