@@ -29,8 +29,14 @@ def available_memory() -> int:
     available = int(psutil.virtual_memory().available)
     limit, used = _read_cgroup("memory.max"), _read_cgroup("memory.current")
     if limit.isdigit() and used.isdigit():
-        available = min(available, max(0, int(limit) - int(used)))
+        available = min(available, max(0, int(limit) - int(used) + _file_cache()))
     return available
+
+
+def _file_cache() -> int:
+    """Bytes of files in the container's page cache: counted as used, and given up when memory is short."""
+    fields = dict(line.split() for line in _read_cgroup("memory.stat").splitlines())
+    return sum(int(fields.get(name, 0)) for name in ("inactive_file", "active_file"))
 
 
 def free_disk(path: Path) -> int:

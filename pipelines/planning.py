@@ -134,6 +134,7 @@ def check_out_folder(config: BuildConfig) -> None:
     strangers = {entry.name for entry in out.iterdir()} - {layout.build.name}
     if layout.build.is_dir():
         strangers |= {entry.name for entry in layout.build.iterdir()} - {"lock", layout.inputs(0).parent.name}
+    strangers = {name for name in strangers if not name.startswith(f".{layout.plan.name}.")}  # it was being written
     if strangers:
         shown = ", ".join(sorted(strangers)[:3])
         raise UsageError(f"--out {out} is not empty and not an index (it holds {shown}); give another folder")

@@ -29,7 +29,7 @@ class StopFlag:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
-    """A flag that SIGINT, SIGTERM or SIGHUP sets, with a line on standard error.
+    """A flag that SIGINT, SIGTERM or SIGHUP sets, with a line on standard error; one that is ignored stays so.
 
     A second signal raises KeyboardInterrupt, a third ends the process on the spot. In a thread other than the main
     one the flag is there and no signal sets it.
@@ -49,7 +49,8 @@ def stop_on_signals() -> Iterator[StopFlag]:
     if threading.current_thread() is not threading.main_thread():
         yield flag
         return
-    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in heard}
     try:
         yield flag
     finally:

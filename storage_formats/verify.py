@@ -49,6 +49,7 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
     layout = Layout(Path(root))
     try:
         manifest = Manifest.load(root)
+        begun = layout.manifest.read_bytes()
         table = manifest.shard_files(root)
     except CorruptIndexError as error:
         return [Problem("index.json", "manifest", str(error))]
@@ -65,6 +66,8 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
         problems.append(Problem("index.json", "counts", f"rows say {totals}, the manifest says {manifest.counts}"))
     problems += _check_strays(layout, manifest, by_shard)
     problems += _check_ann(layout, manifest)
+    if problems and layout.manifest.read_bytes() != begun:
+        return [Problem("index.json", "changed", "the index was changed while it was verified; verify it again")]
     return problems
 
 

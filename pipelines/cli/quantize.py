@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 @click.option(
     "--engine", type=click.Choice(["inline", "ray"]), default="inline", show_default=True, help="What converts."
 )
-@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Processes, with ray.")
-@click.option("--address", metavar="HOST:PORT", help="Ray cluster to join.")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes, with --engine ray.  [default: 2]")
+@click.option("--address", metavar="HOST:PORT", help="Ray cluster to join, with --engine ray.")
 @report_options
 @click.option("--quiet", is_flag=True, help="No progress.")
 @json_option
@@ -37,7 +37,7 @@ def quantize(
     drop: tuple[str, ...],
     source: str | None,
     engine: str,
-    workers: int,
+    workers: int | None,
     address: str | None,
     request: ReportRequest | None,
     quiet: bool,
@@ -93,14 +93,16 @@ def _print(index: Path, result: QuantizeResult) -> None:
     click.echo(f"{index}: {result.rows:,} rows, {result.seconds:.1f} s")
 
 
-def _engine(name: str, workers: int, address: str | None) -> Engine:
+def _engine(name: str, workers: int | None, address: str | None) -> Engine:
     if name == "inline":
+        if workers is not None or address is not None:
+            raise UsageError("--workers and --address are for '--engine ray'; give that too")
         from pipelines.engines.inline import InlineEngine
 
         return InlineEngine()
     from pipelines.engines.ray_engine import RayEngine
 
-    return RayEngine(workers, address=address)
+    return RayEngine(workers or 2, address=address)
 
 
 def _run(config: QuantizeConfig, engine: Engine, *, quiet: bool) -> QuantizeResult:

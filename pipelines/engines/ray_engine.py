@@ -86,7 +86,7 @@ class RayEngine:
                 f"a worker needs {self._needs['CPU']} CPUs and {self._needs['GPU']} GPUs, "
                 f"the whole Ray cluster has {held['CPU']:g} and {held['GPU']:g}"
             )
-        return self._workers or fits
+        return min(self._workers or fits, fits)
 
 
 @contextlib.contextmanager

@@ -155,11 +155,18 @@ class ActorPool:
                 return
             work = self._next_work()
             if work is None:
+                self._dismiss_idle()
                 return
             if slot is None:
                 slot = _Slot(self._actor.remote(self._make_worker))
                 self._slots.append(slot)
             slot.work, slot.call = work, slot.actor.run.remote(work.task)
+
+    def _dismiss_idle(self) -> None:
+        """End workers that no task is left for: in a cluster others, not yet started, may wait for their room."""
+        for slot in [slot for slot in self._slots if slot.work is None]:
+            self._slots.remove(slot)
+            self._ray.kill(slot.actor)
 
     def _next_work(self) -> _Work | None:
         if self._again:
@@ -215,7 +222,7 @@ class ActorPool:
                 last_line = str(error).strip().splitlines()[-1]
                 raise EdjeError(f"a worker could not start: {last_line} (every node needs edje-index)") from error
             return self._bury(slot, work)
-        slot.work = slot.call = None
+        slot.work = slot.call = slot.poll = None  # what a poll says now is of a task that is counted already
         if reply.status == "unusable":
             raise EdjeError(f"a worker could not start: {reply.value}")
         if reply.status == "failed":

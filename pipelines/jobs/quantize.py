@@ -56,7 +56,7 @@ class QuantizeConfig:
         root: the index.
         to: precisions that it shall hold afterwards, beside what it holds.
         drop: precisions to remove then.
-        source: precision to convert from; None takes the one of the longest records.
+        source: precision to convert from; None takes the most faithful.
     """
 
     root: Path
@@ -71,7 +71,8 @@ def quantize_index(
     """Add the precisions that are missing, then drop those that are to go; resumes what was begun.
 
     Raises:
-        UsageError: no index, an unknown precision, a source that it does not hold, too little disk.
+        UsageError: no index, an unknown precision, one both to add and to drop, a source that it does not hold, too
+            little disk.
         BuildStopped: stopped or failed before the end; running it again resumes it.
     """
     from storage_formats.conversion import drop_precision, remove_leftovers
@@ -82,7 +83,7 @@ def quantize_index(
     with locked_index(config.root):
         manifest = Manifest.load(config.root)
         missing = tuple(name for name in dict.fromkeys(config.to) if name not in manifest.spec.precisions)
-        _check_drop(config, (*manifest.spec.precisions, *missing))
+        _check_names(config, (*manifest.spec.precisions, *missing))
         source = precision_to_read(config.root, manifest.spec, config.source) if missing else None
         if source is not None:
             manifest = _Conversion(config.root, manifest.spec, source, missing, on_event).run(engine, should_stop)
@@ -109,7 +110,13 @@ def _result(
     )
 
 
-def _check_drop(config: QuantizeConfig, held: tuple[str, ...]) -> None:
+def _check_names(config: QuantizeConfig, held: tuple[str, ...]) -> None:
+    from storage_formats.codecs import codec
+
+    for name in (*config.to, *config.drop, *filter(None, [config.source])):
+        codec(name)
+    if both := sorted({*config.to} & {*config.drop}):
+        raise UsageError(f"{', '.join(both)}: both to add and to drop; say one of them")
     if config.drop and not set(held) - set(config.drop):
         raise UsageError(f"dropping {', '.join(config.drop)} would leave {config.root} without tokens")
 
@@ -121,12 +128,14 @@ def _record_bytes(spec: IndexSpec, name: str) -> int:
 
 
 def precision_to_read(root: Path, spec: IndexSpec, wanted: str | None) -> str:
-    """The precision to read: `wanted`, or where it is None the one of the longest records.
+    """The precision to read: `wanted`, or where it is None the most faithful.
 
     UsageError where the index does not hold it.
     """
+    from storage_formats.codecs import precisions
+
     if wanted is None:
-        return max(spec.precisions, key=lambda name: _record_bytes(spec, name))
+        return min(spec.precisions, key=precisions().index)
     if wanted not in spec.precisions:
         raise UsageError(f"{root} does not hold '{wanted}' to convert from; it holds: {', '.join(spec.precisions)}")
     return wanted
@@ -152,9 +161,9 @@ class _Conversion:
         from storage_formats.conversion import add_precisions
         from storage_formats.publish import clear_staging
 
+        self._find_receipts()
         self._check_disk()
         clear_staging(self._root)
-        self._find_receipts()
         self._on_event(PlanReady(self._spec.rows, 0, self._spec.shards, len(self._receipts), {}, 1))
         try:
             self._run_shards(engine, should_stop)
@@ -168,14 +177,15 @@ class _Conversion:
         return f"{len(self._receipts)} of {self._spec.shards} shards are finished"
 
     def _check_disk(self) -> None:
+        left = self._spec.shards - len(self._receipts)
         need = sum(
-            self._spec.shards * padded_shard_bytes(self._spec.shard_size, self._spec.shard_size, size)[1]
+            left * padded_shard_bytes(self._spec.shard_size, self._spec.shard_size, size)[1]
             for size in (_record_bytes(self._spec, name) for name in self._targets)
         )
         free = free_disk(self._root)
         if need > free:
             raise UsageError(
-                f"{', '.join(self._targets)} of {self._spec.rows} rows need up to {need} bytes of disk, "
+                f"{', '.join(self._targets)} of {left} shards need up to {need} bytes of disk, "
                 f"{free} are free at {self._root}; free some, or convert to fewer precisions at a time"
             )
 

@@ -35,7 +35,8 @@ def begin_run(request: TrainRequest, config: TrainConfig) -> str:
     if path.exists():
         _refuse_differences(folder, json.loads(path.read_text()), settings)
     else:
-        strangers = [entry.name for entry in folder.iterdir() if entry.name != "build"]  # that is the lock
+        own = ("build", f".{RUN_FILE}.")  # the lock, and what was being written when a run was killed
+        strangers = [entry.name for entry in folder.iterdir() if not entry.name.startswith(own)]
         if strangers:
             raise UsageError(f"--run-dir {folder} is not empty and no training (it holds {strangers[0]}); give another")
         write_json_atomic(path, settings)

@@ -23,12 +23,12 @@ DEFAULT_BLOCK_SHAPE = (64, 384)
 
 _CODECS: dict[str, Callable[[tuple[int, int]], Codec]] = {
     entry.name: entry
-    for entry in (BF16Codec, FP16Codec, FP8Codec, MXFP8Codec, Int8Codec, NVFP4Codec, MXFP4Codec, Sign1Codec)
+    for entry in (BF16Codec, FP16Codec, Int8Codec, FP8Codec, MXFP8Codec, NVFP4Codec, MXFP4Codec, Sign1Codec)
 }
 
 
 def precisions() -> tuple[str, ...]:
-    """Names of every precision that this version reads and writes."""
+    """Names of every precision that this version reads and writes, the most faithful first."""
     return tuple(_CODECS)
 
 

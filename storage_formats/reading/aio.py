@@ -64,7 +64,7 @@ class AioQueue:
         """Completions; see `queues.Queue`."""
         refused, self._refused = np.array(self._refused, dtype=np.int64).reshape(-1, 2), []
         self.in_flight -= len(refused)
-        minimum, count = min(minimum - len(refused), self.in_flight), 0
+        minimum, count = min(minimum - len(refused), self.in_flight, self.entries), 0
         while count < minimum:
             free = self._completions[count:]
             try:

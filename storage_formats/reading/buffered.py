@@ -30,36 +30,19 @@ class BufferedEngine:
     """The kernel is told of the reads of several pieces ahead (WILLNEED), and one thread copies them out."""
 
     name = "buffered"
-    decode_threads: int | None = 1
-    ahead = 8  # 512 requests of one record
-    piece_records = PIECE_RECORDS
 
     def __init__(self, files: ShardFiles) -> None:
         self._files = files
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Reader]:
-        yield self
-
-    def start(self, batch: Batch, target: Target) -> Finish:
-        files = self._files.acquire(batch)
-        size = self._files.record_bytes
-        requests = _requests(batch, target.slots, files, size)
-        _announce(requests, size)
-
-        def finish() -> None:
-            try:
-                for request in requests:
-                    read_fully(request, target, size)
-            finally:
-                self._files.release(files)
-
-        return finish
+        with contextlib.ExitStack() as held:
+            yield _BufferedReader(self._files, held)
 
     def announce(self, batch: Batch) -> None:
         """Have the kernel begin to read `batch` into the page cache."""
         size = self._files.record_bytes
-        for piece in batch.pieces(self.piece_records):
+        for piece in batch.pieces(PIECE_RECORDS):
             files = self._files.acquire(piece)
             try:
                 _announce(_requests(piece, piece.places, files, size), size)
@@ -68,6 +51,29 @@ class BufferedEngine:
 
     def close(self) -> None:
         """Nothing is kept."""
+
+
+class _BufferedReader:
+    ahead = 8  # 512 requests of one record
+    piece_records = PIECE_RECORDS
+    decode_threads: int | None = 1
+
+    def __init__(self, files: ShardFiles, held: contextlib.ExitStack) -> None:
+        self._files = files
+        self._held = held
+
+    def start(self, batch: Batch, target: Target) -> Finish:
+        files, let_go = _hold(self._files, batch, self._held)
+        size = self._files.record_bytes
+        requests = _requests(batch, target.slots, files, size)
+        _announce(requests, size)
+
+        def finish() -> None:
+            with let_go:
+                for request in requests:
+                    read_fully(request, target, size)
+
+        return finish
 
 
 class PortableEngine:
@@ -86,11 +92,13 @@ class PortableEngine:
         with self._lock:
             if self._threads is None or self._owner != os.getpid():  # threads do not survive a fork
                 self._threads, self._owner = ThreadPoolExecutor(_THREADS, "edje-read"), os.getpid()
-            reader = _ThreadedReader(self._files, self._threads)
-        try:
-            yield reader
-        finally:
-            reader.wait()
+            threads = self._threads
+        with contextlib.ExitStack() as held:
+            reader = _ThreadedReader(self._files, threads, held)
+            try:
+                yield reader
+            finally:
+                reader.wait()
 
     def close(self) -> None:
         with self._lock:
@@ -104,24 +112,23 @@ class _ThreadedReader:
     piece_records = PIECE_RECORDS
     decode_threads: int | None = 1
 
-    def __init__(self, files: ShardFiles, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, files: ShardFiles, threads: ThreadPoolExecutor, held: contextlib.ExitStack) -> None:
         self._files = files
         self._threads = threads
+        self._held = held
         self._running: set[Future[None]] = set()
 
     def start(self, batch: Batch, target: Target) -> Finish:
-        files = self._files.acquire(batch)
+        files, let_go = _hold(self._files, batch, self._held)
         size = self._files.record_bytes
         requests = _requests(batch, target.slots, files, size)
         futures = [self._threads.submit(read_fully, request, target, size) for request in requests]
         self._running.update(futures)
 
         def finish() -> None:
-            try:
+            with let_go:
                 wait(futures)
-            finally:
                 self._running.difference_update(futures)
-                self._files.release(files)
             for future in futures:
                 future.result()
 
@@ -131,6 +138,16 @@ class _ThreadedReader:
         for future in self._running:
             future.cancel()
         wait(self._running)
+
+
+def _hold(
+    files: ShardFiles, batch: Batch, held: contextlib.ExitStack
+) -> tuple[dict[int, ShardFile], contextlib.ExitStack]:
+    """The files of `batch`, and what lets go of them when it is left, or else when `held` is."""
+    acquired = files.acquire(batch)
+    let_go = held.enter_context(contextlib.ExitStack())
+    let_go.callback(files.release, acquired)
+    return acquired, let_go
 
 
 def _requests(batch: Batch, slots: Ints, files: dict[int, ShardFile], record_bytes: int) -> list[Request]:

@@ -167,19 +167,20 @@ class Engines:
         scattered = bool((np.diff(batch.places[start:stop]) != 1).any())
         return "sequential" if scattered and "sequential" in engines() else self._cold
 
-    def _share(self, batch: Batch, index: int) -> float:
-        """Share of a record that is in the page cache."""
+    def _share(self, batch: Batch, index: int, *, unknown: float = 0.0) -> float:
+        """Share of a record that is in the page cache; `unknown` where that cannot be told."""
         part = batch[index : index + 1]
         files = self._plain.acquire(part)
         try:
-            return self._shares(next(iter(files.values())), part.positions)
+            return self._shares(next(iter(files.values())), part.positions, unknown)
         finally:
             self._plain.release(files)
 
-    def _shares(self, file: ShardFile, positions: NDArray[np.int64]) -> float:
+    def _shares(self, file: ShardFile, positions: NDArray[np.int64], unknown: float = 0.0) -> float:
         size = self._files.record_bytes
         starts = [position * size for position in positions.tolist()]
-        return sum(resident_share(file, start, start + size) for start in starts) / len(starts)
+        shares = [resident_share(file, start, start + size) for start in starts]
+        return sum(unknown if share is None else share for share in shares) / len(shares)
 
     def _resident(self, part: Batch) -> NDArray[np.bool_] | None:
         """Which records of one shard are in the page cache, [n]; None where most of a sample are not.
@@ -205,4 +206,4 @@ class Engines:
 
     def _is_resident(self, shard: int, position: int) -> bool:
         one = (np.array([number]) for number in (shard, position, 0))
-        return self._share(Batch(*one), 0) >= _WORTH_CACHE
+        return self._share(Batch(*one), 0, unknown=1.0) >= _WORTH_CACHE  # no eviction is known of

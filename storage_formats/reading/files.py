@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import mmap
 import os
 import threading
@@ -19,7 +20,8 @@ from storage_formats.errors import CorruptIndexError
 from storage_formats.reading.base import Batch, Ints
 from storage_formats.reading.syscalls import sector_bytes
 
-OPEN_FILES = 256
+_MOST_OPEN = 256
+_OF_THE_LIMIT = 8  # an evaluation reads three precisions, each cached and direct
 
 
 @dataclass
@@ -54,6 +56,17 @@ class ShardFile:
     def close(self) -> None:
         self._map = None
         os.close(self.fd)
+
+
+@functools.cache
+def open_files() -> int:
+    """Files that a store keeps open, of each kind: a part of what this process may have."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return _MOST_OPEN
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MOST_OPEN if limit == resource.RLIM_INFINITY else max(8, min(_MOST_OPEN, limit // _OF_THE_LIMIT))
 
 
 class ShardFiles:
@@ -102,7 +115,7 @@ class ShardFiles:
         with self._lock:
             for file in files.values():
                 file.readers -= 1
-            self._evict(OPEN_FILES)
+            self._evict(open_files())
 
     def close(self) -> None:
         """Close all files that nobody holds; they are opened again when needed."""
@@ -122,7 +135,9 @@ class ShardFiles:
             fd = self._open_direct(path) if self._direct else os.open(path, self._flags)
             return ShardFile(fd, os.fstat(fd).st_size, path)
         except OSError as error:
-            raise CorruptIndexError(f"cannot open {path}: {error.strerror}; run 'edje-index verify'") from error
+            crowded = error.errno in (errno.EMFILE, errno.ENFILE)
+            advice = "raise the limit of open files (ulimit -n)" if crowded else "run 'edje-index verify'"
+            raise CorruptIndexError(f"cannot open {path}: {error.strerror}; {advice}") from error
 
     def _open_direct(self, path: Path) -> int:
         try:

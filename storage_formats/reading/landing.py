@@ -80,7 +80,7 @@ def read_batch(engine: Engine, batch: Batch, landing: Landing) -> None:
             landing.land(piece, target, reader.decode_threads)
 
         for piece in batch.pieces(min(reader.piece_records, landing.piece_records)):
-            if len(waiting) == reader.ahead:
+            while waiting and len(waiting) >= reader.ahead:
                 land_oldest()
             target = landing.target(piece)
             waiting.append((piece, target, reader.start(piece, target)))

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from storage_formats.reading.base import Batch, Finish, Reader, Target
+from storage_formats.reading.base import Batch, Finish, Ints, Reader, Target
 from storage_formats.reading.files import ShardFiles
 from storage_formats.reading.memory import copy_memory
+
+_SHARDS_AT_ONCE = 64  # files that are open together
 
 
 class MappedEngine:
@@ -30,15 +32,23 @@ class MappedEngine:
 
     def start(self, batch: Batch, target: Target) -> Finish:
         def finish() -> None:
-            files = self._files.acquire(batch)
-            try:
-                maps = [files[shard].mapped_at() for shard, _, _ in batch.stretches]
-                sources = batch.spread(maps) + batch.positions * self._files.record_bytes
-                copy_memory(sources, target.addresses, self._files.record_bytes)
-            finally:
-                self._files.release(files)
+            addresses = target.addresses
+            for first in range(0, len(batch.stretches), _SHARDS_AT_ONCE):
+                stretches = batch.stretches[first : first + _SHARDS_AT_ONCE]
+                part = slice(stretches[0][1], stretches[-1][2])
+                self._copy(batch[part], addresses[part])
 
         return finish
+
+    def _copy(self, batch: Batch, addresses: Ints) -> None:
+        files = self._files.acquire(batch)
+        try:
+            maps = [files[shard].mapped_at() for shard, _, _ in batch.stretches]
+            copy_memory(
+                batch.spread(maps) + batch.positions * self._files.record_bytes, addresses, self._files.record_bytes
+            )
+        finally:
+            self._files.release(files)
 
     def close(self) -> None:
         """The maps are closed with their files."""

@@ -21,21 +21,22 @@ _Words2 = ctypes.c_uint64 * 2
 _Words5 = ctypes.c_uint64 * 5
 
 
-def resident_share(file: ShardFile, start: int, stop: int) -> float:
+def resident_share(file: ShardFile, start: int, stop: int) -> float | None:
     """Share of the pages of bytes [start, stop) that are in the page cache, or on their way into it.
 
-    0.0 where the kernel cannot tell or will not tell this user.
+    None where the kernel cannot tell, or will not tell this user: of a file that another owns.
     """
     start -= start % mmap.PAGESIZE
     pages = -(-(stop - start) // mmap.PAGESIZE)
     if sys.platform != "linux":
-        return 0.0
+        return None
     try:
         if _has_cachestat():
             return _cachestat(file.fd, start, stop - start) / pages
-        return float(_mincore(file, start, pages).mean())
+        found = _mincore(file, start, pages)
+        return None if found is None else float(found.mean())
     except OSError:  # of a file that another user owns, or on a file system without a cache of its own
-        return 0.0
+        return None
 
 
 def resident_records(file: ShardFile, record_bytes: int) -> NDArray[np.bool_]:
@@ -44,6 +45,8 @@ def resident_records(file: ShardFile, record_bytes: int) -> NDArray[np.bool_]:
     if sys.platform != "linux":
         return np.zeros(count, dtype=np.bool_)
     found = _mincore(file, 0, -(-file.size // mmap.PAGESIZE))
+    if found is None:
+        return np.zeros(count, dtype=np.bool_)
     missing_before = np.concatenate([[0], np.cumsum(~found)])
     starts = np.arange(count) * record_bytes
     first, last = starts // mmap.PAGESIZE, (starts + record_bytes - 1) // mmap.PAGESIZE
@@ -68,16 +71,17 @@ def _has_cachestat() -> bool:
     return True
 
 
-def _mincore(file: ShardFile, start: int, pages: int) -> NDArray[np.bool_]:
-    """Which pages are in the page cache, [pages].
+def _mincore(file: ShardFile, start: int, pages: int) -> NDArray[np.bool_] | None:
+    """Which pages are in the page cache, [pages]; None where that cannot be told.
 
     Of files that one could not write to mincore(2) says that all is, so those are not asked about.
     """
+    if not os.access(file.path, os.W_OK):
+        return None
     found = np.zeros(pages, dtype=np.uint8)
-    if os.access(file.path, os.W_OK):
-        length, vector = ctypes.c_size_t(pages * mmap.PAGESIZE), ctypes.c_void_p(found.ctypes.data)
-        if ctypes.CDLL(None).mincore(ctypes.c_void_p(file.mapped_at() + start), length, vector):
-            found[:] = 0
+    length, vector = ctypes.c_size_t(pages * mmap.PAGESIZE), ctypes.c_void_p(found.ctypes.data)
+    if ctypes.CDLL(None).mincore(ctypes.c_void_p(file.mapped_at() + start), length, vector):
+        return None
     return (found & 1).astype(np.bool_)
 
 

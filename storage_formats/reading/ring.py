@@ -19,6 +19,7 @@ import sys
 import weakref
 
 import numpy as np
+from numpy.typing import NDArray
 
 from storage_formats.reading.base import Ints
 from storage_formats.reading.syscalls import system_call
@@ -56,9 +57,7 @@ class Ring:
     """
 
     def __init__(self, entries: int) -> None:
-        parameters = np.zeros(1, dtype=_PARAMETERS)
-        parameters["flags"] = _SETUP_CLAMP | _SETUP_COOP_TASKRUN
-        self._fd = system_call(_SETUP, entries, parameters.ctypes.data)
+        self._fd, parameters = _set_up(entries)
         closing = weakref.finalize(self, os.close, self._fd)
         at = {name: int(parameters[name].flat[0]) for name in _PARAMETERS.names or ()}
         if not at["features"] & _FEATURE_SINGLE_MMAP:
@@ -93,7 +92,7 @@ class Ring:
 
     def wait(self, minimum: int) -> tuple[Ints, Ints]:
         """Completions; see `queues.Queue`."""
-        minimum = min(minimum, self.in_flight)
+        minimum = min(minimum, self.in_flight, len(self._completions))
         while self._finished() < minimum:
             self._enter(minimum)
         head, count = int(self._cq_head[0]), self._finished()
@@ -115,6 +114,19 @@ class Ring:
         except BlockingIOError:  # no memory for more requests until some are finished
             if self.in_flight == self._unsubmitted:
                 raise
+
+
+def _set_up(entries: int) -> tuple[int, NDArray[np.void]]:
+    """(descriptor of a new ring, what the kernel says of it)."""
+    for flags in (_SETUP_CLAMP | _SETUP_COOP_TASKRUN, _SETUP_CLAMP):  # the former from Linux 5.19 on
+        parameters = np.zeros(1, dtype=_PARAMETERS)
+        parameters["flags"] = flags
+        try:
+            return system_call(_SETUP, entries, parameters.ctypes.data), parameters
+        except OSError as error:
+            if error.errno != errno.EINVAL or flags == _SETUP_CLAMP:
+                raise
+    raise AssertionError
 
 
 @functools.cache

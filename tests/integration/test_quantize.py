@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from edje_index.untrained import TINY, create_untrained_bundle
-from storage_formats import verify_index
+from pipelines.engines.inline import InlineEngine
+from pipelines.events import ShardDone
+from pipelines.jobs.quantize import QuantizeConfig, precision_to_read, quantize_index
+from pipelines.planning import BuildStopped
+from storage_formats import UsageError, codec, verify_index
+from storage_formats.layout import IndexSpec, padded_shard_bytes
+from storage_formats.manifest import Manifest
 from tests.integration.builds import contents, make_photos, run
 
 
@@ -36,12 +42,44 @@ def test_quantize_resumes_repeats_and_drops(case, tmp_path):
     dropped = run("quantize", tmp_path / "a", "--to", "fp8", "--drop", "bf16")
     assert (dropped["dropped"], dropped["precisions"]) == (["bf16"], ["fp8", "sign1"])
     assert verify_index(tmp_path / "a") == []
-    assert (
-        "without tokens"
-        in run("quantize", tmp_path / "a", "--to", "fp8", "--drop", "fp8", "--drop", "sign1", expect=2)["error"]
-    )
-    assert "unknown precision 'fp3'" in run("quantize", tmp_path / "a", "--to", "fp3", expect=2)["error"]
+    for options, words in [
+        (["--drop", "fp8", "--drop", "sign1"], "without tokens"),
+        (["--to", "fp8", "--drop", "fp8"], "fp8: both to add and to drop"),
+        (["--to", "fp3"], "unknown precision 'fp3'"),
+        (["--drop", "fp3"], "unknown precision 'fp3'"),
+        (["--to", "fp8", "--from", "fp3"], "unknown precision 'fp3'"),
+        (["--to", "int8", "--from", "bf16"], "does not hold 'bf16' to convert from"),
+        (["--to", "int8", "--workers", 2], "for '--engine ray'"),
+        (["--to", "int8", "--address", "head:1"], "for '--engine ray'"),
+    ]:
+        assert words in run("quantize", tmp_path / "a", *options, expect=2)["error"]
     assert "there is no index" in run("quantize", tmp_path / "b", "--to", "fp8", expect=2)["error"]
+
+
+def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch):
+    build(case, tmp_path / "a")
+    config, engine, finished = QuantizeConfig(tmp_path / "a", ("fp8",)), InlineEngine(), []
+
+    def note_shards(event):
+        if isinstance(event, ShardDone):
+            finished.append(event)
+
+    with pytest.raises(BuildStopped):
+        quantize_index(config, engine, note_shards, lambda: bool(finished))
+    left = 4 - len(finished)
+    assert 0 < left < 4
+    size = padded_shard_bytes(8, 8, codec("fp8", Manifest.load(tmp_path / "a").spec.block_shape).record_bytes)[1]
+    monkeypatch.setattr("pipelines.jobs.quantize.free_disk", lambda _: left * size - 1)
+    with pytest.raises(UsageError, match=f"fp8 of {left} shards need up to {left * size} bytes"):
+        quantize_index(config, engine, lambda _: None)
+    monkeypatch.setattr("pipelines.jobs.quantize.free_disk", lambda _: left * size)
+    assert quantize_index(config, engine, lambda _: None).added == ("fp8",)
+
+
+def test_the_most_faithful_precision_is_converted_from(tmp_path):
+    spec = IndexSpec(rows=9, shard_size=4, block_shape=(4, 32), embed_dim=4, precisions=("mxfp8", "fp8", "int8"))
+    assert precision_to_read(tmp_path, spec, None) == "int8"
+    assert precision_to_read(tmp_path, spec, "fp8") == "fp8"
 
 
 def test_engines_and_build_give_the_same_bytes(case, tmp_path):

@@ -18,9 +18,15 @@ def write_captions(folder, count):
 
 def test_train_embedding_writes_a_model_and_json(tmp_path, capsys):
     sources = tiny_sources(tmp_path)
-    captions = write_captions(tmp_path, 8)
+    captions = write_captions(tmp_path, 10)
+    lines = [json.loads(line) for line in captions.read_text().splitlines()]
+    parts = [{**line, "split": "train" if at < 8 else "dev"} for at, line in enumerate(lines)]
+    captions.write_text("".join(json.dumps(part) + "\n" for part in parts))
     out = tmp_path / "dual"
-    command = ["train-embedding", str(captions), "--dev", str(captions), "--out", str(out), "--json"]
+    command = ["train-embedding", str(captions), "--split", "train", "--dev", str(captions), "--json"]
+    assert main([*command, "--out", str(out), "--towers", str(tmp_path)]) == 2
+    assert "trained on too" in capsys.readouterr().err
+    command += ["--dev-split", "dev", "--out", str(out)]
     command += ["--image-tower", f"test_vit:{sources.image_weights}", "--text-tower", str(sources.text)]
     command += ["--image-size", "64", "--embed-dim", "12", "--epochs", "2", "--batch-size", "8"]
     assert main(command) == 0

@@ -7,6 +7,7 @@ import functools
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from pipelines.engines.base import TaskDone, TaskFailure
 from pipelines.engines.inline import InlineEngine
 from pipelines.engines.ray_engine import RayEngine
-from pipelines.engines.ray_pool import ATTEMPTS
+from pipelines.engines.ray_pool import ATTEMPTS, ActorPool, RayCluster, _Slot, _Work
 from storage_formats.errors import EdjeError, UsageError
 from tests.pipelines.engine_tasks import FileWorker, Job, Report, broken_worker
 
@@ -51,6 +52,22 @@ def run(engine, folder, jobs, *, on_progress=lambda _: None, should_stop=lambda:
     """Outcomes of `jobs` on workers that leave their traces in `folder`."""
     make_worker = functools.partial(FileWorker, str(folder))
     return engine.run(make_worker, jobs, on_progress=on_progress, should_stop=should_stop)
+
+
+def test_workers_that_no_task_is_left_for_make_room_in_a_cluster():
+    killed = []
+    ray = SimpleNamespace(remote=lambda **_: lambda cls: cls, kill=killed.append)
+    pool = ActorPool(RayCluster(ray), None, iter([]), {"CPU": 1, "GPU": 0})
+    pool._slots = [_Slot("idle"), _Slot("busy", call=1, work=_Work(Job(1)))]
+    pool._hand_out(3)
+    assert killed == ["idle"]
+    assert [slot.actor for slot in pool._slots] == ["busy"]
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(20, 8), (3, 3), (None, 8)])
+def test_no_more_workers_than_a_cluster_has_room_for(asked, taken):
+    ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 17.0})
+    assert RayEngine(asked, cpus=2)._room(RayCluster(ray)) == taken
 
 
 def test_every_task_is_done_once_and_taken_only_when_a_worker_is_free(engine, tmp_path):

@@ -33,6 +33,9 @@ def test_a_containers_limit_bounds_the_memory(cgroup):
     (cgroup / "memory.max").write_text("5000000")
     (cgroup / "memory.current").write_text("2000000")
     assert machine.available_memory() == 3_000_000
+    (cgroup / "memory.stat").write_text("anon 1700000\ninactive_file 200000\nactive_file 50000\nshmem 50000\n")
+    assert machine.available_memory() == 3_250_000, "the cache of files is given up when memory is short"
+    (cgroup / "memory.stat").unlink()
     (cgroup / "memory.current").write_text("6000000")
     assert machine.available_memory() == 0
 

@@ -144,6 +144,8 @@ def test_what_an_interrupted_listing_left_is_no_obstacle(config):
     inputs = Layout(config().out).inputs(77)
     inputs.parent.mkdir(parents=True)
     inputs.write_bytes(b"half a file")
+    (Layout(config().out).build / ".plan.json.0123").write_bytes(b"half a plan")
+    check_out_folder(config())
     plan(config())
     assert not inputs.exists()
 

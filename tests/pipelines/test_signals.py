@@ -57,3 +57,14 @@ def test_a_thread_gets_a_flag_that_can_be_set():
     thread.start()
     thread.join()
     assert seen == [False, True]
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with stop_on_signals() as should_stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not should_stop()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

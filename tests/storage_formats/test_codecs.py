@@ -238,7 +238,7 @@ def test_width_that_cannot_be_grouped_is_refused(name, multiple):
 
 
 def test_unknown_precision_is_refused():
-    with pytest.raises(UsageError, match="unknown precision 'fp3'; known: bf16, fp16, fp8"):
+    with pytest.raises(UsageError, match="unknown precision 'fp3'; known: bf16, fp16, int8, fp8"):
         codec("fp3")
 
 

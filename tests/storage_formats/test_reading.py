@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -22,6 +23,8 @@ from storage_formats.layout import Layout
 from storage_formats.reading import copying, engines, memory
 from storage_formats.reading.aio import AioQueue, aio_works
 from storage_formats.reading.base import Batch, Runs
+from storage_formats.reading.files import ShardFiles
+from storage_formats.reading.landing import StraightLanding, read_batch
 from storage_formats.reading.queues import QueuePool
 from storage_formats.reading.ring import Ring, io_uring_works
 from tests.conftest import same_bits
@@ -190,6 +193,99 @@ def test_a_file_that_shrank_while_it_was_open_is_an_error(odd, tmp_path, engine)
         store.fetch([50])
 
 
+@pytest.mark.parametrize("engine", ["buffered", "portable"])
+def test_an_error_leaves_no_file_open(odd, tmp_path, engine, monkeypatch):
+    monkeypatch.setattr("storage_formats.reading.buffered.PIECE_RECORDS", 4)
+    shutil.copytree(odd[0], tmp_path, dirs_exist_ok=True)
+    store = TokenStore.open(tmp_path, engine=engine)
+    os.truncate(Layout(tmp_path).token_shard("bf16", 1), 0)
+    with pytest.raises(CorruptIndexError):
+        store.fetch(range(80))
+    store.close()
+    opened = [os.readlink(path.path) for path in os.scandir("/proc/self/fd") if os.path.exists(path.path)]
+    assert not [name for name in opened if name.startswith(str(tmp_path))]
+
+
+@linux
+def test_too_many_open_files_are_no_damage(odd, monkeypatch):
+    real = os.open
+
+    def refuse(path, *rest, **named):
+        if "tokens" in str(path):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CorruptIndexError, match="raise the limit of open files"):
+        TokenStore.open(odd[0]).fetch([0])
+
+
+def test_maps_of_few_shards_are_open_together(many_shards, monkeypatch):
+    monkeypatch.setattr("storage_formats.reading.mapped._SHARDS_AT_ONCE", 2)
+    monkeypatch.setattr("storage_formats.reading.files.open_files", lambda: 2)
+    held, real = [], ShardFiles.acquire
+    monkeypatch.setattr(
+        ShardFiles, "acquire", lambda self, batch: held.append(len(batch.stretches)) or real(self, batch)
+    )
+    ids = np.random.default_rng(0).permutation(60)
+    store = TokenStore.open(many_shards[0], engine="auto")
+    engine = store._engines._engines["mapped"]
+    out = store.empty(60)
+    read_batch(engine, store._batch(ids)[0], StraightLanding(out.view(np.uint8).reshape(60, -1)))
+    assert same_bits(out, many_shards[1][ids])
+    assert max(held) == 2
+    assert len(held) == 8  # of 15 shards
+
+
+class _Crowd:
+    """A reader whose pieces take so many requests of a queue of 66, as the queued one counts them."""
+
+    piece_records, decode_threads = 1, 1
+
+    def __init__(self, requests):
+        self.requests, self.flying, self.most = list(requests), [], 0
+
+    @property
+    def ahead(self):
+        return len(self.flying) + (sum(self.flying) + 64 <= 66)
+
+    def start(self, batch, target):
+        self.flying.append(self.requests.pop(0))
+        self.most = max(self.most, sum(self.flying))
+        return lambda: self.flying.pop(0)
+
+    @contextlib.contextmanager
+    def reader(self):
+        yield self
+
+
+def test_sparse_pieces_after_dense_ones_do_not_overfill_the_queue():
+    crowd, count = _Crowd([1] * 3 + [64] * 5), 8
+    batch = Batch(np.zeros(count, np.int64), np.arange(count), np.arange(count))
+    read_batch(crowd, batch, StraightLanding(np.zeros((count, 4), np.uint8)))
+    assert not crowd.requests
+    assert crowd.most <= 66
+
+
+@pytest.mark.skipif(not io_uring_works(), reason="no io_uring here")
+def test_a_kernel_that_does_not_know_a_flag_of_the_ring_is_asked_without(monkeypatch):
+    from storage_formats.reading import ring
+
+    asked, real = [], ring.system_call
+
+    def old_kernel(number, entries, parameters, *rest):
+        if number == ring._SETUP:
+            flags = int(np.ctypeslib.as_array((ctypes.c_uint32 * 3).from_address(parameters))[2])
+            asked.append(flags)
+            if flags & ring._SETUP_COOP_TASKRUN:
+                raise OSError(errno.EINVAL, "Invalid argument")
+        return real(number, entries, parameters, *rest)
+
+    monkeypatch.setattr(ring, "system_call", old_kernel)
+    assert Ring(4).entries == 4
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize("engine", ALL)
 def test_threads_share_an_engine(built, whole, engine):
     rng = np.random.default_rng(0)
@@ -202,7 +298,7 @@ def test_threads_share_an_engine(built, whole, engine):
 @linux
 @pytest.mark.parametrize("engine", ALL)
 def test_few_files_are_open_and_none_after_close(many_shards, engine, monkeypatch):
-    monkeypatch.setattr("storage_formats.reading.files.OPEN_FILES", 2)
+    monkeypatch.setattr("storage_formats.reading.files.open_files", lambda: 2)
     root, expected = many_shards
     before = len(os.listdir("/proc/self/fd"))
     store = TokenStore.open(root, engine=engine)

@@ -109,6 +109,15 @@ class TestChoice:
         monkeypatch.setattr("storage_formats.reading.admission._SETTLED_SECONDS", 0)
         assert not {"mapped", "buffered"} & set(self.names(store, range(0, 64, 2))), "the cache lost it: try later"
 
+    def test_where_residency_is_not_told_what_is_read_again_and_again_goes_through_the_cache(self, store, monkeypatch):
+        if cache_room() < 1 << 20:
+            pytest.skip("no memory to keep it in")
+        monkeypatch.setattr("storage_formats.reading.choice.resident_share", lambda *_: None)
+        monkeypatch.setattr("storage_formats.reading.admission._SETTLED_SECONDS", 0)
+        seen = [set(self.names(store, range(0, 64, 2))) for _ in range(12)]
+        assert "buffered" not in seen[0]
+        assert seen[-5:] == [{"buffered"}] * 5
+
     def test_prefetched_rows_are_found_in_the_cache(self, store):
         store.prefetch(range(8, 40))
         assert self.names(store, range(8, 40)) == {"mapped": 32}

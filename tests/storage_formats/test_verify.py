@@ -103,3 +103,16 @@ def test_edited_manifest_is_found(copy):
     value["counts"]["indexed"] += 1
     path.write_text(json.dumps(value))
     assert codes(copy) == {("index.json", "manifest")}
+
+
+def test_an_index_that_changes_meanwhile_is_not_called_damaged(copy):
+    def change(done, of):
+        if done == of:
+            (copy / "tokens" / "bf16" / "extra").write_text("of another precision, say")
+            manifest = copy / "index.json"
+            manifest.write_text(manifest.read_text() + "\n")
+
+    problems = verify_index(copy, change)
+    assert [problem.code for problem in problems] == ["changed"]
+    assert "verify it again" in problems[0].message
+    assert codes(copy) == {("tokens/bf16/extra", "stray-file")}
