@@ -117,7 +117,9 @@ def _timed(work: Callable[[], Moved], bench: QuantizeBench, root: Path, copy: Pa
 
 
 def _quantize(bench: QuantizeBench, root: Path) -> Moved:
-    options = ["--engine", bench.engine, "--workers", str(bench.workers)]
+    options = ["--engine", bench.engine]
+    if bench.engine == "ray":
+        options += ["--workers", str(bench.workers)]
     result = _command("quantize", root, "--to", bench.to, *options)
     return _size(_sources(root)) + _size(Layout(root).token_array(bench.to).iterdir()), result["seconds"]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.fetch.plan import companion
 from benchmarks.fetch.runner import Measurement
 from benchmarks.fetch.summary import cpu_per_block, kept, median_latency, page_amplification, paired_ratio, rate
 
@@ -68,6 +69,7 @@ def _judged(precision: str, sections: dict[str, Runs], judged: str) -> Iterator[
 
 def _value(mark: Mark, runs: Runs, judged: str) -> float | None:
     if mark.against is not None:
-        return paired_ratio(runs[judged], runs.get(mark.against, []), mark.measure)
+        ours = runs.get(companion(judged, mark.against), runs[judged])
+        return paired_ratio(ours, runs.get(mark.against, []), mark.measure)
     values = sorted(mark.measure(run) for run in kept(runs[judged]))
     return values[len(values) // 2] if values else None

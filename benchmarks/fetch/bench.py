@@ -16,7 +16,7 @@ from benchmarks.environment import environment, storage
 from benchmarks.fetch.ballast import check_memory_cap, memory_cap
 from benchmarks.fetch.bars import judge
 from benchmarks.fetch.fio import Fio, find_fio
-from benchmarks.fetch.plan import CAPPED_POOL, CEILING_DEPTH, Cast, FetchBench, Section, plan_sections
+from benchmarks.fetch.plan import CAPPED_POOL, CEILING_DEPTH, Cast, FetchBench, Section, companion, plan_sections
 from benchmarks.fetch.records import StoredRecords
 from benchmarks.fetch.runner import FIO, Measurement, Runner, Say
 from benchmarks.fetch.subjects import PEERS, installed_version, subject_class
@@ -46,6 +46,7 @@ def bench_fetch(bench: FetchBench, say: Say) -> dict[str, Any]:
     skipped: list[str] = []
     peers = _installed(skipped) if bench.peers else []
     _check_place(bench, peers)
+    needed = _needed(bench)
     with _folder(bench) as folder:
         root = _index(bench, folder, say)
         precisions = bench.precisions or Manifest.load(root).spec.precisions[:1]
@@ -56,7 +57,6 @@ def bench_fetch(bench: FetchBench, say: Say) -> dict[str, Any]:
         disk = storage(root)
     for note in skipped:
         say(note)
-    needed = _needed(bench)
     return {
         "environment": {**environment(), "disk": disk, "peers": _versions(peers), "load_before": load},
         "settings": _settings(bench, found),
@@ -95,8 +95,12 @@ class Stage:
         try:
             ready = [name for name in peers if self._prepared(runner, name)]
             cast = Cast(FIO if self.fio else _PROBE, tuple(ready), self.bench.engines)
-            sections = plan_sections(self.bench, source.rows, cast)
-            runs = {section.name: self._run(runner, section) for section in sections}
+            sections = []
+            runs = {}
+            for planned in plan_sections(self.bench, source.rows, cast):
+                self.say(f"{planned.name}: {planned.title}")
+                sections.append(runner.within_time(planned, cast.judged))
+                runs[planned.name] = self._run(runner, sections[-1])
         finally:
             if not self.bench.keep:
                 shutil.rmtree(copies, ignore_errors=True)
@@ -121,7 +125,6 @@ class Stage:
         return True
 
     def _run(self, runner: Runner, section: Section) -> dict[str, list[Measurement]]:
-        self.say(f"{section.name}: {section.title}")
         if not section.name.startswith("capped"):
             return runner.run(section)
         assert self.bench.memory_cap is not None
@@ -131,11 +134,12 @@ class Stage:
 
 
 def _section(section: Section, runs: dict[str, list[Measurement]], record_bytes: int, judged: str) -> dict[str, Any]:
-    """A section's figures; `ratio` is the judged reader's rate, of the entry's, run by run."""
+    """A section's figures; `ratio` is the judged reader's rate with as many blocks, of the entry's, run by run."""
     entries: dict[str, Any] = {}
     for entry in section.entries:
         found = runs[entry.label]
-        ratio = paired_ratio(runs[judged], found, rate) if judged in runs and entry.label != judged else None
+        ours = runs.get(companion(judged, entry.label), runs.get(judged, []))
+        ratio = None if entry.label == judged else paired_ratio(ours, found, rate)
         entries[entry.label] = {
             "subject": entry.subject,
             "setting": "" if entry.subject == FIO else subject_class(entry.subject).setting,

@@ -107,6 +107,11 @@ class Cast:
         return [Entry(name, name, workload) for name in chosen]
 
 
+def companion(judged: str, peer: str) -> str:
+    """Label of the judged reader's runs with as few blocks as a slow `peer` fetches, which that is compared with."""
+    return f"{judged}, as many as {peer}"
+
+
 def plan_sections(bench: FetchBench, rows: int, cast: Cast) -> list[Section]:
     """Sections for one precision of an index of `rows` rows."""
     count = max(1, min(bench.pool, rows // 2))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.fetch.plan import companion
 from edje_index.plots import COLOURS, new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def _latency(entries: Entries, judged: str, path: Path) -> None:
 
 def _peers(entries: Entries, judged: str, path: Path) -> None:
     """GB/s of everybody, with how many times as fast the judged reader is."""
-    rows = sorted(entries.items(), key=lambda row: row[1]["summary"]["gb_per_s"])
+    shown = {label: found for label, found in entries.items() if not label.startswith(companion(judged, ""))}
+    rows = sorted(shown.items(), key=lambda row: row[1]["summary"]["gb_per_s"])
     values = [found["summary"]["gb_per_s"] for _, found in rows]
     figure, axes = new_figure(
         "Cold random fetch", "GB/s of stored bytes, logarithmic", "", size=(7.0, 1.2 + 0.36 * len(rows))

@@ -12,11 +12,12 @@ from benchmarks.fetch.plots import draw_plots
 _NOTES = """How to read this. Every run is a process of its own that imports, opens and warms up before it is timed.
 Cold: the files' pages were evicted from the page cache and at most 1 % were found there right before the run; a run
 that was not cold is discarded and listed. Subjects take turns, so that a disk that changes its speed does so for all;
-ratios are medians of ratios of runs of the same repeat, `ratio` being the judged reader's rate of the row's. GB/s are
-stored bytes of the asked blocks; the reader decodes them to bfloat16, peers give the stored bytes. Read: bytes that the
-kernel counted as read from storage, of the bytes of the asked blocks; whole pages, or sectors with O_DIRECT, are more.
-The device is asked for blocks of whole sectors. CPU: user and system time of the process. The queries of a run follow
-one eviction and ask for no block twice, but readahead may serve later ones."""
+ratios are medians of ratios of runs of the same repeat, `ratio` being the judged reader's rate of the row's. A peer
+whose call would take too long asks for fewer blocks, and its ratio is of runs of the reader with as many. A warm-up
+reads other rows. GB/s are stored bytes of the asked blocks; the reader decodes them to bfloat16, peers give the stored
+bytes. Read: bytes that the kernel counted as read from storage, of the bytes of the asked blocks; whole pages, or
+sectors with O_DIRECT, are more. The device is asked for blocks of whole sectors. CPU: user and system time of the
+process. The queries of a run follow one eviction and ask for no block twice, but readahead may serve later ones."""
 
 
 def write_report(report: dict[str, Any], folder: Path) -> list[Path]:

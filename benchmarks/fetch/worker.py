@@ -67,10 +67,17 @@ class Run:
         if self._workload.cache == "warm":
             self._run()
             return
-        ids = self._calls[0][:_WARM_UP]
+        ids = self._others()
         self._subject.fetch(ids, self._buffers[0][: len(ids)])
         self._subject.close()
         self._subject.open()
+
+    def _others(self) -> Ids:
+        """Rows that no call asks for: what a host or a drive has cached of them helps no run."""
+        count = min(_WARM_UP, len(self._calls[0]))
+        others = np.setdiff1d(np.arange(self._subject.source.rows), np.concatenate(self._calls))
+        chosen: Ids = np.random.default_rng(0).permutation(others)[:count]
+        return chosen if len(chosen) else self._calls[0][:count]
 
     def measure(self) -> dict[str, Any]:
         """Cost of the calls, seconds of each, and how many of the checked blocks were wrong."""

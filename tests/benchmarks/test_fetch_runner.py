@@ -91,8 +91,16 @@ def test_a_failing_peer_is_declared_and_our_own_failure_ends_the_benchmark(runne
 def test_a_slow_peer_fetches_fewer_blocks(runner, said, monkeypatch):
     monkeypatch.setattr("benchmarks.fetch.runner._PROBE_BLOCKS", 8)
     runner.prepare("np.memmap")
-    runs = only(replace(runner, seconds=1e-6), Entry("np.memmap", "np.memmap", COLD))
-    assert [run["blocks"] for run in runs] == [8, 8]
+    hasty, ours = replace(runner, seconds=1e-6), Entry("edje", "edje", COLD)
+    section = hasty.within_time(Section("s", "s", (ours, Entry("np.memmap", "np.memmap", COLD))), "edje")
+    runs = hasty.run(section)
+    assert {label: [run["blocks"] for run in found] for label, found in runs.items()} == {
+        "edje": [100, 100],
+        "np.memmap": [8, 8],
+        "edje, as many as np.memmap": [8, 8],
+    }
+    untouched = Section("s", "s", (ours,))
+    assert hasty.within_time(untouched, "edje") == untouched
     assert any(line.startswith("np.memmap fetches 8 blocks of 100") for line in said)
 
 

@@ -97,6 +97,8 @@ def test_marks_say_what_is_met_and_leave_out_what_was_not_measured():
         "warm random, of memcpy",
         "bytes read, of the asked pages",
     }
+    sections["cold random"]["edje, as many as lance"] = [run(3.0)]
+    assert {mark["mark"]: mark for mark in judge("bf16", sections, "edje")}["cold random, of Lance"]["measured"] == 2
     assert "warm random, of memcpy" not in {mark["mark"] for mark in judge("fp8", sections, "edje")}
 
 
