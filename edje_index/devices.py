@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from edje_index.errors import ModelError
@@ -22,3 +25,13 @@ def resolve_device(device: str) -> torch.device:
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
         raise ModelError(f"no device {device}: torch sees {torch.cuda.device_count()} CUDA devices; use --device cpu")
     return target
+
+
+@contextlib.contextmanager
+def threads_kept() -> Iterator[None]:
+    """Torch's CPU threads as they were, afterwards: an encoder sets them, and sums of floats depend on them."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -11,12 +11,11 @@ checkpoints/, log.jsonl, tensorboard/, result.json
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -329,6 +328,7 @@ class _Parts:
         return self._build_of(name, model, self._sources(f"{name}.jsonl", items))
 
     def _build_of(self, name: str, model: Path, sources: tuple[str, ...]) -> Path:
+        from edje_index.devices import threads_kept
         from pipelines.jobs.build import run_build
 
         request, out = self._request, self.folder / name
@@ -343,7 +343,7 @@ class _Parts:
             address=request.address,
             column="path" if sources[-1].endswith(".jsonl") else None,
         )
-        with _own_threads():
+        with threads_kept():
             run_build(config, self._on_event, self._should_stop)
         return out
 
@@ -369,18 +369,6 @@ class _Parts:
                 f"the teacher {self._request.teacher} has another tokenizer than the student; begin the student with "
                 "the teacher's language model (--language or --init)"
             )
-
-
-@contextlib.contextmanager
-def _own_threads() -> Iterator[None]:
-    """Torch's threads as they were, afterwards: a build sets them, and sums of floats depend on them."""
-    import torch
-
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _check_index(index: Path, accepted: Sequence[str], what: str) -> None:
