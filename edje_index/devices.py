@@ -1,4 +1,4 @@
-"""Names of devices."""
+"""Devices by name, and the threads of the CPU."""
 
 from __future__ import annotations
 
