@@ -64,6 +64,8 @@ def image_features(
     cache.mkdir(parents=True, exist_ok=True)
     path = cache / f"{tower.key(pictures)}.f32"
     shape = (len(pictures), int(tower.trunk.num_features))  # type: ignore[arg-type]
+    if not path.exists() or path.stat().st_size != 4 * shape[0] * shape[1]:
+        path.with_suffix(".seen").unlink(missing_ok=True)  # it would vouch for rows that are gone
     seen = _mapped(path.with_suffix(".seen"), np.int64, (len(pictures), 2))
     features = _mapped(path, np.float32, shape)
     stamps = np.array([_stamp(picture) for picture in pictures], dtype=np.int64).reshape(-1, 2)

@@ -145,14 +145,14 @@ class Trainer:
                 self._run_phase(phase, state if state is not None and state.stage == index else None, should_stop)
 
     def _run_phase(self, phase: Phase, state: TrainState | None, should_stop: Callable[[], bool]) -> None:
-        module = phase.module.to(self._device).train()
-        optimizer = make_optimizer(module, phase.optimizer)
-        begin = 0
-        if state is not None:
-            optimizer.load_state_dict(state.optimizer)
-            begin, self._skipped = state.step, state.skipped
+        begin = 0 if state is None else state.step
         if begin == phase.steps:
             return
+        module = phase.module.to(self._device).train()
+        optimizer = make_optimizer(module, phase.optimizer)
+        if state is not None:
+            _restore(optimizer, state)
+            self._skipped = state.skipped
         compiled: Any = torch.compile(module, dynamic=True) if self._runtime.compile else module
         wrapped = self._ranks.wrap(compiled, self._device)
         journal = Journal(self._runtime.run_dir, phase.index, begin) if self._ranks.rank == 0 else None
@@ -261,6 +261,17 @@ class Trainer:
         if dtype == "bfloat16" or (dtype == "auto" and self._device.type == "cuda"):
             return torch.autocast(self._device.type, dtype=torch.bfloat16)
         return nullcontext()
+
+
+def _restore(optimizer: torch.optim.Optimizer, state: TrainState) -> None:
+    """ModelError where the state is of other parameters: an earlier version trained what this one leaves alone."""
+    try:
+        optimizer.load_state_dict(state.optimizer)
+    except ValueError as error:
+        raise ModelError(
+            f"the checkpoint of step {state.step} trains other parameters ({error}); go on with the version that "
+            "began it, or begin anew with another --run-dir"
+        ) from error
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

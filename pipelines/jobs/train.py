@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from pipelines.events import OnEvent, Phase
-from pipelines.jobs.train_inputs import Prepared, prepare_training
-from pipelines.jobs.train_settings import begin_run
+from pipelines.jobs.train_inputs import Prepared, check_captions, prepare_training
+from pipelines.jobs.train_settings import RUN_FILE, begin_run
 from pipelines.jobs.train_stages import watched
 from pipelines.lock import locked_index
 from pipelines.planning import BuildStopped, StopAsked
@@ -40,15 +40,17 @@ def run_training(
     """
     started = time.monotonic()
     with locked_index(request.run_folder):
+        if request.export and not (request.run_folder / "checkpoints").is_dir():
+            raise UsageError(
+                f"{request.run_folder} holds no checkpoint to export; is it the --run-dir of the training?"
+            )
+        if not (request.run_folder / RUN_FILE).exists():  # before anything is written that other settings would not fit
+            check_captions(request)
         run = begin_run(request, config)
         if (finished := _finished(request, config, run)) is not None:
             return finished
         if request.out.exists():
             raise UsageError(f"{request.out} exists already: give another --out, or remove it")
-        if request.export and not (request.run_folder / "checkpoints").is_dir():
-            raise UsageError(
-                f"{request.run_folder} holds no checkpoint to export; is it the --run-dir of the training?"
-            )
         prepared = prepare_training(request, config, run, on_event, should_stop)
         if not request.export:
             _train(prepared.task, request, on_event, should_stop)

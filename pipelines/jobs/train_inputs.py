@@ -66,7 +66,6 @@ def prepare_training(
         UsageError, ModelError: something given does not fit.
         BuildStopped: `should_stop()` turned true; what is finished is kept.
     """
-    from edje_index.captions import check_apart
     from edje_index.training.loop import Runtime
     from edje_index.training.rank import TrainTask, total_steps
 
@@ -80,7 +79,6 @@ def prepare_training(
         raise UsageError("--bank needs --dev, whose captions the weight of its prior is fitted to")
     parts = _Parts(request, config, on_event, should_stop)
     total_steps(config, len(parts.items))
-    check_apart(parts.items, parts.dev_items)
     features = parts.features
     data, temperature = parts.data()
     runtime = Runtime(
@@ -106,6 +104,15 @@ def prepare_training(
     total_steps(config, len(parts.kept.rows))
     captions = sum(map(len, parts.kept.captions))
     return Prepared(task, len(parts.kept.rows), captions, parts.left_out, parts.dev())
+
+
+def check_captions(request: TrainRequest) -> None:
+    """UsageError where a file of captions cannot be read, or images of --dev are trained on."""
+    from edje_index.captions import check_apart, read_captions
+
+    trained = [item for path in request.captions for item in read_captions(path, request.images, request.split)]
+    if request.dev is not None:
+        check_apart(trained, read_captions(request.dev, request.images, request.dev_split))
 
 
 class _Parts:

@@ -35,8 +35,8 @@ def begin_run(request: TrainRequest, config: TrainConfig) -> str:
     if path.exists():
         _refuse_differences(folder, json.loads(path.read_text()), settings)
     else:
-        own = ("build", f".{RUN_FILE}.")  # the lock, and what was being written when a run was killed
-        strangers = [entry.name for entry in folder.iterdir() if not entry.name.startswith(own)]
+        names = {entry.name for entry in folder.iterdir()} - {"build"}  # that is the lock
+        strangers = sorted(name for name in names if not name.startswith(f".{RUN_FILE}."))  # it was being written
         if strangers:
             raise UsageError(f"--run-dir {folder} is not empty and no training (it holds {strangers[0]}); give another")
         write_json_atomic(path, settings)
@@ -71,8 +71,8 @@ def _settings(request: TrainRequest, config: TrainConfig) -> dict[str, Any]:
         "teacher-features": _index(request.teacher_features),
         "miner": _bundle(request.miner),
         "miner-features": _index(request.miner_features),
-        "dev-split": request.dev_split,
         "dev": None if request.dev is None else _digest(request.dev),  # its images are among the features
+        **({"dev-split": request.dev_split} if request.dev_split else {}),  # runs without one keep their fingerprints
     }
 
 

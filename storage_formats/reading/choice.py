@@ -128,7 +128,7 @@ class Engines:
             MappedEngine(self._plain),
             QueuedEngine("io_uring", self._direct, rings, self.buffers, _GAP_BYTES),
             QueuedEngine("direct", self._direct, contexts, self.buffers, _GAP_BYTES),
-            QueuedEngine("sequential", self._direct, gap_queues, self.buffers, _SEQUENTIAL_GAP_BYTES),
+            QueuedEngine("sequential", self._direct, gap_queues, self.buffers, _SEQUENTIAL_GAP_BYTES, gathered=True),
         ]
 
     def _codes(self, batch: Batch) -> NDArray[np.int8]:

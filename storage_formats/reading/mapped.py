@@ -32,21 +32,20 @@ class MappedEngine:
 
     def start(self, batch: Batch, target: Target) -> Finish:
         def finish() -> None:
-            addresses = target.addresses
+            addresses, total = target.addresses, len(batch) * self._files.record_bytes
             for first in range(0, len(batch.stretches), _SHARDS_AT_ONCE):
                 stretches = batch.stretches[first : first + _SHARDS_AT_ONCE]
                 part = slice(stretches[0][1], stretches[-1][2])
-                self._copy(batch[part], addresses[part])
+                self._copy(batch[part], addresses[part], total)
 
         return finish
 
-    def _copy(self, batch: Batch, addresses: Ints) -> None:
-        files = self._files.acquire(batch)
+    def _copy(self, batch: Batch, addresses: Ints, total: int) -> None:
+        """Copy records to `addresses`, as a part of `total` bytes."""
+        files, size = self._files.acquire(batch), self._files.record_bytes
         try:
             maps = [files[shard].mapped_at() for shard, _, _ in batch.stretches]
-            copy_memory(
-                batch.spread(maps) + batch.positions * self._files.record_bytes, addresses, self._files.record_bytes
-            )
+            copy_memory(batch.spread(maps) + batch.positions * size, addresses, size, total=total)
         finally:
             self._files.release(files)
 

@@ -89,15 +89,23 @@ class BufferPool:
             self._kept = 0
 
 
-def copy_memory(sources: NDArray[np.int64], targets: NDArray[np.int64], size: int, threads: int | None = None) -> None:
+def copy_memory(
+    sources: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    size: int,
+    threads: int | None = None,
+    total: int | None = None,
+) -> None:
     """Copy `size` bytes from each address of `sources` to that of `targets`, on several threads.
+
+    `total` is how many bytes that is, or with what is copied before and after it: it decides how to copy.
 
     A compiled loop where there is much to copy, which is 1.3 times as fast and more with threads, and past the cache
     where it is more than that holds; but Numba takes half a second to import, and readers of `bf16` may not have it.
     ctypes too lets the GIL go around each copy.
     """
     sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
-    total = len(sources) * size
+    total = len(sources) * size if total is None else total
     compiled = "numba" in sys.modules or total >= _COMPILE_FROM
     loop = _compiled_loop(streams(total, size, targets)) if compiled else _copy_pieces
     run_chunks(lambda start, stop: loop(sources, targets, size, start, stop), len(sources), size, threads)

@@ -33,19 +33,30 @@ class QueuedEngine:
         queues: whose requests are used.
         buffers: memory for records that are not whole sectors.
         gap_bytes: what a request may read between two records for nobody, in whole records.
+        gathered: read neighbours together also where the answer has them apart.
     """
 
-    def __init__(self, name: str, files: ShardFiles, queues: QueuePool, buffers: BufferPool, gap_bytes: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        files: ShardFiles,
+        queues: QueuePool,
+        buffers: BufferPool,
+        gap_bytes: int,
+        *,
+        gathered: bool = False,
+    ) -> None:
         self.name = name
         self._files = files
         self._queues = queues
         self._buffers = buffers
         self._gap = gap_bytes // files.record_bytes
+        self._gathered = gathered
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Reader]:
         queue = self._queues.borrow()
-        reader = _QueuedReader(self._files, queue, self._buffers, self._gap)
+        reader = _QueuedReader(self._files, queue, self._buffers, self._gap, gathered=self._gathered)
         try:
             yield reader
         finally:
@@ -77,12 +88,13 @@ class _Flight:
 class _QueuedReader:
     piece_records = PIECE_RECORDS
 
-    def __init__(self, files: ShardFiles, queue: Queue, buffers: BufferPool, gap: int) -> None:
+    def __init__(self, files: ShardFiles, queue: Queue, buffers: BufferPool, gap: int, *, gathered: bool) -> None:
         self._files = files
         self._size = files.record_bytes
         self._queue = queue
         self._buffers = buffers
         self._gap = gap
+        self._gathered = gathered
         self._flights: dict[int, _Flight] = {}
         self._next = 0
         self.decode_threads: int | None = 1
@@ -99,7 +111,8 @@ class _QueuedReader:
         files = self._files.acquire(batch)
         misfit = bool((self._size | target.records.ctypes.data) % self._files.sector)
         number, self._next = self._next, self._next + 1
-        launch = self._launch_buffered if misfit or self._bridges(batch) else self._launch_exact
+        to_buffer = misfit or self._gathered or self._bridges(batch)
+        launch = self._launch_buffered if to_buffer else self._launch_exact
         launch(number, batch, target, files)
         return functools.partial(self._finish, number)
 

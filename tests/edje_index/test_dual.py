@@ -181,6 +181,9 @@ def test_features_are_made_anew_of_pictures_that_changed_or_came_later(sources, 
     np.testing.assert_allclose(second, fresh, atol=1e-5)
     assert np.isnan(second).any(axis=1).tolist() == [False, True, False]
     assert not np.allclose(second[0], first[0], atol=1e-3)
+    (kept,) = (tmp_path / "cache").glob("*.f32")
+    kept.unlink()
+    np.testing.assert_allclose(image_features(tower, paths, tmp_path / "cache", quiet), fresh, atol=1e-5)
 
 
 def test_pictures_that_cannot_be_read_are_left_out(sources, items, tmp_path):

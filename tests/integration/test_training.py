@@ -19,6 +19,7 @@ from PIL import Image
 from edje_index.bundle_info import read_bundle_info
 from edje_index.training.journal import read_log
 from edje_index.untrained import TINY, create_untrained_bundle
+from edje_index.weights import read_checkpoint
 from pipelines.cli import main
 from storage_formats.token_store import TokenStore
 from tests.integration import builds
@@ -186,17 +187,15 @@ def test_dev_captions_of_images_that_are_trained_on_are_refused(case, tmp_path):
     error = run(*asked, expect=2)["error"]
     assert "20 images of --dev are trained on too" in error
     assert "--dev-split" in error
-    assert not (tmp_path / "out.run" / "data").exists()
-    out = training(case, tmp_path / "apart")
-    out[1] = case / "all.jsonl"
-    result = run(*out, *asked[-4:], "--steps", "1", "--dev-split", "dev")
+    assert not (tmp_path / "out.run").exists()
+    result = run(*asked, "--dev-split", "dev")
     assert result["dev"]["images"]["queries"] == 8
 
 
 def test_nothing_is_made_for_an_export_without_a_checkpoint(case, tmp_path):
     error = run(*training(case, tmp_path / "out", features=False), "--export", expect=2)["error"]
     assert "no checkpoint to export" in error
-    assert not (tmp_path / "out.run" / "features.edje").exists()
+    assert not (tmp_path / "out.run").exists()
 
 
 def test_features_leave_torchs_threads_alone(case, tmp_path):
@@ -217,6 +216,14 @@ def test_an_adapter_whose_rate_is_0_stays_as_it_is(case, tmp_path):
     own, begun = (weights(folder) for folder in (tmp_path / "out", tmp_path / "out.run" / "start"))
     changed = {name for name in own if own[name] != begun[name]}
     assert changed == {"joint/model.safetensors"}
+    trained = [sum(map(len, groups)) for groups in map(optimized, (tmp_path / "out.run", case / "calm.run"))]
+    assert trained[0] < trained[1], "its gradients would count in the norm"
+
+
+def optimized(run_dir: Path) -> list[list[int]]:
+    """Parameters of each group of the optimiser, in the last checkpoint."""
+    last = max((run_dir / "checkpoints").glob("*.pt"))
+    return [group["params"] for group in read_checkpoint(last)["optimizer"]["param_groups"]]
 
 
 def test_a_pooled_similarity_that_would_weigh_nothing_is_refused(case, tmp_path):

@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 from storage_formats import CorruptIndexError, TokenStore, UsageError, codec
 from storage_formats.codecs import streaming
 from storage_formats.layout import Layout
-from storage_formats.reading import copying, engines, memory
+from storage_formats.reading import buffered, copying, engines, memory
 from storage_formats.reading.aio import AioQueue, aio_works
 from storage_formats.reading.base import Batch, Runs
 from storage_formats.reading.files import ShardFiles
 from storage_formats.reading.landing import StraightLanding, read_batch
 from storage_formats.reading.queues import QueuePool
 from storage_formats.reading.ring import Ring, io_uring_works
+from storage_formats.reading.syscalls import sector_bytes
 from tests.conftest import same_bits
 from tests.storage_formats.reading_cases import ALL, HOLES, ODD, SPEC, evict, linux
 
@@ -71,6 +72,8 @@ def test_what_lies_between_is_read_where_that_saves_a_request(
     built, whole, precision, engine, records, reads, monkeypatch
 ):
     """Rows 0, 2, 5 and 6, the last two apart in memory."""
+    if sector_bytes(Layout(built[0]).token_shard("bf16", 0)) != 512:
+        pytest.skip("records of this test are no whole sectors here")
     size = codec(precision, SPEC.block_shape).record_bytes
     monkeypatch.setattr("storage_formats.reading.choice._GAP_BYTES", records * size)
     asked, ids = [], [6, 0, 5, 2]
@@ -193,9 +196,11 @@ def test_a_file_that_shrank_while_it_was_open_is_an_error(odd, tmp_path, engine)
         store.fetch([50])
 
 
+@linux
 @pytest.mark.parametrize("engine", ["buffered", "portable"])
 def test_an_error_leaves_no_file_open(odd, tmp_path, engine, monkeypatch):
-    monkeypatch.setattr("storage_formats.reading.buffered.PIECE_RECORDS", 4)
+    for kind in (buffered._BufferedReader, buffered._ThreadedReader):
+        monkeypatch.setattr(kind, "piece_records", 4)
     shutil.copytree(odd[0], tmp_path, dirs_exist_ok=True)
     store = TokenStore.open(tmp_path, engine=engine)
     os.truncate(Layout(tmp_path).token_shard("bf16", 1), 0)
