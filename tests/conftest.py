@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import settings
 
 from storage_formats.layout import IndexSpec
@@ -56,3 +58,11 @@ def write_random_index(
 def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
     """Whether two bfloat16 arrays hold the same bits, NaN included."""
     return left.shape == right.shape and bool((left.view(np.uint16) == right.view(np.uint16)).all())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_are_heard():
+    """Whoever starts the tests with nohup, or in the background of a script, has them ignore signals by default."""
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, default)
