@@ -51,13 +51,14 @@ class WorkerProcess:
 
     def wait(self, seconds: float = _START_SECONDS) -> dict[str, Any]:
         """The next answer. Raises WorkerError after `seconds`, or when the worker dies."""
-        timer = threading.Timer(seconds, self._kill)
-        timer.start()
         assert self._process.stdout is not None
+        timer = threading.Timer(seconds, self._kill)
+        timer.daemon = True  # a signal may arrive at any line, and this process then ends without it
         try:
+            timer.start()
             line = self._process.stdout.readline()
         finally:
-            timer.cancel()  # also when a signal ends the wait: a waiting timer keeps the process alive
+            timer.cancel()
         if not line:
             raise WorkerError(f"took more than {seconds:.0f} s" if self._late else self._last_words())
         answer: dict[str, Any] = json.loads(line)
