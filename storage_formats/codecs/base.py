@@ -65,10 +65,13 @@ class Codec(Protocol):
         """
         ...
 
-    def scatter(self, records: Records, out: Blocks, places: Rows, threads: int | None = None) -> None:
-        """Decode record i of `records` [k, record_bytes] to `out[places[i]]`; `out` is bf16 [n, m, d].
+    def scatter(
+        self, memory: NDArray[np.uint8], starts: Rows, out: Blocks, places: Rows, threads: int | None = None
+    ) -> None:
+        """Decode the record from byte `starts[i]` of `memory` on to `out[places[i]]`: from where it was read to.
 
-        `places` [k] must be distinct. `records` must be C-contiguous. UsageError for a place outside `out`.
+        `memory` is contiguous uint8 [bytes], `out` bf16 [n, m, d]; `starts` and `places` are [k], these distinct.
+        UsageError for a record or a place outside.
         """
         ...
 
@@ -97,6 +100,18 @@ def check_rows(rows: Rows, count: int) -> NDArray[np.int64]:
     if places.size and (places.min() < 0 or places.max() >= count):
         raise UsageError(f"rows must be in 0..{count - 1}, got {places.min()}..{places.max()}")
     return np.ascontiguousarray(places, dtype=np.int64)
+
+
+def check_moves(
+    memory: NDArray[np.uint8], record_bytes: int, starts: Rows, count: int, places: Rows
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(starts, places) as int64 [k]; UsageError unless records and places are within `memory` and 0..count - 1."""
+    if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
+        raise UsageError(f"memory must be contiguous uint8 [bytes], got {memory.dtype} {list(memory.shape)}")
+    begins, ends = check_rows(starts, len(memory) - record_bytes + 1), check_rows(places, count)
+    if len(begins) != len(ends):
+        raise UsageError(f"there are {len(begins)} records for {len(ends)} places")
+    return begins, ends
 
 
 def check_gathered(records: Records, record_bytes: int) -> Records:

@@ -16,6 +16,7 @@ True
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from storage_formats.codecs.base import (
     BF16,
@@ -24,6 +25,7 @@ from storage_formats.codecs.base import (
     Rows,
     check_blocks,
     check_gathered,
+    check_moves,
     check_out,
     check_records,
     check_rows,
@@ -72,8 +74,11 @@ class BF16Codec:
         run_chunks(gather, len(places), self.record_bytes, threads)
         return out
 
-    def scatter(self, records: Records, out: Blocks, places: Rows, threads: int | None = None) -> None:
-        """Record i as block `out[places[i]]`; see `storage_formats.codecs.base.Codec`."""
-        checked = check_rows(places, len(out))
-        blocks = check_gathered(records, self.record_bytes).view(BF16).reshape(-1, *self.block_shape)
-        check_out(out, len(out), self.block_shape)[checked] = blocks
+    def scatter(
+        self, memory: NDArray[np.uint8], starts: Rows, out: Blocks, places: Rows, threads: int | None = None
+    ) -> None:
+        """The record from byte `starts[i]` of `memory` on as block `out[places[i]]`; see `base.Codec`."""
+        begins, ends = check_moves(memory, self.record_bytes, starts, len(out), places)
+        copies = check_out(out, len(out), self.block_shape).view(np.uint8).reshape(-1, self.record_bytes)
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            copies[end] = memory[begin : begin + self.record_bytes]

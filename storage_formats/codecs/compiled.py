@@ -13,6 +13,7 @@ from storage_formats.codecs.base import (
     Rows,
     check_blocks,
     check_gathered,
+    check_moves,
     check_out,
     check_records,
     check_rows,
@@ -25,7 +26,7 @@ Bits = NDArray[np.uint16]
 Bytes = NDArray[np.uint8]
 """Flat bytes of records."""
 Moves = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""(rows, places): record `rows[i]` becomes block `places[i]`."""
+"""(starts, places): the record from byte `starts[i]` on becomes block `places[i]`."""
 
 
 class CompiledCodec(ABC):
@@ -51,7 +52,7 @@ class CompiledCodec(ABC):
 
     @abstractmethod
     def _decode(self, records: Bytes, moves: Moves, bits: Bits, start: int, stop: int) -> None:
-        """Decode records `rows[start:stop]` to blocks `places[start:stop]`."""
+        """Decode the records at bytes `starts[start:stop]` to blocks `places[start:stop]`."""
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
         """bf16 [k, m, d] -> uint8 [k, record_bytes]."""
@@ -72,17 +73,17 @@ class CompiledCodec(ABC):
         """`records[rows]` as bf16 [k, m, d], into `out` where it is given; see `base.Codec`."""
         checked = check_rows(rows, len(records))
         out = check_out(out, len(checked), self.block_shape)
-        self._convert(records, (checked, np.arange(len(checked))), out, threads)
+        flat = check_gathered(records, self.record_bytes).reshape(-1)
+        self._convert(flat, (checked * self.record_bytes, np.arange(len(checked))), out, threads)
         return out
 
-    def scatter(self, records: Records, out: Blocks, places: Rows, threads: int | None = None) -> None:
-        """Record i as block `out[places[i]]`; see `base.Codec`."""
-        checked = check_rows(places, len(out))
-        self._convert(records, (np.arange(len(checked)), checked), check_out(out, len(out), self.block_shape), threads)
+    def scatter(self, memory: Bytes, starts: Rows, out: Blocks, places: Rows, threads: int | None = None) -> None:
+        """The record from byte `starts[i]` of `memory` on as block `out[places[i]]`; see `base.Codec`."""
+        moves = check_moves(memory, self.record_bytes, starts, len(out), places)
+        self._convert(memory, moves, check_out(out, len(out), self.block_shape), threads)
 
-    def _convert(self, records: Records, moves: Moves, out: Blocks, threads: int | None) -> None:
-        flat = check_gathered(records, self.record_bytes).reshape(-1)
+    def _convert(self, memory: Bytes, moves: Moves, out: Blocks, threads: int | None) -> None:
         bits = out.view(np.uint16).reshape(-1)
         run_chunks(
-            lambda start, stop: self._decode(flat, moves, bits, start, stop), len(moves[0]), 2 * self.values, threads
+            lambda start, stop: self._decode(memory, moves, bits, start, stop), len(moves[0]), 2 * self.values, threads
         )

@@ -49,15 +49,16 @@ class FP16Codec(CompiledCodec):
     def _encode(self, bits: Bits, records: Bytes, start: int, stop: int) -> None:
         from storage_formats.codecs import kernels
 
-        words = records.view(np.uint16)[start * self.values :]
+        places = np.arange(stop)
+        words = records.view(np.uint16)
         kernels.translate(
-            bits, np.arange(start, stop), np.arange(stop - start), _from_bf16(), words, self.values, 0, stop - start
+            bits.view(np.uint8), places * self.record_bytes, places, _from_bf16(), words, self.values, start, stop
         )
 
     def _decode(self, records: Bytes, moves: Moves, bits: Bits, start: int, stop: int) -> None:
         from storage_formats.codecs import kernels
 
-        kernels.translate(records.view(np.uint16), *moves, _to_bf16(), bits, self.values, start, stop)
+        kernels.translate(records, *moves, _to_bf16(), bits, self.values, start, stop)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 Every kernel takes flat arrays and runs on blocks [start, stop) without the GIL: callers bring their own threads.
 Of a block's `shape` (values, width, group) the first is m x d, the second d, and the third how many numbers share
-a scale. Decoders write block `places[i]` of `bits` from record `rows[i]`, which may lie at any address.
+a scale. Decoders write block `places[i]` of `bits` from the record that begins at byte `starts[i]` of `records`.
 
 Kernels have one signature each, so that processes which fill Numba's cache at once write the same files, and stand
 in one module, because that cache notices changes of a kernel's own file only. Indices are unsigned, which spares
@@ -25,7 +25,7 @@ U16: TypeAlias = NDArray[np.uint16]
 U32: TypeAlias = NDArray[np.uint32]
 U64: TypeAlias = NDArray[np.uint64]
 F32: TypeAlias = NDArray[np.float32]
-Rows: TypeAlias = NDArray[np.int64]
+Places: TypeAlias = NDArray[np.int64]
 Index: TypeAlias = np.uint64
 Shape: TypeAlias = tuple[Index, Index, Index]
 
@@ -73,7 +73,7 @@ def _output(number: Any) -> Any:
 
 
 _SHAPE = types.UniTuple(types.uint64, 3)
-_ROWS = _input(types.int64)
+_PLACES = _input(types.int64)
 _SPAN = (types.uint64, types.uint64)
 
 
@@ -326,9 +326,9 @@ def _rescaled(code: np.uint8, exponent: np.uint16) -> Any:
     return np.uint16(field | np.uint16(np.uint16(code & np.uint8(0x80)) << np.uint16(8)))
 
 
-@_kernel(_input(types.uint8), _ROWS, _ROWS, _input(types.uint16), _output(types.uint16), _SHAPE, *_SPAN)
+@_kernel(_input(types.uint8), _PLACES, _PLACES, _input(types.uint16), _output(types.uint16), _SHAPE, *_SPAN)
 def decode_e4m3(
-    records: U8, rows: Rows, places: Rows, table: U16, bits: U16, shape: Shape, start: Index, stop: Index
+    records: U8, starts: Places, places: Places, table: U16, bits: U16, shape: Shape, start: Index, stop: Index
 ) -> None:
     """E4M3 codes, then E8M0 scales: `table` [256 scales x 256 codes] has the bfloat16 bits of every product.
 
@@ -338,7 +338,7 @@ def decode_e4m3(
     exponents = np.empty(width, dtype=np.uint16)
     for item in range(start, stop):
         block = np.uint64(places[item])
-        codes_at = np.uint64(rows[item]) * (values + values // group)
+        codes_at = np.uint64(starts[item])
         scales_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
             extreme = _scale_exponents(records, scales_at, group, exponents)
@@ -354,15 +354,15 @@ def decode_e4m3(
             scales_at += width // group
 
 
-@_kernel(_input(types.uint8), _ROWS, _ROWS, _input(types.uint32), _output(types.uint32), _SHAPE, *_SPAN)
+@_kernel(_input(types.uint8), _PLACES, _PLACES, _input(types.uint32), _output(types.uint32), _SHAPE, *_SPAN)
 def decode_e2m1(
-    records: U8, rows: Rows, places: Rows, table: U32, pairs: U32, shape: Shape, start: Index, stop: Index
+    records: U8, starts: Places, places: Places, table: U32, pairs: U32, shape: Shape, start: Index, stop: Index
 ) -> None:
     """Two E2M1 codes a byte, then one-byte scales: `table` [256 scales x 256 bytes] has the bits of both products."""
     codes, group = shape[0] >> np.uint64(1), shape[2] >> np.uint64(1)
     for item in range(start, stop):
         block = np.uint64(places[item])
-        code_at = np.uint64(rows[item]) * (codes + codes // group)
+        code_at = np.uint64(starts[item])
         scales_at = code_at + codes
         place = block * codes
         for index in range(codes // group):
@@ -373,27 +373,26 @@ def decode_e2m1(
             place += group
 
 
-@_kernel(_input(types.uint16), _ROWS, _ROWS, _input(types.uint16), _output(types.uint16), types.uint64, *_SPAN)
-def translate(
-    words: U16, rows: Rows, places: Rows, table: U16, out: U16, values: Index, start: Index, stop: Index
-) -> None:
-    """out[places[i]] = table[words[rows[i]]] for blocks of `values` 16-bit words; `table` [65536]."""
-    for item in range(start, stop):
-        block = np.uint64(places[item])
-        source, target = np.uint64(rows[item]) * values, block * values
-        for place in range(values):
-            out[target + place] = table[words[source + place]]
+@_inlined
+def _write_word(records: U8, at: Index, word: np.uint16) -> None:
+    records[at] = np.uint8(word)
+    records[at + np.uint64(1)] = np.uint8(word >> np.uint16(8))
 
 
 @_inlined
-def _write_scale(records: U8, at: Index, scale: np.uint16) -> None:
-    records[at] = np.uint8(scale)
-    records[at + np.uint64(1)] = np.uint8(scale >> np.uint16(8))
-
-
-@_inlined
-def _read_scale(records: U8, at: Index) -> Any:
+def _read_word(records: U8, at: Index) -> Any:
     return np.uint16(np.uint16(records[at]) | np.uint16(np.uint16(records[at + np.uint64(1)]) << np.uint16(8)))
+
+
+@_kernel(_input(types.uint8), _PLACES, _PLACES, _input(types.uint16), _output(types.uint16), types.uint64, *_SPAN)
+def translate(
+    records: U8, starts: Places, places: Places, table: U16, out: U16, values: Index, start: Index, stop: Index
+) -> None:
+    """Block `places[i]` of `out` is `table` [65536] of the 16-bit words from byte `starts[i]` of `records` on."""
+    for item in range(start, stop):
+        source, target = np.uint64(starts[item]), np.uint64(places[item]) * values
+        for place in range(values):
+            out[target + place] = table[_read_word(records, source + (place << np.uint64(1)))]
 
 
 @_kernel(_input(types.uint16), _input(types.uint16), _output(types.uint8), _SHAPE, *_SPAN)
@@ -406,7 +405,7 @@ def encode_int8(bits: U16, scale_bits: U16, records: U8, shape: Shape, start: In
         scale_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
             scale = scale_bits[_largest_magnitude(bits, first, width)]
-            _write_scale(records, scale_at, scale)
+            _write_word(records, scale_at, scale)
             divisor = _bf16(scale)
             for place in range(width):
                 quotient = min(max(_bf16(bits[first + place]) / divisor, np.float32(-127)), np.float32(127))
@@ -418,16 +417,18 @@ def encode_int8(bits: U16, scale_bits: U16, records: U8, shape: Shape, start: In
             scale_at += np.uint64(2)
 
 
-@_kernel(_input(types.uint8), _ROWS, _ROWS, _output(types.uint16), _SHAPE, *_SPAN)
-def decode_int8(records: U8, rows: Rows, places: Rows, bits: U16, shape: Shape, start: Index, stop: Index) -> None:
+@_kernel(_input(types.uint8), _PLACES, _PLACES, _output(types.uint16), _SHAPE, *_SPAN)
+def decode_int8(
+    records: U8, starts: Places, places: Places, bits: U16, shape: Shape, start: Index, stop: Index
+) -> None:
     """Integer times the token's scale: 16 significant bits at most, so exact in float32 and rounded once."""
     values, width, _ = shape
     for item in range(start, stop):
         block = np.uint64(places[item])
-        codes_at = np.uint64(rows[item]) * (values + np.uint64(2) * (values // width))
+        codes_at = np.uint64(starts[item])
         scale_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
-            scale = _bf16(_read_scale(records, scale_at))
+            scale = _bf16(_read_word(records, scale_at))
             for place in range(width):
                 bits[first + place] = _rounded_bf16(np.float32(np.int8(records[codes_at + place])) * scale)
             codes_at += width
@@ -456,25 +457,25 @@ def encode_sign1(bits: U16, records: U8, shape: Shape, start: Index, stop: Index
                 scale = np.uint16(0xFFFF)
                 for place in range(size):
                     records[codes_at + place] = np.uint8(0xFF)
-            _write_scale(records, scale_at, scale)
+            _write_word(records, scale_at, scale)
             codes_at += size
             scale_at += np.uint64(2)
 
 
-@_kernel(_input(types.uint8), _ROWS, _ROWS, _input(types.uint64), _output(types.uint64), _SHAPE, *_SPAN)
+@_kernel(_input(types.uint8), _PLACES, _PLACES, _input(types.uint64), _output(types.uint64), _SHAPE, *_SPAN)
 def decode_sign1(
-    records: U8, rows: Rows, places: Rows, table: U64, quads: U64, shape: Shape, start: Index, stop: Index
+    records: U8, starts: Places, places: Places, table: U64, quads: U64, shape: Shape, start: Index, stop: Index
 ) -> None:
     """The token's scale with the sign bits of each byte: `table` [256 x 2] spreads them over two words of four."""
     values, width, _ = shape
     size = width >> np.uint64(3)
     for item in range(start, stop):
         block = np.uint64(places[item])
-        codes_at = np.uint64(rows[item]) * (values // width) * (size + np.uint64(2))
+        codes_at = np.uint64(starts[item])
         scale_at = codes_at + (values >> np.uint64(3))
         quad = (block * values) >> np.uint64(2)
         for _ in range(values // width):
-            scale = _read_scale(records, scale_at)
+            scale = _read_word(records, scale_at)
             nan = np.uint16(scale & np.uint16(0x7FFF)) > np.uint16(0x7F80)
             four = np.uint64(np.uint16(0x7FC0) if nan else scale) * np.uint64(0x0001000100010001)
             signs = np.uint64(0) if nan else np.uint64(0xFFFFFFFFFFFFFFFF)

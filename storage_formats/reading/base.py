@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs import Records
 
-PIECE_RECORDS = 64  # some milliseconds of a disk; several such pieces are in flight
+PIECE_RECORDS = 128  # some milliseconds of a disk; several such pieces are in flight
 RUN_BYTES = 1 << 20  # the kernel cuts WILLNEED at its largest readahead, 4 MiB where it is set high
 
 Ints = NDArray[np.int64]
@@ -59,18 +59,26 @@ class Batch:
         return [self[start : start + length] for start in range(0, len(self), length)]
 
 
-@dataclass(frozen=True)
-class Target:
-    """Where records land: record i of a batch at `records[slots[i]]`. `buffer` is the whole memory, if borrowed."""
+class Target(Protocol):
+    """Where the records of a batch go. An engine reads record i into `records[slots[i]]` and calls `finish` in the
+    end, or reads all of them elsewhere and gives them to `take`."""
 
-    records: Records
+    direct: bool
+    """Whether what is read into `records` is spared a copy."""
     slots: Ints
-    buffer: Records | None = None
 
     @property
-    def addresses(self) -> Ints:
-        """Where in memory each record lands, [n]."""
-        return self.records.ctypes.data + self.slots * self.records.strides[0]
+    def records(self) -> Records:
+        """Memory for records, made when it is first asked for."""
+        ...
+
+    def take(self, memory: Records, starts: Ints, part: slice, threads: int | None) -> None:
+        """The records `part` of the batch begin at bytes `starts` of `memory`, which is free again afterwards."""
+        ...
+
+    def finish(self, threads: int | None) -> None:
+        """All have arrived in `records`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -102,9 +110,6 @@ class Reader(Protocol):
 
     piece_records: int
     """How long pieces are at most."""
-    decode_threads: int | None
-    """Threads to decode the piece with that was finished last: 1 while the device is what takes the time, for handing
-    half a millisecond's work to another thread costs more than it saves. None: all."""
 
     @property
     def ahead(self) -> int:
@@ -112,7 +117,7 @@ class Reader(Protocol):
         ...
 
     def start(self, batch: Batch, target: Target) -> Finish:
-        """Begin to read; the call of what is returned waits for it. CorruptIndexError from either."""
+        """Begin to read; the call of what is returned waits for it and has it land. CorruptIndexError from either."""
         ...
 
 

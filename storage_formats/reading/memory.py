@@ -13,6 +13,7 @@ import mmap
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,13 @@ def aligned_bytes(size: int) -> Bytes:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
     memory: Bytes = np.frombuffer(mapped, dtype=np.uint8, count=size)
+    return memory
+
+
+def memory_at(address: int, size: int) -> Bytes:
+    """The memory from `address` on, uint8 [size]: of what is mapped there, which may be only parts of it."""
+    described = {"version": 3, "data": (address, True), "shape": (size,), "typestr": "|u1"}
+    memory: Bytes = np.asarray(SimpleNamespace(__array_interface__=described))
     return memory
 
 

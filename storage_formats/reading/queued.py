@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from storage_formats.reading.base import PIECE_RECORDS, Batch, Finish, Ints, Reader, Runs, Target
-from storage_formats.reading.buffered import Request, cannot_read, read_fully
-from storage_formats.reading.files import ShardFile, ShardFiles, descriptors
-from storage_formats.reading.memory import BufferPool, Bytes, copy_memory, touch
+from storage_formats.reading.buffered import cannot_read
+from storage_formats.reading.files import ShardFile, ShardFiles, descriptors, ends_early
+from storage_formats.reading.memory import BufferPool, Bytes, touch
 from storage_formats.reading.queues import Queue, QueuePool
 
 _BYTES_IN_FLIGHT = 32 << 20
+_BUFFERED_IN_FLIGHT = 16 << 20  # memory that has to be made first, and then stays in the processor's cache
 
 
 class QueuedEngine:
@@ -69,20 +71,23 @@ class QueuedEngine:
 
 @dataclass
 class _Flight:
-    """A piece on its way: run j begins at `starts[j]` of `files`, should bring `wanted[j]` bytes, `results[j]` came.
+    """A piece on its way.
 
-    `buffer` holds run j from `buffered_at[j]` on, where the records were not read straight to the target.
+    Request j reads from byte `offsets[j]` of its file to `places[j]` of `memory`; `wanted[j]` bytes are needed and
+    `results[j]` came. `buffer` is set where `memory` is not the target's own.
     """
 
     batch: Batch
     target: Target
     files: dict[int, ShardFile]
     runs: Runs
+    offsets: Ints
     wanted: Ints
+    memory: Bytes
+    places: Ints
     results: Ints
     missing: int
     buffer: Bytes | None = None
-    buffered_at: Ints | None = None
 
 
 class _QueuedReader:
@@ -97,22 +102,22 @@ class _QueuedReader:
         self._gathered = gathered
         self._flights: dict[int, _Flight] = {}
         self._next = 0
-        self.decode_threads: int | None = 1
 
     @property
     def ahead(self) -> int:
         """One piece more, as long as its requests fit into the queue and the bytes on their way are not too many."""
         requests = sum(len(flight.wanted) for flight in self._flights.values())
         size = sum(int(flight.wanted.sum()) for flight in self._flights.values())
-        room = requests + PIECE_RECORDS <= self._queue.entries and size < _BYTES_IN_FLIGHT
+        buffered = any(flight.buffer is not None for flight in self._flights.values())
+        most = _BUFFERED_IN_FLIGHT if buffered else _BYTES_IN_FLIGHT
+        room = requests + PIECE_RECORDS <= self._queue.entries and size < most
         return len(self._flights) + room
 
     def start(self, batch: Batch, target: Target) -> Finish:
         files = self._files.acquire(batch)
-        misfit = bool((self._size | target.records.ctypes.data) % self._files.sector)
         number, self._next = self._next, self._next + 1
-        to_buffer = misfit or self._gathered or self._bridges(batch)
-        launch = self._launch_buffered if to_buffer else self._launch_exact
+        straight = target.direct and not (self._gathered or self._bridges(batch) or self._is_misfit(target))
+        launch = self._launch_straight if straight else self._launch_buffered
         launch(number, batch, target, files)
         return functools.partial(self._finish, number)
 
@@ -129,13 +134,21 @@ class _QueuedReader:
         apart = np.diff(batch.positions)
         return bool(((apart > 1) & (apart <= 1 + self._gap) & (np.diff(batch.shards) == 0)).any())
 
-    def _launch_exact(self, number: int, batch: Batch, target: Target, files: dict[int, ShardFile]) -> None:
-        """Read straight to the target."""
+    def _is_misfit(self, target: Target) -> bool:
+        """Whether records are not whole sectors, of the file or of memory."""
+        return bool((self._size | target.records.ctypes.data) % self._files.sector)
+
+    def _launch_straight(self, number: int, batch: Batch, target: Target, files: dict[int, ShardFile]) -> None:
+        """Read to where the target has them."""
         runs = Runs.of(batch, self._size, slots=target.slots)
         lengths = runs.count * self._size
-        flight = _Flight(batch, target, files, runs, lengths, np.zeros_like(lengths), len(lengths))
         touch(target.records, target.slots)
-        self._put(number, flight, batch.positions[runs.first] * self._size, target.addresses[runs.first], lengths)
+        flight = _Flight(
+            *(batch, target, files, runs, batch.positions[runs.first] * self._size, lengths),
+            *(target.records.reshape(-1), target.slots[runs.first] * self._size),
+            *(np.zeros_like(lengths), len(lengths)),
+        )
+        self._put(number, flight, lengths)
 
     def _launch_buffered(self, number: int, batch: Batch, target: Target, files: dict[int, ShardFile]) -> None:
         """Read whole sectors around each run into a buffer."""
@@ -147,28 +160,32 @@ class _QueuedReader:
         places = np.cumsum(lengths) - lengths
         buffer = self._buffers.borrow(int(lengths.sum()))
         flight = _Flight(
-            *(batch, target, files, runs, stops - offsets, np.zeros_like(lengths), len(lengths)),
-            buffer=buffer,
-            buffered_at=places - offsets,
+            *(batch, target, files, runs, offsets, stops - offsets, buffer, places),
+            *(np.zeros_like(lengths), len(lengths), buffer),
         )
-        self._put(number, flight, offsets, buffer.ctypes.data + places, lengths)
+        self._put(number, flight, lengths)
 
-    def _put(self, number: int, flight: _Flight, offsets: Ints, addresses: Ints, lengths: Ints) -> None:
+    def _put(self, number: int, flight: _Flight, lengths: Ints) -> None:
         self._flights[number] = flight
         tags = number * PIECE_RECORDS + np.arange(len(lengths))
         fds = descriptors(flight.files, flight.batch)[flight.runs.first]
-        self._queue.put(fds, offsets, addresses, lengths, tags)
+        self._queue.put(fds, flight.offsets, flight.memory.ctypes.data + flight.places, lengths, tags)
 
     def _finish(self, number: int) -> None:
         flight = self._flights[number]
-        self.decode_threads = 1 if flight.missing else None
+        # while the device takes the time, to hand over half a millisecond's work costs more than it saves
+        threads = 1 if flight.missing else None
         while flight.missing:
             self._collect(flight.missing)
         try:
-            if flight.buffer is not None and flight.buffered_at is not None:
-                self._copy_out(flight, flight.buffer, flight.buffered_at)
-            for run in np.flatnonzero(flight.results < flight.wanted).tolist():
-                self._read_again(flight, run)
+            for request in np.flatnonzero(flight.results < flight.wanted).tolist():
+                _read_again(flight, request)
+            if flight.buffer is None:
+                flight.target.finish(threads)
+            else:
+                in_memory = np.repeat(flight.places - flight.offsets, flight.runs.count)
+                starts = in_memory + flight.batch.positions * self._size
+                flight.target.take(flight.buffer, starts, slice(None), threads)
         finally:
             self._release(self._flights.pop(number))
 
@@ -180,26 +197,24 @@ class _QueuedReader:
             flight.results[tags[mine] % PIECE_RECORDS] = results[mine]
             flight.missing -= int(mine.sum())
 
-    def _copy_out(self, flight: _Flight, buffer: Bytes, buffered_at: Ints) -> None:
-        offsets = np.repeat(buffered_at, flight.runs.count) + flight.batch.positions * self._size
-        copy_memory(buffer.ctypes.data + offsets, flight.target.addresses, self._size, threads=1)
-
-    def _read_again(self, flight: _Flight, run: int) -> None:
-        """A request that failed or was cut short: once more, without the queue, which also words the error."""
-        first, count = int(flight.runs.first[run]), int(flight.runs.count[run])
-        file = flight.files[int(flight.batch.shards[first])]
-        slots = flight.target.slots
-        try:
-            with open(file.path, "rb", buffering=0) as plain:
-                for index in range(first, first + count):
-                    request = Request(
-                        replace(file, fd=plain.fileno()), int(flight.batch.positions[index]), [int(slots[index])]
-                    )
-                    read_fully(request, flight.target, self._size)
-        except OSError as error:
-            raise cannot_read(file, error) from error
-
     def _release(self, flight: _Flight) -> None:
         if flight.buffer is not None:
             self._buffers.give_back(flight.buffer)
         self._files.release(flight.files)
+
+
+def _read_again(flight: _Flight, request: int) -> None:
+    """A request that failed or was cut short: once more, without the queue, which also words the error."""
+    first, count = int(flight.runs.first[request]), int(flight.runs.count[request])
+    file = flight.files[int(flight.batch.shards[first])]
+    offset, place, wanted = (int(column[request]) for column in (flight.offsets, flight.places, flight.wanted))
+    try:
+        with open(file.path, "rb", buffering=0) as plain:
+            done = 0
+            while done < wanted:
+                came = os.preadv(plain.fileno(), [flight.memory[place + done : place + wanted].data], offset + done)
+                if not came:
+                    raise ends_early(file, int(flight.batch.positions[first + count - 1]))
+                done += came
+    except OSError as error:
+        raise cannot_read(file, error) from error

@@ -191,16 +191,24 @@ def test_rows_of_a_mapped_file(name, tmp_path):
 def test_records_are_decoded_to_where_they_belong(name):
     entry = codec(name, SHAPE)
     records = entry.encode(gaussian(5))
+    starts = 3 + np.array([2, 0, 4, 1, 3]) * (entry.record_bytes + 2)  # apart, and at odd addresses
+    memory = np.full(3 + 5 * (entry.record_bytes + 2), 255, dtype=np.uint8)
+    for start, record in zip(starts, records, strict=True):
+        memory[start : start + entry.record_bytes] = record
     out = gaussian(9)
     expected = out.copy()
     places = [8, 0, 3, 2, 5]
     expected[places] = entry.decode(records)
-    entry.scatter(records, out, places, threads=2)
+    entry.scatter(memory, starts, out, places, threads=2)
     assert same_bits(out, expected)
     with pytest.raises(UsageError, match=r"rows must be in 0\.\.8"):
-        entry.scatter(records, out, [0, 1, 2, 3, 9])
-    with pytest.raises(UsageError, match="C-contiguous"):
-        entry.scatter(records[::2], out, [0, 1, 2])
+        entry.scatter(memory, starts, out, [0, 1, 2, 3, 9])
+    with pytest.raises(UsageError, match="rows must be in"):
+        entry.scatter(memory, starts + 3, out, places)
+    with pytest.raises(UsageError, match="5 records for 4 places"):
+        entry.scatter(memory, starts, out, places[:4])
+    with pytest.raises(UsageError, match="contiguous uint8"):
+        entry.scatter(memory[::2], starts, out, places)
     assert same_bits(out, expected)
 
 

@@ -245,7 +245,7 @@ def test_maps_of_few_shards_are_open_together(many_shards, monkeypatch):
 class _Crowd:
     """A reader whose pieces take so many requests of a queue of 66, as the queued one counts them."""
 
-    piece_records, decode_threads = 1, 1
+    piece_records = 1
 
     def __init__(self, requests):
         self.requests, self.flying, self.most = list(requests), [], 0
@@ -347,12 +347,20 @@ def test_requests_that_the_kernel_fails_are_read_again(built, monkeypatch, queue
     engine = {Ring: "io_uring", AioQueue: "direct"}[queue]
     if engine not in engines():
         pytest.skip(f"no {engine} here")
-    wait = queue.wait
+    put, wait, memory = queue.put, queue.wait, {}
+
+    def noting(self, fds, offsets, addresses, lengths, tags):
+        memory.update(zip(tags.tolist(), zip(addresses.tolist(), lengths.tolist(), strict=True), strict=True))
+        put(self, fds, offsets, addresses, lengths, tags)
 
     def failing(self, minimum):
         tags, results = wait(self, minimum)
+        for tag in tags[tags % 3 == 0].tolist():
+            address, length = memory[tag]
+            ctypes.memset(address + max(result, 0), 0xAB, length - max(result, 0))
         return tags, np.where(tags % 3 == 0, result, results)
 
+    monkeypatch.setattr(queue, "put", noting)
     monkeypatch.setattr(queue, "wait", failing)
     for precision in ("bf16", "fp8"):
         expected = TokenStore.open(built[0], precision, "portable").fetch(range(SPEC.rows))
@@ -372,7 +380,7 @@ def test_an_error_leaves_nothing_in_flight(built, monkeypatch, queue):
         QueuePool, "give_back", lambda self, item: (returned.append(item.in_flight), give_back(self, item))
     )
     with monkeypatch.context() as patch:
-        patch.setattr("storage_formats.reading.landing._Decoded.land", lambda *_: 1 // 0)
+        patch.setattr("storage_formats.reading.landing._Decoded.take", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             store.fetch(range(SPEC.rows))
     assert returned == [0]
