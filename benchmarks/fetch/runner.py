@@ -80,6 +80,8 @@ class Runner:
             run = measure_with_fio(self.fio, self.source, entry.workload, depth, seed)
             return {"resident": None, "discarded": None, **run}
         try:
+            if entry.workload.cache == "warm":
+                self._put_cache_in_order(entry)  # so that the warm-up is warm too: what it imports depends on that
             with WorkerProcess(self._job(entry, entry.workload, seed)) as worker:
                 worker.wait()
                 resident = self._put_cache_in_order(entry)
@@ -105,6 +107,8 @@ class Runner:
         if entry.subject not in PEERS or workload.pool < workload.blocks or workload.blocks <= _PROBE_BLOCKS:
             return entry
         probe = self._measure(replace(entry, workload=_shorter(workload, _PROBE_BLOCKS)), seed=self.repeats)
+        if probe["discarded"]:
+            self.say(f"{entry.label}: its trial is DISCARDED, {probe['discarded']}")
         blocks = int(probe["blocks"] / probe["seconds"] * self.seconds) if "seconds" in probe else _PROBE_BLOCKS
         if blocks >= workload.blocks:
             return entry
