@@ -92,13 +92,13 @@ def check_records(records: Records, record_bytes: int) -> Records:
     return np.ascontiguousarray(records)
 
 
-def check_rows(rows: Rows, count: int) -> NDArray[np.int64]:
+def check_rows(rows: Rows, count: int, name: str = "rows") -> NDArray[np.int64]:
     """`rows` as int64 [k]; UsageError unless all are within 0..count - 1."""
     places = np.asarray(rows)
     if places.ndim != 1 or (places.size and places.dtype.kind not in "iu"):
-        raise UsageError(f"rows must be a flat sequence of integers, got {places.dtype} {list(places.shape)}")
+        raise UsageError(f"{name} must be a flat sequence of integers, got {places.dtype} {list(places.shape)}")
     if places.size and (places.min() < 0 or places.max() >= count):
-        raise UsageError(f"rows must be in 0..{count - 1}, got {places.min()}..{places.max()}")
+        raise UsageError(f"{name} must be in 0..{count - 1}, got {places.min()}..{places.max()}")
     return np.ascontiguousarray(places, dtype=np.int64)
 
 
@@ -108,7 +108,7 @@ def check_moves(
     """(starts, places) as int64 [k]; UsageError unless records and places are within `memory` and 0..count - 1."""
     if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
         raise UsageError(f"memory must be contiguous uint8 [bytes], got {memory.dtype} {list(memory.shape)}")
-    begins, ends = check_rows(starts, len(memory) - record_bytes + 1), check_rows(places, count)
+    begins, ends = check_rows(starts, len(memory) - record_bytes + 1, "starts"), check_rows(places, count, "places")
     if len(begins) != len(ends):
         raise UsageError(f"there are {len(begins)} records for {len(ends)} places")
     return begins, ends

@@ -49,10 +49,10 @@ class FP16Codec(CompiledCodec):
     def _encode(self, bits: Bits, records: Bytes, start: int, stop: int) -> None:
         from storage_formats.codecs import kernels
 
-        places = np.arange(stop)
+        places = np.arange(start, stop)
         words = records.view(np.uint16)
         kernels.translate(
-            bits.view(np.uint8), places * self.record_bytes, places, _from_bf16(), words, self.values, start, stop
+            bits.view(np.uint8), places * self.record_bytes, places, _from_bf16(), words, self.values, 0, len(places)
         )
 
     def _decode(self, records: Bytes, moves: Moves, bits: Bits, start: int, stop: int) -> None:

@@ -73,7 +73,10 @@ class Target(Protocol):
         ...
 
     def take(self, memory: Records, starts: Ints, part: slice, threads: int | None) -> None:
-        """The records `part` of the batch begin at bytes `starts` of `memory`, which is free again afterwards."""
+        """The records `part` of the batch begin at bytes `starts` of `memory`, which is free again afterwards.
+
+        Called once for all, or for parts that together are all. At most `threads` threads work, None: as many as are.
+        """
         ...
 
     def finish(self, threads: int | None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from storage_formats.codecs import Records
 from storage_formats.errors import CorruptIndexError
 from storage_formats.reading.base import PIECE_RECORDS, Batch, Finish, Ints, Reader, Runs, Target
 from storage_formats.reading.files import ShardFile, ShardFiles, ends_early
@@ -55,7 +56,7 @@ class BufferedEngine:
 
 
 class _BufferedReader:
-    ahead = 8  # 512 requests of one record
+    ahead = 4  # 512 requests of one record
     piece_records = PIECE_RECORDS
 
     def __init__(self, files: ShardFiles, held: contextlib.ExitStack) -> None:
@@ -71,7 +72,7 @@ class _BufferedReader:
         def finish() -> None:
             with let_go:
                 for request in requests:
-                    read_fully(request, target, size)
+                    read_fully(request, target.records, size)
             target.finish(_DECODE_THREADS)
 
         return finish
@@ -122,7 +123,8 @@ class _ThreadedReader:
         files, let_go = _hold(self._files, batch, self._held)
         size = self._files.record_bytes
         requests = _requests(batch, target.slots, files, size)
-        futures = [self._threads.submit(read_fully, request, target, size) for request in requests]
+        records = target.records  # made here: threads that ask at once might each make them
+        futures = [self._threads.submit(read_fully, request, records, size) for request in requests]
         self._running.update(futures)
 
         def finish() -> None:
@@ -179,13 +181,13 @@ def cannot_read(file: ShardFile, error: OSError) -> CorruptIndexError:
     return CorruptIndexError(f"cannot read {file.path}: {error.strerror}; run 'edje-index verify'")
 
 
-def read_fully(request: Request, target: Target, record_bytes: int) -> None:
+def read_fully(request: Request, records: Records, record_bytes: int) -> None:
     """Read a request however many calls it takes. CorruptIndexError where the file ends or cannot be read."""
     slots, done = request.slots, 0
     while done < len(slots) * record_bytes:  # a call may be served in part
         skip, inside = divmod(done, record_bytes)
         rest = slots[skip : skip + _MAX_IOVECS]
-        buffers = [target.records[rest[0]][inside:].data, *(target.records[slot].data for slot in rest[1:])]
+        buffers = [records[rest[0]][inside:].data, *(records[slot].data for slot in rest[1:])]
         try:
             count = os.preadv(request.file.fd, buffers, request.position * record_bytes + done)
         except OSError as error:

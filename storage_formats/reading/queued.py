@@ -2,8 +2,9 @@
 
 Direct I/O costs a fifth of the processor time of buffered reads (no copy, no page cache to maintain) and keeps as
 many requests in flight as the device takes. It wants offsets, lengths and memory in whole sectors: records that are
-not are read into a buffer, with what shares their first and last sector, and copied out. So are records that lie so
-close that one request for both, with what lies between, costs the device less than two.
+not are read into a buffer, with what shares their first and last sector, and copied out; so are records that lie so
+close that one request for both, with what lies between, costs the device less than two. Those that are to be decoded
+are always read into a buffer, and decoded from there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from storage_formats.reading.files import ShardFile, ShardFiles, descriptors, en
 from storage_formats.reading.memory import BufferPool, Bytes, touch
 from storage_formats.reading.queues import Queue, QueuePool
 
+_PIECE_BYTES = 8 << 20  # of large records
 _BYTES_IN_FLIGHT = 32 << 20
 _BUFFERED_IN_FLIGHT = 16 << 20  # memory that has to be made first, and then stays in the processor's cache
 
@@ -33,7 +35,7 @@ class QueuedEngine:
         name: as users know it.
         files: opened for direct I/O.
         queues: whose requests are used.
-        buffers: memory for records that are not whole sectors.
+        buffers: memory for what is not read straight to the answer.
         gap_bytes: what a request may read between two records for nobody, in whole records.
         gathered: read neighbours together also where the answer has them apart.
     """
@@ -91,8 +93,6 @@ class _Flight:
 
 
 class _QueuedReader:
-    piece_records = PIECE_RECORDS
-
     def __init__(self, files: ShardFiles, queue: Queue, buffers: BufferPool, gap: int, *, gathered: bool) -> None:
         self._files = files
         self._size = files.record_bytes
@@ -102,6 +102,7 @@ class _QueuedReader:
         self._gathered = gathered
         self._flights: dict[int, _Flight] = {}
         self._next = 0
+        self.piece_records = min(PIECE_RECORDS, max(1, _PIECE_BYTES // self._size))
 
     @property
     def ahead(self) -> int:
@@ -179,7 +180,7 @@ class _QueuedReader:
             self._collect(flight.missing)
         try:
             for request in np.flatnonzero(flight.results < flight.wanted).tolist():
-                _read_again(flight, request)
+                _read_again(flight, request, self._size)
             if flight.buffer is None:
                 flight.target.finish(threads)
             else:
@@ -203,18 +204,19 @@ class _QueuedReader:
         self._files.release(flight.files)
 
 
-def _read_again(flight: _Flight, request: int) -> None:
-    """A request that failed or was cut short: once more, without the queue, which also words the error."""
+def _read_again(flight: _Flight, request: int, record_bytes: int) -> None:
+    """Read the records of a request that failed or was cut short without the queue, which also words the error."""
     first, count = int(flight.runs.first[request]), int(flight.runs.count[request])
     file = flight.files[int(flight.batch.shards[first])]
-    offset, place, wanted = (int(column[request]) for column in (flight.offsets, flight.places, flight.wanted))
+    in_memory = int(flight.places[request]) - int(flight.offsets[request])
     try:
         with open(file.path, "rb", buffering=0) as plain:
-            done = 0
-            while done < wanted:
-                came = os.preadv(plain.fileno(), [flight.memory[place + done : place + wanted].data], offset + done)
-                if not came:
-                    raise ends_early(file, int(flight.batch.positions[first + count - 1]))
-                done += came
+            for position in flight.batch.positions[first : first + count].tolist():
+                at, stop = position * record_bytes, (position + 1) * record_bytes
+                while at < stop:
+                    came = os.preadv(plain.fileno(), [flight.memory[in_memory + at : in_memory + stop].data], at)
+                    if not came:
+                        raise ends_early(file, position)
+                    at += came
     except OSError as error:
         raise cannot_read(file, error) from error

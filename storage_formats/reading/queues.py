@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.reading.base import Ints
+from storage_formats.reading.base import PIECE_RECORDS, Ints
 
-ENTRIES = 512  # 64 gave 0.7 of the disk of docs/architecture.md, 256 all of it; two pieces fit with room for a third
+ENTRIES = 512  # 64 gave 0.7 of the disk of docs/architecture.md, 256 all of it; four pieces of single records fit
+_FEWEST = PIECE_RECORDS  # where kernels before 5.12 count rings as locked memory, of which users have little
 
 
 class Queue(Protocol):
@@ -46,7 +48,12 @@ class QueuePool:
                 self._free, self._owner = [], os.getpid()
             if self._free:
                 return self._free.pop()
-        return self._make(ENTRIES)
+        try:
+            return self._make(ENTRIES)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            return self._make(_FEWEST)
 
     def give_back(self, queue: Queue) -> None:
         """Keep an idle queue for another borrower."""

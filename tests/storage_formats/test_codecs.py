@@ -201,9 +201,9 @@ def test_records_are_decoded_to_where_they_belong(name):
     expected[places] = entry.decode(records)
     entry.scatter(memory, starts, out, places, threads=2)
     assert same_bits(out, expected)
-    with pytest.raises(UsageError, match=r"rows must be in 0\.\.8"):
+    with pytest.raises(UsageError, match=r"places must be in 0\.\.8"):
         entry.scatter(memory, starts, out, [0, 1, 2, 3, 9])
-    with pytest.raises(UsageError, match="rows must be in"):
+    with pytest.raises(UsageError, match="starts must be in"):
         entry.scatter(memory, starts + 3, out, places)
     with pytest.raises(UsageError, match="5 records for 4 places"):
         entry.scatter(memory, starts, out, places[:4])
