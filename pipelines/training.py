@@ -80,7 +80,7 @@ class TrainResult:
         bank_unused: a query bank was asked for, and left out for it made nothing likelier on --dev.
         selection: the settings that decide what is made of the last checkpoint.
         dev: the choice of weights for `images` and `captions` with its recalls, where --dev was given; see
-            `edje_index.training.selection`.
+            `edje_index.training.weight_choice`.
         already_finished: nothing was left to do.
     """
 

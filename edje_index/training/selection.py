@@ -6,10 +6,9 @@ the last), less what a query bank takes off; trained logits have no scale of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +16,14 @@ from numpy.typing import NDArray
 
 from edje_index.bundle import ModelBundle
 from edje_index.devices import resolve_device
-from edje_index.score_weights import ScoreWeights
 from edje_index.text import TextTower
 from edje_index.training.batches import Features
 from edje_index.training.config import SelectionConfig
 from edje_index.training.dataset import CaptionSet, image_embeddings
-from edje_index.training.likelihood import BankProducts, Scores, likeliest_weights, likeliest_with_prior
+from edje_index.training.likelihood import BankProducts, Scores
 from edje_index.training.objectives import trained_part
 from edje_index.training.sampling import DEV, stream
+from edje_index.training.weight_choice import Candidates, WeightChoice, choose
 
 _ADAPTER_BATCH = 32
 
@@ -51,50 +50,11 @@ class DevSet:
 
 
 @dataclass(frozen=True)
-class WeightChoice:
-    """What the dev captions say of one direction; recalls are R@1 between 0 and 1.
-
-    Attributes:
-        weights: chosen or given.
-        recall: with them.
-        logit_recall: of the logit alone.
-        embedding_recall: without re-ranking.
-        queries, pool: how many, and how many candidates were re-ranked for each.
-    """
-
-    weights: ScoreWeights
-    recall: float
-    logit_recall: float
-    embedding_recall: float
-    queries: int
-    pool: int
-
-
-@dataclass(frozen=True)
 class WeightChoices:
     """Of both directions: captions that ask for images, and images that ask for captions."""
 
     images: WeightChoice
     captions: WeightChoice
-
-
-@dataclass(frozen=True)
-class _Candidates:
-    """What a choice is made on: q queries with p candidates each.
-
-    Attributes:
-        similarities: of the embeddings, float32 [q, p].
-        logits, late, pooled: parts of the score, float32 [q, p].
-        right: which candidates answer the query [q, p].
-        bank: what a query bank makes of the candidates; None without one.
-    """
-
-    similarities: Scores
-    logits: Scores
-    late: Scores
-    pooled: Scores
-    right: NDArray[np.bool_]
-    bank: BankProducts | None
 
 
 def make_dev_set(items: CaptionSet, tower: TextTower, features: Path) -> DevSet:
@@ -123,50 +83,27 @@ def choose_weights(
     near = _nearest(similar, config.dev_pool)
     texts = np.repeat(captions[:, None], near.shape[1], axis=1)
     tokens = _Tokens.of(bundle, features, dev, near)
-    of_images = _Candidates(
+    of_images = Candidates(
         np.take_along_axis(similar, near, axis=1),
         *_parts(bundle, dev, tokens, (texts, near), lambda done: on_progress(done, total)),
         right=near == dev.owner[texts],
+        images=dev.owner[captions],
         bank=_of_bank_captions(bundle, dev, tokens, near),
     )
-    chosen = _choose(of_images, given)
+    chosen = choose(of_images, given)
 
     similar = dev.image_embeddings[images] @ dev.text_embeddings.T
     near = _nearest(similar, config.dev_pool)
     shown = np.repeat(images[:, None], near.shape[1], axis=1)
     tokens = _Tokens.of(bundle, features, dev, images)
-    of_captions = _Candidates(
+    of_captions = Candidates(
         np.take_along_axis(similar, near, axis=1),
         *_parts(bundle, dev, tokens, (near, shown), lambda done: on_progress(len(captions) + done, total)),
         right=dev.owner[near] == shown,
+        images=images,
         bank=_of_bank_images(bundle, dev, near),
     )
-    return WeightChoices(chosen, _choose(of_captions, given))
-
-
-def _choose(asked: _Candidates, given: Sequence[float | None]) -> WeightChoice:
-    """The likeliest weights of one direction."""
-    terms = (asked.similarities, asked.late, asked.pooled)
-    if asked.bank is None:
-        weights = ScoreWeights(*likeliest_weights(asked.logits, terms, asked.right, given))
-    else:
-        weights = likeliest_with_prior(asked.logits, terms, asked.right, given, asked.bank)
-    scores = asked.logits + sum(weight * term for weight, term in zip(weights[:3], terms, strict=True))
-    if asked.bank is not None:
-        scores = scores - weights.prior * asked.bank.priors(weights)
-    return WeightChoice(
-        weights=weights,
-        recall=_recall(scores, asked.right),
-        logit_recall=_recall(asked.logits, asked.right),
-        embedding_recall=_recall(asked.similarities, asked.right),
-        queries=len(scores),
-        pool=scores.shape[1],
-    )
-
-
-def _recall(scores: NDArray[Any], right: NDArray[np.bool_]) -> float:
-    """Part of the rows whose highest score, the first of equals, is right."""
-    return float(np.take_along_axis(right, scores.argmax(axis=1)[:, None], axis=1).mean())
+    return WeightChoices(chosen, choose(of_captions, given))
 
 
 @dataclass(frozen=True)

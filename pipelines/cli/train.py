@@ -78,8 +78,22 @@ def train(as_json: bool, quiet: bool, config_file: Path | None, **options: Any) 
     click.echo(f"score of images: {ScoreWeights(*weights).described()}")
     if result.caption_weights:
         click.echo(f"score of captions: {ScoreWeights(**result.caption_weights).described()}")
+    if result.dev:
+        for asked, choice in result.dev.items():
+            click.echo(_describe_choice(asked, choice))
     if result.bank_unused:
         click.echo("the query bank made nothing likelier on --dev: it has no weight and was left out")
+
+
+def _describe_choice(asked: str, choice: dict[str, Any]) -> str:
+    """What --dev says of the score that `asked` are sorted by."""
+    of = "images" if asked == "captions" else "captions"
+    held_out = choice.get("held_out_recall")  # runs that an earlier version finished lack it
+    others = "" if held_out is None else f"{held_out:.1%} with weights fitted to other images, "
+    return (
+        f"R@1 of {asked} for {choice['queries']:,} dev {of}, pool {choice['pool']}: embeddings "
+        f"{choice['embedding_recall']:.1%}, final {others}{choice['recall']:.1%} with weights fitted to the same"
+    )
 
 
 def _run(request: TrainRequest, config: TrainConfig, *, quiet: bool) -> TrainResult:

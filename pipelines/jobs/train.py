@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from edje_index.score_weights import ScoreWeights
     from edje_index.training.config import SelectionConfig, TrainConfig
     from edje_index.training.rank import TrainTask
-    from edje_index.training.selection import WeightChoice, WeightChoices
+    from edje_index.training.selection import WeightChoices
+    from edje_index.training.weight_choice import WeightChoice
 
 RESULT = "result.json"
 _REPORT_SECONDS = 5.0

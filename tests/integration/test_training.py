@@ -135,6 +135,18 @@ def test_other_settings_in_the_same_folder_are_named(case):
         assert words in error
 
 
+def test_what_the_weights_are_worth_is_said(case, capfd):
+    """With the figures of the first run, which a finished one repeats."""
+    asked = [*training(case, case / "calm", features=False), "--dev", case / "dev.jsonl"]
+    choices = run(*asked)["dev"]
+    assert main([*map(str, asked)]) == 0
+    said = capfd.readouterr().out
+    for asked, of in (("images", "16 dev captions"), ("captions", "8 dev images")):
+        choice = choices[asked]
+        assert f"R@1 of {asked} for {of}, pool {choice['pool']}: embeddings {choice['embedding_recall']:.1%}, " in said
+        assert f"final {choice['held_out_recall']:.1%} with weights fitted to other images" in said
+
+
 def test_the_bundle_builds_and_searches(case, tmp_path):
     run("build", case / "photos", "--out", tmp_path / "index", "--model", case / "calm", "--engine", "inline")
     hits = run("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]
