@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -178,8 +178,12 @@ class ModelBundle:
         priors = self.bank.of_captions(torch.from_numpy(embeddings).to(vectors.device), vectors, weights)
         return (weights.prior * priors).numpy(force=True)
 
-    def save(self, path: str | Path) -> BundleInfo:
+    def save(self, path: str | Path, before_commit: Callable[[BundleInfo], None] = lambda info: None) -> BundleInfo:
         """Write the bundle as a new folder, whole or not at all.
+
+        Args:
+            path: the folder to make.
+            before_commit: called when all is written and nothing is at `path` yet.
 
         Raises:
             ModelError: the folder exists, or the parts do not fit each other.
@@ -191,6 +195,7 @@ class ModelBundle:
             info = self._describe(staging)
             write_json(staging / INFO_FILE, info.to_json())
             read_bundle_info(staging)
+            before_commit(info)
         return read_bundle_info(out)
 
     def _write_parts(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What this machine has to give: CPUs, memory, disk, CUDA devices. Nothing here imports torch."""
+"""What this machine has to give: memory, disk, CUDA devices. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,6 @@ from pathlib import Path
 _CGROUP = Path("/sys/fs/cgroup")
 _GPU_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")  # NVIDIA, WSL, AMD
 _PROBE = "import torch; print(torch.cuda.device_count())"
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may use: its affinity, and the quota of its container."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read_cgroup("cpu.max").partition(" ")
-    if quota.isdigit() and period.isdigit():
-        cpus = min(cpus, max(1, int(quota) // int(period)))
-    return cpus
 
 
 def available_memory() -> int:

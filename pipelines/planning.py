@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from pipelines.config import BuildConfig
 from pipelines.estimates import Need, ann_memory_need, disk_need, human_bytes, worker_memory_need
 from pipelines.events import OnEvent, Planning
-from pipelines.machine import available_memory, cuda_devices, free_disk, usable_cpus
+from pipelines.machine import available_memory, cuda_devices, free_disk
 from pipelines.plan import BuildPlan, BuildSettings, describe_differences, plan_fingerprint, read_plan
+from storage_formats.cpus import usable_cpus
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.layout import IndexSpec, Layout
 

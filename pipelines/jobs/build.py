@@ -15,7 +15,6 @@ from pipelines.engines.base import Engine, TaskFailure, TaskInterrupted, Worker,
 from pipelines.engines.inline import InlineEngine
 from pipelines.events import Bottleneck, OnEvent, Phase, PlanReady, ShardDone
 from pipelines.lock import locked_index
-from pipelines.machine import usable_cpus
 from pipelines.meter import BuildMeter, ShardState, bottleneck
 from pipelines.plan import BuildPlan
 from pipelines.planning import (
@@ -27,6 +26,7 @@ from pipelines.planning import (
     finished_manifest,
     plan_build,
 )
+from storage_formats.cpus import usable_cpus
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.layout import Layout
 

@@ -20,6 +20,7 @@ from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.bundle import ModelBundle
+    from edje_index.bundle_info import BundleInfo
     from edje_index.score_weights import ScoreWeights
     from edje_index.training.config import SelectionConfig, TrainConfig
     from edje_index.training.rank import TrainTask
@@ -155,11 +156,10 @@ def _finish(
     bank_unused = bundle.bank is not None and not (bundle.weights.prior or bundle.caption_weights.prior)
     if bank_unused:
         bundle.bank = None
-    info = bundle.save(request.out)
     records = read_log(request.run_folder)
     result = TrainResult(
         bundle=str(request.out),
-        fingerprint=info.fingerprint,
+        fingerprint="",
         run=task.run,
         images=prepared.images,
         captions=prepared.captions,
@@ -176,9 +176,13 @@ def _finish(
         selection=asdict(config.selection),
         dev=None if choice is None else {"images": _as_json(choice.images), "captions": _as_json(choice.captions)},
     )
-    if not request.export:
-        write_json_atomic(request.run_folder / RESULT, asdict(result))
-    return result
+
+    def record(info: BundleInfo) -> None:
+        # A bundle without a record would be taken for somebody else's; a record without its bundle is made good.
+        if not request.export:
+            write_json_atomic(request.run_folder / RESULT, asdict(replace(result, fingerprint=info.fingerprint)))
+
+    return replace(result, fingerprint=bundle.save(request.out, record).fingerprint)
 
 
 def _as_json(choice: WeightChoice) -> dict[str, Any]:

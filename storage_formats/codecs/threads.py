@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from storage_formats.cpus import usable_cpus
+
 _CHUNK_BYTES = 2 << 20  # of bfloat16: some 0.3 ms of work, long against handing it over
 
 _pool: ThreadPoolExecutor | None = None
@@ -17,7 +19,7 @@ _pool: ThreadPoolExecutor | None = None
 
 def default_threads() -> int:
     """CPUs that this process may use, and no more than OMP_NUM_THREADS, which Ray sets to a worker's share."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpus = usable_cpus()
     limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return max(1, min(cpus, int(limit))) if limit.isdigit() else cpus
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from edje_index import folders
 from edje_index.bundle_info import read_bundle_info
 from edje_index.training.journal import read_log
 from edje_index.untrained import TINY, create_untrained_bundle
@@ -187,6 +188,27 @@ def test_a_query_bank_is_fitted_to_dev_captions(case, tmp_path):
     other = ["--dev", case / "dev.jsonl", "--bank", "7", "--steps", "2"]
     assert "other settings of the final score" in run(*training(case, tmp_path / "banked"), *other, expect=2)["error"]
     assert run(*training(case, tmp_path / "banked"), *asked)["already_finished"]
+
+
+def test_a_stop_at_the_very_end_leaves_nothing_in_the_way(case, tmp_path, monkeypatch):
+    """Between what the run says of its bundle and the bundle itself."""
+    asked = [*training(case, tmp_path / "out"), "--steps", "2"]
+
+    make_readable = folders._make_readable
+
+    def stop_at_the_last(staging: Path) -> None:
+        if staging.parent == tmp_path:
+            raise KeyboardInterrupt
+        make_readable(staging)
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(folders, "_make_readable", stop_at_the_last)
+        assert "To resume" in run(*asked, expect=1)["error"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.run"]
+    recorded = json.loads((tmp_path / "out.run" / "result.json").read_text())
+    result = run(*asked)
+    assert recorded["fingerprint"] == result["fingerprint"] == read_bundle_info(tmp_path / "out").fingerprint
+    assert not result["already_finished"]
 
 
 def test_dev_captions_of_images_that_are_trained_on_are_refused(case, tmp_path):

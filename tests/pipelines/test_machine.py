@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import psutil
@@ -15,17 +14,6 @@ from pipelines import machine
 def cgroup(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     return tmp_path
-
-
-def test_without_a_container_the_affinity_counts(cgroup):
-    assert machine.usable_cpus() == len(os.sched_getaffinity(0))
-
-
-@pytest.mark.parametrize(("quota", "cpus"), [("150000 100000", 1), ("50000 100000", 1), ("max 100000", None)])
-def test_a_containers_quota_bounds_the_cpus(cgroup, monkeypatch, quota, cpus):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    (cgroup / "cpu.max").write_text(quota)
-    assert machine.usable_cpus() == (cpus or 8)
 
 
 def test_a_containers_limit_bounds_the_memory(cgroup):

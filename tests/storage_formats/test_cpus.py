@@ -1,0 +1,27 @@
+"""How many CPUs there are for this process."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from storage_formats import cpus
+from storage_formats.codecs.threads import default_threads
+
+
+def test_without_a_container_the_affinity_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpus, "_QUOTA", tmp_path / "cpu.max")
+    assert cpus.usable_cpus() == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("150000 100000\n", 1), ("50000 100000\n", 1), ("300000 100000\n", 3), ("max 100000\n", 8), ("", 8)],
+)
+def test_a_containers_quota_bounds_the_cpus(tmp_path, monkeypatch, quota, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(cpus, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "cpu.max").write_text(quota)
+    assert cpus.usable_cpus() == default_threads() == expected
