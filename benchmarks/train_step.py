@@ -23,6 +23,7 @@ from benchmarks.environment import environment
 from benchmarks.synthetic import make_synthetic
 from edje_index.adapter import AdapterConfig, build_adapter
 from edje_index.bundle import ModelBundle
+from edje_index.devices import autocast
 from edje_index.training.batches import BatchSource, Features, JointBatch
 from edje_index.training.config import TrainConfig, make_config
 from edje_index.training.dataset import TrainingData
@@ -47,6 +48,7 @@ class TrainStepCase:
         images: of the index.
         batch_size, negatives: of the training.
         dropout: 0 measures a training without.
+        dtype: of matrix products, float32 or bfloat16.
         threads: of torch.
         windows, steps: how often each subject has its turn, and for how many steps.
         sizes: of the model.
@@ -56,6 +58,7 @@ class TrainStepCase:
     batch_size: int
     negatives: int
     dropout: float
+    dtype: str
     threads: int
     windows: int
     steps: int
@@ -70,6 +73,7 @@ def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
             "negatives": case.negatives,
             "dropout": case.dropout,
             "attention_dropout": case.dropout,
+            "dtype": case.dtype,
             "tokens": case.sizes.tokens,
             "adapter_hidden": case.sizes.adapter_hidden,
             "steps": (case.windows + 1) * case.steps,
@@ -148,16 +152,20 @@ def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
     with torch.no_grad():
         stored = replace(batch, patches=adapter(batch.patches.float()))
     through = build_adapter(AdapterConfig("patches", tokens, width, width, hidden_dim=0))
-    objective, seen = task.config.objective, task.config.seen
+    objective, seen, dtype = task.config.objective, task.config.seen, task.config.loop.dtype
+    whole = JointObjective(adapter, bundle.joint, objective, seen).train()
+    joint = JointObjective(through, bundle.joint, objective, seen).train()
     return {
-        "objective": _forward_and_backward(JointObjective(adapter, bundle.joint, objective, seen).train(), batch),
-        "joint": _forward_and_backward(JointObjective(through, bundle.joint, objective, seen).train(), stored),
+        "objective": _forward_and_backward(whole, batch, dtype),
+        "joint": _forward_and_backward(joint, stored, dtype),
     }
 
 
-def _forward_and_backward(objective: JointObjective, batch: JointBatch) -> Callable[[], None]:
+def _forward_and_backward(objective: JointObjective, batch: JointBatch, dtype: str) -> Callable[[], None]:
     def run() -> None:
-        objective(batch)[TOTAL].backward()
+        with autocast(dtype, torch.device("cpu")):
+            losses = objective(batch)
+        losses[TOTAL].backward()
         objective.zero_grad(set_to_none=True)
 
     return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -25,6 +26,13 @@ def resolve_device(device: str) -> torch.device:
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
         raise ModelError(f"no device {device}: torch sees {torch.cuda.device_count()} CUDA devices; use --device cpu")
     return target
+
+
+def autocast(dtype: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """In which matrix products are of `dtype`: float32, bfloat16, or auto, which is bfloat16 on CUDA alone."""
+    if dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda"):
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from edje_index.devices import resolve_device
+from edje_index.devices import autocast, resolve_device
 from edje_index.errors import ModelError
 from edje_index.training.checkpoint import Checkpoints, TrainState, state_of
 from edje_index.training.config import OptimizerConfig, TrainConfig
@@ -193,7 +192,7 @@ class Trainer:
             window.waited += time.monotonic() - began
             self._seed(phase.index, step * phase.accumulate + part)
             with postponed_exchange(module, part < phase.accumulate - 1):
-                with self._autocast():
+                with autocast(self._config.loop.dtype, self._device):
                     losses = module(batch)
                 (losses[TOTAL] / phase.accumulate).backward()
             window.add({name: value / phase.accumulate for name, value in losses.items()})
@@ -255,12 +254,6 @@ class Trainer:
         """Dropout's random numbers, from the place in the training alone."""
         rng = stream(self._config.loop.seed, DROPOUT, stage, number, self._ranks.rank)
         torch.manual_seed(int(rng.integers(2**63)))
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = self._config.loop.dtype
-        if dtype == "bfloat16" or (dtype == "auto" and self._device.type == "cuda"):
-            return torch.autocast(self._device.type, dtype=torch.bfloat16)
-        return nullcontext()
 
 
 def _restore(optimizer: torch.optim.Optimizer, state: TrainState) -> None:

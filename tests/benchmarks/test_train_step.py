@@ -9,9 +9,11 @@ from benchmarks.train_step import TrainStepCase, bench_train_step
 from edje_index.untrained import TINY
 
 
-def test_it_measures_all_subjects_side_by_side(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_measures_all_subjects_side_by_side(tmp_path, dtype):
     threads = torch.get_num_threads()
-    case = TrainStepCase(images=24, batch_size=8, negatives=2, dropout=0.1, threads=1, windows=2, steps=2, sizes=TINY)
+    sizes = {"images": 24, "batch_size": 8, "negatives": 2, "windows": 2, "steps": 2, "sizes": TINY}
+    case = TrainStepCase(**sizes, dropout=0.1, dtype=dtype, threads=1)
     report = bench_train_step(tmp_path / "bench", case)
     torch.set_num_threads(threads)
     assert {name: len(values) for name, values in report["seconds"].items()} == {"step": 2, "objective": 2, "joint": 2}
