@@ -44,6 +44,7 @@ class RerankBench:
         pool: candidates of a whole query.
         repeats: runs of each setting.
         device: "auto", "cpu" or "cuda".
+        dtype: of the joint encoder's matrix products, "float32" or "bfloat16".
     """
 
     model: Path | None = None
@@ -54,6 +55,7 @@ class RerankBench:
     pool: int = 100
     repeats: int = 5
     device: str = "auto"
+    dtype: str = "float32"
 
 
 def bench_rerank(bench: RerankBench) -> dict[str, Any]:
@@ -61,6 +63,7 @@ def bench_rerank(bench: RerankBench) -> dict[str, Any]:
     device = resolve_device(bench.device)
     models = {}
     for name, joint, block_shape in _joint_encoders(bench, device):
+        joint.compute_dtype = bench.dtype
         rates = {
             f"batch {batch}, {threads} threads": pairs_per_second(joint, block_shape, bench, batch, threads)
             for threads in bench.threads
@@ -74,7 +77,12 @@ def bench_rerank(bench: RerankBench) -> dict[str, Any]:
             "median": medians,
             "best": max(medians, key=lambda setting: medians[setting]),
         }
-    found: dict[str, Any] = {"environment": environment(), "device": str(device), "joint_encoders": models}
+    found: dict[str, Any] = {
+        "environment": environment(),
+        "device": str(device),
+        "dtype": bench.dtype,
+        "joint_encoders": models,
+    }
     if bench.index is not None:
         found["query"] = _query(bench, bench.index)
     return found
@@ -145,7 +153,9 @@ def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
     manifest = Manifest.load(index)
     if manifest.ann.get("kind") == "none":
         raise UsageError(f"{index} has no nearest-neighbour index, so no query to measure: build one from images")
-    model = ModelBundle.load(bench.model or manifest.model["bundle"], device=bench.device, verify=False)
+    model = ModelBundle.load(
+        bench.model or manifest.model["bundle"], device=bench.device, dtype=bench.dtype, verify=False
+    )
     ann, scorer = AnnIndex(index), FinalScorer(index, manifest.spec, model)
     precision = manifest.spec.precisions[0]
     stages: dict[str, list[float]] = {"text": [], "nearest": [], "fetch": [], "score": []}

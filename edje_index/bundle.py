@@ -30,7 +30,7 @@ from edje_index.bundle_info import (
 )
 from edje_index.bundle_parts import load_adapter
 from edje_index.clip_model import HF_TEXT_FOLDER, ClipConfig, build_clip, read_clip_config
-from edje_index.devices import resolve_device
+from edje_index.devices import DTYPES, resolve_device
 from edje_index.errors import ModelError
 from edje_index.files import write_json
 from edje_index.folders import new_folder
@@ -110,17 +110,20 @@ class ModelBundle:
         return self._loaded().encoder_fingerprint
 
     @classmethod
-    def load(cls, path: str | Path, *, device: str = "cpu", verify: bool = True) -> ModelBundle:
+    def load(cls, path: str | Path, *, device: str = "cpu", dtype: str = "float32", verify: bool = True) -> ModelBundle:
         """Read a bundle.
 
         Args:
             path: its folder.
             device: where the weights go: ``auto`` (CUDA where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+            dtype: of the joint encoder's matrix products, of `devices.DTYPES`.
             verify: compare every file with its hash first.
 
         Raises:
-            ModelError: not a bundle, or a file missing, changed or not fitting.
+            ModelError: not a bundle, or a file missing, changed or not fitting; no such device or dtype.
         """
+        if dtype not in DTYPES:
+            raise ModelError(f"matrix products are of {' or '.join(DTYPES)}, not {dtype!r}")
         info = read_bundle_info(path)
         target = resolve_device(device)
         if verify:
@@ -128,6 +131,7 @@ class ModelBundle:
         config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
         clip = _load_clip(info, config)
         joint = _load_joint(info)
+        joint.compute_dtype = dtype
         bundle = cls(
             clip=clip.to(target),
             clip_config=config,

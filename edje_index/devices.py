@@ -28,6 +28,10 @@ def resolve_device(device: str) -> torch.device:
     return target
 
 
+DTYPES = ("float32", "bfloat16")
+"""Of matrix products where a model is used; training also takes "auto"."""
+
+
 def autocast(dtype: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """In which matrix products are of `dtype`: float32, bfloat16, or auto, which is bfloat16 on CUDA alone."""
     if dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda"):

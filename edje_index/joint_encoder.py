@@ -20,6 +20,7 @@ from torch import nn
 
 from edje_index._torchvision_compat import prepare_torchvision
 from edje_index.bf16 import as_tensor
+from edje_index.devices import autocast
 from edje_index.errors import ModelError
 from edje_index.joint_inputs import JointInputs, JointTokenizer
 from edje_index.late_interaction import late_interaction
@@ -51,6 +52,9 @@ class JointEncoder(nn.Module):
         tokenizer: of captions.
         late_weight: weight of the late interaction of words and tokens beside the logit, in :meth:`score`. Published
             models have none.
+        compute_dtype: of the language model's matrix products in :meth:`forward`, see
+            :func:`edje_index.devices.autocast`. The head and other parts of the score are float32: eight bits of a
+            logit would make candidates equal.
         pooled: pooled similarity, where one was fitted; its weight in :meth:`score` is ``pooled_weight``.
     """
 
@@ -63,6 +67,7 @@ class JointEncoder(nn.Module):
             )
         self.tokenizer = tokenizer
         self.late_weight = 0.0
+        self.compute_dtype = "float32"
         self.pooled: PooledSimilarity | None = None
         self.pooled_weight = 0.0
         self.language_model = BertForMaskedLM(config)
@@ -168,9 +173,10 @@ class JointEncoder(nn.Module):
         return content_words(self.tokenizer)
 
     def forward(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """Matching logits [b] of prepared rows and their image tokens [b, m, d]."""
-        hidden = self.hidden_states(inputs, tokens)
-        logits: torch.Tensor = self.classification_head(hidden)
+        """Matching logits [b], float32, of prepared rows and their image tokens [b, m, d]."""
+        with autocast(self.compute_dtype, self.text_projection.weight.device):
+            hidden = self.hidden_states(inputs, tokens)
+        logits: torch.Tensor = self.classification_head(hidden.float())
         return logits[:, 0]
 
     def hidden_states(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:

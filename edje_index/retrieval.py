@@ -85,6 +85,7 @@ class TokenIndex:
         *,
         precision: str | None = None,
         device: str = "auto",
+        dtype: str = "float32",
     ) -> TokenIndex:
         """Open the index at `root`.
 
@@ -93,13 +94,15 @@ class TokenIndex:
             model: bundle to search with; the one that built the index where it is None.
             precision: tokens to re-rank with; the first that the index holds where it is None.
             device: "auto", "cpu" or "cuda", for the text tower and the joint encoder.
+            dtype: of the joint encoder's matrix products, "float32" or "bfloat16"; the latter takes about half the time
+                on processors that have it.
 
         Raises:
             UsageError: no index, no such precision.
             ModelError: the bundle is not there, or it did not build this index.
         """
         manifest = Manifest.load(root)
-        bundle = load_search_model(root, manifest, model, device=device)
+        bundle = load_search_model(root, manifest, model, device=device, dtype=dtype)
         return cls(Path(root), manifest, bundle, precision or manifest.spec.precisions[0])
 
     def search(self, text: str, k: int = 10, pool: int = 100, *, rerank: bool = True) -> list[Hit]:
@@ -145,7 +148,12 @@ class TokenIndex:
 
 
 def load_search_model(
-    root: str | Path, manifest: Manifest, model: str | Path | None = None, *, device: str = "auto"
+    root: str | Path,
+    manifest: Manifest,
+    model: str | Path | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "float32",
 ) -> ModelBundle:
     """The bundle at `model`, or the one that built the index `root`, after a check that they belong together.
 
@@ -165,7 +173,7 @@ def load_search_model(
             f"the bundle {path} did not build {root}: its encoder is {info.encoder_fingerprint}, "
             f"the index has {built_by}"
         )
-    return ModelBundle.load(path, device=device)
+    return ModelBundle.load(path, device=device, dtype=dtype)
 
 
 def check_reranks(model: ModelBundle) -> None:

@@ -1,4 +1,4 @@
-"""Printing a benchmark's report either way."""
+"""What benchmarks share: some options, and printing a report for people or as JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 import click
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+
+dtype_option = click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Matrix products."
+)
 
 
 def show(report: dict[str, Any], as_json: bool, lines: Sequence[str]) -> None:

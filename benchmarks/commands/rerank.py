@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.commands.output import json_option, show
+from benchmarks.commands.output import dtype_option, json_option, show
 
 
 @click.command("rerank")
@@ -29,6 +29,7 @@ from benchmarks.commands.output import json_option, show
 @click.option("--pool", type=click.IntRange(min=1), default=100, show_default=True, help="Candidates of a query.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each setting.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@dtype_option
 @json_option
 def rerank_command(
     model: Path | None,
@@ -39,6 +40,7 @@ def rerank_command(
     pool: int,
     repeats: int,
     device: str,
+    dtype: str,
     as_json: bool,
 ) -> None:
     """Pairs a second of a joint encoder here, and where a query spends its time.
@@ -51,11 +53,13 @@ def rerank_command(
     from benchmarks.rerank import CAPTION, RerankBench, bench_rerank
 
     chosen = threads or tuple(sorted({1, os.cpu_count() or 1}))
-    bench = RerankBench(model, index, caption or CAPTION, batch_sizes or (1, 32, 128), chosen, pool, repeats, device)
+    bench = RerankBench(
+        model, index, caption or CAPTION, batch_sizes or (1, 32, 128), chosen, pool, repeats, device, dtype
+    )
     report = bench_rerank(bench)
     lines = []
     for name, found in report["joint_encoders"].items():
-        lines.append(f"{name}, {found['tokens_per_pair']} tokens a pair, {report['device']}")
+        lines.append(f"{name}, {found['tokens_per_pair']} tokens a pair, {report['device']}, {dtype}")
         lines += [f"  {setting:24} {rate:10.1f} pairs/s" for setting, rate in found["median"].items()]
     if "query" in report:
         query = report["query"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from benchmarks.commands.output import json_option, show
+from benchmarks.commands.output import dtype_option, json_option, show
 
 
 @click.command("train-step")
@@ -16,9 +16,7 @@ from benchmarks.commands.output import json_option, show
 @click.option("--batch-size", type=click.IntRange(min=2), default=16, show_default=True, help="Pairs of a step.")
 @click.option("--negatives", type=click.IntRange(min=1), default=3, show_default=True, help="Negatives of a pair.")
 @click.option("--dropout", type=float, default=0.1, show_default=True, help="Dropout of the language model.")
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Matrix products."
-)
+@dtype_option
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of torch.")
 @click.option("--windows", type=click.IntRange(min=1), default=5, show_default=True, help="Turns of each subject.")
 @click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Steps of a turn.")

@@ -33,6 +33,7 @@ class EvaluationConfig:
         queries: at most so many questions of each direction, drawn with `seed`.
         seed: of the draw and of the bootstrap.
         device: "auto", "cpu" or "cuda".
+        dtype: of the joint encoder's matrix products, "float32" or "bfloat16".
         cache: folder that keeps scores.
     """
 
@@ -51,6 +52,7 @@ class EvaluationConfig:
     queries: int | None = None
     seed: int = 0
     device: str = "auto"
+    dtype: str = "float32"
     cache: Path | None = None
 
     @property

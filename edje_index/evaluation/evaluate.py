@@ -151,7 +151,7 @@ def _others(
 def _evaluate_one(
     config: EvaluationConfig, opened: _Opened, asked: EvaluationSet, on_progress: OnProgress
 ) -> tuple[System, list[Result]]:
-    model = load_search_model(opened.root, opened.manifest, opened.model_path, device=config.device)
+    model = load_search_model(opened.root, opened.manifest, opened.model_path, device=config.device, dtype=config.dtype)
     if config.rerank:
         check_reranks(model)
     embedded = _embedded(config, opened, asked, model, on_progress)
@@ -184,6 +184,7 @@ def _evaluate_one(
         caption_weights=model.caption_weights._asdict(),
         candidates=opened.candidates,
         queries=opened.queries,
+        dtype=model.joint.compute_dtype,
     )
     return system, results
 
@@ -272,7 +273,9 @@ def _pairs(asked: EvaluationSet, direction: str, pool: Pools) -> tuple[Ints, Int
 
 
 def _cache_key(opened: _Opened, asked: EvaluationSet, model: ModelBundle, source: TokenSource) -> dict[str, Any]:
+    bfloat16 = {} if model.joint.compute_dtype == "float32" else {"dtype": model.joint.compute_dtype}
     return {
+        **bfloat16,
         "bundle": model.fingerprint,
         "index": [opened.manifest.plan, opened.manifest.model["fingerprint"], opened.manifest.spec.rows],
         "precision": [source.precision, source.simulated_from],

@@ -89,7 +89,8 @@ def _described(system: System) -> str:
     score = f", score = {weights.described()}" if any(weights[:-1]) else ""
     if others != weights:
         score += f", of captions {others.described()}"
-    return f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}{score}{untrained}"
+    rounded = "" if system.dtype == "float32" else f", logits in {system.dtype}"
+    return f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}{score}{rounded}{untrained}"
 
 
 def _tables(evaluation: Evaluation) -> list[tuple[str, list[str], list[list[str]]]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from pipelines.cli.output import json_option, note, print_json, this_command
+from pipelines.cli.output import dtype_option, json_option, note, print_json, this_command
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="For the model."
 )
+@dtype_option
 @click.option("--quiet", is_flag=True, help="No progress.")
 @json_option
 def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: object) -> None:

@@ -1,4 +1,4 @@
-"""What commands share: the --json option, and printing a result either way."""
+"""What commands share: some options, and printing a result for people or as JSON."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from typing import Any
 import click
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Of the joint encoder's matrix products; bfloat16 is faster where the processor has it.",
+)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipelines.cli.output import json_option, note, print_json
+from pipelines.cli.output import dtype_option, json_option, note, print_json
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,9 +33,18 @@ _POSITIVE = click.IntRange(min=1)
     show_default=True,
     help="Where the model runs.",
 )
+@dtype_option
 @json_option
 def search(
-    index: Path, text: str, k: int, pool: int, rerank: bool, model: Path | None, device: str, as_json: bool
+    index: Path,
+    text: str,
+    k: int,
+    pool: int,
+    rerank: bool,
+    model: Path | None,
+    device: str,
+    dtype: str,
+    as_json: bool,
 ) -> None:
     """Find the images that fit TEXT best.
 
@@ -47,6 +56,7 @@ def search(
       edje-index search photos.edje "two dogs play in the snow"
       edje-index search photos.edje "a red car" -k 3 --pool 500 --json
       edje-index search photos.edje "a red car" --no-rerank
+      edje-index search photos.edje "a red car" --dtype bfloat16
     """
     if rerank and pool < k:
         raise UsageError(f"--pool {pool} is smaller than -k {k}: only what is in the pool is ranked")
@@ -55,7 +65,7 @@ def search(
     trained = Manifest.load(index).model.get("trained", True)  # before torch is loaded: it may raise
     from edje_index.retrieval import TokenIndex
 
-    opened = TokenIndex.open(index, model, device=device)
+    opened = TokenIndex.open(index, model, device=device, dtype=dtype)
     if not trained:
         note("note: the weights of this model are untrained; the order of these results has no meaning")
     hits = opened.search(text, k, max(pool, k), rerank=rerank)

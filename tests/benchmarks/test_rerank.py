@@ -39,11 +39,14 @@ def test_random_joint_encoders_have_the_shape_of_minilm():
 
 
 def test_the_command_prints_one_object(model, capsys):
-    arguments = ["--model", model, "--batch-size", 2, "--threads", 1, "--repeats", 1, "--device", "cpu", "--json"]
+    arguments = ["--model", model, "--batch-size", 2, "--threads", 1, "--repeats", 1, "--device", "cpu"]
+    arguments += ["--dtype", "bfloat16", "--json"]
     assert main(["bench", "rerank", *map(str, arguments)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert next(iter(json.loads(out)["joint_encoders"].values()))["best"] == "batch 2, 1 threads"
+    report = json.loads(out)
+    assert next(iter(report["joint_encoders"].values()))["best"] == "batch 2, 1 threads"
+    assert report["dtype"] == "bfloat16"
 
 
 def test_an_index_without_neighbours_has_no_query_to_measure(model, index, capsys):

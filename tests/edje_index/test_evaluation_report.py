@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -51,6 +52,14 @@ def test_the_text_says_what_was_measured_and_on_what():
     )
     assert "(fp8 from bf16)" in text
     assert len({len(line) for line in text.splitlines() if line.startswith("photos  ")}) == 1, "columns are aligned"
+
+
+def test_rounded_logits_are_named():
+    found = evaluation()
+    rounded = replace(found, systems=(replace(found.systems[0], dtype="bfloat16"),))
+    assert "x prior, logits in bfloat16" in text_report(rounded)
+    assert "bfloat16" not in text_report(found)
+    assert to_json(rounded)["systems"][0]["dtype"] == "bfloat16"
 
 
 def test_without_resamples_no_brackets():

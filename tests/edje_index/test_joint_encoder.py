@@ -54,6 +54,23 @@ def test_takes_stored_blocks_as_they_are(tiny_model: ModelBundle) -> None:
     assert torch.equal(tiny_model.joint.score("a dog", stored), expected)
 
 
+def test_bfloat16_rounds_the_logits_alone(tiny_model: ModelBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch itself does it to the language model; head and late interaction stay in float32."""
+    joint, pool, captions = tiny_model.joint, blocks(40), ["a red dog on the sand"]
+    exact = joint.parts(captions, pool, late=True, pooled=False)
+    monkeypatch.setattr(joint, "compute_dtype", "bfloat16")
+    rounded = joint.parts(captions, pool, late=True, pooled=False)
+    assert torch.equal(rounded.late, exact.late)
+    assert rounded.logits.dtype == torch.float32
+    assert not torch.equal(rounded.logits, exact.logits)
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = joint.hidden_states(joint.tokenizer.inputs(captions * 40, 4), pool)
+    with torch.inference_mode():
+        assert torch.equal(rounded.logits, joint.classification_head(hidden.float())[:, 0])
+    assert len(rounded.logits.unique()) > 30, "few are equal for having few bits"
+    torch.testing.assert_close(rounded.logits, exact.logits, atol=1e-3, rtol=0)
+
+
 def test_empty_pool(tiny_model: ModelBundle) -> None:
     assert tiny_model.joint.score("a dog", blocks(0)).shape == (0,)
 

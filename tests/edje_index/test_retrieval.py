@@ -78,6 +78,17 @@ def test_hits_are_the_pool_sorted_by_the_joint_encoder(built):
     assert [os.path.basename(hit.uri) for hit in hits] == [f"{hit.row_id}.png" for hit in hits]
 
 
+def test_scores_in_bfloat16_are_rounded(built):
+    root, model = built
+    exact = {hit.row_id: hit.joint_score for hit in TokenIndex.open(root, model).search("a red dog", 11, 11)}
+    hits = TokenIndex.open(root, model, dtype="bfloat16").search("a red dog", 11, 11)
+    changes = [abs(hit.joint_score - exact[hit.row_id]) for hit in hits]
+    assert len(hits) == len(exact) == 11
+    assert 0 < max(changes) < 0.02 * max(map(abs, exact.values()))
+    with pytest.raises(ModelError, match="float32 or bfloat16, not 'int8'"):
+        TokenIndex.open(root, model, dtype="int8")
+
+
 def test_a_bundle_may_weigh_the_embedding_in(built, tmp_path):
     bundle = ModelBundle.load(built[1])
     bundle.embedding_weight = 30.0

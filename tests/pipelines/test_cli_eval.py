@@ -240,6 +240,15 @@ def test_an_interrupted_evaluation_resumes_from_its_scores(run, world, tmp_path,
     assert json.loads(run(*arguments(world, *fresh))[1])["results"] == whole["results"], "damaged scores are made anew"
 
 
+def test_scores_of_another_dtype_are_not_mixed(run, world, tmp_path):
+    options = ("--split", "dev", "--pool", 5, "--bootstrap", 0, "--cache", tmp_path / "scores", "--json")
+    assert run(*arguments(world, *options))[0] == 0
+    report = json.loads(run(*arguments(world, "--dtype", "bfloat16", *options))[1])
+    assert report["systems"][0]["dtype"] == "bfloat16"
+    keys = [json.loads(path.read_text()) for path in (tmp_path / "scores").glob("*/key.json")]
+    assert sorted(key.get("dtype", "float32") for key in keys) == ["bfloat16", "float32"]
+
+
 def test_a_subsample_of_questions_keeps_all_candidates(run, world):
     report = json.loads(run(*arguments(world, "--split", "dev", "--queries", 4, "--no-rerank", "--json"))[1])
     assert report["systems"][0]["queries"] == {"t2i": 4, "i2t": 4}
