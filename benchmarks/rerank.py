@@ -15,7 +15,7 @@ import torch
 from benchmarks.environment import environment
 from edje_index.ann import AnnIndex
 from edje_index.bundle import ModelBundle
-from edje_index.devices import resolve_device
+from edje_index.devices import resolve_device, resolve_dtype
 from edje_index.joint_encoder import JointEncoder, bert_config
 from edje_index.retrieval import FinalScorer
 from edje_index.untrained_tokenizer import untrained_tokenizer
@@ -44,7 +44,7 @@ class RerankBench:
         pool: candidates of a whole query.
         repeats: runs of each setting.
         device: "auto", "cpu" or "cuda".
-        dtype: of the joint encoder's matrix products, "float32" or "bfloat16".
+        dtype: of the joint encoder's matrix products, "auto", "float32" or "bfloat16".
     """
 
     model: Path | None = None
@@ -63,7 +63,7 @@ def bench_rerank(bench: RerankBench) -> dict[str, Any]:
     device = resolve_device(bench.device)
     models = {}
     for name, joint, block_shape in _joint_encoders(bench, device):
-        joint.compute_dtype = bench.dtype
+        joint.compute_dtype = resolve_dtype(bench.dtype, device)
         rates = {
             f"batch {batch}, {threads} threads": pairs_per_second(joint, block_shape, bench, batch, threads)
             for threads in bench.threads

@@ -23,7 +23,7 @@ from benchmarks.environment import environment
 from benchmarks.synthetic import make_synthetic
 from edje_index.adapter import AdapterConfig, build_adapter
 from edje_index.bundle import ModelBundle
-from edje_index.devices import autocast
+from edje_index.devices import autocast, resolve_dtype
 from edje_index.training.batches import BatchSource, Features, JointBatch
 from edje_index.training.config import TrainConfig, make_config
 from edje_index.training.dataset import TrainingData
@@ -152,7 +152,8 @@ def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
     with torch.no_grad():
         stored = replace(batch, patches=adapter(batch.patches.float()))
     through = build_adapter(AdapterConfig("patches", tokens, width, width, hidden_dim=0))
-    objective, seen, dtype = task.config.objective, task.config.seen, task.config.loop.dtype
+    objective, seen = task.config.objective, task.config.seen
+    dtype = resolve_dtype(task.config.loop.dtype, torch.device("cpu"))
     whole = JointObjective(adapter, bundle.joint, objective, seen).train()
     joint = JointObjective(through, bundle.joint, objective, seen).train()
     return {
@@ -161,7 +162,7 @@ def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
     }
 
 
-def _forward_and_backward(objective: JointObjective, batch: JointBatch, dtype: str) -> Callable[[], None]:
+def _forward_and_backward(objective: JointObjective, batch: JointBatch, dtype: torch.dtype) -> Callable[[], None]:
     def run() -> None:
         with autocast(dtype, torch.device("cpu")):
             losses = objective(batch)

@@ -30,7 +30,7 @@ from edje_index.bundle_info import (
 )
 from edje_index.bundle_parts import load_adapter
 from edje_index.clip_model import HF_TEXT_FOLDER, ClipConfig, build_clip, read_clip_config
-from edje_index.devices import DTYPES, resolve_device
+from edje_index.devices import resolve_device, resolve_dtype
 from edje_index.errors import ModelError
 from edje_index.files import write_json
 from edje_index.folders import new_folder
@@ -116,22 +116,21 @@ class ModelBundle:
         Args:
             path: its folder.
             device: where the weights go: ``auto`` (CUDA where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-            dtype: of the joint encoder's matrix products, of `devices.DTYPES`.
+            dtype: of the joint encoder's matrix products, see `devices.resolve_dtype`.
             verify: compare every file with its hash first.
 
         Raises:
             ModelError: not a bundle, or a file missing, changed or not fitting; no such device or dtype.
         """
-        if dtype not in DTYPES:
-            raise ModelError(f"matrix products are of {' or '.join(DTYPES)}, not {dtype!r}")
         info = read_bundle_info(path)
         target = resolve_device(device)
+        compute_dtype = resolve_dtype(dtype, target)
         if verify:
             verify_files(info)
         config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
         clip = _load_clip(info, config)
         joint = _load_joint(info)
-        joint.compute_dtype = dtype
+        joint.compute_dtype = compute_dtype
         bundle = cls(
             clip=clip.to(target),
             clip_config=config,
@@ -187,7 +186,8 @@ class ModelBundle:
 
         Args:
             path: the folder to make.
-            before_commit: called when all is written and nothing is at `path` yet.
+            before_commit: called when all is written and nothing is at `path` yet; the description's own path is the
+                folder that will be moved there.
 
         Raises:
             ModelError: the folder exists, or the parts do not fit each other.

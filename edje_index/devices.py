@@ -28,15 +28,28 @@ def resolve_device(device: str) -> torch.device:
     return target
 
 
-DTYPES = ("float32", "bfloat16")
-"""Of matrix products where a model is used; training also takes "auto"."""
+DTYPES = ("auto", "float32", "bfloat16")
+"""Of matrix products, by name."""
 
 
-def autocast(dtype: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """In which matrix products are of `dtype`: float32, bfloat16, or auto, which is bfloat16 on CUDA alone."""
-    if dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda"):
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    return contextlib.nullcontext()
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The number type that a name stands for: auto is bfloat16 on CUDA and float32 elsewhere.
+
+    Raises:
+        ModelError: no such name.
+    """
+    if dtype not in DTYPES:
+        raise ModelError(f"unknown number type {dtype!r}: one of {', '.join(DTYPES)}")
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if dtype == "bfloat16" else torch.float32
+
+
+def autocast(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """In which matrix products are of `dtype`; weights stay as they are."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
 
 
 @contextlib.contextmanager

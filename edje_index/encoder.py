@@ -6,7 +6,6 @@ and every instance. Threads and batch are therefore part of a build's plan.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,11 @@ from edje_index.adapter import Adapter
 from edje_index.bf16 import to_bf16_array
 from edje_index.bundle_info import ENCODER_FILES, BundleInfo, read_bundle_info, verify_files
 from edje_index.bundle_parts import load_adapter, load_visual
-from edje_index.devices import resolve_device
-from edje_index.errors import ModelError
+from edje_index.devices import autocast, resolve_device, resolve_dtype
 from edje_index.preprocessing import Preprocessor
 from edje_index.vision import VisionTower
 
 Array = np.ndarray[Any, np.dtype[Any]]
-DTYPES = ("auto", "float32", "bfloat16")
 
 
 class ImageEncoder:
@@ -73,7 +70,7 @@ class ImageEncoder:
         if threads is not None:
             torch.set_num_threads(threads)
         vision, config = load_visual(info)
-        number = _resolve_dtype(dtype, target)
+        number = resolve_dtype(dtype, target)
         return cls(info, vision.to(target), load_adapter(info).to(target), Preprocessor(config), number)
 
     @property
@@ -96,7 +93,7 @@ class ImageEncoder:
             Tokens ``ml_dtypes.bfloat16`` [b, m, d], rounded to nearest even, and L2-normalised embeddings
             float32 [b, embed_dim].
         """
-        with torch.inference_mode(), self._autocast():
+        with torch.inference_mode(), autocast(self.dtype, self.device):
             tokens, embeddings = image_tokens(self.vision, self.adapter, self._on_device(pixels))
             return to_bf16_array(tokens), embeddings.float().cpu().numpy()
 
@@ -104,11 +101,6 @@ class ImageEncoder:
         if self.device.type != "cuda":
             return pixels
         return pixels.pin_memory().to(self.device, non_blocking=True)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype)
 
 
 def image_tokens(vision: VisionTower, adapter: Adapter, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,11 +110,3 @@ def image_tokens(vision: VisionTower, adapter: Adapter, pixels: torch.Tensor) ->
         return adapter(patches, received), embeddings
     patches, embeddings = vision.encode(pixels)
     return adapter(patches), embeddings
-
-
-def _resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    if dtype not in DTYPES:
-        raise ModelError(f"unknown number type {dtype!r}: one of {', '.join(DTYPES)}")
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if dtype == "bfloat16" else torch.float32

@@ -67,7 +67,7 @@ class JointEncoder(nn.Module):
             )
         self.tokenizer = tokenizer
         self.late_weight = 0.0
-        self.compute_dtype = "float32"
+        self.compute_dtype = torch.float32
         self.pooled: PooledSimilarity | None = None
         self.pooled_weight = 0.0
         self.language_model = BertForMaskedLM(config)
@@ -173,11 +173,11 @@ class JointEncoder(nn.Module):
         return content_words(self.tokenizer)
 
     def forward(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """Matching logits [b], float32, of prepared rows and their image tokens [b, m, d]."""
+        """Matching logits, float32 [b], of prepared rows and their image tokens [b, m, d]."""
         with autocast(self.compute_dtype, self.text_projection.weight.device):
             hidden = self.hidden_states(inputs, tokens)
         logits: torch.Tensor = self.classification_head(hidden.float())
-        return logits[:, 0]
+        return logits[:, 0].float()  # within a training's autocast they are not
 
     def hidden_states(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
         """Last hidden states [b, t, d] of the language model."""

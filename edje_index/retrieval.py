@@ -94,8 +94,8 @@ class TokenIndex:
             model: bundle to search with; the one that built the index where it is None.
             precision: tokens to re-rank with; the first that the index holds where it is None.
             device: "auto", "cpu" or "cuda", for the text tower and the joint encoder.
-            dtype: of the joint encoder's matrix products, "float32" or "bfloat16"; the latter takes about half the time
-                on processors that have it.
+            dtype: of the joint encoder's matrix products, "auto", "float32" or "bfloat16"; the latter takes about half
+                the time on processors that have it, and more on others.
 
         Raises:
             UsageError: no index, no such precision.

@@ -11,7 +11,11 @@ import click
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
 dtype_option = click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Matrix products."
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Type of the model's matrix products; auto is bfloat16 on cuda, float32 on cpu.",
 )
 
 

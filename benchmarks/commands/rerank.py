@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
 
 from benchmarks.commands.output import dtype_option, json_option, show
+from storage_formats.cpus import usable_cpus
 
 
 @click.command("rerank")
@@ -52,7 +52,7 @@ def rerank_command(
     """
     from benchmarks.rerank import CAPTION, RerankBench, bench_rerank
 
-    chosen = threads or tuple(sorted({1, os.cpu_count() or 1}))
+    chosen = threads or tuple(sorted({1, usable_cpus()}))
     bench = RerankBench(
         model, index, caption or CAPTION, batch_sizes or (1, 32, 128), chosen, pool, repeats, device, dtype
     )

@@ -33,7 +33,7 @@ class EvaluationConfig:
         queries: at most so many questions of each direction, drawn with `seed`.
         seed: of the draw and of the bootstrap.
         device: "auto", "cpu" or "cuda".
-        dtype: of the joint encoder's matrix products, "float32" or "bfloat16".
+        dtype: of the joint encoder's matrix products, "auto", "float32" or "bfloat16".
         cache: folder that keeps scores.
     """
 

@@ -184,7 +184,7 @@ def _evaluate_one(
         caption_weights=model.caption_weights._asdict(),
         candidates=opened.candidates,
         queries=opened.queries,
-        dtype=model.joint.compute_dtype,
+        dtype=_dtype_name(model) if config.rerank else None,
     )
     return system, results
 
@@ -273,14 +273,20 @@ def _pairs(asked: EvaluationSet, direction: str, pool: Pools) -> tuple[Ints, Int
 
 
 def _cache_key(opened: _Opened, asked: EvaluationSet, model: ModelBundle, source: TokenSource) -> dict[str, Any]:
-    bfloat16 = {} if model.joint.compute_dtype == "float32" else {"dtype": model.joint.compute_dtype}
-    return {
-        **bfloat16,
+    key = {
         "bundle": model.fingerprint,
         "index": [opened.manifest.plan, opened.manifest.model["fingerprint"], opened.manifest.spec.rows],
         "precision": [source.precision, source.simulated_from],
         "captions": hashlib.sha256(json.dumps(asked.captions).encode()).hexdigest(),
     }
+    if (dtype := _dtype_name(model)) != "float32":  # scores of earlier versions have no name of it
+        key["dtype"] = dtype
+    return key
+
+
+def _dtype_name(model: ModelBundle) -> str:
+    """Of the joint encoder's matrix products."""
+    return str(model.joint.compute_dtype).removeprefix("torch.")
 
 
 def _results(

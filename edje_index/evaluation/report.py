@@ -89,7 +89,7 @@ def _described(system: System) -> str:
     score = f", score = {weights.described()}" if any(weights[:-1]) else ""
     if others != weights:
         score += f", of captions {others.described()}"
-    rounded = "" if system.dtype == "float32" else f", logits in {system.dtype}"
+    rounded = "" if system.dtype in (None, "float32") else f", logits in {system.dtype}"
     return f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}{score}{rounded}{untrained}"
 
 

@@ -24,7 +24,7 @@ class System:
 
     Attributes:
         weights, caption_weights: of the final score that images and captions are sorted by, see `score_weights`.
-        dtype: of the joint encoder's matrix products.
+        dtype: of the joint encoder's matrix products; None without re-ranking.
     """
 
     name: str
@@ -37,7 +37,7 @@ class System:
     caption_weights: dict[str, float]
     candidates: dict[str, int]
     queries: dict[str, int]
-    dtype: str = "float32"
+    dtype: str | None = "float32"
 
 
 @dataclass(frozen=True)

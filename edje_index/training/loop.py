@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from edje_index.devices import autocast, resolve_device
+from edje_index.devices import autocast, resolve_device, resolve_dtype
 from edje_index.errors import ModelError
 from edje_index.training.checkpoint import Checkpoints, TrainState, state_of
 from edje_index.training.config import OptimizerConfig, TrainConfig
@@ -183,7 +183,7 @@ class Trainer:
         step: int,
         window: _Window,
     ) -> None:
-        rate = phase.learning_rate(step)
+        rate, dtype = phase.learning_rate(step), resolve_dtype(self._config.loop.dtype, self._device)
         for group in optimizer.param_groups:
             group["lr"] = rate * group["factor"]
         for part in range(phase.accumulate):
@@ -192,7 +192,7 @@ class Trainer:
             window.waited += time.monotonic() - began
             self._seed(phase.index, step * phase.accumulate + part)
             with postponed_exchange(module, part < phase.accumulate - 1):
-                with autocast(self._config.loop.dtype, self._device):
+                with autocast(dtype, self._device):
                     losses = module(batch)
                 (losses[TOTAL] / phase.accumulate).backward()
             window.add({name: value / phase.accumulate for name, value in losses.items()})

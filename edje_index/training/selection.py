@@ -87,10 +87,10 @@ def choose_weights(
         np.take_along_axis(similar, near, axis=1),
         *_parts(bundle, dev, tokens, (texts, near), lambda done: on_progress(done, total)),
         right=near == dev.owner[texts],
-        images=dev.owner[captions],
+        images=dev.rows[dev.owner[captions]],
         bank=_of_bank_captions(bundle, dev, tokens, near),
     )
-    chosen = choose(of_images, given)
+    chosen = choose(of_images, given, lambda: on_progress(len(captions), total))
 
     similar = dev.image_embeddings[images] @ dev.text_embeddings.T
     near = _nearest(similar, config.dev_pool)
@@ -100,10 +100,10 @@ def choose_weights(
         np.take_along_axis(similar, near, axis=1),
         *_parts(bundle, dev, tokens, (near, shown), lambda done: on_progress(len(captions) + done, total)),
         right=dev.owner[near] == shown,
-        images=images,
+        images=dev.rows[images],
         bank=_of_bank_images(bundle, dev, near),
     )
-    return WeightChoices(chosen, choose(of_captions, given))
+    return WeightChoices(chosen, choose(of_captions, given, lambda: on_progress(total, total)))
 
 
 @dataclass(frozen=True)

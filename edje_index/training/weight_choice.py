@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -22,8 +22,9 @@ class WeightChoice:
     Attributes:
         weights: chosen or given.
         recall: with them, on the queries that they were fitted to.
-        held_out_recall: of the queries of each fifth of the images with weights that were fitted to those of the other
-            four (cross-validation), which chance does not flatter; None with a single image.
+        held_out_recall: of all queries, those of each fifth of the images (each image, where there are few) asked with
+            weights that were fitted to the queries of the others. Images of that fifth may be wrong answers there. None
+            with a single image.
         logit_recall: of the logit alone.
         embedding_recall: without re-ranking.
         queries, pool: how many, and how many candidates were re-ranked for each.
@@ -46,7 +47,7 @@ class Candidates:
         similarities: of the embeddings, float32 [q, p].
         logits, late, pooled: parts of the score, float32 [q, p].
         right: which candidates answer the query [q, p].
-        images: the image that each query is, or that its caption belongs to, int64 [q].
+        images: the image that each query is, or that its caption belongs to, in numbers of any kind, int64 [q].
         bank: what a query bank makes of the candidates; None without one.
     """
 
@@ -88,13 +89,14 @@ class Candidates:
 _COLUMNS = [field.name for field in fields(Candidates) if field.name != "bank"]
 
 
-def choose(asked: Candidates, given: Sequence[float | None]) -> WeightChoice:
-    """The likeliest weights of one direction, and recalls."""
+def choose(asked: Candidates, given: Sequence[float | None], on_fit: Callable[[], None] = lambda: None) -> WeightChoice:
+    """The likeliest weights of one direction, and recalls; `on_fit` is called before each of the fits, it may raise."""
+    on_fit()
     weights = asked.fit(given)
     return WeightChoice(
         weights=weights,
         recall=float(asked.hits(weights).mean()),
-        held_out_recall=_held_out(asked, given),
+        held_out_recall=_held_out(asked, given, on_fit),
         logit_recall=float(asked.best_is_right(asked.logits).mean()),
         embedding_recall=float(asked.best_is_right(asked.similarities).mean()),
         queries=len(asked.right),
@@ -102,12 +104,15 @@ def choose(asked: Candidates, given: Sequence[float | None]) -> WeightChoice:
     )
 
 
-def _held_out(asked: Candidates, given: Sequence[float | None]) -> float | None:
+def _held_out(asked: Candidates, given: Sequence[float | None], on_fit: Callable[[], None]) -> float | None:
     """R@1 by cross-validation over the images."""
     images, which = np.unique(asked.images, return_inverse=True)
     if len(images) < 2:
         return None
     folds = which % _FOLDS
-    parts = [(folds != fold, folds == fold) for fold in np.unique(folds)]
-    hits = [asked.of(measured).hits(asked.of(fitted).fit(given)) for fitted, measured in parts]
+    hits = []
+    for fold in np.unique(folds):
+        on_fit()
+        weights = asked.of(folds != fold).fit(given)
+        hits.append(asked.of(folds == fold).hits(weights))
     return float(np.concatenate(hits).mean())

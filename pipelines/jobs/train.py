@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.events import OnEvent, Phase
@@ -64,7 +65,7 @@ def _finished(request: TrainRequest, config: TrainConfig, run: str) -> TrainResu
     if not path.exists() or not request.out.exists():
         return None
     result = TrainResult(**json.loads(path.read_text()))
-    if result.run != run or result.bundle != str(request.out):
+    if result.run != run or result.bundle != str(request.out) or _fingerprint(request.out) != result.fingerprint:
         return None
     if result.selection and result.selection != asdict(config.selection):
         raise UsageError(
@@ -72,6 +73,17 @@ def _finished(request: TrainRequest, config: TrainConfig, run: str) -> TrainResu
             "the last checkpoint, or give another --out"
         )
     return replace(result, already_finished=True)
+
+
+def _fingerprint(bundle: Path) -> str | None:
+    """Of the bundle that is there; None where it is none."""
+    from edje_index.bundle_info import read_bundle_info
+    from edje_index.errors import ModelError
+
+    try:
+        return read_bundle_info(bundle).fingerprint
+    except ModelError:
+        return None
 
 
 def _train(task: TrainTask, request: TrainRequest, on_event: OnEvent, should_stop: StopAsked) -> None:

@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from benchmarks.rerank import RerankBench, bench_rerank, random_joint_encoder
+from edje_index.joint_encoder import JointEncoder
 from edje_index.untrained import TINY, create_untrained_bundle
 from pipelines.cli import main
 
@@ -27,6 +29,27 @@ def test_every_setting_of_a_bundle_is_measured(model):
     assert found["median"][found["best"]] == max(found["median"].values())
     assert found["tokens_per_pair"] >= 14 + 3 + 4  # words of the caption, marks, image; rare words are several
     assert "query" not in report
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pairs_are_scored_in_the_type_asked_for(model, monkeypatch, dtype):
+    seen = set()
+    forward = JointEncoder.forward
+
+    def watched(joint, inputs, tokens):
+        with monkeypatch.context() as inner:
+            hidden = joint.hidden_states
+            inner.setattr(joint, "hidden_states", lambda *given: note(hidden(*given)))
+            return forward(joint, inputs, tokens)
+
+    def note(hidden):
+        seen.add((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return hidden
+
+    monkeypatch.setattr(JointEncoder, "forward", watched)
+    bench_rerank(RerankBench(model=model, batch_sizes=(2,), threads=(1,), repeats=1, device="cpu", dtype=dtype))
+    assert {enabled for enabled, _ in seen} == {dtype == "bfloat16"}
+    assert dtype == "float32" or {number for _, number in seen} == {torch.bfloat16}
 
 
 def test_random_joint_encoders_have_the_shape_of_minilm():

@@ -58,7 +58,7 @@ def test_bfloat16_rounds_the_logits_alone(tiny_model: ModelBundle, monkeypatch: 
     """As torch itself does it to the language model; head and late interaction stay in float32."""
     joint, pool, captions = tiny_model.joint, blocks(40), ["a red dog on the sand"]
     exact = joint.parts(captions, pool, late=True, pooled=False)
-    monkeypatch.setattr(joint, "compute_dtype", "bfloat16")
+    monkeypatch.setattr(joint, "compute_dtype", torch.bfloat16)
     rounded = joint.parts(captions, pool, late=True, pooled=False)
     assert torch.equal(rounded.late, exact.late)
     assert rounded.logits.dtype == torch.float32

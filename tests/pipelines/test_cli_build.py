@@ -129,6 +129,8 @@ def test_search_shows_both_scores_and_says_that_random_weights_mean_nothing(run,
     assert [set(hit) for hit in hits] == [{"row_id", "uri", "score", "embedding_score", "joint_score"}] * 3
     assert [hit["score"] for hit in hits] == [hit["joint_score"] for hit in hits], "no weight for the embedding"
     assert [hit["joint_score"] for hit in hits] == sorted((hit["joint_score"] for hit in hits), reverse=True)
+    rounded = json.loads(run("search", index, "a photo", "-k", 3, "--dtype", "bfloat16", "--json")[1])["hits"]
+    assert {hit["joint_score"] for hit in rounded}.isdisjoint({hit["joint_score"] for hit in hits})
     plain = json.loads(run("search", index, "a photo", "-k", 3, "--no-rerank", "--json")[1])["hits"]
     assert all(hit["joint_score"] is None for hit in plain)
     assert len(run("search", index, "a photo", "-k", 3)[1].splitlines()) == 4

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from edje_index.score_weights import ScoreWeights
 from edje_index.training.likelihood import BankProducts, likeliest_weights
 from edje_index.training.weight_choice import Candidates, choose
 
@@ -45,12 +46,33 @@ def test_held_out_queries_are_sorted_with_weights_of_other_images():
     assert choose(asked, FREE).held_out_recall == pytest.approx(np.mean(hits))
 
 
-@pytest.mark.parametrize("bank", [False, True])
-def test_chance_does_not_flatter_what_is_held_out(bank):
+def test_chance_does_not_flatter_what_is_held_out():
     """Parts that say nothing: fitted to few queries they seem to help those, and no others (chance is 0.2)."""
-    found = [choose(candidates(20, 20, bank=bank, seed=seed), FREE) for seed in range(40)]
+    found = [choose(candidates(20, 20, seed=seed), FREE) for seed in range(40)]
     assert np.mean([choice.recall for choice in found]) > 0.26
     assert np.mean([choice.held_out_recall for choice in found]) == pytest.approx(0.2, abs=0.04)
+
+
+def test_some_of_the_queries_keep_their_candidates_priors():
+    asked, weights = candidates(60, 12, bank=True), ScoreWeights(1.0, 1.0, 1.0, 2.0, 1.5)
+    some = asked.images % 3 == 0
+    assert (asked.of(some).hits(weights) == asked.hits(weights)[some]).all()
+    assert (asked.hits(weights) != asked.hits(weights._replace(prior=0.0))).any()
+    assert asked.of(some).fit(FREE).prior >= 0
+
+
+def test_every_fit_can_be_stopped():
+    asked, fits = candidates(30, 10, signal=0.5), []
+    choose(asked, FREE, lambda: fits.append(None))
+    assert len(fits) == 1 + 5
+
+    def stop() -> None:
+        fits.pop()
+        if len(fits) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        choose(asked, FREE, stop)
 
 
 def test_given_weights_are_worth_the_same_on_all():
