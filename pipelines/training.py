@@ -19,6 +19,7 @@ class TrainRequest:
         model: bundle with the frozen towers; or `vision`, their name in open_clip.
         language: folder of a Hugging Face BERT, or a bundle whose joint encoder to begin with.
         features: index of the frozen tower's tokens; None makes it in the run's folder.
+        view_features: index of the features of views, made by another run on the same photos; None makes it.
         init: bundle to go on from.
         teacher: bundle to distil from; `teacher_features` is an index that it built, or of its tower's patches.
         miner: bundle whose embeddings mine negatives; `miner_features` is an index that it built.
@@ -39,6 +40,7 @@ class TrainRequest:
     vision: str | None = None
     language: Path | None = None
     features: Path | None = None
+    view_features: Path | None = None
     init: Path | None = None
     teacher: Path | None = None
     teacher_features: Path | None = None

@@ -17,8 +17,8 @@ from storage_formats.errors import UsageError
 Command = Callable[..., Any]
 DEVICES = ("auto", "cpu", "cuda")
 _KINDS = {Path: "a path", str: "a text", int: "a whole number", bool: "true or false"}
-_PATHS = ("out", "images", "model", "language", "features", "init", "teacher", "teacher_features", "miner",
-          "miner_features", "dev", "run_dir")  # fmt: skip
+_PATHS = ("out", "images", "model", "language", "features", "view_features", "init", "teacher",
+          "teacher_features", "miner", "miner_features", "dev", "run_dir")  # fmt: skip
 
 
 def config_options(command: Command) -> Command:

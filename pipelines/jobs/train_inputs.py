@@ -77,6 +77,8 @@ def prepare_training(
         raise UsageError("--pooled-dim fits a score that would have no weight: give --dev, or --pooled-weight")
     if selection.bank and request.dev is None:
         raise UsageError("--bank needs --dev, whose captions the weight of its prior is fitted to")
+    if request.view_features is not None and not config.seen.views:
+        raise UsageError("--view-features needs --views: how many of each photo to train on")
     parts = _Parts(request, config, on_event, should_stop)
     total_steps(config, len(parts.items))
     features = parts.features
@@ -255,23 +257,41 @@ class _Parts:
         from edje_index.caption_rows import match_items
         from pipelines.jobs.train_views import view_path
 
-        count, items = self._config.seen.views, self.items
+        count, items, given = self._config.seen.views, self.items, self._request.view_features
         if not count:
             return None
-        folder, index, rows = (self.folder / name for name in ("views", "views.edje", "view-rows.npy"))
+        folder, rows = self.folder / "views", self.folder / "view-rows.npy"
+        index = self.folder / "views.edje" if given is None else given.absolute()
         if not rows.exists():
-            self._view_features(count, folder)
+            if given is None:
+                self._view_features(count, folder)
             names = [display_path(os.fsencode(item.path)) for item in items]
+            made_in = folder if given is None else self._views_folder(index)
             shown = [
-                [replace(item, path=view_path(folder, name, view)) for item, name in zip(items, names, strict=True)]
+                [replace(item, path=view_path(made_in, name, view)) for item, name in zip(items, names, strict=True)]
                 for view in range(count)
             ]
-            found = [match_items(index, views, allow_none=True).rows for views in shown]
+            found = np.stack([match_items(index, views, allow_none=True).rows for views in shown], axis=1)
+            if given is not None and (lacking := int((found < 0).any(axis=1).sum())):
+                raise UsageError(
+                    f"{index} lacks {lacking:,} of {len(items):,} photos, or some of {count} views of them; leave "
+                    "--view-features out to have them made"
+                )
             content = io.BytesIO()
-            np.save(content, np.stack(found, axis=1))
+            np.save(content, found)
             write_bytes_atomic(rows, content.getvalue())
         shutil.rmtree(folder, ignore_errors=True)
         return index, rows
+
+    def _views_folder(self, index: Path) -> Path:
+        """Where the files were that `index` was made of; UsageError where another tower made it."""
+        from edje_index.training.start import feature_fingerprints
+        from storage_formats.rows import read_rows
+
+        assert self.start.info is not None
+        accepted = feature_fingerprints(self.start.info, self.start.adapter.config)
+        _check_index(index, accepted, self._feature_adapter.kind)
+        return Path(read_rows(index, [0], ["uri"])["uri"][0].as_py()).parent
 
     def _view_features(self, count: int, folder: Path) -> None:
         """Build ``views.edje`` from files in `folder`."""

@@ -72,7 +72,9 @@ def _settings(request: TrainRequest, config: TrainConfig) -> dict[str, Any]:
         "miner": _bundle(request.miner),
         "miner-features": _index(request.miner_features),
         "dev": None if request.dev is None else _digest(request.dev),  # its images are among the features
-        **({"dev-split": request.dev_split} if request.dev_split else {}),  # runs without one keep their fingerprints
+        # Runs without these keep their fingerprints.
+        **({"dev-split": request.dev_split} if request.dev_split else {}),
+        **({"view-features": _index(request.view_features)} if request.view_features else {}),
     }
 
 

@@ -172,6 +172,29 @@ def test_views_and_a_pooled_similarity(case, tmp_path):
     assert len(run("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]) == 3
 
 
+def test_views_of_another_run_are_taken_as_they_are(case, tmp_path):
+    asked = ["--steps", "3", "--views", "2"]
+    first = run(*training(case, tmp_path / "first"), *asked)
+    taken = ["--view-features", tmp_path / "first.run" / "views.edje"]
+    second = run(*training(case, tmp_path / "second"), *asked, *taken)
+    assert not (tmp_path / "second.run" / "views.edje").exists()
+    rows = [np.load(tmp_path / f"{name}.run" / "view-rows.npy").tolist() for name in ("first", "second")]
+    assert rows[0] == rows[1]
+    encoders = [read_bundle_info(tmp_path / name).encoder_fingerprint for name in ("first", "second")]
+    assert encoders[0] == encoders[1]
+    assert first["run"] != second["run"]
+    fewer = run(*training(case, tmp_path / "fewer"), "--steps", "3", "--views", "1", *taken)
+    assert np.load(tmp_path / "fewer.run" / "view-rows.npy").tolist() == [row[:1] for row in rows[0]]
+    assert fewer["steps"] == 3
+    error = run(*training(case, tmp_path / "more"), "--steps", "3", "--views", "3", *taken, expect=2)["error"]
+    assert "lacks 24 of 24 photos, or some of 3 views" in error
+    error = run(*training(case, tmp_path / "none"), "--steps", "3", *taken, expect=2)["error"]
+    assert "--view-features needs --views" in error
+    other = ["--view-features", case / "calm.run" / "features.edje"]
+    error = run(*training(case, tmp_path / "photos"), *asked, *other, expect=2)["error"]
+    assert "lacks 24 of 24 photos" in error
+
+
 def test_a_query_bank_is_fitted_to_dev_captions(case, tmp_path):
     error = run(*training(case, tmp_path / "out"), "--bank", "8", expect=2)["error"]
     assert "--bank needs --dev" in error
