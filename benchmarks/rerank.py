@@ -61,9 +61,10 @@ class RerankBench:
 def bench_rerank(bench: RerankBench) -> dict[str, Any]:
     """Pairs a second of each joint encoder by batch size and threads, the best of them, and the stages of a query."""
     device = resolve_device(bench.device)
+    dtype = resolve_dtype(bench.dtype, device)
     models = {}
     for name, joint, block_shape in _joint_encoders(bench, device):
-        joint.compute_dtype = resolve_dtype(bench.dtype, device)
+        joint.compute_dtype = dtype
         rates = {
             f"batch {batch}, {threads} threads": pairs_per_second(joint, block_shape, bench, batch, threads)
             for threads in bench.threads
@@ -80,7 +81,7 @@ def bench_rerank(bench: RerankBench) -> dict[str, Any]:
     found: dict[str, Any] = {
         "environment": environment(),
         "device": str(device),
-        "dtype": bench.dtype,
+        "dtype": str(dtype).removeprefix("torch."),
         "joint_encoders": models,
     }
     if bench.index is not None:

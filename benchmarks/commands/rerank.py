@@ -59,7 +59,7 @@ def rerank_command(
     report = bench_rerank(bench)
     lines = []
     for name, found in report["joint_encoders"].items():
-        lines.append(f"{name}, {found['tokens_per_pair']} tokens a pair, {report['device']}, {dtype}")
+        lines.append(f"{name}, {found['tokens_per_pair']} tokens a pair, {report['device']}, {report['dtype']}")
         lines += [f"  {setting:24} {rate:10.1f} pairs/s" for setting, rate in found["median"].items()]
     if "query" in report:
         query = report["query"]
