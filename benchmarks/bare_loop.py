@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from edje_index.encoder import ImageEncoder
+from edje_index.indexing.image_encoder import ImageEncoder
 
 
 def batches(encoder: ImageEncoder, paths: list[str], batch_size: int) -> Iterator[torch.Tensor]:

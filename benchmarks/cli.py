@@ -12,7 +12,7 @@ from benchmarks.commands.quantize_index import quantize_index_command
 from benchmarks.commands.rerank import rerank_command
 from benchmarks.commands.scales_layout import scales_layout_command
 from benchmarks.commands.train_step import train_step_command
-from storage_formats.layout import IndexSpec
+from storage_formats.format.layout import IndexSpec
 
 
 @click.group()

@@ -23,8 +23,8 @@ from benchmarks.environment import environment, storage
 from benchmarks.fetch.page_cache import evict
 from benchmarks.synthetic import make_synthetic
 from storage_formats.errors import EdjeError, UsageError
-from storage_formats.layout import IndexSpec, Layout
-from storage_formats.manifest import Manifest
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import Manifest
 
 BLOCK_SHAPE = (64, 384)
 _BAR = 0.7

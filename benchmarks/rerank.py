@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from benchmarks.environment import environment
-from edje_index.ann import AnnIndex
-from edje_index.bundle import ModelBundle
-from edje_index.devices import resolve_device, resolve_dtype
-from edje_index.joint_encoder import JointEncoder, bert_config
-from edje_index.retrieval import FinalScorer
-from edje_index.untrained_tokenizer import untrained_tokenizer
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.random_tokenizer import untrained_tokenizer
+from edje_index.indexing.faiss_index import AnnIndex
+from edje_index.models.devices import resolve_device, resolve_dtype
+from edje_index.models.joint_encoder import JointEncoder, bert_config
+from edje_index.search.token_index import FinalScorer
 from storage_formats.errors import UsageError
-from storage_formats.manifest import Manifest
+from storage_formats.format.manifest import Manifest
 from storage_formats.token_store import TokenStore
 
 CAPTION = "a brown dog runs over wet sand towards a red ball near the sea"

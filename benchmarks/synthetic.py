@@ -10,12 +10,12 @@ import numpy as np
 
 from storage_formats.codecs import BF16
 from storage_formats.errors import UsageError
-from storage_formats.layout import IndexSpec
-from storage_formats.manifest import Manifest
-from storage_formats.publish import Provenance, begin_index, finish_index
-from storage_formats.receipts import ShardReceipt
-from storage_formats.rows import RowRecord, rows_table
-from storage_formats.shard_writer import ShardWriter
+from storage_formats.format.layout import IndexSpec
+from storage_formats.format.manifest import Manifest
+from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.rows import RowRecord, rows_table
+from storage_formats.writing.publish import Provenance, begin_index, finish_index
+from storage_formats.writing.shard_writer import ShardWriter
 
 _BATCH = 128
 

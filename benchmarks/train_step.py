@@ -21,20 +21,20 @@ import torch
 
 from benchmarks.environment import environment
 from benchmarks.synthetic import make_synthetic
-from edje_index.adapter import AdapterConfig, build_adapter
-from edje_index.bundle import ModelBundle
-from edje_index.devices import autocast, resolve_dtype
-from edje_index.training.batches import BatchSource, Features, JointBatch
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.random_bundle import UntrainedSizes, create_untrained_bundle
+from edje_index.models.adapter import AdapterConfig, build_adapter
+from edje_index.models.devices import autocast, resolve_dtype
 from edje_index.training.config import TrainConfig, make_config
-from edje_index.training.dataset import TrainingData
-from edje_index.training.distributed import Ranks
-from edje_index.training.loop import Runtime
-from edje_index.training.objectives import TOTAL, JointObjective
-from edje_index.training.rank import TrainTask, train_rank
-from edje_index.training.rows import Marks
-from edje_index.training.start import Origin, make_start, set_attention, set_dropout
-from edje_index.untrained import UntrainedSizes, create_untrained_bundle
-from storage_formats.layout import IndexSpec
+from edje_index.training.data.batches import BatchSource, Features, JointBatch
+from edje_index.training.data.dataset import TrainingData
+from edje_index.training.data.token_rows import Marks
+from edje_index.training.loop.distributed import Ranks
+from edje_index.training.loop.train_worker import TrainTask, train_rank
+from edje_index.training.loop.training_loop import Runtime
+from edje_index.training.model.objectives import TOTAL, JointObjective
+from edje_index.training.model.start_bundle import Origin, make_start, set_attention, set_dropout
+from storage_formats.format.layout import IndexSpec
 
 _CAPTION_WORDS = (8, 17)  # of Flickr8k's captions, nine in ten have so many
 _SIZES = UntrainedSizes(patch_size=14)  # 256 patches of width 384, a MiniLM-L6 of 16,000 words

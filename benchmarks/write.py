@@ -20,10 +20,10 @@ import numpy as np
 from benchmarks.environment import environment
 from storage_formats.atomic import fsync_paths
 from storage_formats.codecs import BF16, Blocks
-from storage_formats.layout import IndexSpec
-from storage_formats.publish import begin_index
-from storage_formats.rows import RowRecord, rows_table
-from storage_formats.shard_writer import ShardWriter
+from storage_formats.format.layout import IndexSpec
+from storage_formats.format.rows import RowRecord, rows_table
+from storage_formats.writing.publish import begin_index
+from storage_formats.writing.shard_writer import ShardWriter
 
 BLOCK_SHAPE = (64, 384)
 BATCH = 256

@@ -12,31 +12,31 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from edje_index.bundle import ModelBundle
-    from edje_index.bundle_info import BundleInfo, read_bundle_info
-    from edje_index.encoder import ImageEncoder
+    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.bundles.info import BundleInfo, read_bundle_info
+    from edje_index.bundles.published_checkpoint import PublishedModel, load_published_checkpoint
+    from edje_index.bundles.random_bundle import create_untrained_bundle
     from edje_index.errors import HubUnreachableError, ModelError
-    from edje_index.joint_encoder import JointEncoder
-    from edje_index.published import PublishedModel, load_published_checkpoint
-    from edje_index.retrieval import TokenIndex
-    from edje_index.text import TextTower
-    from edje_index.untrained import create_untrained_bundle
-    from edje_index.vision import VisionTower
+    from edje_index.indexing.image_encoder import ImageEncoder
+    from edje_index.models.joint_encoder import JointEncoder
+    from edje_index.models.text_tower import TextTower
+    from edje_index.models.vision_tower import VisionTower
+    from edje_index.search.token_index import TokenIndex
 
 _MODULES = {
-    "BundleInfo": "bundle_info",
-    "HubUnreachableError": "errors",
-    "ImageEncoder": "encoder",
-    "JointEncoder": "joint_encoder",
-    "ModelBundle": "bundle",
-    "ModelError": "errors",
-    "PublishedModel": "published",
-    "TextTower": "text",
-    "TokenIndex": "retrieval",
-    "VisionTower": "vision",
-    "create_untrained_bundle": "untrained",
-    "load_published_checkpoint": "published",
-    "read_bundle_info": "bundle_info",
+    "BundleInfo": "edje_index.bundles.info",
+    "HubUnreachableError": "edje_index.errors",
+    "ImageEncoder": "edje_index.indexing.image_encoder",
+    "JointEncoder": "edje_index.models.joint_encoder",
+    "ModelBundle": "edje_index.bundles.bundle",
+    "ModelError": "edje_index.errors",
+    "PublishedModel": "edje_index.bundles.published_checkpoint",
+    "TextTower": "edje_index.models.text_tower",
+    "TokenIndex": "edje_index.search.token_index",
+    "VisionTower": "edje_index.models.vision_tower",
+    "create_untrained_bundle": "edje_index.bundles.random_bundle",
+    "load_published_checkpoint": "edje_index.bundles.published_checkpoint",
+    "read_bundle_info": "edje_index.bundles.info",
 }
 
 __all__ = [
@@ -60,7 +60,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

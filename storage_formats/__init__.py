@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from storage_formats.codecs import codec, precisions
     from storage_formats.errors import CorruptIndexError, EdjeError, IncompleteIndexError, UsageError
-    from storage_formats.layout import IndexSpec
-    from storage_formats.manifest import Manifest
-    from storage_formats.rows import read_rows
-    from storage_formats.shard_writer import ShardWriter
+    from storage_formats.format.layout import IndexSpec
+    from storage_formats.format.manifest import Manifest
+    from storage_formats.format.rows import read_rows
     from storage_formats.token_store import TokenStore
     from storage_formats.verify import Problem, verify_index
+    from storage_formats.writing.shard_writer import ShardWriter
 
 _HOME = {
-    "CorruptIndexError": "errors",
-    "EdjeError": "errors",
-    "IncompleteIndexError": "errors",
-    "IndexSpec": "layout",
-    "Manifest": "manifest",
-    "Problem": "verify",
-    "ShardWriter": "shard_writer",
-    "TokenStore": "token_store",
-    "UsageError": "errors",
-    "codec": "codecs",
-    "precisions": "codecs",
-    "read_rows": "rows",
-    "verify_index": "verify",
+    "CorruptIndexError": "storage_formats.errors",
+    "EdjeError": "storage_formats.errors",
+    "IncompleteIndexError": "storage_formats.errors",
+    "IndexSpec": "storage_formats.format.layout",
+    "Manifest": "storage_formats.format.manifest",
+    "Problem": "storage_formats.verify",
+    "ShardWriter": "storage_formats.writing.shard_writer",
+    "TokenStore": "storage_formats.token_store",
+    "UsageError": "storage_formats.errors",
+    "codec": "storage_formats.codecs",
+    "precisions": "storage_formats.codecs",
+    "read_rows": "storage_formats.format.rows",
+    "verify_index": "storage_formats.verify",
 }
 
 __all__ = [
@@ -55,4 +55,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'storage_formats' has no attribute '{name}'")
-    return getattr(import_module(f"storage_formats.{_HOME[name]}"), name)
+    return getattr(import_module(_HOME[name]), name)

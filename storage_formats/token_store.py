@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from storage_formats.codecs import Blocks, Codec, Records, codec
 from storage_formats.codecs.base import check_out
 from storage_formats.errors import UsageError
-from storage_formats.layout import Layout
-from storage_formats.manifest import Manifest
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import Manifest
 from storage_formats.reading.base import Batch
-from storage_formats.reading.choice import Engines, StoreFiles
-from storage_formats.reading.landing import Landing, StraightLanding, landing, read_batch
+from storage_formats.reading.destination import Landing, StraightLanding, landing, read_batch
+from storage_formats.reading.engine_selection import Engines, StoreFiles
 from storage_formats.reading.memory import aligned_blocks, aligned_bytes, copy_memory
 
 RowIds = Sequence[int] | NDArray[np.integer]

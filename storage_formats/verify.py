@@ -12,15 +12,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage_formats.checksum import crc32c_file, crc32c_rows
 from storage_formats.codecs import codec, fill_record
-from storage_formats.embeddings import read_shard_embeddings
 from storage_formats.errors import CorruptIndexError
-from storage_formats.layout import IndexSpec, Layout, padded_shard_bytes
-from storage_formats.manifest import Counts, FileRecord, Manifest
-from storage_formats.rows import DUPLICATE, INDEXED, failures_by_reason, read_shard_rows
-from storage_formats.token_shard import shard_index_bytes
-from storage_formats.zarr_meta import embedding_array_metadata, group_metadata, token_array_metadata
+from storage_formats.format.checksum import crc32c_file, crc32c_rows
+from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
+from storage_formats.format.manifest import Counts, FileRecord, Manifest
+from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, read_shard_rows
+from storage_formats.format.zarr_metadata import embedding_array_metadata, group_metadata, token_array_metadata
+from storage_formats.reading.embeddings import read_shard_embeddings
+from storage_formats.writing.token_shard import shard_index_bytes
 
 
 @dataclass(frozen=True)

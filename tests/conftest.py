@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from storage_formats.layout import IndexSpec
-from storage_formats.publish import Provenance, begin_index, finish_index
-from storage_formats.rows import DUPLICATE, RowRecord, rows_table
-from storage_formats.shard_writer import ShardWriter
+from storage_formats.format.layout import IndexSpec
+from storage_formats.format.rows import DUPLICATE, RowRecord, rows_table
+from storage_formats.writing.publish import Provenance, begin_index, finish_index
+from storage_formats.writing.shard_writer import ShardWriter
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")

@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import environment, storage
-from benchmarks.fetch.ballast import check_memory_cap, memory_cap
-from benchmarks.fetch.bars import judge
 from benchmarks.fetch.fio import Fio, find_fio
+from benchmarks.fetch.memory_pressure import check_memory_cap, memory_cap
 from benchmarks.fetch.plan import CAPPED_POOL, CEILING_DEPTH, Cast, FetchBench, Section, companion, plan_sections
 from benchmarks.fetch.records import StoredRecords
 from benchmarks.fetch.runner import FIO, Measurement, Runner, Say
 from benchmarks.fetch.subjects import PEERS, installed_version, subject_class
 from benchmarks.fetch.summary import paired_ratio, rate, summarise
+from benchmarks.fetch.targets import judge
 from benchmarks.fetch.worker_process import WorkerError
 from benchmarks.synthetic import make_synthetic
 from storage_formats.codecs import BF16, codec
 from storage_formats.errors import UsageError
-from storage_formats.layout import IndexSpec
-from storage_formats.manifest import Manifest
+from storage_formats.format.layout import IndexSpec
+from storage_formats.format.manifest import Manifest
 
 _PROBE = "direct probe"
 _SPARE_BYTES = 1 << 30

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.fetch.subjects import Subject
 from benchmarks.fetch.workloads import Ids
 from storage_formats.codecs import Records
-from storage_formats.layout import PAGE_BYTES
+from storage_formats.format.layout import PAGE_BYTES
 
 _SEGMENT = 1 << 20
 

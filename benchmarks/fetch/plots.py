@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.fetch.plan import companion
-from edje_index.plots import COLOURS, new_figure, save_figure
+from edje_index.evaluation.plots import COLOURS, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from benchmarks.environment import logical_block_bytes
 from benchmarks.fetch.workloads import Ids
 from storage_formats.codecs import BF16, Records, codec
-from storage_formats.layout import PAGE_BYTES, Layout
-from storage_formats.manifest import Manifest
+from storage_formats.format.layout import PAGE_BYTES, Layout
+from storage_formats.format.manifest import Manifest
 
 
 class StoredRecords:

@@ -13,7 +13,7 @@ Ids: TypeAlias = NDArray[np.int64]
 Pattern: TypeAlias = Literal["random", "contiguous", "listed"]
 CacheState: TypeAlias = Literal["cold", "warm", "capped"]
 
-_IVF_PROBES = 32  # lists that a query of the index visits: edje_index.ann
+_IVF_PROBES = 32  # lists that a query of the index visits: edje_index.indexing.faiss_index
 
 
 @dataclass(frozen=True)

@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edje_index.caption_rows import MatchedRows, match_items
-from edje_index.captions import CaptionedImage, read_captions
+from edje_index.captions.matching import MatchedRows, match_items
+from edje_index.captions.reading import CaptionedImage, read_captions
 from edje_index.evaluation.bootstrap import ClusterBootstrap, Estimate
 from edje_index.evaluation.config import DIRECTIONS, IMAGE_TO_TEXT, TEXT_TO_IMAGE, EvaluationConfig
+from edje_index.evaluation.hubness import caption_priors, image_priors
+from edje_index.evaluation.pair_scores import OnProgress, PairScorer, ScoreCache, pack
 from edje_index.evaluation.pools import Pools, embedding_pools
-from edje_index.evaluation.priors import caption_priors, image_priors
 from edje_index.evaluation.protocol import EvaluationSet, full_set, split_set
 from edje_index.evaluation.recall import Floats, Ints, hits, ranks_after_reranking
 from edje_index.evaluation.results import Evaluation, Inputs, Result, System
-from edje_index.evaluation.scoring import OnProgress, PairScorer, ScoreCache, pack
-from edje_index.evaluation.tokens import TokenSource, token_sources
-from edje_index.retrieval import check_reranks, fused_scores, load_search_model
-from storage_formats.embeddings import read_embeddings
+from edje_index.evaluation.token_sources import TokenSource, token_sources
+from edje_index.search.token_index import check_reranks, fused_scores, load_search_model
 from storage_formats.errors import UsageError
-from storage_formats.manifest import Manifest
+from storage_formats.format.manifest import Manifest
+from storage_formats.reading.embeddings import read_embeddings
 
 if TYPE_CHECKING:
-    from edje_index.bundle import ModelBundle
+    from edje_index.bundles.bundle import ModelBundle
 
 NOT_IN_OTHER = "not-in-another-index"
 _PERCENT = 100.0
@@ -205,7 +205,7 @@ class _Embedded:
 def _embedded(
     config: EvaluationConfig, opened: _Opened, asked: EvaluationSet, model: ModelBundle, on_progress: OnProgress
 ) -> _Embedded:
-    from edje_index.text import embed_texts
+    from edje_index.models.text_tower import embed_texts
 
     texts = embed_texts(model.text, _needed(config, asked), partial(on_progress, "captions embedded"))
     return _Embedded(texts, read_embeddings(opened.root, opened.manifest.spec, asked.rows))

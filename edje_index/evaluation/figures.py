@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from edje_index.evaluation.bootstrap import Estimate
 from edje_index.evaluation.config import TEXT_TO_IMAGE
+from edje_index.evaluation.plots import COLOURS, new_figure, save_figure
 from edje_index.evaluation.results import Evaluation, Result
-from edje_index.plots import COLOURS, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.caption_rows import MatchedRows
-from edje_index.captions import CaptionedImage
-from storage_formats.layout import Layout
-from storage_formats.manifest import Manifest
-from storage_formats.rows import INDEXED, read_shard_rows
+from edje_index.captions.matching import MatchedRows
+from edje_index.captions.reading import CaptionedImage
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import Manifest
+from storage_formats.format.rows import INDEXED, read_shard_rows
 
 Ints = NDArray[np.int64]
 OTHER = -1

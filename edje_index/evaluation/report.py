@@ -12,7 +12,7 @@ from edje_index.evaluation.bootstrap import Estimate
 from edje_index.evaluation.config import IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from edje_index.evaluation.figures import write_figures
 from edje_index.evaluation.results import Evaluation, Result, System
-from edje_index.score_weights import ScoreWeights
+from edje_index.scoring.weights import ScoreWeights
 from storage_formats.errors import UsageError
 
 NAMES = {TEXT_TO_IMAGE: "Text-to-image", IMAGE_TO_TEXT: "Image-to-text"}

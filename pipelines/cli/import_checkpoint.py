@@ -43,7 +43,7 @@ def import_checkpoint(
       edje-index import-checkpoint edje.pth --vision ViT-B-16-SigLIP2-384:webli --out model
       edje-index import-checkpoint edje.pth --vision ViT-B-16:/weights/vit.safetensors --tokenizer minilm --out model
     """
-    from edje_index.import_checkpoint import import_checkpoint as make_bundle
+    from edje_index.bundles.import_checkpoint import import_checkpoint as make_bundle
 
     info = make_bundle(
         checkpoint, vision, out, pretrained=pretrained, tokenizer_dir=tokenizer, text_tokenizer_dir=text_tokenizer

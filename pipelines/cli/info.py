@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from pipelines.cli.output import json_option, print_json
-from storage_formats.layout import Layout
+from storage_formats.format.layout import Layout
 
 
 @click.command()
@@ -34,7 +34,7 @@ def info(index: Path, as_json: bool) -> None:
 
 def describe_index(root: Path) -> dict[str, Any]:
     """What is known of a finished or begun index. EdjeError where there is none."""
-    from pipelines.plan import read_plan
+    from pipelines.planning.plan import read_plan
 
     if not Layout(root).manifest.exists() and (plan := read_plan(root)) is not None:
         return {
@@ -52,7 +52,7 @@ def describe_index(root: Path) -> dict[str, Any]:
         }
     from dataclasses import asdict
 
-    from storage_formats.manifest import Manifest
+    from storage_formats.format.manifest import Manifest
 
     manifest = Manifest.load(root)
     spec, counts = manifest.spec, manifest.counts
@@ -78,7 +78,7 @@ def describe_index(root: Path) -> dict[str, Any]:
 
 
 def _finished_shards(root: Path, shards: int, plan: str) -> int:
-    from storage_formats.receipts import read_receipt
+    from storage_formats.format.receipts import read_receipt
 
     layout = Layout(root)
     return sum(read_receipt(layout, shard, plan) is not None for shard in range(shards))
@@ -86,7 +86,7 @@ def _finished_shards(root: Path, shards: int, plan: str) -> int:
 
 def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
     """The part of the description that people ask for first."""
-    from pipelines.estimates import human_bytes
+    from pipelines.planning.estimates import human_bytes
 
     m, d = value["block_shape"]
     lines = [("index", value["index"]), ("state", value["state"])]

@@ -26,7 +26,7 @@ def init_model(out: Path, seed: int, as_json: bool) -> None:
     Example:
       edje-index init-model model
     """
-    from edje_index.untrained import create_untrained_bundle
+    from edje_index.bundles.random_bundle import create_untrained_bundle
 
     info = create_untrained_bundle(out, seed=seed)
     note("note: the weights of this model are untrained; the order of search results will have no meaning")

@@ -27,8 +27,8 @@ COMMANDS = {
     "import-checkpoint": "pipelines.cli.import_checkpoint:import_checkpoint",
     "train-embedding": "pipelines.cli.train_embedding:train_embedding",
     "fetch-towers": "pipelines.cli.fetch_towers:fetch_towers",
-    "carry-model": "pipelines.cli.carry_model:carry_model",
-    "unpack-model": "pipelines.cli.carry_model:unpack_model",
+    "carry-model": "pipelines.cli.pack_model:carry_model",
+    "unpack-model": "pipelines.cli.pack_model:unpack_model",
     "bench": "benchmarks.cli:bench",
 }
 """Name of each command, in the order of the help text, and where it is."""

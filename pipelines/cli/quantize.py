@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipelines.cli.output import json_option, print_json, this_command
-from pipelines.cli.quantize_report import ReportRequest, measure, report_options
+from pipelines.cli.quantization_report import ReportRequest, measure, report_options
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from pipelines.engines.base import Engine
+    from pipelines.jobs.quantization_report import QuantizeReport
     from pipelines.jobs.quantize import QuantizeConfig, QuantizeResult
-    from pipelines.jobs.quantize_report import QuantizeReport
 
 
 @click.command()
@@ -79,7 +79,7 @@ def quantize(
 
 
 def _print_report(report: QuantizeReport, request: ReportRequest) -> None:
-    from pipelines.jobs.quantize_report_files import table
+    from pipelines.jobs.quantization_report_files import table
 
     for line in table(report):
         click.echo(line)
@@ -107,9 +107,9 @@ def _engine(name: str, workers: int | None, address: str | None) -> Engine:
 
 def _run(config: QuantizeConfig, engine: Engine, *, quiet: bool) -> QuantizeResult:
     from pipelines.jobs.quantize import quantize_index
-    from pipelines.planning import BuildStopped
-    from pipelines.progress import progress_display
-    from pipelines.signals import stop_on_signals
+    from pipelines.planning.make_plan import BuildStopped
+    from pipelines.progress.display import progress_display
+    from pipelines.progress.signals import stop_on_signals
 
     try:
         with stop_on_signals() as should_stop, progress_display(quiet=quiet) as on_event:

@@ -12,7 +12,7 @@ from pipelines.cli.output import dtype_option, json_option, note, print_json
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from edje_index.retrieval import Hit
+    from edje_index.search.token_index import Hit
 
 _POSITIVE = click.IntRange(min=1)
 
@@ -60,10 +60,10 @@ def search(
     """
     if rerank and pool < k:
         raise UsageError(f"--pool {pool} is smaller than -k {k}: only what is in the pool is ranked")
-    from storage_formats.manifest import Manifest
+    from storage_formats.format.manifest import Manifest
 
     trained = Manifest.load(index).model.get("trained", True)  # before torch is loaded: it may raise
-    from edje_index.retrieval import TokenIndex
+    from edje_index.search.token_index import TokenIndex
 
     opened = TokenIndex.open(index, model, device=device, dtype=dtype)
     if not trained:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edje_index.score_weights import ScoreWeights
+from edje_index.scoring.weights import ScoreWeights
 from pipelines.cli.output import json_option, print_json, this_command
 from pipelines.cli.train_options import DEVICES, config_options, read_request
 
 if TYPE_CHECKING:
     from edje_index.training.config import TrainConfig
-    from pipelines.training import TrainRequest, TrainResult
+    from pipelines.jobs.train_request import TrainRequest, TrainResult
 
 _PATH = click.Path(path_type=Path)
 _POSITIVE = click.IntRange(min=1)
@@ -99,9 +99,9 @@ def _describe_choice(asked: str, choice: dict[str, Any]) -> str:
 
 def _run(request: TrainRequest, config: TrainConfig, *, quiet: bool) -> TrainResult:
     from pipelines.jobs.train import run_training
-    from pipelines.planning import BuildStopped
-    from pipelines.progress import progress_display
-    from pipelines.signals import stop_on_signals
+    from pipelines.planning.make_plan import BuildStopped
+    from pipelines.progress.display import progress_display
+    from pipelines.progress.signals import stop_on_signals
 
     try:
         with stop_on_signals() as should_stop, progress_display(quiet=quiet) as on_event:

@@ -52,10 +52,10 @@ def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) ->
       edje-index train-embedding coco.json --split train --images coco --image-tower \\
         vit_base_patch14_dinov2:dinov2.safetensors --text-tower minilm --tune-text 2 --out dual
     """
-    from edje_index.captions import check_apart, read_captions
-    from edje_index.dual.command import Reports
-    from edje_index.dual.command import train_embedding as train
-    from edje_index.dual.config import DualConfig
+    from edje_index.captions.reading import check_apart, read_captions
+    from edje_index.recipes.contrastive.command import Reports
+    from edje_index.recipes.contrastive.command import train_embedding as train
+    from edje_index.recipes.contrastive.config import DualConfig
 
     images = options.pop("images")
     data = read_captions(captions, images, options.pop("split"))
@@ -85,8 +85,8 @@ def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) ->
 
 
 def _sources(towers: Path | None, image_tower: str | None, text_tower: Path | None, image_size: int) -> Any:
-    from edje_index.base_towers.names import IMAGE_TOWER, TEXT_TOWER, TIMM_NAME, WEIGHTS
-    from edje_index.dual.config import DualSources
+    from edje_index.recipes.base_towers.names import IMAGE_TOWER, TEXT_TOWER, TIMM_NAME, WEIGHTS
+    from edje_index.recipes.contrastive.config import DualSources
 
     if towers is not None:
         image_tower = image_tower or f"{TIMM_NAME}:{towers / IMAGE_TOWER / WEIGHTS}"

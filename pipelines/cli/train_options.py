@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 import click
 
 from edje_index.training.config import TrainConfig, leaves, make_config
-from pipelines.training import TrainRequest
+from pipelines.jobs.train_request import TrainRequest
 from storage_formats.errors import UsageError
 
 Command = Callable[..., Any]

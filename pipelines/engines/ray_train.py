@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import describe_error
 from pipelines.engines.ray_engine import connected_ray
-from pipelines.planning import BuildStopped
+from pipelines.planning.make_plan import BuildStopped
 from storage_formats.errors import EdjeError
 
 if TYPE_CHECKING:
-    from edje_index.training.rank import TrainTask
+    from edje_index.training.loop.train_worker import TrainTask
 
 STOP_FILE = "stop"
 RAY_FOLDER = "ray"
@@ -42,7 +42,7 @@ def train_on_ray(
         BuildStopped: `should_stop()` turned true; all that was done is in the last checkpoint.
         EdjeError: Ray, or the training on it, failed; the message says why.
     """
-    from pipelines.machine import cuda_devices
+    from pipelines.planning.machine import cuda_devices
 
     stop = task.runtime.run_dir / STOP_FILE
     stop.unlink(missing_ok=True)
@@ -97,9 +97,9 @@ def _fit(task: TrainTask, workers: int, needs: dict[str, int], failures: list[Ba
 
 def _rank_loop(config: dict[str, Any]) -> None:
     """What each of Ray's workers runs."""
-    from edje_index.training.distributed import Ranks
-    from edje_index.training.loop import TrainingStopped
-    from edje_index.training.rank import train_rank
+    from edje_index.training.loop.distributed import Ranks
+    from edje_index.training.loop.train_worker import train_rank
+    from edje_index.training.loop.training_loop import TrainingStopped
 
     task: TrainTask = config["task"]
     with contextlib.suppress(TrainingStopped):
@@ -108,7 +108,7 @@ def _rank_loop(config: dict[str, Any]) -> None:
 
 def _pass_on(run_dir: Path, seen: int, on_record: Callable[[dict[str, Any]], None]) -> int:
     """Show the newest line of the log, where there is a new one; returns the number of lines."""
-    from edje_index.training.journal import read_log
+    from edje_index.training.loop.log import read_log
 
     records = read_log(run_dir)
     if len(records) > seen:

@@ -10,14 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.config import BuildConfig
 from pipelines.engines.base import Engine, TaskFailure, TaskInterrupted, Worker, WorkerFactory, describe_error
 from pipelines.engines.inline import InlineEngine
-from pipelines.events import Bottleneck, OnEvent, Phase, PlanReady, ShardDone
-from pipelines.lock import locked_index
-from pipelines.meter import BuildMeter, ShardState, bottleneck
-from pipelines.plan import BuildPlan
-from pipelines.planning import (
+from pipelines.jobs.lock import locked_index
+from pipelines.planning.config import BuildConfig
+from pipelines.planning.make_plan import (
     BuildStopped,
     StopAsked,
     check_finished,
@@ -26,14 +23,17 @@ from pipelines.planning import (
     finished_manifest,
     plan_build,
 )
+from pipelines.planning.plan import BuildPlan
+from pipelines.progress.events import Bottleneck, OnEvent, Phase, PlanReady, ShardDone
+from pipelines.progress.meter import BuildMeter, ShardState, bottleneck
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import EdjeError, UsageError
-from storage_formats.layout import Layout
+from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
-    from edje_index.shard_encoding import ShardTask, StageProgress
-    from storage_formats.manifest import Counts, Manifest
-    from storage_formats.receipts import ShardReceipt
+    from edje_index.indexing.shard_encoding import ShardTask, StageProgress
+    from storage_formats.format.manifest import Counts, Manifest
+    from storage_formats.format.receipts import ShardReceipt
 
 _MAX_DECODE_THREADS = 16
 
@@ -152,7 +152,7 @@ class _Run:
         return f"{len(self._receipts)} of {self._plan.spec.shards} shards are finished"
 
     def build(self, engine: Engine, should_stop: StopAsked) -> BuildResult:
-        from storage_formats.publish import begin_index, clear_staging, total_counts
+        from storage_formats.writing.publish import begin_index, clear_staging, total_counts
 
         self._find_receipts()
         begin_index(self._plan.root, self._plan.spec)
@@ -172,7 +172,7 @@ class _Run:
         return BuildResult.of(manifest, time.monotonic() - self._started, already_finished=False, **rates)
 
     def _find_receipts(self) -> None:
-        from storage_formats.receipts import read_receipt
+        from storage_formats.format.receipts import read_receipt
 
         for shard in range(self._plan.spec.shards):
             receipt = read_receipt(self._layout, shard, self._plan.fingerprint)
@@ -210,7 +210,7 @@ class _Run:
         return {"images_per_second": rows / seconds if rows else 0.0, "bottleneck": bottleneck(self._stage_seconds())}
 
     def _tasks(self, shards: list[int]) -> Iterator[ShardTask]:
-        from edje_index.shard_encoding import ShardTask
+        from edje_index.indexing.shard_encoding import ShardTask
 
         settings = self._plan.settings
         for shard in shards:
@@ -257,8 +257,8 @@ class _Run:
         return error
 
     def _publish(self, receipts: list[ShardReceipt]) -> Manifest:
-        from edje_index.ann import build_ann
-        from storage_formats.publish import Provenance, finish_index
+        from edje_index.indexing.faiss_index import build_ann
+        from storage_formats.writing.publish import Provenance, finish_index
 
         plan = self._plan
         self._on_event(Phase("building the nearest-neighbour index"))
@@ -276,7 +276,7 @@ class EncodeWorker:
     def __call__(
         self, task: ShardTask, on_progress: Callable[[StageProgress], None], should_stop: Callable[[], bool]
     ) -> ShardReceipt:
-        from edje_index.shard_encoding import EncodingInterrupted, encode_shard
+        from edje_index.indexing.shard_encoding import EncodingInterrupted, encode_shard
 
         try:
             return encode_shard(task, self.encoder, on_progress, should_stop)
@@ -286,7 +286,7 @@ class EncodeWorker:
 
 def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
     """Load the encoder in the process that calls this."""
-    from edje_index.encoder import ImageEncoder
+    from edje_index.indexing.image_encoder import ImageEncoder
 
     return EncodeWorker(ImageEncoder.open(bundle, device=device, threads=threads, dtype=dtype))
 

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import Engine, TaskFailure, TaskInterrupted, Worker, describe_error
-from pipelines.events import OnEvent, PlanReady, ShardDone
-from pipelines.lock import locked_index
-from pipelines.machine import free_disk
-from pipelines.meter import BuildMeter, ShardState
-from pipelines.planning import BuildStopped, StopAsked
+from pipelines.jobs.lock import locked_index
+from pipelines.planning.machine import free_disk
+from pipelines.planning.make_plan import BuildStopped, StopAsked
+from pipelines.progress.events import OnEvent, PlanReady, ShardDone
+from pipelines.progress.meter import BuildMeter, ShardState
 from storage_formats.errors import UsageError
-from storage_formats.layout import IndexSpec, Layout, padded_shard_bytes
+from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 
 if TYPE_CHECKING:
-    from storage_formats.conversion import ConversionTask
-    from storage_formats.manifest import Manifest
-    from storage_formats.receipts import ShardReceipt
+    from storage_formats.format.manifest import Manifest
+    from storage_formats.format.receipts import ShardReceipt
+    from storage_formats.writing.conversion import ConversionTask
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def quantize_index(
             little disk.
         BuildStopped: stopped or failed before the end; running it again resumes it.
     """
-    from storage_formats.conversion import drop_precision, remove_leftovers
-    from storage_formats.manifest import Manifest
+    from storage_formats.format.manifest import Manifest
+    from storage_formats.writing.conversion import drop_precision, remove_leftovers
 
     started = time.monotonic()
     before = Manifest.load(config.root)
@@ -158,8 +158,8 @@ class _Conversion:
 
     def run(self, engine: Engine, should_stop: StopAsked) -> Manifest:
         """Convert what is missing and publish."""
-        from storage_formats.conversion import add_precisions
-        from storage_formats.publish import clear_staging
+        from storage_formats.writing.conversion import add_precisions
+        from storage_formats.writing.publish import clear_staging
 
         self._find_receipts()
         self._check_disk()
@@ -190,7 +190,7 @@ class _Conversion:
             )
 
     def _find_receipts(self) -> None:
-        from storage_formats.receipts import read_receipt
+        from storage_formats.format.receipts import read_receipt
 
         for shard in range(self._spec.shards):
             if (receipt := read_receipt(self._layout, shard, self._plan)) is not None:
@@ -198,7 +198,7 @@ class _Conversion:
                 self._meter.finished_earlier(receipt.rows, 0)
 
     def _run_shards(self, engine: Engine, should_stop: StopAsked) -> None:
-        from storage_formats.conversion import ConversionTask
+        from storage_formats.writing.conversion import ConversionTask
 
         spec, root = self._spec, str(self._root.absolute())
         tasks = [
@@ -230,7 +230,7 @@ def open_converter() -> Worker:
 
 
 def _convert(task: ConversionTask, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]) -> ShardReceipt:
-    from storage_formats.conversion import ConversionInterrupted, convert_shard
+    from storage_formats.writing.conversion import ConversionInterrupted, convert_shard
 
     try:
         return convert_shard(task, lambda done: on_progress((task.shard, done)), should_stop)

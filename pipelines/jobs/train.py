@@ -9,24 +9,24 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.events import OnEvent, Phase
+from pipelines.jobs.lock import locked_index
 from pipelines.jobs.train_inputs import Prepared, check_captions, prepare_training
+from pipelines.jobs.train_request import TrainRequest, TrainResult
 from pipelines.jobs.train_settings import RUN_FILE, begin_run
 from pipelines.jobs.train_stages import watched
-from pipelines.lock import locked_index
-from pipelines.planning import BuildStopped, StopAsked
-from pipelines.training import TrainRequest, TrainResult
+from pipelines.planning.make_plan import BuildStopped, StopAsked
+from pipelines.progress.events import OnEvent, Phase
 from storage_formats.atomic import write_json_atomic
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from edje_index.bundle import ModelBundle
-    from edje_index.bundle_info import BundleInfo
-    from edje_index.score_weights import ScoreWeights
+    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.bundles.info import BundleInfo
+    from edje_index.scoring.weights import ScoreWeights
     from edje_index.training.config import SelectionConfig, TrainConfig
-    from edje_index.training.rank import TrainTask
-    from edje_index.training.selection import WeightChoices
-    from edje_index.training.weight_choice import WeightChoice
+    from edje_index.training.fitting.selection import WeightChoices
+    from edje_index.training.fitting.weight_choice import WeightChoice
+    from edje_index.training.loop.train_worker import TrainTask
 
 RESULT = "result.json"
 _REPORT_SECONDS = 5.0
@@ -77,7 +77,7 @@ def _finished(request: TrainRequest, config: TrainConfig, run: str) -> TrainResu
 
 def _fingerprint(bundle: Path) -> str | None:
     """Of the bundle that is there; None where it is none."""
-    from edje_index.bundle_info import read_bundle_info
+    from edje_index.bundles.info import read_bundle_info
     from edje_index.errors import ModelError
 
     try:
@@ -87,9 +87,9 @@ def _fingerprint(bundle: Path) -> str | None:
 
 
 def _train(task: TrainTask, request: TrainRequest, on_event: OnEvent, should_stop: StopAsked) -> None:
-    from edje_index.training.distributed import Ranks
-    from edje_index.training.loop import TrainingStopped
-    from edje_index.training.rank import check_world, train_rank
+    from edje_index.training.loop.distributed import Ranks
+    from edje_index.training.loop.train_worker import check_world, train_rank
+    from edje_index.training.loop.training_loop import TrainingStopped
 
     check_world(task.config, request.workers)
     report = progress_report(on_event)
@@ -143,8 +143,8 @@ def _finish(
     should_stop: StopAsked,
     started: float,
 ) -> TrainResult:
-    from edje_index.training.finish import bank_of_trained, fit_trained, trained_bundle
-    from edje_index.training.journal import read_log
+    from edje_index.training.fitting.finish import bank_of_trained, fit_trained, trained_bundle
+    from edje_index.training.loop.log import read_log
 
     task = prepared.task
     bundle, steps = trained_bundle(task.start, request.run_folder, task.run, "")
@@ -203,7 +203,7 @@ def _as_json(choice: WeightChoice) -> dict[str, Any]:
 
 def _given_weights(selection: SelectionConfig) -> ScoreWeights:
     """Those of the settings; 0 for one that was to be looked for, and of a pooled similarity that is not there."""
-    from edje_index.score_weights import ScoreWeights
+    from edje_index.scoring.weights import ScoreWeights
 
     pooled = selection.pooled_weight if selection.pooled_dim else None
     return ScoreWeights(selection.embedding_weight or 0.0, selection.late_weight or 0.0, pooled or 0.0)
@@ -223,8 +223,8 @@ def _choose_weights(
         weights.append(selection.pooled_weight)
     if prepared.dev is None or (None not in weights and bundle.bank is None):
         return None
-    from edje_index.training.batches import Features
-    from edje_index.training.selection import choose_weights, make_dev_set
+    from edje_index.training.data.batches import Features
+    from edje_index.training.fitting.selection import choose_weights, make_dev_set
 
     progress = watched("choosing the weights of the final score on the dev captions", on_event, should_stop)
     features = prepared.task.features

@@ -21,22 +21,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edje_index.inputs import display_path
-from pipelines.config import BuildConfig
-from pipelines.events import OnEvent, Phase
+from edje_index.images.inputs import display_path
+from pipelines.jobs.train_request import TrainRequest
 from pipelines.jobs.train_stages import watched
-from pipelines.planning import StopAsked
-from pipelines.training import TrainRequest
+from pipelines.planning.config import BuildConfig
+from pipelines.planning.make_plan import StopAsked
+from pipelines.progress.events import OnEvent, Phase
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from edje_index.adapter import AdapterConfig
-    from edje_index.bundle import ModelBundle
-    from edje_index.captions import CaptionedImage
+    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.captions.reading import CaptionedImage
+    from edje_index.models.adapter import AdapterConfig
     from edje_index.training.config import TrainConfig
-    from edje_index.training.dataset import CaptionSet, Miner
-    from edje_index.training.rank import TeacherTask, TrainTask
+    from edje_index.training.data.dataset import CaptionSet, Miner
+    from edje_index.training.loop.train_worker import TeacherTask, TrainTask
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def prepare_training(
         UsageError, ModelError: something given does not fit.
         BuildStopped: `should_stop()` turned true; what is finished is kept.
     """
-    from edje_index.training.loop import Runtime
-    from edje_index.training.rank import TrainTask, total_steps
+    from edje_index.training.loop.train_worker import TrainTask, total_steps
+    from edje_index.training.loop.training_loop import Runtime
 
     objective = config.objective
     if request.teacher is None and not objective.itm_weight + objective.mlm_weight + objective.recovery_weight:
@@ -110,7 +110,7 @@ def prepare_training(
 
 def check_captions(request: TrainRequest) -> None:
     """UsageError where a file of captions cannot be read, or images of --dev are trained on."""
-    from edje_index.captions import check_apart, read_captions
+    from edje_index.captions.reading import check_apart, read_captions
 
     trained = [item for path in request.captions for item in read_captions(path, request.images, request.split)]
     if request.dev is not None:
@@ -131,7 +131,7 @@ class _Parts:
     @cached_property
     def items(self) -> list[CaptionedImage]:
         """Captioned images to train on, as the files have them; after `kept`, those with features."""
-        from edje_index.captions import read_captions
+        from edje_index.captions.reading import read_captions
 
         self._on_event(Phase("reading captions"))
         request = self._request
@@ -140,7 +140,7 @@ class _Parts:
     @cached_property
     def dev_items(self) -> list[CaptionedImage]:
         """Captioned images to fit weights to, as the file has them."""
-        from edje_index.captions import read_captions
+        from edje_index.captions.reading import read_captions
 
         request = self._request
         return read_captions(request.dev, request.images, request.dev_split) if request.dev else []
@@ -148,8 +148,8 @@ class _Parts:
     @cached_property
     def start(self) -> ModelBundle:
         """The bundle of the first step."""
-        from edje_index.bundle import ModelBundle
-        from edje_index.training.start import Origin, make_start
+        from edje_index.bundles.bundle import ModelBundle
+        from edje_index.training.model.start_bundle import Origin, make_start
 
         path = self.folder / "start"
         if not path.exists():
@@ -162,7 +162,7 @@ class _Parts:
     @property
     def new_adapter(self) -> bool:
         """Whether the adapter of the first step is not that of --init."""
-        from edje_index.bundle_info import read_bundle_info
+        from edje_index.bundles.info import read_bundle_info
 
         init = self._request.init
         assert self.start.info is not None
@@ -171,7 +171,7 @@ class _Parts:
     @cached_property
     def features(self) -> Path:
         """The index of features: the one that was given, if the tower made it, else one that is built now."""
-        from edje_index.training.start import feature_fingerprints
+        from edje_index.training.model.start_bundle import feature_fingerprints
 
         if self._request.features is not None:
             assert self.start.info is not None
@@ -189,7 +189,7 @@ class _Parts:
     @cached_property
     def _features_model(self) -> Path:
         """The bundle that makes features."""
-        from edje_index.adapter import build_adapter
+        from edje_index.models.adapter import build_adapter
 
         model = self.folder / "features-model"
         if not model.exists():
@@ -210,7 +210,7 @@ class _Parts:
 
     def data(self) -> tuple[Path, float]:
         """Folder of the prepared captions, and the temperature of the mining softmax."""
-        from edje_index.training.dataset import TrainingData, prepare_data
+        from edje_index.training.data.dataset import TrainingData, prepare_data
 
         path, kept = self.folder / "data", self.kept
         miner, scale = self._miner()
@@ -227,12 +227,12 @@ class _Parts:
         """The teacher with what it reads."""
         import numpy as np
 
-        from edje_index.adapter import AdapterConfig
-        from edje_index.bundle_info import read_bundle_info
-        from edje_index.caption_rows import match_rows
-        from edje_index.training.rank import TeacherTask
-        from edje_index.training.start import feature_fingerprints
-        from storage_formats.manifest import Manifest
+        from edje_index.bundles.info import read_bundle_info
+        from edje_index.captions.matching import match_rows
+        from edje_index.models.adapter import AdapterConfig
+        from edje_index.training.loop.train_worker import TeacherTask
+        from edje_index.training.model.start_bundle import feature_fingerprints
+        from storage_formats.format.manifest import Manifest
 
         request = self._request
         if request.teacher is None:
@@ -254,7 +254,7 @@ class _Parts:
         """The index of the features of views, and the file of its rows [n, views]."""
         import numpy as np
 
-        from edje_index.caption_rows import match_items
+        from edje_index.captions.matching import match_items
         from pipelines.jobs.train_views import view_path
 
         count, items, given = self._config.seen.views, self.items, self._request.view_features
@@ -285,8 +285,8 @@ class _Parts:
 
     def _views_folder(self, index: Path) -> Path:
         """Where the files were that `index` was made of; UsageError where another tower made it."""
-        from edje_index.training.start import feature_fingerprints
-        from storage_formats.rows import read_rows
+        from edje_index.training.model.start_bundle import feature_fingerprints
+        from storage_formats.format.rows import read_rows
 
         assert self.start.info is not None
         accepted = feature_fingerprints(self.start.info, self.start.adapter.config)
@@ -295,7 +295,7 @@ class _Parts:
 
     def _view_features(self, count: int, folder: Path) -> None:
         """Build ``views.edje`` from files in `folder`."""
-        from edje_index.bundle_info import read_bundle_info
+        from edje_index.bundles.info import read_bundle_info
         from pipelines.jobs.train_views import write_views
         from pipelines.sources import iter_all, open_sources
 
@@ -315,10 +315,10 @@ class _Parts:
 
     def _miner(self) -> tuple[Miner, float]:
         """What negatives are mined with, and its logit scale."""
-        from edje_index.bundle import ModelBundle
-        from edje_index.caption_rows import match_rows
-        from edje_index.training.dataset import Miner
-        from edje_index.training.start import logit_scale
+        from edje_index.bundles.bundle import ModelBundle
+        from edje_index.captions.matching import match_rows
+        from edje_index.training.data.dataset import Miner
+        from edje_index.training.model.start_bundle import logit_scale
 
         kept, request = self.kept, self._request
         if request.miner is None:
@@ -336,8 +336,8 @@ class _Parts:
         self, index: Path, items: Sequence[CaptionedImage], left_out: dict[str, int]
     ) -> tuple[list[CaptionedImage], CaptionSet]:
         """The items that the index holds, with their rows; `left_out` receives how many it does not, by reason."""
-        from edje_index.caption_rows import NOT_IN_INDEX, match_items
-        from edje_index.training.dataset import CaptionSet
+        from edje_index.captions.matching import NOT_IN_INDEX, match_items
+        from edje_index.training.data.dataset import CaptionSet
 
         matched = match_items(index, items)
         left_out.update(matched.missing())
@@ -355,7 +355,7 @@ class _Parts:
         return self._build_of(name, model, self._sources(f"{name}.jsonl", items))
 
     def _build_of(self, name: str, model: Path, sources: tuple[str, ...]) -> Path:
-        from edje_index.devices import threads_kept
+        from edje_index.models.devices import threads_kept
         from pipelines.jobs.build import run_build
 
         request, out = self._request, self.folder / name
@@ -399,7 +399,7 @@ class _Parts:
 
 
 def _check_index(index: Path, accepted: Sequence[str], what: str) -> None:
-    from storage_formats.manifest import Manifest
+    from storage_formats.format.manifest import Manifest
 
     found = Manifest.load(index).model["fingerprint"]
     if found not in accepted:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.training import TrainRequest
+from pipelines.jobs.train_request import TrainRequest
 from storage_formats.atomic import write_json_atomic
 from storage_formats.errors import UsageError
 
@@ -79,19 +79,19 @@ def _settings(request: TrainRequest, config: TrainConfig) -> dict[str, Any]:
 
 
 def _bundle(path: Path | None) -> str | None:
-    from edje_index.bundle_info import read_bundle_info
+    from edje_index.bundles.info import read_bundle_info
 
     return None if path is None else read_bundle_info(path).fingerprint
 
 
 def _index(path: Path | None) -> str | None:
-    from storage_formats.manifest import Manifest
+    from storage_formats.format.manifest import Manifest
 
     return None if path is None else Manifest.load(path).plan
 
 
 def _language(path: Path | None) -> str | None:
-    from edje_index.bundle_info import INFO_FILE
+    from edje_index.bundles.info import INFO_FILE
 
     if path is None or (path / INFO_FILE).exists():
         return _bundle(path)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pipelines.events import OnEvent, Phase
-from pipelines.planning import BuildStopped, StopAsked
+from pipelines.planning.make_plan import BuildStopped, StopAsked
+from pipelines.progress.events import OnEvent, Phase
 
 _REPORT_SECONDS = 5.0
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from edje_index.images import ImageError, content_hash, decode_rgb
-from edje_index.inputs import read_bytes
-from edje_index.training.sampling import VIEWS, stream
-from pipelines.planning import BuildStopped, StopAsked
+from edje_index.images.decode import ImageError, content_hash, decode_rgb
+from edje_index.images.inputs import read_bytes
+from edje_index.training.data.sampling import VIEWS, stream
+from pipelines.planning.make_plan import BuildStopped, StopAsked
 from storage_formats.atomic import write_bytes_atomic
 
 if TYPE_CHECKING:
-    from edje_index.inputs import InputRef
+    from edje_index.images.inputs import InputRef
 
 _AREA = (0.35, 1.0)
 _ASPECT = (3 / 4, 4 / 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from edje_index.inputs import InputRef
+from edje_index.images.inputs import InputRef
 
 
 class Source(Protocol):

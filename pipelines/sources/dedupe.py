@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from edje_index.images import ImageError, content_hash
-from edje_index.inputs import InputRef, read_bytes
+from edje_index.images.decode import ImageError, content_hash
+from edje_index.images.inputs import InputRef, read_bytes
 
 _MAX_THREADS = 8
 _AHEAD = 4  # inputs in work or finished early, for each thread

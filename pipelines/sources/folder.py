@@ -7,8 +7,8 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from edje_index.image_headers import HEAD_BYTES
-from edje_index.inputs import InputRef, display_path
+from edje_index.images.headers import HEAD_BYTES
+from edje_index.images.inputs import InputRef, display_path
 from pipelines.sources.selection import Ignored, has_image_suffix, ignored_as
 
 _FolderId = tuple[int, int]  # device and inode: the same however a folder is reached

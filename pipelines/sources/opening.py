@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from edje_index.image_headers import image_format
-from edje_index.inputs import InputRef
+from edje_index.images.headers import image_format
+from edje_index.images.inputs import InputRef
 from pipelines.sources.base import Source
 from pipelines.sources.braces import expand_braces
 from pipelines.sources.folder import FolderSource, ImageFileSource, read_head

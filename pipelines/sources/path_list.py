@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from edje_index.inputs import InputRef, display_path
+from edje_index.images.inputs import InputRef, display_path
 from pipelines.sources.folder import file_input
 from pipelines.sources.selection import Ignored
 from storage_formats.errors import UsageError

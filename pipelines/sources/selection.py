@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from edje_index.image_headers import image_format
-from edje_index.inputs import display_path
+from edje_index.images.headers import image_format
+from edje_index.images.inputs import display_path
 
 IMAGE_SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .jif .png .apng .gif .webp .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .pfm"

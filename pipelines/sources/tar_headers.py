@@ -40,7 +40,7 @@ class TarMember:
 
 
 class TarDamage(Exception):
-    """The archive cannot be read on from here. `reason` is one of `edje_index.images.REASONS`."""
+    """The archive cannot be read on from here. `reason` is one of `edje_index.images.decode.REASONS`."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)

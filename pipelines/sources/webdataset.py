@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from edje_index.image_headers import HEAD_BYTES
-from edje_index.inputs import InputRef, display_path
+from edje_index.images.headers import HEAD_BYTES
+from edje_index.images.inputs import InputRef, display_path
 from pipelines.sources.folder import problem_of
 from pipelines.sources.selection import Ignored, ignored_as
 from pipelines.sources.tar_headers import FOLDER, OTHER, REGULAR, TarDamage, TarMember, iter_members

@@ -8,7 +8,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 from numba.types import int64, void  # type: ignore[attr-defined]
 
-from storage_formats.codecs.streaming import LINE_BYTES
+from storage_formats.codecs.nontemporal import LINE_BYTES
 
 _WORD = ir.IntType(64)
 _LINE = ir.VectorType(_WORD, LINE_BYTES // 8)

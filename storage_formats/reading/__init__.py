@@ -6,6 +6,6 @@ picks among them; `landing` brings records to blocks; `files`, `memory`, `page_c
 
 from __future__ import annotations
 
-from storage_formats.reading.choice import engines
+from storage_formats.reading.engine_selection import engines
 
 __all__ = ["engines"]

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs import BF16, Blocks
-from storage_formats.codecs.streaming import streams
+from storage_formats.codecs.nontemporal import streams
 from storage_formats.codecs.threads import run_chunks
-from storage_formats.layout import PAGE_BYTES
+from storage_formats.format.layout import PAGE_BYTES
 
 _HUGE_FROM = 2 << 20
 _SMALLEST_BUFFER = 64 << 10

@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from storage_formats.layout import PAGE_BYTES
+from storage_formats.format.layout import PAGE_BYTES
 
 _AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000

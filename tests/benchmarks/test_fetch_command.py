@@ -89,7 +89,7 @@ def test_cold_fetches_from_a_synthetic_index(index, run, tmp_path, monkeypatch):
 
 def test_with_a_model_the_verdict_says_what_is_needed(index, run, tmp_path):
     model = tmp_path / "model"
-    from edje_index.untrained import TINY, create_untrained_bundle
+    from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 
     create_untrained_bundle(model, sizes=TINY)
     options = ["--warm", "--repeats", 1, "--model", model, "--scratch", tmp_path / "s", "--pool", 8]
@@ -142,7 +142,7 @@ def test_nothing_is_left_behind_when_it_is_stopped(index, tmp_path):
 
 
 def test_a_ballast_holds_memory_until_it_is_let_go():
-    command = [sys.executable, "-m", "benchmarks.fetch.ballast", str(200 << 20)]
+    command = [sys.executable, "-m", "benchmarks.fetch.memory_pressure", str(200 << 20)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO) as process:
         assert process.stdout.readline().strip() in ("locked", "touched, not locked")
         assert process_status(process.pid)["VmRSS"] >= 200 << 20

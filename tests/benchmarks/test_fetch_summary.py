@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.fetch.bars import judge
 from benchmarks.fetch.report import discarded
 from benchmarks.fetch.summary import amplification, cpu_per_block, page_amplification, paired_ratio, rate, summarise
+from benchmarks.fetch.targets import judge
 
 positive = st.floats(1e-3, 1e3)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.rerank import RerankBench, bench_rerank, random_joint_encoder
-from edje_index.joint_encoder import JointEncoder
-from edje_index.untrained import TINY, create_untrained_bundle
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from edje_index.models.joint_encoder import JointEncoder
 from pipelines.cli import main
 
 

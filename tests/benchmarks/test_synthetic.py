@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.synthetic import make_synthetic
 from storage_formats import TokenStore, UsageError, verify_index
-from storage_formats.layout import IndexSpec
+from storage_formats.format.layout import IndexSpec
 
 SPEC = IndexSpec(rows=300, shard_size=128, block_shape=(4, 16), embed_dim=8)
 

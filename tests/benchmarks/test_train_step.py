@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.train_step import TrainStepCase, bench_train_step
-from edje_index.training.objectives import JointObjective
-from edje_index.untrained import TINY
+from edje_index.bundles.random_bundle import TINY
+from edje_index.training.model.objectives import JointObjective
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

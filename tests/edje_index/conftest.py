@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from edje_index.bundle import ModelBundle
-from edje_index.untrained import TINY, create_untrained_bundle
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from edje_index.captions import CaptionedImage
-from edje_index.dual.config import DualSources
-from edje_index.joint_encoder import JointEncoder, bert_config
-from edje_index.untrained_tokenizer import untrained_tokenizer
+from edje_index.bundles.random_tokenizer import untrained_tokenizer
+from edje_index.captions.reading import CaptionedImage
+from edje_index.models.joint_encoder import JointEncoder, bert_config
+from edje_index.recipes.contrastive.config import DualSources
 
 IMAGE_NAME = "test_vit"
 IMAGE_SIZE = 64

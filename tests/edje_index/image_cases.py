@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edje_index.images import REASONS, ImageError, decode_rgb
+from edje_index.images.decode import REASONS, ImageError, decode_rgb
 
 LIMIT = 1_000_000
 

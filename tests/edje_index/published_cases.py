@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from edje_index._torchvision_compat import prepare_torchvision
+from edje_index.models._torchvision_compat import prepare_torchvision
 
 prepare_torchvision()
 

@@ -13,7 +13,7 @@ HEAVY = ("torch", "ray", "faiss", "zarr", "pyarrow", "numba", "open_clip", "tran
 SCRIPT = """
 import sys
 import edje_index
-from edje_index.bundle_info import read_bundle_info
+from edje_index.bundles.info import read_bundle_info
 print([name for name in {heavy} if name in sys.modules])
 """
 

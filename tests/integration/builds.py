@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from storage_formats.rows import TIMING_COLUMNS, read_rows
+from storage_formats.format.rows import TIMING_COLUMNS, read_rows
 from tests.conftest import REPO
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from edje_index.untrained import TINY, create_untrained_bundle
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from storage_formats import verify_index
 from tests.integration.builds import command, contents, environment, make_photos, run
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from edje_index.untrained import TINY, create_untrained_bundle
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines.engines.inline import InlineEngine
-from pipelines.events import ShardDone
 from pipelines.jobs.quantize import QuantizeConfig, precision_to_read, quantize_index
-from pipelines.planning import BuildStopped
+from pipelines.planning.make_plan import BuildStopped
+from pipelines.progress.events import ShardDone
 from storage_formats import UsageError, codec, verify_index
-from storage_formats.layout import IndexSpec, padded_shard_bytes
-from storage_formats.manifest import Manifest
+from storage_formats.format.layout import IndexSpec, padded_shard_bytes
+from storage_formats.format.manifest import Manifest
 from tests.integration.builds import contents, make_photos, run
 
 

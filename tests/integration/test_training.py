@@ -16,11 +16,11 @@ import pytest
 import torch
 from PIL import Image
 
-from edje_index import folders
-from edje_index.bundle_info import read_bundle_info
-from edje_index.training.journal import read_log
-from edje_index.untrained import TINY, create_untrained_bundle
-from edje_index.weights import read_checkpoint
+from edje_index import filesystem as folders
+from edje_index.bundles.info import read_bundle_info
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from edje_index.models.weights import read_checkpoint
+from edje_index.training.loop.log import read_log
 from pipelines.cli import main
 from storage_formats.token_store import TokenStore
 from tests.integration import builds

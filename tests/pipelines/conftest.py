@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edje_index.untrained import TINY, create_untrained_bundle
-from pipelines.config import BuildConfig
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from pipelines.planning.config import BuildConfig
 
 
 @pytest.fixture(scope="session")

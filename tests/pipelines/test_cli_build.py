@@ -12,11 +12,11 @@ import time
 import psutil
 import pytest
 
-from edje_index import untrained
+from edje_index.bundles import random_bundle as untrained
 from pipelines.cli import main
-from pipelines.planning import plan_build
-from storage_formats.layout import Layout
-from storage_formats.rows import read_rows
+from pipelines.planning.make_plan import plan_build
+from storage_formats.format.layout import Layout
+from storage_formats.format.rows import read_rows
 from tests.conftest import REPO
 from tests.pipelines.conftest import write_photo
 

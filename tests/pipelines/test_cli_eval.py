@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from edje_index.bf16 import as_tensor
-from edje_index.bundle import ModelBundle
-from edje_index.query_bank import QueryBank
-from edje_index.score_weights import ScoreWeights
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.models.bf16 import as_tensor
+from edje_index.scoring.hubness import QueryBank
+from edje_index.scoring.weights import ScoreWeights
 from pipelines.cli import main
 from storage_formats import TokenStore, codec
-from storage_formats.embeddings import iter_embeddings
-from storage_formats.manifest import Manifest
-from storage_formats.rows import read_rows
+from storage_formats.format.manifest import Manifest
+from storage_formats.format.rows import read_rows
+from storage_formats.reading.embeddings import iter_embeddings
 from tests.pipelines.conftest import write_photo
 
 WORDS = ["dog", "cat", "red", "blue", "tree", "house", "water", "boy", "girl", "ball"]
@@ -212,8 +212,8 @@ def test_the_full_protocol(run, world, bundle):
 def test_an_interrupted_evaluation_resumes_from_its_scores(run, world, tmp_path, monkeypatch):
     options = ("--split", "dev", "--pool", 5, "--bootstrap", 0, "--cache", tmp_path / "scores", "--json")
     whole = json.loads(run(*arguments(world, *options))[1])
-    monkeypatch.setattr("edje_index.evaluation.scoring.CHUNK_PAIRS", 8)
-    monkeypatch.setattr("edje_index.evaluation.scoring._SAVE_SECONDS", -1.0)
+    monkeypatch.setattr("edje_index.evaluation.pair_scores.CHUNK_PAIRS", 8)
+    monkeypatch.setattr("edje_index.evaluation.pair_scores._SAVE_SECONDS", -1.0)
     real = TokenStore.fetch
     calls = []
 

@@ -7,7 +7,7 @@ import shutil
 import psutil
 import pytest
 
-from pipelines import machine
+from pipelines.planning import machine
 
 
 @pytest.fixture

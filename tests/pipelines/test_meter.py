@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipelines.meter import BuildMeter, ShardState, bottleneck
+from pipelines.progress.meter import BuildMeter, ShardState, bottleneck
 
 
 class Clock:

@@ -9,15 +9,15 @@ import shutil
 
 import pytest
 
-from edje_index.inputs import read_inputs
-from edje_index.untrained import TINY, create_untrained_bundle
-from pipelines import planning
-from pipelines.estimates import disk_need
-from pipelines.lock import locked_index
-from pipelines.plan import read_plan
-from pipelines.planning import BuildStopped, check_out_folder, choose_workers, plan_build
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from edje_index.images.inputs import read_inputs
+from pipelines.jobs.lock import locked_index
+from pipelines.planning import make_plan as planning
+from pipelines.planning.estimates import disk_need
+from pipelines.planning.make_plan import BuildStopped, check_out_folder, choose_workers, plan_build
+from pipelines.planning.plan import read_plan
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
-from storage_formats.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec, Layout
 
 
 def plan(config, **options):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import re
 
-from pipelines.events import Phase, Planning, PlanReady, Progress, ShardDone
-from pipelines.progress import LogDisplay, describe_plan, describe_progress, progress_display
+from pipelines.progress.display import LogDisplay, describe_plan, describe_progress, progress_display
+from pipelines.progress.events import Phase, Planning, PlanReady, Progress, ShardDone
 
 PROGRESS = Progress(2048, 10_000, 2, 10, 3, 41.25, 193.0, "decode")
 PLAN = PlanReady(10_000, 12, 10, 2, {".txt": 5, ".xml": 1}, 1)

@@ -9,15 +9,15 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from edje_index.adapter import build_adapter
-from edje_index.agreement.token_errors import compare_tokens
-from edje_index.bundle import ModelBundle
-from edje_index.untrained import TINY, create_untrained_bundle
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from edje_index.evaluation.quantization_report.token_errors import compare_tokens
+from edje_index.models.adapter import build_adapter
 from pipelines.cli import main
-from pipelines.jobs.quantize_report import ReportConfig, measure_precisions
-from pipelines.jobs.quantize_report_files import markdown, table, write_report
+from pipelines.jobs.quantization_report import ReportConfig, measure_precisions
+from pipelines.jobs.quantization_report_files import markdown, table, write_report
 from storage_formats import IndexSpec, Manifest, TokenStore, UsageError, codec
-from storage_formats.layout import Layout
+from storage_formats.format.layout import Layout
 from tests.conftest import write_random_index
 from tests.integration.builds import make_photos, run
 
@@ -124,7 +124,7 @@ def test_rankings_of_an_index_with_a_model(built, tmp_path):
 
 def _scores_by_hand(root, text, pool):
     """Mean |change of score| of int8, from the parts of a search."""
-    from edje_index.retrieval import TokenIndex
+    from edje_index.search.token_index import TokenIndex
 
     index = TokenIndex.open(root)
     rows = [hit.row_id for hit in index.search(text, pool, pool)]

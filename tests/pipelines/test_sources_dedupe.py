@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edje_index.images import content_hash
-from edje_index.inputs import InputRef
+from edje_index.images.decode import content_hash
+from edje_index.images.inputs import InputRef
 from pipelines.sources import mark_duplicates
 
 

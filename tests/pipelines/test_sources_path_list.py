@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edje_index.inputs import InputRef, read_bytes
+from edje_index.images.inputs import InputRef, read_bytes
 from pipelines.sources import open_source
 from storage_formats.errors import UsageError
 

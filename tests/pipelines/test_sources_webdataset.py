@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edje_index.images import REASONS
-from edje_index.inputs import InputRef, read_bytes
+from edje_index.images.decode import REASONS
+from edje_index.images.inputs import InputRef, read_bytes
 from pipelines.sources import iter_all, open_sources
 from pipelines.sources.tar_headers import REGULAR, TarDamage, TarMember, iter_members
 from pipelines.sources.webdataset import WebDatasetSource

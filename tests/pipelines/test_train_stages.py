@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from pipelines.jobs.train_stages import watched
-from pipelines.planning import BuildStopped
+from pipelines.planning.make_plan import BuildStopped
 
 
 def test_a_stage_is_shown_every_five_seconds():

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from edje_index.images import decode_rgb
-from edje_index.inputs import InputRef
+from edje_index.images.decode import decode_rgb
+from edje_index.images.inputs import InputRef
 from pipelines.jobs.train_views import random_view, view_path, write_views
-from pipelines.planning import BuildStopped
+from pipelines.planning.make_plan import BuildStopped
 
 
 def gradient(width: int, height: int) -> Image.Image:

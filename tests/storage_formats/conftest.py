@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from storage_formats import TokenStore
-from storage_formats.layout import IndexSpec
+from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
 from tests.storage_formats.reading_cases import HOLES, ODD, SPEC
 

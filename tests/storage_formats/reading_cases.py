@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from storage_formats.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.reading import engines
 
 ALL = [*engines(), "auto"]

@@ -11,7 +11,7 @@ import zarr
 
 from storage_formats import TokenStore, codec, precisions, verify_index
 from storage_formats.codecs import fill_record
-from storage_formats.layout import IndexSpec
+from storage_formats.format.layout import IndexSpec
 from tests.conftest import same_bits, write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 32), embed_dim=6, precisions=precisions())

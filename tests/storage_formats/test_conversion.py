@@ -6,7 +6,9 @@ import tensorstore as ts
 import zarr
 
 from storage_formats import CorruptIndexError, TokenStore, UsageError, codec, precisions, verify_index
-from storage_formats.conversion import (
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import Manifest
+from storage_formats.writing.conversion import (
     ConversionInterrupted,
     ConversionTask,
     add_precisions,
@@ -14,8 +16,6 @@ from storage_formats.conversion import (
     drop_precision,
     remove_leftovers,
 )
-from storage_formats.layout import IndexSpec, Layout
-from storage_formats.manifest import Manifest
 from tests.conftest import same_bits, write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 64), embed_dim=6)

@@ -8,9 +8,9 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_formats.embeddings import read_embeddings
 from storage_formats.errors import CorruptIndexError, UsageError
-from storage_formats.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=150, shard_size=64, block_shape=(2, 8), embed_dim=12)

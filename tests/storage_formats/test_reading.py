@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage_formats import CorruptIndexError, TokenStore, UsageError, codec
-from storage_formats.codecs import streaming
-from storage_formats.layout import Layout
+from storage_formats.codecs import nontemporal as streaming
+from storage_formats.format.layout import Layout
 from storage_formats.reading import buffered, copying, engines, memory
 from storage_formats.reading.aio import AioQueue, aio_works
 from storage_formats.reading.base import PIECE_RECORDS, Batch, Runs
+from storage_formats.reading.destination import StraightLanding, _Decoded, _Decoding, read_batch
 from storage_formats.reading.files import ShardFiles
-from storage_formats.reading.landing import StraightLanding, _Decoded, _Decoding, read_batch
 from storage_formats.reading.queues import QueuePool
 from storage_formats.reading.ring import Ring, io_uring_works
 from storage_formats.reading.syscalls import sector_bytes
@@ -75,7 +75,7 @@ def test_what_lies_between_is_read_where_that_saves_a_request(
     if sector_bytes(Layout(built[0]).token_shard("bf16", 0)) != 512:
         pytest.skip("records of this test are no whole sectors here")
     size = codec(precision, SPEC.block_shape).record_bytes
-    monkeypatch.setattr("storage_formats.reading.choice._GAP_BYTES", records * size)
+    monkeypatch.setattr("storage_formats.reading.engine_selection._GAP_BYTES", records * size)
     asked, ids = [], [6, 0, 5, 2]
     for kind in (Ring, AioQueue):
         real = kind.put
@@ -412,7 +412,7 @@ def test_an_error_leaves_nothing_in_flight(built, monkeypatch, queue):
         QueuePool, "give_back", lambda self, item: (returned.append(item.in_flight), give_back(self, item))
     )
     with monkeypatch.context() as patch:
-        patch.setattr("storage_formats.reading.landing._Decoded.take", lambda *_: 1 // 0)
+        patch.setattr("storage_formats.reading.destination._Decoded.take", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             store.fetch(range(SPEC.rows))
     assert returned == [0]

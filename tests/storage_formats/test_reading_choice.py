@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from storage_formats import TokenStore, UsageError
-from storage_formats.layout import Layout
+from storage_formats.format.layout import Layout
 from storage_formats.reading import engines
 from storage_formats.reading.aio import AioQueue
 from storage_formats.reading.base import Batch
@@ -28,8 +28,8 @@ def test_unknown_engines_are_refused(built):
 
 def test_an_engine_that_does_not_work_here_is_refused_by_name_and_left_out_of_auto(built, monkeypatch):
     for name in ("io_uring_works", "aio_works"):
-        monkeypatch.setattr(f"storage_formats.reading.choice.{name}", lambda: False)
-    monkeypatch.setattr("storage_formats.reading.choice.engines", engines.__wrapped__)
+        monkeypatch.setattr(f"storage_formats.reading.engine_selection.{name}", lambda: False)
+    monkeypatch.setattr("storage_formats.reading.engine_selection.engines", engines.__wrapped__)
     assert not {"io_uring", "direct", "sequential"} & set(engines.__wrapped__())
     with pytest.raises(UsageError, match="does not work here"):
         TokenStore.open(built[0], engine="io_uring")
@@ -127,7 +127,7 @@ class TestChoice:
     def test_where_residency_is_not_told_what_is_read_again_and_again_goes_through_the_cache(self, store, monkeypatch):
         if cache_room() < 1 << 20:
             pytest.skip("no memory to keep it in")
-        monkeypatch.setattr("storage_formats.reading.choice.resident_share", lambda *_: None)
+        monkeypatch.setattr("storage_formats.reading.engine_selection.resident_share", lambda *_: None)
         monkeypatch.setattr("storage_formats.reading.admission._SETTLED_SECONDS", 0)
         seen = [set(self.names(store, range(0, 64, 2))) for _ in range(12)]
         assert "buffered" not in seen[0]

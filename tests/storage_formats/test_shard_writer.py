@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_formats.checksum import crc32c, crc32c_file
 from storage_formats.errors import CorruptIndexError, UsageError
-from storage_formats.layout import IndexSpec, Layout, padded_shard_bytes
-from storage_formats.publish import Provenance, begin_index, clear_staging, finish_index
-from storage_formats.receipts import ShardReceipt, read_receipt
-from storage_formats.rows import RowRecord, rows_table
-from storage_formats.shard_writer import ShardWriter
+from storage_formats.format.checksum import crc32c, crc32c_file
+from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
+from storage_formats.format.receipts import ShardReceipt, read_receipt
+from storage_formats.format.rows import RowRecord, rows_table
+from storage_formats.writing.publish import Provenance, begin_index, clear_staging, finish_index
+from storage_formats.writing.shard_writer import ShardWriter
 from tests.conftest import random_blocks, write_random_index
 
 SPEC = IndexSpec(rows=11, shard_size=8, block_shape=(4, 16), embed_dim=6)

@@ -9,7 +9,7 @@ import pytest
 import tensorstore as ts
 import zarr
 
-from storage_formats.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec, Layout
 from tests.conftest import same_bits, write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 16), embed_dim=6)

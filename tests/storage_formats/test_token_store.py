@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_formats import CorruptIndexError, IncompleteIndexError, TokenStore, UsageError
-from storage_formats.layout import IndexSpec, Layout
-from storage_formats.manifest import Manifest
-from storage_formats.publish import begin_index
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import Manifest
+from storage_formats.writing.publish import begin_index
 from tests.conftest import REPO, same_bits, write_random_index
 
 SPEC = IndexSpec(rows=37, shard_size=8, block_shape=(4, 16), embed_dim=6)

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from storage_formats import UsageError, verify_index
-from storage_formats.layout import IndexSpec, Layout
-from storage_formats.rows import RowRecord
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.rows import RowRecord
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(4, 16), embed_dim=6)

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from edje_index.bundle import ModelBundle
-from edje_index.training.batches import BatchSource, Features
+from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.config import TrainConfig, make_config
-from edje_index.training.dataset import CaptionSet, Miner, TrainingData, prepare_data
-from edje_index.training.loop import Runtime
-from edje_index.training.rank import TrainTask
-from edje_index.training.rows import Marks
-from edje_index.training.start import Origin, make_start
-from storage_formats.layout import IndexSpec
+from edje_index.training.data.batches import BatchSource, Features
+from edje_index.training.data.dataset import CaptionSet, Miner, TrainingData, prepare_data
+from edje_index.training.data.token_rows import Marks
+from edje_index.training.loop.train_worker import TrainTask
+from edje_index.training.loop.training_loop import Runtime
+from edje_index.training.model.start_bundle import Origin, make_start
+from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
 
 IMAGES = 24

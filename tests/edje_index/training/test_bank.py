@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from edje_index.bundle import ModelBundle
-from edje_index.training.bank import make_bank
-from edje_index.training.dataset import image_embeddings
-from edje_index.training.objectives import trained_part
-from edje_index.training.pooled import fit_pooled
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.training.data.dataset import image_embeddings
+from edje_index.training.fitting.hubness_bank import make_bank
+from edje_index.training.fitting.pooled_similarity import fit_pooled
+from edje_index.training.model.objectives import trained_part
 
 
 @pytest.mark.parametrize("count", [9, 1000])

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from edje_index.adapter import AdapterConfig
-from edje_index.bundle import ModelBundle
-from edje_index.reduction import cluster_tokens, stride_tokens
-from edje_index.training.batches import Features, TeacherSource, ViewSource
-from edje_index.training.dataset import TrainingData, image_embeddings
-from edje_index.training.rows import Marks, joint_rows, mask_captions, text_rows
-from edje_index.training.sampling import Sampler
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.models.adapter import AdapterConfig
+from edje_index.models.reduction import cluster_tokens, stride_tokens
+from edje_index.training.data.batches import Features, TeacherSource, ViewSource
+from edje_index.training.data.dataset import TrainingData, image_embeddings
+from edje_index.training.data.sampling import Sampler
+from edje_index.training.data.token_rows import Marks, joint_rows, mask_captions, text_rows
 from storage_formats.errors import CorruptIndexError
 from storage_formats.token_store import TokenStore
 from tests.conftest import write_random_index
@@ -92,8 +92,8 @@ def test_data_is_what_the_captions_say(case, tokenizer):
     assert data.caption_keys[0] == data.caption_keys[2]  # "A dog ." and "a dog"
     np.testing.assert_allclose(np.linalg.norm(data.text_embeddings, axis=1), 1, atol=1e-5)
     rows = np.array([9, 2, 20, 2])
-    from storage_formats.embeddings import iter_embeddings
-    from storage_formats.manifest import Manifest
+    from storage_formats.format.manifest import Manifest
+    from storage_formats.reading.embeddings import iter_embeddings
 
     whole = np.concatenate([part for _, part in iter_embeddings(case.features, Manifest.load(case.features).spec)])
     np.testing.assert_array_equal(image_embeddings(case.features, rows), whole[rows])
@@ -183,7 +183,7 @@ def test_a_teacher_reads_the_same_pairs(case):
 
 
 def test_features_with_a_hole_are_named(tmp_path):
-    from storage_formats.layout import IndexSpec
+    from storage_formats.format.layout import IndexSpec
 
     write_random_index(tmp_path / "index", IndexSpec(6, 4, (2, 8), embed_dim=4), failed=frozenset({3}))
     with pytest.raises(CorruptIndexError, match="row 3"):

@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from edje_index.adapter import CompressionAdapter
-from edje_index.bundle import ModelBundle
-from edje_index.training.beginning import begin_adapter
-from edje_index.words import content_words
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.models.adapter import CompressionAdapter
+from edje_index.scoring.content_words import content_words
+from edje_index.training.model.adapter_init import begin_adapter
 
 
 def begun(case, start="fitted", content=None) -> CompressionAdapter:

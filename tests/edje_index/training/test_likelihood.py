@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from edje_index.score_weights import ScoreWeights
-from edje_index.training.likelihood import BankProducts, likeliest_weights, likeliest_with_prior
+from edje_index.scoring.weights import ScoreWeights
+from edje_index.training.fitting.likelihood import BankProducts, likeliest_weights, likeliest_with_prior
 
 TRUE = ScoreWeights(2.0, 0.5, 1.0, 1.0, 1.0)
 

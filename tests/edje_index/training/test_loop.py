@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from edje_index.bundle import ModelBundle
+from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
-from edje_index.training.checkpoint import Checkpoints
-from edje_index.training.distributed import Ranks
-from edje_index.training.finish import trained_bundle
-from edje_index.training.journal import Journal, read_log
-from edje_index.training.loop import TrainingStopped, make_optimizer
-from edje_index.training.objectives import JointObjective
-from edje_index.training.rank import total_steps, train_rank
+from edje_index.training.fitting.finish import trained_bundle
+from edje_index.training.loop.checkpoint import Checkpoints
+from edje_index.training.loop.distributed import Ranks
+from edje_index.training.loop.log import Journal, read_log
+from edje_index.training.loop.train_worker import total_steps, train_rank
+from edje_index.training.loop.training_loop import TrainingStopped, make_optimizer
+from edje_index.training.model.objectives import JointObjective
 from storage_formats.errors import UsageError
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from edje_index.training.losses import (
+from edje_index.training.model.losses import (
     alignment_loss,
     alignment_scores,
     binary_itm_loss,

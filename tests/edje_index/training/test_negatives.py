@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edje_index.training.negatives import draw_negatives, mined_share, negative_mask
+from edje_index.training.data.negatives import draw_negatives, mined_share, negative_mask
 from storage_formats.errors import UsageError
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from edje_index.adapter import AdapterConfig, build_adapter
-from edje_index.bundle import ModelBundle
-from edje_index.training.batches import TeacherSource
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.models.adapter import AdapterConfig, build_adapter
+from edje_index.scoring.content_words import content_words
 from edje_index.training.config import SeenConfig
-from edje_index.training.losses import distillation_loss, itm_loss, mlm_loss, recovery_loss
-from edje_index.training.objectives import AlignmentObjective, JointObjective, Teacher, some_of
-from edje_index.words import content_words
+from edje_index.training.data.batches import TeacherSource
+from edje_index.training.model.losses import distillation_loss, itm_loss, mlm_loss, recovery_loss
+from edje_index.training.model.objectives import AlignmentObjective, JointObjective, Teacher, some_of
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_losses_are_those_of_the_pairs_scored_one_by_one(case, bundle):
 
 
 def rows(inputs, at):
-    from edje_index.joint_inputs import JointInputs
+    from edje_index.models.joint_inputs import JointInputs
 
     return JointInputs(
         inputs.input_ids[at : at + 1], inputs.token_type_ids[at : at + 1], inputs.attention_mask[at : at + 1]
@@ -135,7 +135,7 @@ def test_alignment_trains_the_adapter_alone(case, bundle):
 
 def test_alignment_finds_images_that_contain_their_words(bundle):
     """An image made of the very words of its caption is told from the others."""
-    from edje_index.training.batches import AlignmentBatch
+    from edje_index.training.data.batches import AlignmentBatch
 
     words = torch.tensor([50, 51, 60, 61, 70, 71])
     table = bundle.joint.text_embeddings.weight.detach()

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from edje_index.bundle import ModelBundle
-from edje_index.training.batches import ViewSource
-from edje_index.training.objectives import trained_part
-from edje_index.training.pooled import MIN_CAPTIONS, _canonical, _ridge, fit_pooled
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.training.data.batches import ViewSource
+from edje_index.training.fitting.pooled_similarity import MIN_CAPTIONS, _canonical, _ridge, fit_pooled
+from edje_index.training.model.objectives import trained_part
 
 
 def covariances(rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

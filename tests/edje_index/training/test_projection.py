@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from edje_index.adapter import AdapterConfig, CompressionAdapter, build_adapter
-from edje_index.late_interaction import late_interaction
-from edje_index.training.projection import begin_at_words
-from edje_index.training.queries import begin_at_clusters
+from edje_index.models.adapter import AdapterConfig, CompressionAdapter, build_adapter
+from edje_index.scoring.late_interaction import late_interaction
+from edje_index.training.model.projection_init import begin_at_words
+from edje_index.training.model.query_init import begin_at_clusters
 
 KINDS, PATCHES, IMAGES, WIDTH, WORD_WIDTH = 12, 16, 400, 32, 24
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from edje_index.adapter import AdapterConfig, build_adapter
-from edje_index.bundle import ModelBundle
-from edje_index.training.checkpoint import Checkpoints
-from edje_index.training.distributed import Ranks
-from edje_index.training.queries import begin_at_clusters
-from edje_index.training.rank import train_rank
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.models.adapter import AdapterConfig, build_adapter
+from edje_index.training.loop.checkpoint import Checkpoints
+from edje_index.training.loop.distributed import Ranks
+from edje_index.training.loop.train_worker import train_rank
+from edje_index.training.model.query_init import begin_at_clusters
 
 
 def test_every_token_begins_as_a_mean_of_patches_of_one_sort():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from edje_index.training.config import OptimizerConfig
-from edje_index.training.schedule import learning_rate
+from edje_index.training.loop.schedule import learning_rate
 
 PAPER = OptimizerConfig()
 

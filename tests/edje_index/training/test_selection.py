@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edje_index.bf16 import as_tensor, to_bf16_array
-from edje_index.training.bank import make_bank
-from edje_index.training.batches import Features
+from edje_index.models.bf16 import as_tensor, to_bf16_array
 from edje_index.training.config import SelectionConfig
-from edje_index.training.dataset import CaptionSet
-from edje_index.training.objectives import trained_part
-from edje_index.training.pooled import fit_pooled
-from edje_index.training.selection import choose_weights, make_dev_set
-from edje_index.training.start import Origin, make_start
+from edje_index.training.data.batches import Features
+from edje_index.training.data.dataset import CaptionSet
+from edje_index.training.fitting.hubness_bank import make_bank
+from edje_index.training.fitting.pooled_similarity import fit_pooled
+from edje_index.training.fitting.selection import choose_weights, make_dev_set
+from edje_index.training.model.objectives import trained_part
+from edje_index.training.model.start_bundle import Origin, make_start
 from tests.edje_index.training.conftest import IMAGES, captions
 
 

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
-from edje_index.adapter import AdapterConfig, build_adapter
-from edje_index.bundle import ModelBundle
-from edje_index.encoder import ImageEncoder
+from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
+from edje_index.indexing.image_encoder import ImageEncoder
+from edje_index.models.adapter import AdapterConfig, build_adapter
+from edje_index.models.weights import save_weights
 from edje_index.training.config import ArchitectureConfig
-from edje_index.training.language import load_language_model
-from edje_index.training.start import Origin, feature_fingerprints, make_start, set_dropout
-from edje_index.weights import save_weights
+from edje_index.training.model.language_model import load_language_model
+from edje_index.training.model.start_bundle import Origin, feature_fingerprints, make_start, set_dropout
 
 SMALL = ArchitectureConfig(tokens=3, adapter_hidden=20)
 BERT = {
@@ -130,7 +130,7 @@ def test_features_are_what_the_adapter_is_trained_on(tiny_bundle, tmp_path, adap
     """A feature bundle and the trained part of the adapter make together what the whole adapter makes."""
     from dataclasses import replace
 
-    from edje_index.training.objectives import trained_part
+    from edje_index.training.model.objectives import trained_part
 
     config = ArchitectureConfig(adapter=adapter, tokens=4, adapter_hidden=20)
     start = make_start(Origin(tiny_bundle), config, seed=0)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from edje_index.score_weights import ScoreWeights
-from edje_index.training.likelihood import BankProducts, likeliest_weights
-from edje_index.training.weight_choice import Candidates, choose
+from edje_index.scoring.weights import ScoreWeights
+from edje_index.training.fitting.likelihood import BankProducts, likeliest_weights
+from edje_index.training.fitting.weight_choice import Candidates, choose
 
 FREE = (None, None, None)
 

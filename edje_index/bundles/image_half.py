@@ -1,0 +1,31 @@
+"""The image half of a model bundle, part by part: what an indexing worker loads."""
+
+from __future__ import annotations
+
+from edje_index.bundles.info import ADAPTER_WEIGHTS, INFO_FILE, VISION_FOLDER, VISION_WEIGHTS, BundleInfo
+from edje_index.errors import ModelError
+from edje_index.models.adapter import Adapter, AdapterConfig, build_adapter
+from edje_index.models.clip_model import ClipConfig, build_visual, read_clip_config
+from edje_index.models.vision_tower import VisionTower, vision_tower
+from edje_index.models.weights import assign_weights, read_weights
+
+
+def load_visual(info: BundleInfo) -> tuple[VisionTower, ClipConfig]:
+    """The image tower of a bundle alone; the text tower's weights are not read."""
+    config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
+    visual = build_visual(config)
+    weights = info.path / VISION_WEIGHTS
+    assign_weights(visual, read_weights(weights, prefix="visual."), str(weights))
+    return vision_tower(visual), config
+
+
+def load_adapter(info: BundleInfo) -> Adapter:
+    """The adapter of a bundle, frozen."""
+    try:
+        config = AdapterConfig(**info.adapter)
+    except TypeError as error:
+        raise ModelError(f"the adapter described in {info.path / INFO_FILE} is not known: {error}") from error
+    adapter = build_adapter(config)
+    weights = info.path / ADAPTER_WEIGHTS
+    assign_weights(adapter, read_weights(weights), str(weights))
+    return adapter.requires_grad_(False)

@@ -1,0 +1,118 @@
+"""Checkpoints in the format that the published EDJE training code writes.
+
+``{"model": state_dict, "epoch", "global_step", "config"}``. Of the state this reads the adapter
+(``vision_projection.*``) and the joint encoder (``language_model.*``, ``text_embeddings.*``,
+``classification_head.*``, ``text_projection.*``); the frozen towers that it also holds
+(``vision_encoder.*``, ``clip.*``) are left out: towers come from open_clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from edje_index.errors import ModelError
+from edje_index.models.adapter import COMPRESSED, LOCAL, Adapter, AdapterConfig, build_adapter
+from edje_index.models.joint_encoder import JointEncoder, bert_config
+from edje_index.models.joint_inputs import load_joint_tokenizer
+from edje_index.models.weights import State, assign_weights, read_checkpoint
+
+ADAPTER_PREFIX = "vision_projection."
+JOINT_PREFIXES = ("language_model.", "text_embeddings.", "classification_head.", "text_projection.")
+WORDS = "language_model.bert.embeddings.word_embeddings.weight"
+POSITIONS = "language_model.bert.embeddings.position_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """Adapter and joint encoder of a published checkpoint; no vision tower.
+
+    Attributes:
+        adapter: ``adapter(vision_tokens [b, n, d_vision]) -> [b, m, d]``.
+        joint: the joint encoder.
+    """
+
+    adapter: Adapter
+    joint: JointEncoder
+
+    def score(self, captions: str | Sequence[str], tokens: torch.Tensor) -> torch.Tensor:
+        """Matching logits, float32 [b], of captions and the adapter's tokens [b, m, d]."""
+        return self.joint.score(captions, tokens)
+
+
+def load_published_checkpoint(
+    checkpoint: str | Path, tokenizer_dir: str | Path, *, vision_heads: int, layer_norm_eps: float = 1e-6
+) -> PublishedModel:
+    """Read a checkpoint that the published training code wrote. Nothing in it is executed.
+
+    Args:
+        checkpoint: the ``.pth`` file.
+        tokenizer_dir: folder with the tokenizer and the BERT ``config.json``.
+        vision_heads: attention heads of the vision tower; the compressing adapter has as many.
+        layer_norm_eps: the vision tower's, also taken over by the adapter.
+
+    Raises:
+        ModelError: not such a checkpoint, or parts that do not fit each other.
+    """
+    path = Path(checkpoint)
+    state = read_checkpoint(path).get("model")
+    if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+        raise ModelError(f"{path} is not a checkpoint of the published training code: it has no 'model' weights")
+    folder = Path(tokenizer_dir)
+    joint = _joint_encoder(state, folder, str(path))
+    adapter = _adapter(state, joint, vision_heads, layer_norm_eps, str(path))
+    return PublishedModel(adapter.requires_grad_(False), joint)
+
+
+def _joint_encoder(state: State, tokenizer_dir: Path, what: str) -> JointEncoder:
+    _require(state, (WORDS, POSITIONS, "text_projection.weight"), what)
+    # Training adds the <image> word and may extend the positions: the weights know, the file may not.
+    config = bert_config(
+        tokenizer_dir / "config.json",
+        vocab_size=state[WORDS].shape[0],
+        max_position_embeddings=state[POSITIONS].shape[0],
+    )
+    joint = JointEncoder(config, load_joint_tokenizer(tokenizer_dir), state["text_projection.weight"].shape[0])
+    # Older versions of transformers stored the numbers 0, 1, 2, ... as well.
+    kept = {k: v for k, v in state.items() if k.startswith(JOINT_PREFIXES) and not k.endswith(".position_ids")}
+    assign_weights(joint, kept, f"the joint encoder of {what}")
+    return joint
+
+
+def _adapter(state: State, joint: JointEncoder, heads: int, eps: float, what: str) -> Adapter:
+    weights = {k.removeprefix(ADAPTER_PREFIX): v for k, v in state.items() if k.startswith(ADAPTER_PREFIX)}
+    activation = str(joint.config.hidden_act)
+    if "query" in weights:
+        _require(weights, ("query", "mlp.fc1.weight", "projection.weight"), what)
+        config = AdapterConfig(
+            kind=COMPRESSED,
+            num_tokens=weights["query"].shape[1],
+            vision_dim=weights["query"].shape[2],
+            language_dim=weights["projection.weight"].shape[0],
+            hidden_dim=weights["mlp.fc1.weight"].shape[0],
+            num_heads=heads,
+            activation=activation,
+            layer_norm_eps=eps,
+        )
+    elif "0.weight" in weights:
+        _require(weights, ("0.weight", "2.weight"), what)
+        hidden, width = weights["0.weight"].shape
+        language = weights["2.weight"].shape[0]
+        # The checkpoint does not say how many patches an image has; import_checkpoint does.
+        config = AdapterConfig(LOCAL, 1, width, language, hidden, activation=activation)
+    else:
+        raise ModelError(f"{what} holds no adapter: neither {ADAPTER_PREFIX}query nor {ADAPTER_PREFIX}0.weight")
+    if config.language_dim != joint.width:
+        raise ModelError(f"{what}: the adapter makes tokens of width {config.language_dim}, the joint {joint.width}")
+    adapter = build_adapter(config)
+    assign_weights(adapter, weights, f"the adapter of {what}")
+    return adapter
+
+
+def _require(state: State, names: Sequence[str], what: str) -> None:
+    missing = [name for name in names if name not in state]
+    if missing:
+        raise ModelError(f"{what} is not a checkpoint of the published training code: it lacks {', '.join(missing)}")

@@ -1,0 +1,155 @@
+"""Bundles of random weights: all of the pipeline, none of the meaning.
+
+No EDJE weights are published and many machines reach no model hub. Such a bundle lets every step run at
+its real cost anywhere; what search makes of it has no meaning. The same seed gives the same weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.info import BundleInfo
+from edje_index.bundles.random_tokenizer import untrained_tokenizer
+from edje_index.models._torchvision_compat import prepare_torchvision
+from edje_index.models.adapter import AdapterConfig, build_adapter
+from edje_index.models.clip_model import ClipConfig, build_clip
+from edje_index.models.joint_encoder import JointEncoder, bert_config
+from edje_index.models.text_tower import text_tokenizer
+from edje_index.models.vision_tower import vision_tower
+
+prepare_torchvision()
+
+from open_clip.transform import PreprocessCfg  # noqa: E402
+
+NOTES = "untrained: random weights; scores and the order of results have no meaning"
+MAX_POSITIONS = 512
+
+
+@dataclass(frozen=True)
+class UntrainedSizes:
+    """Sizes of an untrained bundle. The defaults are a ViT-S/16 and a MiniLM-L6-H384, with 64 x 384 blocks.
+
+    ``adapter_hidden`` is 4 times the tower's width, not the 8192 of the paper: with a tower this small the
+    adapter's MLP would cost a good part of the tower.
+    """
+
+    image_size: int = 224
+    patch_size: int = 16
+    vision_width: int = 384
+    vision_layers: int = 12
+    vision_head_width: int = 64
+    embed_dim: int = 384
+    text_width: int = 192
+    text_layers: int = 4
+    tokens: int = 64
+    adapter_kind: str = "compressed"
+    adapter_hidden: int = 1536
+    language_width: int = 384
+    language_layers: int = 6
+    language_heads: int = 12
+    language_words: int = 16000
+
+
+TINY = UntrainedSizes(
+    image_size=32,
+    patch_size=8,
+    vision_width=32,
+    vision_layers=2,
+    vision_head_width=16,
+    embed_dim=24,
+    text_width=16,
+    text_layers=1,
+    tokens=4,
+    adapter_hidden=48,
+    language_width=16,
+    language_layers=1,
+    language_heads=2,
+    language_words=500,
+)
+"""For tests: 4 x 16 blocks, 24-wide embeddings, 32-pixel images."""
+
+
+def create_untrained_bundle(out: str | Path, *, seed: int = 0, sizes: UntrainedSizes | None = None) -> BundleInfo:
+    """Write a bundle of random weights to the new folder ``out``; equal seeds and sizes give equal bytes.
+
+    Raises:
+        ModelError: ``out`` exists.
+    """
+    sizes = sizes or UntrainedSizes()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        bundle = _make(sizes)
+    return bundle.save(out)
+
+
+def _make(sizes: UntrainedSizes) -> ModelBundle:
+    clip_config = _clip_config(sizes)
+    clip = build_clip(clip_config)
+    vision = vision_tower(clip.visual)  # type: ignore[arg-type]
+    adapter = AdapterConfig(
+        kind=sizes.adapter_kind,
+        num_tokens=vision.num_patches if sizes.adapter_kind == "local" else sizes.tokens,
+        vision_dim=vision.patch_dim,
+        language_dim=sizes.language_width,
+        hidden_dim=sizes.adapter_hidden,
+        num_heads=vision.num_heads,
+        layer_norm_eps=vision.layer_norm_eps,
+    )
+    return ModelBundle(
+        clip=clip,
+        clip_config=clip_config,
+        text_tokenizer=text_tokenizer(clip_config),
+        adapter=build_adapter(adapter),
+        joint=_joint_encoder(sizes),
+        trained=False,
+        notes=NOTES,
+    )
+
+
+def _clip_config(sizes: UntrainedSizes) -> ClipConfig:
+    model = {
+        "embed_dim": sizes.embed_dim,
+        "vision_cfg": {
+            "image_size": sizes.image_size,
+            "patch_size": sizes.patch_size,
+            "width": sizes.vision_width,
+            "layers": sizes.vision_layers,
+            "head_width": sizes.vision_head_width,
+        },
+        "text_cfg": {
+            "context_length": 77,
+            "vocab_size": 49408,
+            "width": sizes.text_width,
+            "heads": max(1, sizes.text_width // 64),
+            "layers": sizes.text_layers,
+        },
+    }
+    defaults = PreprocessCfg()
+    preprocess = {
+        "size": [sizes.image_size, sizes.image_size],
+        "mode": defaults.mode,
+        "mean": list(defaults.mean),
+        "std": list(defaults.std),
+        "interpolation": defaults.interpolation,
+        "resize_mode": defaults.resize_mode,
+        "fill_color": defaults.fill_color,
+    }
+    return ClipConfig(f"untrained-ViT-{sizes.vision_width}x{sizes.vision_layers}-{sizes.patch_size}", model, preprocess)
+
+
+def _joint_encoder(sizes: UntrainedSizes) -> JointEncoder:
+    tokenizer = untrained_tokenizer(sizes.language_words)
+    config = {
+        "hidden_size": sizes.language_width,
+        "num_hidden_layers": sizes.language_layers,
+        "num_attention_heads": sizes.language_heads,
+        "intermediate_size": 4 * sizes.language_width,
+        "max_position_embeddings": MAX_POSITIONS,
+        "vocab_size": len(tokenizer),
+        "pad_token_id": 0,
+    }
+    return JointEncoder(bert_config(config), tokenizer, sizes.embed_dim)

@@ -1,0 +1,61 @@
+"""A BERT tokenizer that needs no download: its words come from the vocabulary inside the open_clip package.
+
+open_clip ships CLIP's byte-pair vocabulary, commonest first. Entries that end a word (``</w>``) become words,
+the others pieces that continue one (``##``). Only lower-case ASCII letters and digits are taken; single
+characters are added, so that no such word is unknown.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+
+from edje_index.models._torchvision_compat import prepare_torchvision
+from edje_index.models.joint_inputs import IMAGE_TOKEN, JointTokenizer
+
+prepare_torchvision()
+
+from open_clip.tokenizer import SimpleTokenizer  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors  # noqa: E402
+from transformers import PreTrainedTokenizerFast  # noqa: E402
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+PLAIN = re.compile(r"[a-z0-9]+")
+WORD_END = "</w>"
+
+
+def untrained_tokenizer(words: int) -> JointTokenizer:
+    """A WordPiece tokenizer with about ``words`` entries from open_clip's vocabulary, and ``<image>`` as its last."""
+    vocabulary = {piece: number for number, piece in enumerate((*_pieces(words), IMAGE_TOKEN))}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
+    )
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        additional_special_tokens=[IMAGE_TOKEN],
+    )
+    return JointTokenizer(wrapped)
+
+
+def _pieces(count: int) -> list[str]:
+    """Special tokens, single characters, then ``count`` entries of the vocabulary in its order; no doubles."""
+    letters = string.ascii_lowercase + string.digits
+    found = dict.fromkeys((*SPECIAL, *string.punctuation, *letters, *("##" + c for c in letters)))
+    base = len(found)
+    for entry in SimpleTokenizer().encoder:
+        if len(found) >= base + count:
+            break
+        if PLAIN.fullmatch(entry.removesuffix(WORD_END)):
+            found[entry.removesuffix(WORD_END) if entry.endswith(WORD_END) else "##" + entry] = None
+    return list(found)

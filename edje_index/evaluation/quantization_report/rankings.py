@@ -1,0 +1,77 @@
+"""How far two scorings of the same candidates lead to the same ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edje_index.evaluation.quantization_report.distribution import Distribution
+
+Scores = NDArray[np.float32]
+OVERLAP_AT = 10
+
+
+@dataclass(frozen=True)
+class RankingChange:
+    """Change of rankings over a set of queries.
+
+    Attributes:
+        queries: number compared.
+        top1_kept: share of the queries whose best candidate stayed the same.
+        overlap_at_10: mean share of the ten best candidates that stayed among them.
+        kendall_tau: Kendall's tau-b of the two scorings of each query.
+        score_change: mean of |change of a score|.
+        score_change_relative: the same in standard deviations of a query's reference scores, which can be compared
+            between models; queries whose scores are all equal are left out.
+    """
+
+    queries: int
+    top1_kept: float
+    overlap_at_10: float
+    kendall_tau: Distribution
+    score_change: float
+    score_change_relative: float
+
+
+def compare_rankings(reference: Sequence[Scores], other: Sequence[Scores]) -> RankingChange:
+    """Compare the scorings of the candidates of each query, two or more of them, in the same order on both sides."""
+    pairs = list(zip(reference, other, strict=True))
+    changes = np.array([np.abs(left - right).mean(dtype=np.float64) for left, right in pairs])
+    spreads = np.array([left.std(dtype=np.float64) for left, _ in pairs])
+    spread = spreads > 0
+    return RankingChange(
+        queries=len(pairs),
+        top1_kept=float(np.mean([ranking(left)[0] == ranking(right)[0] for left, right in pairs])),
+        overlap_at_10=float(np.mean([overlap(left, right, OVERLAP_AT) for left, right in pairs])),
+        kendall_tau=Distribution.of(np.array([kendall_tau(left, right) for left, right in pairs])),
+        score_change=float(changes.mean()),
+        score_change_relative=float(np.mean(changes[spread] / spreads[spread])) if spread.any() else 0.0,
+    )
+
+
+def ranking(scores: Scores) -> NDArray[np.intp]:
+    """Places of `scores` [k], best first; equal scores keep their order, as in search."""
+    return np.argsort(-scores, kind="stable")
+
+
+def overlap(left: Scores, right: Scores, k: int) -> float:
+    """Share of the `k` best (or all, if there are fewer) that both scorings have."""
+    k = min(k, len(left))
+    return len(np.intersect1d(ranking(left)[:k], ranking(right)[:k])) / k
+
+
+def kendall_tau(left: Scores, right: Scores) -> float:
+    """Kendall's tau-b of two scorings [k] of the same things, k >= 2; ties as in M. G. Kendall, "Rank Correlation
+    Methods", 1945 on.
+
+    1 where one of the two has no order at all and they are equal, 0 where only one has.
+    """
+    above = np.triu_indices(len(left), 1)
+    a, b = (np.sign(scores[:, None].astype(np.float64) - scores)[above] for scores in (left, right))
+    ordered = np.sqrt(float(np.abs(a).sum()) * float(np.abs(b).sum()))
+    if ordered == 0:
+        return float(np.array_equal(a, b))
+    return float((a * b).sum() / ordered)

@@ -1,0 +1,139 @@
+"""One input of a build: where its bytes are, how to read them, and the list of them that a plan freezes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edje_index.images.decode import ImageError
+from storage_formats.errors import CorruptIndexError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MAX_INPUT_BYTES = 1 << 30
+"""Larger files are not read: no picture within reach of a tower needs them, and each reader would hold one."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputRef:
+    """One input of a build.
+
+    Attributes:
+        uri: for people and the rows table: absolute path, bytes that are not UTF-8 as %XX; "<tar path>!<member>".
+        path: file to open, as bytes (`os.fsencode`), so that any file name works.
+        offset: where its bytes begin in that file.
+        size: bytes, as seen when the plan was made; None where that is unknown.
+        member: the bytes are [offset, offset + size) of `path`; otherwise the whole file.
+        content_hash: SHA-256, 64 hex digits, where the plan hashed it.
+        duplicate_of: row id of the first input with the same bytes.
+        problem: reason, one of `edje_index.images.decode.REASONS`, why it cannot be encoded, where the plan knows it.
+    """
+
+    uri: str
+    path: bytes
+    offset: int = 0
+    size: int | None = None
+    member: bool = False
+    content_hash: str | None = None
+    duplicate_of: int | None = None
+    problem: str | None = None
+
+
+def display_path(path: bytes) -> str:
+    """A path as text: UTF-8, other bytes as %XX. For people; two paths may look the same."""
+    try:
+        return path.decode()
+    except UnicodeDecodeError:
+        text = path.decode("utf-8", "surrogateescape")
+        return "".join(f"%{ord(c) - 0xDC00:02X}" if "\udc80" <= c <= "\udcff" else c for c in text)
+
+
+def read_bytes(ref: InputRef) -> bytes:
+    """All bytes of an input; never blocks on a pipe or device.
+
+    Raises:
+        ImageError: "missing", "unreadable", "empty", "too-many-bytes", "changed-since-plan" (another length than
+            planned), or the problem that the plan found.
+    """
+    if ref.problem is not None:
+        raise ImageError(ref.problem, "found while planning")
+    try:
+        fd = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            data = _read(fd, ref)
+        finally:
+            os.close(fd)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ImageError("missing", f"{error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise ImageError("unreadable", getattr(error, "strerror", None) or str(error)) from error
+    if not data:
+        raise ImageError("empty", "0 bytes")
+    return data
+
+
+def _read(fd: int, ref: InputRef) -> bytes:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise ImageError("unreadable", "it is not a regular file")
+    found = max(0, min(ref.size or 0, status.st_size - ref.offset)) if ref.member else status.st_size
+    if ref.size is not None and found != ref.size:
+        raise ImageError("changed-since-plan", f"{found} bytes, {ref.size} when the plan was made")
+    if found > MAX_INPUT_BYTES:
+        raise ImageError("too-many-bytes", f"{found} bytes is over the limit of {MAX_INPUT_BYTES}")
+    data = os.pread(fd, found, ref.offset)
+    if len(data) != found:
+        raise ImageError("changed-since-plan", f"{len(data)} bytes where {found} were announced")
+    return data
+
+
+def input_schema() -> pa.Schema:
+    """Columns of a frozen input list: the fields of `InputRef`; the hash as its 32 bytes."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            pa.field("uri", pa.string(), nullable=False),
+            pa.field("path", pa.binary(), nullable=False),
+            pa.field("offset", pa.int64(), nullable=False),
+            pa.field("size", pa.int64()),
+            pa.field("member", pa.bool_(), nullable=False),
+            pa.field("content_hash", pa.binary(32)),
+            pa.field("duplicate_of", pa.int64()),
+            pa.field("problem", pa.string()),
+        ]
+    )
+
+
+def write_inputs(path: Path, refs: Iterable[InputRef]) -> None:
+    """Write one shard's inputs, in row order, as Parquet. Raises OSError where that is impossible."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    kept = list(refs)
+    columns = {field.name: [getattr(ref, field.name) for ref in kept] for field in fields(InputRef)}
+    columns["content_hash"] = [hexed and bytes.fromhex(hexed) for hexed in columns["content_hash"]]
+    pq.write_table(pa.table(columns, schema=input_schema()), path, compression="zstd")
+
+
+def read_inputs(path: Path) -> list[InputRef]:
+    """The inputs of one shard, as `write_inputs` was given them.
+
+    Raises:
+        CorruptIndexError: the file is gone, damaged or no such list.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, partitioning=None).cast(input_schema())
+        columns = {name: table[name].to_pylist() for name in table.column_names}
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise CorruptIndexError(f"cannot read the planned inputs in {path}: {error}; begin the build anew") from error
+    columns["content_hash"] = [digest and digest.hex() for digest in columns["content_hash"]]
+    return [InputRef(*values) for values in zip(*columns.values(), strict=True)]

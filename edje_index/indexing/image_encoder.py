@@ -1,0 +1,112 @@
+"""The encoder of an indexing worker: from pixels to what the index stores, with nothing else in memory.
+
+The same bundle, device type, number type, number of threads and batch give the same bits in every process
+and every instance. Threads and batch are therefore part of a build's plan.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from edje_index.bundles.image_half import load_adapter, load_visual
+from edje_index.bundles.info import ENCODER_FILES, BundleInfo, read_bundle_info, verify_files
+from edje_index.images.preprocessing import Preprocessor
+from edje_index.models.adapter import Adapter
+from edje_index.models.bf16 import to_bf16_array
+from edje_index.models.devices import autocast, resolve_device, resolve_dtype
+from edje_index.models.vision_tower import VisionTower
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class ImageEncoder:
+    """Image tower and adapter of a bundle, ready to encode.
+
+    Attributes:
+        info: the bundle's own account.
+        device: where the model is.
+        dtype: type that matrix products are made in; weights stay float32.
+        preprocess: callable from a PIL image (RGB) to float32 [3, height, width], open_clip's own
+            evaluation transform bit for bit; may be called from many threads.
+    """
+
+    def __init__(
+        self,
+        info: BundleInfo,
+        vision: VisionTower,
+        adapter: Adapter,
+        preprocess: Preprocessor,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.info = info
+        self.vision = vision
+        self.adapter = adapter
+        self.preprocess = preprocess
+        self.device = next(vision.parameters()).device
+        self.dtype = dtype
+
+    @classmethod
+    def open(
+        cls, bundle_path: str | Path, *, device: str = "auto", threads: int | None = None, dtype: str = "auto"
+    ) -> ImageEncoder:
+        """Load the image half of a bundle.
+
+        Args:
+            bundle_path: the bundle's folder.
+            device: ``auto`` (CUDA where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+            threads: CPU threads of torch in this process; None leaves them as they are.
+            dtype: ``auto`` (bfloat16 on CUDA, float32 on CPU), ``float32`` or ``bfloat16``.
+
+        Raises:
+            ModelError: not a sound bundle, or a device or type that is not there.
+        """
+        info = read_bundle_info(bundle_path)
+        verify_files(info, ENCODER_FILES)
+        target = resolve_device(device)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        vision, config = load_visual(info)
+        number = resolve_dtype(dtype, target)
+        return cls(info, vision.to(target), load_adapter(info).to(target), Preprocessor(config), number)
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        """(m, d) of one image's stored tokens."""
+        return self.info.block_shape
+
+    @property
+    def embed_dim(self) -> int:
+        """Width of the pooled embedding."""
+        return self.vision.embed_dim
+
+    def encode(self, pixels: torch.Tensor) -> tuple[Array, Array]:
+        """Encode a batch.
+
+        Args:
+            pixels: float32 [b, 3, height, width], from ``preprocess``.
+
+        Returns:
+            Tokens ``ml_dtypes.bfloat16`` [b, m, d], rounded to nearest even, and L2-normalised embeddings
+            float32 [b, embed_dim].
+        """
+        with torch.inference_mode(), autocast(self.dtype, self.device):
+            tokens, embeddings = image_tokens(self.vision, self.adapter, self._on_device(pixels))
+            return to_bf16_array(tokens), embeddings.float().cpu().numpy()
+
+    def _on_device(self, pixels: torch.Tensor) -> torch.Tensor:
+        if self.device.type != "cuda":
+            return pixels
+        return pixels.pin_memory().to(self.device, non_blocking=True)
+
+
+def image_tokens(vision: VisionTower, adapter: Adapter, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adapter tokens [b, m, d] and L2-normalised embeddings [b, e] of ``pixels`` in one pass of the tower."""
+    if adapter.needs_attention:
+        patches, embeddings, received = vision.encode_with_attention(pixels)
+        return adapter(patches, received), embeddings
+    patches, embeddings = vision.encode(pixels)
+    return adapter(patches), embeddings

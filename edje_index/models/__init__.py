@@ -1,0 +1,1 @@
+"""Networks and the weights they load: vision and text towers, adapters, joint encoder, devices."""

@@ -1,0 +1,108 @@
+"""The joint encoder's input: ``[CLS] caption [SEP] <image> x m [SEP]``, as the published EDJE code builds it.
+
+The caption and its marks have token type 0, the image placeholders and the last mark type 1. A caption
+that is too long is cut, the image never: a row has at most 64 + m tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edje_index.errors import ModelError
+from edje_index.filesystem import write_json
+from edje_index.models._torchvision_compat import prepare_torchvision
+
+IMAGE_TOKEN = "<image>"
+MAX_TEXT_TOKENS = 64  # [CLS], caption and both [SEP]
+MARKS = 3
+SPECIAL_TOKENS = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class JointInputs:
+    """int64 tensors [b, t], short rows filled up with padding."""
+
+    input_ids: torch.Tensor
+    token_type_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+
+class JointTokenizer:
+    """A BERT tokenizer that knows the ``<image>`` placeholder."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.image_token_id = int(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
+
+    def __len__(self) -> int:
+        return len(self.tokenizer)
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer's files into ``folder``.
+
+        Equal tokenizers give equal bytes, whatever was done with them, where they came from and which
+        version of transformers runs: a bundle's fingerprint covers them.
+        """
+        self.tokenizer.backend_tokenizer.no_truncation()
+        self.tokenizer.backend_tokenizer.no_padding()
+        self.tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+        special = {name: getattr(self.tokenizer, name) for name in SPECIAL_TOKENS}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "truncation_side": self.tokenizer.truncation_side}
+        write_json(folder / "tokenizer_config.json", {**special, **settings})
+
+    def inputs(self, captions: Sequence[str], image_tokens: int) -> JointInputs:
+        """Rows for ``captions``, each with ``image_tokens`` placeholders."""
+        image = [self.image_token_id] * image_tokens
+        texts = self.caption_ids(captions)
+        length = max(map(len, texts)) + MARKS + image_tokens
+        ids = torch.full((len(texts), length), self.tokenizer.pad_token_id, dtype=torch.int64)
+        types = torch.zeros_like(ids)
+        mask = torch.zeros_like(ids)
+        for row, text in enumerate(texts):
+            tokens = [self.tokenizer.cls_token_id, *text, self.tokenizer.sep_token_id, *image]
+            tokens.append(self.tokenizer.sep_token_id)
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            types[row, len(text) + 2 : len(tokens)] = 1
+            mask[row, : len(tokens)] = 1
+        return JointInputs(ids, types, mask)
+
+    def caption_ids(self, captions: Sequence[str]) -> list[list[int]]:
+        """Token ids of each caption, cut to fit. "<image>" typed in a caption is an unknown word, not an image."""
+        encoded = self.tokenizer(
+            list(captions),
+            add_special_tokens=False,
+            padding=False,
+            truncation=True,
+            max_length=MAX_TEXT_TOKENS - MARKS,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
+        unknown = self.tokenizer.unk_token_id
+        return [[unknown if i == self.image_token_id else i for i in ids] for ids in encoded["input_ids"]]
+
+
+def load_joint_tokenizer(folder: Path) -> JointTokenizer:
+    """Read a BERT tokenizer, adding the ``<image>`` placeholder where it is not there yet.
+
+    Raises:
+        ModelError: no BERT tokenizer in the folder.
+    """
+    prepare_torchvision()
+    from transformers import AutoTokenizer
+
+    if not folder.is_dir():
+        raise ModelError(f"no tokenizer folder at {folder}; it holds tokenizer.json (or vocab.txt) and config.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:
+        raise ModelError(f"cannot read the tokenizer in {folder}: {' '.join(str(error).split())[:300]}") from error
+    if IMAGE_TOKEN not in tokenizer.get_vocab():
+        tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+    if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None or tokenizer.pad_token_id is None:
+        raise ModelError(f"the tokenizer in {folder} is not a BERT tokenizer: it lacks [CLS], [SEP] or [PAD]")
+    return JointTokenizer(tokenizer)

@@ -1,0 +1,196 @@
+"""The frozen vision tower: patch tokens and the pooled embedding of an image in one pass.
+
+Shape letters: b images, n patches, t = prefix + n tokens, h heads, d the tower's width, e the
+embedding's width.
+
+Which hidden state the adapter gets follows the published EDJE code: trunks from timm (SigLIP and its
+kin) give the last hidden state after the final norm; open_clip's own transformer (CLIP, OpenAI, DFN,
+MetaCLIP weights) gives the output of its last layer but one. Class and register tokens are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from edje_index.errors import ModelError
+from edje_index.models._torchvision_compat import prepare_torchvision
+
+prepare_torchvision()
+
+from open_clip.timm_model import TimmModel  # noqa: E402
+from open_clip.transformer import ResidualAttentionBlock, VisionTransformer  # noqa: E402
+
+# [b, n, d] patch tokens, [b, e] embedding, [b, n] attention that each patch received.
+TokensAndAttention = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class VisionTower(torch.nn.Module):
+    """A frozen ViT. Use :func:`vision_tower` to wrap an open_clip image tower.
+
+    Attributes:
+        patch_dim: width d of a patch token.
+        num_patches: patches n of an image.
+        embed_dim: width e of the pooled embedding.
+        num_heads: attention heads of the tower.
+        layer_norm_eps: epsilon of its final layer norm (published adapters take it over).
+        image_size: (height, width) in pixels that ``encode`` expects.
+    """
+
+    patch_dim: int
+    num_patches: int
+    embed_dim: int
+    num_heads: int
+    layer_norm_eps: float
+    image_size: tuple[int, int]
+
+    def __init__(self, visual: Any) -> None:
+        super().__init__()
+        self.visual = visual.requires_grad_(False)
+        self.image_size = (int(visual.image_size[0]), int(visual.image_size[1]))
+        self.eval()
+
+    def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Patch tokens [b, n, d] and the L2-normalised pooled embedding [b, e] of ``pixels`` [b, 3, height, width].
+
+        The embedding is open_clip's ``encode_image(pixels, normalize=True)``.
+        """
+        raise NotImplementedError
+
+    def encode_with_attention(self, pixels: torch.Tensor) -> TokensAndAttention:
+        """``encode``, and the attention that each patch receives in the last layer [b, n].
+
+        That is the mean over heads and over all queries (class token included) of the softmax weights.
+        """
+        raise NotImplementedError
+
+
+class TimmTower(VisionTower):
+    """A timm vision transformer inside open_clip: SigLIP, SigLIP2, EVA, DINOv2."""
+
+    def __init__(self, visual: Any) -> None:
+        super().__init__(visual)
+        trunk = visual.trunk
+        if not hasattr(trunk, "blocks") or not hasattr(trunk, "num_prefix_tokens"):
+            raise ModelError(f"the vision tower {type(trunk).__name__} has no patch tokens: choose a ViT")
+        self.prefix = int(trunk.num_prefix_tokens)
+        self.patch_dim = int(trunk.num_features)
+        self.num_patches = int(trunk.patch_embed.num_patches)
+        self.num_heads = int(trunk.blocks[-1].attn.num_heads)
+        self.layer_norm_eps = float(getattr(trunk.norm, "eps", 1e-6))
+        self.embed_dim = _output_dim(visual, trunk)
+
+    def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.visual.trunk.forward_features(pixels)
+        return hidden[:, self.prefix :], self._pool(hidden)
+
+    def encode_with_attention(self, pixels: torch.Tensor) -> TokensAndAttention:
+        blocks = self.visual.trunk.blocks
+        block = blocks[-1]
+        if not hasattr(block.attn, "qkv") or not hasattr(block.attn, "q_norm") or _rotary(self.visual.trunk):
+            raise ModelError(f"attention pruning does not know the layers of {type(self.visual.trunk).__name__}")
+        hidden, before_last = self._features_and_last_input(pixels)
+        attention = block.attn
+        q, k = _queries_and_keys(attention.qkv(block.norm1(before_last)), attention.num_heads)
+        received = received_attention(attention.q_norm(q), attention.k_norm(k), attention.scale)
+        return hidden[:, self.prefix :], self._pool(hidden), received[:, self.prefix :]
+
+    def _features_and_last_input(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final hidden state [b, t, d] and what went into the last layer [b, t, d]."""
+        captured: list[torch.Tensor] = []
+        handle = self.visual.trunk.blocks[-1].register_forward_pre_hook(lambda _, args: captured.append(args[0]))
+        try:
+            return self.visual.trunk.forward_features(pixels), captured[0]
+        finally:
+            handle.remove()
+
+    def _pool(self, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.normalize(self.visual.head(self.visual.trunk.forward_head(hidden)).float(), dim=-1)
+
+
+class ClipTower(VisionTower):
+    """open_clip's own vision transformer: CLIP, OpenAI, DFN and MetaCLIP weights."""
+
+    def __init__(self, visual: Any) -> None:
+        super().__init__(visual)
+        blocks = visual.transformer.resblocks
+        if len(blocks) < 2:
+            raise ModelError("a CLIP vision tower needs at least 2 layers: its patch tokens come from the last but one")
+        self.patch_dim = int(visual.conv1.out_channels)
+        self.num_patches = int(visual.grid_size[0] * visual.grid_size[1])
+        self.num_heads = int(blocks[-1].attn.num_heads)
+        self.layer_norm_eps = float(visual.ln_post.eps)
+        self.embed_dim = int(visual.output_dim)
+        self._penultimate = len(blocks) - 2
+
+    def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        patches, _, embedding = self._forward(pixels)
+        return patches, embedding
+
+    def encode_with_attention(self, pixels: torch.Tensor) -> TokensAndAttention:
+        block = self.visual.transformer.resblocks[-1]
+        if not isinstance(block, ResidualAttentionBlock):
+            raise ModelError(f"attention pruning does not know the layer {type(block).__name__}")
+        patches, prefix, embedding = self._forward(pixels)
+        attention = block.attn
+        hidden = block.ln_1(torch.cat([prefix, patches], dim=1))
+        qkv = functional.linear(hidden, attention.in_proj_weight, attention.in_proj_bias)
+        q, k = _queries_and_keys(qkv, attention.num_heads)
+        received = received_attention(q, k, attention.head_dim**-0.5)
+        return patches, embedding, received[:, prefix.shape[1] :]
+
+    def _forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Penultimate patch tokens [b, n, d], penultimate class token [b, 1, d], normalised embedding [b, e]."""
+        output = self.visual.forward_intermediates(
+            pixels, indices=[self._penultimate], output_fmt="NLC", output_extra_tokens=True
+        )
+        embedding = functional.normalize(output["image_features"].float(), dim=-1)
+        return output["image_intermediates"][0], output["image_intermediates_prefix"][0], embedding
+
+
+def vision_tower(visual: torch.nn.Module) -> VisionTower:
+    """Wrap an open_clip image tower (``model.visual``).
+
+    Raises:
+        ModelError: a tower without patch tokens (a ResNet, a convolutional trunk).
+    """
+    if isinstance(visual, TimmModel):
+        return TimmTower(visual)
+    if isinstance(visual, VisionTransformer):
+        return ClipTower(visual)
+    raise ModelError(f"the vision tower {type(visual).__name__} has no patch tokens: choose a ViT")
+
+
+def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention that each position receives, averaged over heads and queries: [b, h, t, c] twice to float32 [b, t].
+
+    One head at a time, so that memory stays at b x t x t.
+    """
+    heads = q.shape[1]
+    total = torch.zeros(k.shape[0], k.shape[2], dtype=torch.float32, device=k.device)
+    for head in range(heads):
+        scores = (q[:, head] * scale) @ k[:, head].transpose(-1, -2)
+        total += scores.float().softmax(dim=-1).mean(dim=1)
+    return total / heads
+
+
+def _queries_and_keys(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Joint projection [b, t, 3 h c] to queries and keys [b, h, t, c]."""
+    q, k, _ = qkv.reshape(*qkv.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
+    return q, k
+
+
+def _output_dim(visual: Any, trunk: Any) -> int:
+    projection = getattr(visual.head, "proj", None)
+    if projection is not None:
+        return int(projection.out_features)
+    mlp = getattr(visual.head, "mlp", None)
+    if mlp is not None:
+        return int(mlp.fc2.out_features)
+    return int(getattr(trunk.head, "out_features", trunk.num_features))
+
+
+def _rotary(trunk: Any) -> bool:
+    return getattr(trunk, "rope", None) is not None

@@ -1,0 +1,147 @@
+"""The open_clip model around two towers: its configuration, its weights before training, and its folder.
+
+The image tower is pooled by its class token and projected by timm's ``Mlp`` (Linear, GELU, Linear), the text tower
+by the mean of its tokens and open_clip's ``mlp`` projection (the same without biases).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edje_index.errors import ModelError
+from edje_index.filesystem import new_folder, write_json
+from edje_index.models._torchvision_compat import prepare_torchvision
+from edje_index.models.clip_model import HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig, build_clip
+from edje_index.models.text_tower import save_text_tokenizer, text_tokenizer
+from edje_index.models.weights import State, assign_weights, read_weights, save_weights
+from edje_index.recipes.contrastive.config import DualSources
+
+prepare_torchvision()
+
+import timm  # noqa: E402
+from timm.models.vision_transformer import checkpoint_filter_fn  # noqa: E402
+
+CONTEXT_LENGTH = 64  # tokens of a text; longer ones are cut
+TEXT_WEIGHTS = "model.safetensors"
+# What decides a BERT's output but for its weights: the rest of config.json differs between versions of transformers.
+_BERT_FIELDS = (
+    "attention_probs_dropout_prob", "hidden_act", "hidden_dropout_prob", "hidden_size", "initializer_range",
+    "intermediate_size", "layer_norm_eps", "max_position_embeddings", "model_type", "num_attention_heads",
+    "num_hidden_layers", "pad_token_id", "type_vocab_size", "vocab_size",
+)  # fmt: skip
+
+
+@dataclass
+class DualModel:
+    """An open_clip model with a timm image tower and a Hugging Face text tower.
+
+    Attributes:
+        clip: ``open_clip.CustomTextCLIP``.
+        config: what it was built from.
+        tokenizer: of the text tower.
+        text_config: the text tower's ``config.json``.
+    """
+
+    clip: Any
+    config: ClipConfig
+    tokenizer: Any
+    text_config: dict[str, Any]
+
+    def save(self, out: Path) -> None:
+        """Write the new folder ``out``, which ``load_clip("local-dir:OUT")`` opens.
+
+        Raises:
+            ModelError: it exists.
+        """
+        with new_folder(out) as folder:
+            self.config.write(folder)
+            save_weights(self.clip, folder / WEIGHTS_FILE)
+            save_text_tokenizer(self.tokenizer, folder)
+            (folder / HF_TEXT_FOLDER).mkdir()
+            write_json(folder / HF_TEXT_FOLDER / "config.json", self.text_config)
+
+
+def start_model(sources: DualSources, embed_dim: int, seed: int) -> DualModel:
+    """The towers with their weights and heads at random, decided by ``seed``.
+
+    Raises:
+        ModelError: a tower is not there, or of another kind.
+    """
+    text_config = _text_config(sources.text)
+    config = clip_config(sources, embed_dim)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        clip: Any = build_clip(config, sources.text)
+    _load_image_weights(clip.visual.trunk, sources.image_weights)
+    _load_text_weights(clip.text.transformer, sources.text / TEXT_WEIGHTS)
+    return DualModel(clip, config, text_tokenizer(config, sources.text), text_config)
+
+
+def clip_config(sources: DualSources, embed_dim: int) -> ClipConfig:
+    """open_clip's configuration of the pair; pictures are prepared as the timm model was trained."""
+    vision = {
+        "image_size": sources.image_size,
+        "timm_model_name": sources.image_name,
+        "timm_model_pretrained": False,
+        "timm_pool": "token",
+        "timm_proj": "mlp",
+        "timm_proj_bias": True,
+    }
+    text = {
+        "context_length": CONTEXT_LENGTH,
+        "hf_model_name": sources.text.name,
+        "hf_model_pretrained": False,
+        "hf_tokenizer_name": sources.text.name,
+        "hf_pooler_type": "mean_pooler",
+        "hf_proj_type": "mlp",
+    }
+    trained: Any = timm.get_pretrained_cfg(sources.image_name)
+    if trained is None:
+        raise ModelError(f"timm {timm.__version__} knows no model {sources.image_name!r}; see timm.list_models()")
+    preprocess = {
+        "size": [sources.image_size, sources.image_size],
+        "mode": "RGB",
+        "mean": list(trained.mean),
+        "std": list(trained.std),
+        "interpolation": "bicubic",
+        "resize_mode": "shortest",
+        "fill_color": 0,
+    }
+    name = f"{sources.image_name}-{sources.text.name}"
+    return ClipConfig(name, {"embed_dim": embed_dim, "vision_cfg": vision, "text_cfg": text}, preprocess)
+
+
+def _text_config(folder: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((folder / "config.json").read_text())
+        return {name: values[name] for name in _BERT_FIELDS if name in values}
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{folder} is not the folder of a Hugging Face BERT: {error}") from error
+
+
+def _load_image_weights(trunk: Any, path: Path) -> None:
+    state = {name: tensor.float() for name, tensor in _read(path).items() if not name.startswith("head.")}
+    try:
+        fitted = checkpoint_filter_fn(state, trunk)
+    except (KeyError, RuntimeError) as error:
+        raise ModelError(f"the weights {path} are not those of {type(trunk).__name__}: {error}") from error
+    assign_weights(trunk, fitted, str(path))
+
+
+def _load_text_weights(transformer: torch.nn.Module, path: Path) -> None:
+    """All but the pooler, which a mean over tokens does not need."""
+    state = {name.removeprefix("bert."): tensor.float() for name, tensor in _read(path).items()}
+    left_out = ("pooler.", "cls.", "embeddings.position_ids")
+    kept = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
+    assign_weights(transformer, kept, str(path))
+
+
+def _read(path: Path) -> State:
+    if not path.is_file():
+        raise ModelError(f"no weights at {path}; 'edje-index fetch-towers' gets some")
+    return read_weights(path)

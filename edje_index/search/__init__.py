@@ -1,0 +1,1 @@
+"""Search: text embedding, nearest rows, token fetch, re-ranking."""

@@ -1,0 +1,1 @@
+"""Training data: captions, features, batches, negatives, sampling."""

@@ -1,0 +1,158 @@
+"""What training reads beside the features: captions as tokens and embeddings, each with the row of its image.
+
+Prepared once in a folder of plain arrays, which every worker maps.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edje_index.models.joint_inputs import JointTokenizer
+from edje_index.models.text_tower import TextTower, embed_texts
+from storage_formats.atomic import fsync_paths
+from storage_formats.errors import UsageError
+from storage_formats.format.manifest import Manifest
+from storage_formats.reading.embeddings import read_embeddings
+
+_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Images n with captions c; captions of one image lie side by side.
+
+    Attributes:
+        rows: row of each image in the feature index, int64 [n].
+        caption_starts: captions of image i are caption_starts[i] up to caption_starts[i + 1], int64 [n + 1].
+        token_starts: the same for tokens of captions, int64 [c + 1].
+        tokens: word numbers of all captions, without marks, uncut but for the 64 tokens of a row, int32.
+        caption_keys: equal for captions with the same words, int64 [c].
+        text_embeddings: of the text tower, float32 [c, e].
+        image_mining, text_mining: embeddings that negatives are mined with, float32 [n, e'] and [c, e'].
+    """
+
+    rows: NDArray[np.int64]
+    caption_starts: NDArray[np.int64]
+    token_starts: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    caption_keys: NDArray[np.int64]
+    text_embeddings: NDArray[np.float32]
+    image_mining: NDArray[np.float32]
+    text_mining: NDArray[np.float32]
+
+    @classmethod
+    def open(cls, folder: Path) -> TrainingData:
+        """Map what :meth:`save` wrote."""
+        return cls(**{f.name: np.load(folder / f"{f.name}.npy", mmap_mode="r") for f in fields(cls)})
+
+    def save(self, folder: Path) -> None:
+        """Write one file an array, all of them or none."""
+        staging = folder.with_name(f".{folder.name}.part")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        for leaf in fields(self):
+            np.save(staging / f"{leaf.name}.npy", getattr(self, leaf.name))
+        fsync_paths([*staging.iterdir(), staging])
+        staging.rename(folder)
+        fsync_paths([folder.parent])
+
+    @property
+    def images(self) -> int:
+        """n."""
+        return len(self.rows)
+
+    def caption(self, at: int) -> NDArray[np.int32]:
+        """Tokens of a caption."""
+        part: NDArray[np.int32] = self.tokens[self.token_starts[at] : self.token_starts[at + 1]]
+        return part
+
+
+@dataclass(frozen=True)
+class CaptionSet:
+    """Captions with the rows of their images in the feature index: what a dataset is made of.
+
+    Attributes:
+        rows: int64 [n].
+        captions: of each image, at least one.
+    """
+
+    rows: NDArray[np.int64]
+    captions: Sequence[Sequence[str]]
+
+    def texts(self) -> list[str]:
+        """All captions, one after another."""
+        return [text for group in self.captions for text in group]
+
+
+@dataclass(frozen=True)
+class Miner:
+    """An embedding model that similarities come from.
+
+    Attributes:
+        text: its text tower.
+        index: an index that it built, with the images' embeddings.
+        rows: row of each image in that index, int64 [n].
+    """
+
+    text: TextTower
+    index: Path
+    rows: NDArray[np.int64]
+
+
+def prepare_data(
+    items: CaptionSet,
+    tokenizer: JointTokenizer,
+    tower: TextTower,
+    miner: Miner,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> TrainingData:
+    """Tokens and embeddings of all captions, embeddings of all images.
+
+    Args:
+        items: images and captions.
+        tokenizer: of the joint encoder.
+        tower: text tower whose embeddings are recovered.
+        miner: what negatives are mined with; its text tower may be `tower`.
+        on_progress: of embedding the captions, see `text.embed_texts`.
+    """
+    texts = items.texts()
+    if not texts:
+        raise UsageError("the captions name no image that can be trained on")
+    ids = [np.array(caption, dtype=np.int32) for caption in _token_ids(tokenizer, texts)]
+    embeddings = embed_texts(tower, texts, on_progress)
+    mining = embeddings if miner.text is tower else embed_texts(miner.text, texts, on_progress)
+    keys = {text: at for at, text in enumerate(dict.fromkeys(map(_key, texts)))}
+    return TrainingData(
+        rows=np.asarray(items.rows, dtype=np.int64),
+        caption_starts=_starts([len(group) for group in items.captions]),
+        token_starts=_starts([len(caption) for caption in ids]),
+        tokens=np.concatenate(ids),
+        caption_keys=np.array([keys[_key(text)] for text in texts], dtype=np.int64),
+        text_embeddings=embeddings,
+        image_mining=image_embeddings(miner.index, miner.rows),
+        text_mining=mining,
+    )
+
+
+def image_embeddings(root: Path, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Embeddings of `rows` of the index at `root`, float32 [len(rows), e]."""
+    return read_embeddings(root, Manifest.load(root).spec, rows)
+
+
+def _token_ids(tokenizer: JointTokenizer, texts: Sequence[str]) -> list[list[int]]:
+    return [ids for at in range(0, len(texts), _BATCH) for ids in tokenizer.caption_ids(texts[at : at + _BATCH])]
+
+
+def _key(text: str) -> str:
+    return " ".join(text.lower().split()).rstrip(" .")
+
+
+def _starts(lengths: Sequence[int]) -> NDArray[Any]:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

@@ -1,0 +1,1 @@
+"""What is fitted after the last step: pooled similarity, hubness bank, score weights."""

@@ -1,0 +1,1 @@
+"""The training loop: workers, checkpoints, learning-rate schedule, log."""

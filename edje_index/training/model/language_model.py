@@ -1,0 +1,77 @@
+"""A joint encoder from a Hugging Face BERT: the language model's weights as they are, the rest fresh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from edje_index.errors import ModelError
+from edje_index.models.joint_encoder import JointEncoder, bert_config
+from edje_index.models.joint_inputs import load_joint_tokenizer
+from edje_index.models.weights import State, read_checkpoint, read_weights
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+WORDS = "bert.embeddings.word_embeddings.weight"
+POOLER = {"bert.pooler.dense.weight": "0.dense.weight", "bert.pooler.dense.bias": "0.dense.bias"}
+HEAD = "cls.predictions."
+
+
+def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
+    """A joint encoder around the language model in `folder`.
+
+    ``<image>`` is appended to the vocabulary. Words, positions, types, layers and the pooler (which becomes the first
+    half of the scoring head) are those of the files; so is the language-model head where they hold one (its decoder
+    is the table of words). Everything else begins at random. Weights of 16 bits become float32.
+
+    Args:
+        folder: with ``config.json``, ``model.safetensors`` (or ``pytorch_model.bin``) and the tokenizer.
+        embed_dim: width of the text embedding that the model shall recover.
+
+    Raises:
+        ModelError: no such model, or not a BERT.
+    """
+    tokenizer = load_joint_tokenizer(folder)
+    config = bert_config(folder / "config.json")
+    state = _read(folder)
+    if WORDS not in state or state[WORDS].shape != (config.vocab_size, config.hidden_size):
+        raise ModelError(f"the weights in {folder} are not those of the BERT in its config.json: {WORDS} does not fit")
+    held = int(config.vocab_size)
+    joint = JointEncoder(
+        bert_config(folder / "config.json", vocab_size=max(held, len(tokenizer))), tokenizer, embed_dim
+    )
+    _assign(joint, state, folder)
+    return joint
+
+
+def _read(folder: Path) -> State:
+    """The tensors under BERT's own names, in float32."""
+    path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if path is None:
+        raise ModelError(f"no weights in {folder}: it holds neither {' nor '.join(WEIGHTS)}")
+    raw: State = read_weights(path) if path.suffix == ".safetensors" else read_checkpoint(path)
+    named = {k if k.startswith(("bert.", "cls.")) else f"bert.{k}": v for k, v in raw.items()}
+    return {k: v.float() for k, v in named.items() if not k.endswith("position_ids")}
+
+
+@torch.no_grad()
+def _assign(joint: JointEncoder, state: State, folder: Path) -> None:
+    own = joint.language_model.state_dict()
+    held = state[WORDS].shape[0]
+    own[WORDS][:held] = state.pop(WORDS)
+    pooler = {POOLER[name]: state.pop(name) for name in list(state) if name in POOLER}
+    if len(pooler) == len(POOLER):
+        joint.classification_head.load_state_dict(pooler, strict=False)
+    for name, tensor in state.items():
+        if name.startswith(HEAD):
+            if name == f"{HEAD}bias":
+                own[name][:held] = tensor
+            elif ".transform." in name:
+                own[name].copy_(tensor)
+        elif name in own and own[name].shape == tensor.shape:
+            own[name].copy_(tensor)
+        elif name.startswith("bert."):
+            raise ModelError(f"the weights in {folder} do not fit their config.json: {name} {list(tensor.shape)}")
+    missing = [name for name in own if name.startswith("bert.") and name not in state and name != WORDS]
+    if missing:
+        raise ModelError(f"the weights in {folder} lack {len(missing)} tensors of the language model ({missing[0]})")

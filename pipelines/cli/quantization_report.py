@@ -1,0 +1,85 @@
+"""The options of `edje-index quantize --report`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from storage_formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipelines.jobs.quantization_report import QuantizeReport
+
+_PRINT_ONLY = "-"
+_OPTIONS = (
+    click.option(
+        "--report",
+        is_flag=False,
+        flag_value=_PRINT_ONLY,
+        type=click.Path(file_okay=False, allow_dash=True, path_type=Path),
+        metavar="[DIR]",
+        help="Measure what each precision costs on INDEX; files go to DIR, if it is given.",
+    ),
+    click.option("--rows", type=click.IntRange(1, 20_000), help="With --report: rows to compare.  [default: 2000]"),
+    click.option(
+        "--queries",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="With --report: texts to rank for, one a line, or .jsonl.  [default: 24 built-in captions]",
+    ),
+    click.option(
+        "--pool", type=click.IntRange(2, 1000), help="With --report: nearest rows that are ranked.  [default: 50]"
+    ),
+    click.option(
+        "--model",
+        type=click.Path(path_type=Path),
+        help="With --report: model bundle.  [default: the one that built INDEX]",
+    ),
+    click.option(
+        "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="With --report: where it runs.  [default: auto]"
+    ),
+)
+
+
+@dataclass(frozen=True)
+class ReportRequest:
+    """What `--report` and its options asked for; `settings` are fields of `ReportConfig`."""
+
+    folder: Path | None
+    settings: dict[str, Any]
+
+
+def report_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options, and their sum as its argument `request`: a `ReportRequest`, or None."""
+
+    @functools.wraps(function)
+    def command(report: Path | None, **others: Any) -> None:
+        names = ("rows", "queries", "pool", "model", "device")
+        given = {name: value for name in names if (value := others.pop(name)) is not None}
+        if report is None and given:
+            raise UsageError(f"--{next(iter(given))} is for --report, which was not given")
+        folder = None if report == Path(_PRINT_ONLY) else report
+        function(request=None if report is None else ReportRequest(folder, given), **others)
+
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def measure(
+    request: ReportRequest, index: Path, precisions: tuple[str, ...], source: str | None, *, quiet: bool
+) -> QuantizeReport:
+    """The report of `index`, written to the folder where there is one."""
+    from pipelines.jobs.quantization_report import ReportConfig, measure_precisions
+    from pipelines.jobs.quantization_report_files import write_report
+    from pipelines.progress.display import progress_display
+
+    with progress_display(quiet=quiet) as on_event:
+        report = measure_precisions(ReportConfig(index, precisions, source, **request.settings), on_event)
+    if request.folder is not None:
+        write_report(report, request.folder)
+    return report

@@ -1,0 +1,1 @@
+"""Build plans: what a build will do, frozen before it starts."""

@@ -1,0 +1,1 @@
+"""What a job reports while it runs, and how it is displayed."""

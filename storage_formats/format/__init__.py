@@ -1,0 +1,1 @@
+"""The format on disk: paths, manifest, rows table, receipts, Zarr metadata, checksums."""

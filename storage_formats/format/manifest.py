@@ -1,0 +1,227 @@
+"""`index.json` and the shard table: what an index is, and every data file it consists of (SPEC.md sections 4, 5)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from storage_formats.atomic import write_bytes_atomic, write_json_atomic
+from storage_formats.codecs import codec
+from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError
+from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
+from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Layout
+
+SHARD_TABLE_SCHEMA = pa.schema(
+    [
+        pa.field("shard", pa.int32(), nullable=False),
+        pa.field("path", pa.string(), nullable=False),
+        pa.field("bytes", pa.int64(), nullable=False),
+        pa.field("crc32c", pa.uint32(), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A committed file: path relative to the index, length in bytes, CRC-32C of its contents."""
+
+    path: str
+    bytes: int
+    crc32c: int
+
+    @classmethod
+    def of(cls, layout: Layout, path: Path) -> FileRecord:
+        """The record of a file that is on disk, read once."""
+        length, crc = crc32c_file(path)
+        return cls(layout.relative(path), length, crc)
+
+    def to_json(self) -> dict[str, Any]:
+        """Checksums are hexadecimal in JSON."""
+        return {"path": self.path, "bytes": self.bytes, "crc32c": to_hex(self.crc32c)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> FileRecord:
+        return cls(str(value["path"]), int(value["bytes"]), int(value["crc32c"], 16))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Where every input went: inputs = indexed + duplicates + failed, the last by reason."""
+
+    inputs: int
+    indexed: int
+    duplicates: int
+    failed: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def failed_total(self) -> int:
+        return sum(self.failed.values())
+
+    def check(self) -> None:
+        """CorruptIndexError unless every input is accounted for."""
+        found = self.indexed + self.duplicates + self.failed_total
+        if found != self.inputs:
+            raise CorruptIndexError(
+                f"{self.inputs} inputs but {self.indexed} indexed + {self.duplicates} duplicates + "
+                f"{self.failed_total} failed = {found}"
+            )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of `index.json`; the fields are described in SPEC.md section 4."""
+
+    spec: IndexSpec
+    counts: Counts
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    plan: str
+    shard_table: FileRecord
+    ann: dict[str, Any]
+    created_by: str
+    format_version: str = FORMAT_VERSION
+
+    @classmethod
+    def load(cls, root: str | Path) -> Manifest:
+        """Read the manifest of the index at `root`.
+
+        Raises:
+            UsageError: there is no index at `root`, or its format is newer than this version reads.
+            IncompleteIndexError: a build was begun there and has not finished.
+            CorruptIndexError: `index.json` is not what SPEC.md says.
+        """
+        layout = Layout(Path(root))
+        try:
+            value = json.loads(layout.manifest.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            raise _absent(layout) from None
+        except (OSError, ValueError) as error:
+            raise CorruptIndexError(f"cannot read {layout.manifest}: {error}") from error
+        return _parse(layout, value)
+
+    def write(self, layout: Layout) -> None:
+        """Commit: from this call on the index exists."""
+        spec = self.spec
+        precisions = [
+            {"name": name, "record_bytes": codec(name, spec.block_shape).record_bytes} for name in spec.precisions
+        ]
+        value = {
+            "format": FORMAT,
+            "format_version": self.format_version,
+            "created_by": self.created_by,
+            "rows": spec.rows,
+            "shard_size": spec.shard_size,
+            "shards": spec.shards,
+            "block_shape": list(spec.block_shape),
+            "embed_dim": spec.embed_dim,
+            "precisions": precisions,
+            "counts": asdict(self.counts),
+            "model": self.model,
+            "settings": self.settings,
+            "plan": self.plan,
+            "shard_table": self.shard_table.to_json(),
+            "ann": self.ann,
+        }
+        write_json_atomic(layout.manifest, {**value, "crc32c": _own_checksum(value)})
+
+    def shard_files(self, root: str | Path) -> pa.Table:
+        """The shard table, checked against its own checksum. CorruptIndexError where it does not hold."""
+        path = Path(root) / self.shard_table.path
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CorruptIndexError(f"cannot read the shard table {path}: {error}") from error
+        if len(data) != self.shard_table.bytes or crc32c(data) != self.shard_table.crc32c:
+            raise CorruptIndexError(f"the shard table {path} does not match its checksum in index.json")
+        return pq.read_table(pa.BufferReader(data))
+
+
+def _absent(layout: Layout) -> Exception:
+    if layout.plan.exists():
+        return IncompleteIndexError(
+            f"{layout.root} was begun and is not finished; run the same build command again to resume it"
+        )
+    if layout.root.exists():
+        return UsageError(f"{layout.root} is not an EDJE index (it has no index.json)")
+    return UsageError(f"there is no index at {layout.root}")
+
+
+def _own_checksum(value: dict[str, Any]) -> str:
+    """CRC-32C of the members in one line, sorted, without `crc32c` itself (SPEC.md section 4)."""
+    members = {name: member for name, member in value.items() if name != "crc32c"}
+    text = json.dumps(members, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return to_hex(crc32c(text.encode()))
+
+
+def _parse(layout: Layout, value: Any) -> Manifest:
+    where = layout.manifest
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise UsageError(f"{where} is not the manifest of an EDJE index")
+    found = str(value.get("format_version"))
+    if found.split(".")[0] != FORMAT_VERSION.split(".")[0]:
+        raise UsageError(f"{where} has format version {found}, this program reads {FORMAT_VERSION}; upgrade edje-index")
+    if value.get("crc32c") != _own_checksum(value):
+        raise CorruptIndexError(f"{where} does not match its own checksum: it was damaged or edited")
+    try:
+        m, d = value["block_shape"]
+        spec = IndexSpec(
+            rows=int(value["rows"]),
+            shard_size=int(value["shard_size"]),
+            block_shape=(int(m), int(d)),
+            embed_dim=int(value["embed_dim"]),
+            precisions=tuple(str(entry["name"]) for entry in value["precisions"]),
+        )
+        counts = Counts(**value["counts"])
+        table = FileRecord.from_json(value["shard_table"])
+        manifest = Manifest(
+            spec=spec,
+            counts=counts,
+            model=dict(value["model"]),
+            settings=dict(value["settings"]),
+            plan=str(value["plan"]),
+            shard_table=table,
+            ann=dict(value["ann"]),
+            created_by=str(value["created_by"]),
+            format_version=found,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptIndexError(f"{where} lacks a member or has one of the wrong type: {error!r}") from error
+    counts.check()
+    if counts.inputs != spec.rows or int(value.get("shards", -1)) != spec.shards:
+        raise CorruptIndexError(f"{where}: rows, shards and counts contradict each other")
+    return manifest
+
+
+def write_shard_table(layout: Layout, files: Iterable[tuple[int, FileRecord]]) -> FileRecord:
+    """Write the table of (shard, file) in order and return its own record."""
+    ordered = sorted(files, key=lambda item: (item[0], item[1].path))
+    table = pa.table(
+        {
+            "shard": [shard for shard, _ in ordered],
+            "path": [file.path for _, file in ordered],
+            "bytes": [file.bytes for _, file in ordered],
+            "crc32c": [file.crc32c for _, file in ordered],
+        },
+        schema=SHARD_TABLE_SCHEMA,
+    )
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    data = sink.getvalue().to_pybytes()
+    path = layout.shard_table(crc32c(data))
+    write_bytes_atomic(path, data)
+    return FileRecord(layout.relative(path), len(data), crc32c(data))
+
+
+def created_by() -> str:
+    """Package and version, as `created_by` of a manifest has it."""
+    try:
+        return f"edje-index {version('edje-index')}"
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "edje-index"

@@ -1,0 +1,88 @@
+"""`zarr.json` of the group and arrays of an index: Zarr v3 core specification and its sharding codec (ZEP 2).
+
+The documents are fixed by SPEC.md, so they are written here and not left to a library's defaults; `verify`
+and the tests open them with zarr-python, the tests also with TensorStore.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from storage_formats.codecs import codec
+from storage_formats.format.layout import FORMAT_VERSION, IndexSpec
+
+_LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
+
+
+def group_metadata() -> dict[str, Any]:
+    """`tokens/zarr.json`."""
+    return {"zarr_format": 3, "node_type": "group", "attributes": {"edje": {"format_version": FORMAT_VERSION}}}
+
+
+def token_array_metadata(spec: IndexSpec, precision: str) -> dict[str, Any]:
+    """`tokens/<precision>/zarr.json`."""
+    entry = codec(precision, spec.block_shape)
+    bytes_codec = _LITTLE_ENDIAN if entry.zarr_dtype != "uint8" else {"name": "bytes"}
+    sharding = {
+        "name": "sharding_indexed",
+        "configuration": {
+            "chunk_shape": [1, *entry.record_shape],
+            "codecs": [bytes_codec],
+            "index_codecs": [_LITTLE_ENDIAN, {"name": "crc32c"}],
+            "index_location": "end",
+        },
+    }
+    attributes = {
+        "format_version": FORMAT_VERSION,
+        "precision": precision,
+        "logical_dtype": entry.logical_dtype,
+        "block_shape": list(spec.block_shape),
+        "record_bytes": entry.record_bytes,
+    }
+    names = ["row", "token", "channel"] if len(entry.record_shape) == 2 else ["row", "byte"]
+    return _array(
+        shape=[spec.rows, *entry.record_shape],
+        chunk=[spec.shard_size, *entry.record_shape],
+        data_type=entry.zarr_dtype,
+        fill_value=entry.fill_value,
+        codecs=[sharding],
+        names=names,
+        attributes=attributes,
+    )
+
+
+def embedding_array_metadata(spec: IndexSpec) -> dict[str, Any]:
+    """`embeddings/zarr.json`."""
+    return _array(
+        shape=[spec.rows, spec.embed_dim],
+        chunk=[spec.shard_size, spec.embed_dim],
+        data_type="float32",
+        fill_value="NaN",
+        codecs=[_LITTLE_ENDIAN],
+        names=["row", "dimension"],
+        attributes={"format_version": FORMAT_VERSION, "normalised": "l2"},
+    )
+
+
+def _array(
+    *,
+    shape: list[int],
+    chunk: list[int],
+    data_type: str,
+    fill_value: int | str,
+    codecs: list[dict[str, Any]],
+    names: list[str],
+    attributes: dict[str, Any],
+) -> dict[str, Any]:
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": data_type,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": fill_value,
+        "codecs": codecs,
+        "dimension_names": names,
+        "attributes": {"edje": attributes},
+    }

@@ -1,0 +1,1 @@
+"""Writing an index: shards, staging, commit, conversion between precisions."""

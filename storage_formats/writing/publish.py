@@ -1,0 +1,114 @@
+"""Beginning and finishing an index: what stands before the first shard and after the last (SPEC.md section 11)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from storage_formats.atomic import fsync_paths, write_json_atomic
+from storage_formats.errors import CorruptIndexError
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import Counts, Manifest, created_by, write_shard_table
+from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.zarr_metadata import embedding_array_metadata, group_metadata, token_array_metadata
+
+_UNFINISHED = (
+    ".index.json.*", "manifest/.shards-*", "tokens/.zarr.json.*", "tokens/*/.zarr.json.*", "embeddings/.zarr.json.*",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What an index was made with; stored in `index.json` as it is.
+
+    Attributes:
+        model: at least `fingerprint`, a hash of all that decides the stored bytes.
+        settings: the settings of the build.
+        plan: fingerprint of the build plan.
+    """
+
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    plan: str
+
+
+def begin_index(root: str | Path, spec: IndexSpec) -> None:
+    """Make the folders and Zarr metadata of an index; may be called again, to the same effect."""
+    layout = Layout(Path(root))
+    folders = [layout.embeddings, layout.rows, layout.ann, layout.staging, layout.receipt(0).parent]
+    for name in spec.precisions:
+        folders += [layout.token_array(name), layout.checksums(name, 0).parent]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(layout.tokens / "zarr.json", group_metadata())
+    for name in spec.precisions:
+        write_json_atomic(layout.token_array(name) / "zarr.json", token_array_metadata(spec, name))
+    write_json_atomic(layout.embeddings / "zarr.json", embedding_array_metadata(spec))
+    fsync_paths([layout.root, layout.tokens, layout.root / "checksums"])
+
+
+def clear_staging(root: str | Path) -> None:
+    """Remove attempts that a crash left behind. Only while no worker writes to this index."""
+    layout = Layout(Path(root))
+    shutil.rmtree(layout.staging, ignore_errors=True)
+    layout.staging.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(layout)
+
+
+def remove_unfinished(layout: Layout) -> None:
+    """Remove what a process that was killed within `atomic.write_bytes_atomic` left of a manifest or of metadata."""
+    for pattern in _UNFINISHED:
+        for path in layout.root.glob(pattern):
+            path.unlink()
+
+
+def total_counts(receipts: Sequence[ShardReceipt]) -> Counts:
+    """Sum of the receipts, checked: inputs = indexed + duplicates + failed."""
+    failed: dict[str, int] = {}
+    for receipt in receipts:
+        for reason, count in receipt.failed.items():
+            failed[reason] = failed.get(reason, 0) + count
+    counts = Counts(
+        inputs=sum(receipt.rows for receipt in receipts),
+        indexed=sum(receipt.indexed for receipt in receipts),
+        duplicates=sum(receipt.duplicates for receipt in receipts),
+        failed=dict(sorted(failed.items())),
+    )
+    counts.check()
+    return counts
+
+
+def finish_index(
+    root: str | Path,
+    spec: IndexSpec,
+    receipts: Sequence[ShardReceipt],
+    provenance: Provenance,
+    ann: dict[str, Any],
+) -> Manifest:
+    """Write the shard table and then `index.json`, the commit point; remove `build/`.
+
+    Args:
+        receipts: one for each shard, any order.
+        ann: description of `ann/`, with `files` as in SPEC.md section 10.
+    """
+    layout = Layout(Path(root))
+    found = sorted(receipt.shard for receipt in receipts)
+    if found != list(range(spec.shards)):
+        raise CorruptIndexError(f"{spec.shards} shards are planned, receipts exist for {len(set(found))}")
+    table = write_shard_table(layout, ((receipt.shard, file) for receipt in receipts for file in receipt.files))
+    manifest = Manifest(
+        spec=spec,
+        counts=total_counts(receipts),
+        model=provenance.model,
+        settings=provenance.settings,
+        plan=provenance.plan,
+        shard_table=table,
+        ann=ann,
+        created_by=created_by(),
+    )
+    manifest.write(layout)
+    shutil.rmtree(layout.build, ignore_errors=True)
+    return manifest

@@ -1,0 +1,87 @@
+"""One file of a token array: records in order, then padding, then the Zarr shard index (SPEC.md section 6)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.codecs import Codec, Records, fill_record
+from storage_formats.format.checksum import crc32c, crc32c_rows
+from storage_formats.format.layout import padded_shard_bytes
+from storage_formats.writing.sequential_file import SequentialFile
+
+ABSENT = np.uint64(2**64 - 1)
+"""Offset and length of an absent inner chunk: Zarr sharding codec, "Binary shard format"."""
+
+
+def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
+    """The shard index for `present` [shard_size]: (offset, length) pairs, uint64, then their CRC-32C."""
+    entries = np.full((len(present), 2), ABSENT, dtype="<u8")
+    places = np.flatnonzero(present).astype("<u8")
+    entries[present, 0] = places * np.uint64(record_bytes)
+    entries[present, 1] = record_bytes
+    data = entries.tobytes()
+    return data + crc32c(data).to_bytes(4, "little")
+
+
+class TokenShardFile:
+    """Writes a shard file front to back, with the checksum of each record and of the whole file.
+
+    Not thread-safe. The caller renames the file (`ShardWriter.commit`).
+    """
+
+    def __init__(self, path: Path, codec: Codec, rows: int, shard_size: int) -> None:
+        self.path = path
+        self.codec = codec
+        self._rows = rows
+        self._present = np.zeros(shard_size, dtype=np.bool_)
+        self._checksums = np.empty(rows, dtype="<u4")
+        self._fill = fill_record(codec)
+        self._next = 0
+        self._crc = 0
+        self._index_offset, self.length = padded_shard_bytes(rows, shard_size, codec.record_bytes)
+        self._file = SequentialFile(path, self.length)
+
+    def put(self, positions: NDArray[np.int64], records: Records) -> None:
+        """Write `records` [k, record_bytes] at ascending `positions` [k], in as few pieces as those have runs."""
+        for run in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(positions) > 1) + 1):
+            if len(run):
+                self._append(int(positions[run[0]]), records[run[0] : run[-1] + 1])
+
+    def finish(self) -> tuple[int, NDArray[np.uint32]]:
+        """Fill the rest with holes, add padding and index, and write what is buffered.
+
+        Returns (CRC-32C of the file, CRC-32C of each record [rows]).
+        """
+        self._fill_to(self._rows)
+        end = self._rows * self.codec.record_bytes
+        tail = bytes(self._index_offset - end) + shard_index_bytes(self._present, self.codec.record_bytes)
+        self._file.write(np.frombuffer(tail, dtype=np.uint8))
+        self._file.flush()
+        self._crc = crc32c(tail, self._crc)
+        return self._crc, self._checksums
+
+    def close(self) -> None:
+        """Release the file; may be called twice."""
+        self._file.close()
+
+    def _append(self, position: int, records: Records) -> None:
+        self._fill_to(position)
+        self._present[position : position + len(records)] = True
+        self._write(records)
+
+    def _fill_to(self, position: int) -> None:
+        while self._next < position:
+            count = min(position - self._next, 64)
+            self._write(np.broadcast_to(self._fill, (count, self.codec.record_bytes)))
+
+    def _write(self, records: Records) -> None:
+        records = np.ascontiguousarray(records)
+        stop = self._next + len(records)
+        self._checksums[self._next : stop] = crc32c_rows(records)
+        flat = records.reshape(-1)
+        self._crc = crc32c(flat, self._crc)
+        self._file.write(flat)
+        self._next = stop

@@ -1,0 +1,244 @@
+"""Model bundles on disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from transformers import BertConfig, BertTokenizerFast
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.info import INFO_FILE, JOINT_WEIGHTS, VISION_WEIGHTS, read_bundle_info
+from edje_index.errors import ModelError
+from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
+from edje_index.models.adapter import COMPRESSED, LOCAL, PATCHES, REDUCTIONS, build_adapter
+from edje_index.models.clip_model import ClipConfig
+from edje_index.models.text_tower import text_tokenizer
+from tests.edje_index.published_cases import WORDS
+from tests.edje_index.towers import SMALL_TEXT, random_clip, random_pixels, timm_config
+
+
+def test_round_trip_gives_the_same_outputs_and_fingerprints(tiny_model: ModelBundle, tmp_path: Path) -> None:
+    info = tiny_model.save(tmp_path / "copy")
+    assert (info.fingerprint, info.encoder_fingerprint) == (tiny_model.fingerprint, tiny_model.encoder_fingerprint)
+    copy = ModelBundle.load(tmp_path / "copy")
+    pixels = random_pixels(tiny_model.clip_config)
+    texts = ["a red dog", "snow on a mountain"]
+    for left, right in zip(
+        image_tokens(tiny_model.vision, tiny_model.adapter, pixels),
+        image_tokens(copy.vision, copy.adapter, pixels),
+        strict=True,
+    ):
+        assert torch.equal(left, right)
+    np.testing.assert_array_equal(tiny_model.text.encode(texts), copy.text.encode(texts))
+    blocks = torch.randn(2, *copy.block_shape)
+    assert torch.equal(tiny_model.joint.score(texts, blocks), copy.joint.score(texts, blocks))
+
+
+def test_use_does_not_change_what_is_saved(tiny_model: ModelBundle, tmp_path: Path) -> None:
+    """Tokenizers remember their last padding and truncation; a fingerprint must not."""
+    tiny_model.joint.score("a dog " * 100, torch.randn(1, *tiny_model.block_shape))
+    tiny_model.text.encode(["a dog"])
+    assert tiny_model.save(tmp_path / "copy").fingerprint == tiny_model.fingerprint
+
+
+def test_info_needs_no_weights(tiny_bundle: Path, tiny_model: ModelBundle) -> None:
+    info = read_bundle_info(tiny_bundle)
+    assert info.block_shape == tiny_model.block_shape == (4, 16)
+    assert info.embed_dim == tiny_model.embed_dim == 24
+    assert info.trained is False
+    assert "untrained" in info.notes
+    sizes = [p.stat().st_size for p in tiny_bundle.rglob("*.safetensors")]
+    assert info.weights_bytes == sum(sizes)
+    assert 0 < info.encoder_weights_bytes < info.weights_bytes
+    assert all(stat.S_IMODE(p.stat().st_mode) & 0o044 for p in tiny_bundle.rglob("*")), "readable by others"
+
+
+def test_encoder_fingerprint_is_only_about_what_is_stored(tiny_model: ModelBundle, tmp_path: Path) -> None:
+    before = tiny_model.info
+    assert before is not None
+    with torch.no_grad():
+        tiny_model.joint.text_projection.bias += 1
+    joint_changed = tiny_model.save(tmp_path / "joint")
+    assert joint_changed.fingerprint != before.fingerprint
+    assert joint_changed.encoder_fingerprint == before.encoder_fingerprint
+    with torch.no_grad():
+        tiny_model.adapter.projection.bias += 1
+    assert tiny_model.save(tmp_path / "adapter").encoder_fingerprint != before.encoder_fingerprint
+
+
+def test_a_weight_for_the_embedding_is_kept_and_none_leaves_no_trace(tiny_model: ModelBundle, tmp_path: Path) -> None:
+    assert tiny_model.embedding_weight == 0.0
+    assert tiny_model.info is not None
+    assert "embedding_weight" not in tiny_model.info.joint
+    tiny_model.embedding_weight = 2.5
+    info = tiny_model.save(tmp_path / "weighted")
+    assert (info.joint["embedding_weight"], info.weights.similarity) == (2.5, 2.5)
+    assert ModelBundle.load(tmp_path / "weighted").embedding_weight == 2.5
+    assert info.fingerprint != tiny_model.fingerprint
+    assert info.encoder_fingerprint == tiny_model.encoder_fingerprint
+
+
+def test_preprocessing_is_part_of_both_fingerprints(tiny_model: ModelBundle, tmp_path: Path) -> None:
+    config = tiny_model.clip_config
+    changed = {**config.preprocess, "resize_mode": "squash"}
+    tiny_model.clip_config = ClipConfig(config.name, config.model, changed)
+    info = tiny_model.save(tmp_path / "changed")
+    assert info.fingerprint != tiny_model.fingerprint
+    assert info.encoder_fingerprint != tiny_model.encoder_fingerprint
+
+
+@pytest.fixture
+def copied(tiny_bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "copied"))
+
+
+def test_a_changed_or_missing_file_is_noticed(copied: Path) -> None:
+    weights = copied / VISION_WEIGHTS
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for open_bundle in (ModelBundle.load, ImageEncoder.open):
+        with pytest.raises(ModelError, match="not the file that the bundle was made with"):
+            open_bundle(copied)
+    weights.unlink()
+    for open_bundle in (ModelBundle.load, ImageEncoder.open):
+        with pytest.raises(ModelError, match=r"lacks vision/open_clip_model\.safetensors"):
+            open_bundle(copied)
+
+
+def test_an_encoder_does_not_need_the_joint_encoder(copied: Path) -> None:
+    (copied / JOINT_WEIGHTS).unlink()
+    assert ImageEncoder.open(copied).block_shape == (4, 16)
+    with pytest.raises(ModelError, match=r"lacks joint/model\.safetensors"):
+        ModelBundle.load(copied)
+    with pytest.raises(ModelError, match="cannot read the weights"):
+        ModelBundle.load(copied, verify=False)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda c: c["adapter"].update(num_heads=1), "fingerprint does not fit"),
+        (lambda c: c.update(fingerprint="0"), "fingerprint does not fit"),
+        (lambda c: c.update(format_version=99), "format version 99"),
+        (lambda c: c.update(format="other"), "does not describe a model bundle"),
+        (lambda c: c.pop("vision"), "damaged"),
+        (lambda c: c["files"].pop("adapter.safetensors"), "damaged"),
+    ],
+)
+def test_an_edited_description_is_refused(copied: Path, edit: object, message: str) -> None:
+    content = json.loads((copied / INFO_FILE).read_text())
+    edit(content)  # type: ignore[operator]
+    (copied / INFO_FILE).write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=message):
+        read_bundle_info(copied)
+
+
+def test_not_a_bundle(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not a model bundle"):
+        read_bundle_info(tmp_path / "absent")
+    (tmp_path / INFO_FILE).write_text("{")
+    with pytest.raises(ModelError, match="cannot read"):
+        read_bundle_info(tmp_path)
+
+
+def test_saving_is_whole_or_not_at_all(tiny_model: ModelBundle, tiny_bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="exists already"):
+        tiny_model.save(tiny_bundle)
+    tiny_model.joint.tokenizer.tokenizer = None  # breaks the last step but one
+    with pytest.raises(AttributeError):
+        tiny_model.save(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_that_do_not_fit_are_refused(tiny_model: ModelBundle, tmp_path: Path) -> None:
+    config = tiny_model.adapter.config
+    wrong = {
+        "width 40.*width 32": replace(config, vision_dim=40),
+        "width 12.*width 16": replace(config, language_dim=12),
+        "7 given.*has 16": replace(config, kind=LOCAL, num_tokens=7),
+        "cannot keep 20 of the 16": replace(config, kind="strided", num_tokens=20),
+    }
+    for message, adapter in wrong.items():
+        tiny_model.adapter = build_adapter(adapter)
+        with pytest.raises(ModelError, match=message):
+            tiny_model.save(tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", [COMPRESSED, LOCAL, PATCHES, *REDUCTIONS])
+def test_every_kind_of_adapter(tiny_model: ModelBundle, tmp_path: Path, kind: str) -> None:
+    count = tiny_model.vision.num_patches if kind in (LOCAL, PATCHES) else 4
+    config = replace(tiny_model.adapter.config, kind=kind, num_tokens=count)
+    if kind == PATCHES:  # stores the tower's own tokens
+        config = replace(config, language_dim=config.vision_dim, hidden_dim=0)
+    tiny_model.adapter = build_adapter(config)
+    tiny_model.save(tmp_path / kind)
+    encoder = ImageEncoder.open(tmp_path / kind)
+    pixels = random_pixels(tiny_model.clip_config, count=3)
+    tokens, embeddings = encoder.encode(pixels)
+    assert tokens.shape == (3, *encoder.block_shape) == (3, count, config.language_dim)
+    expected, _ = image_tokens(tiny_model.vision, tiny_model.adapter, pixels)
+    np.testing.assert_allclose(tokens.astype(np.float32), expected.detach().numpy(), rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(embeddings, axis=1), 1, rtol=1e-6)
+
+
+def test_stock_open_clip_opens_the_vision_folder(tiny_bundle: Path, tiny_model: ModelBundle) -> None:
+    model, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{tiny_bundle / 'vision'}")
+    pixels = random_pixels(tiny_model.clip_config)
+    expected = model.encode_image(pixels, normalize=True)
+    torch.testing.assert_close(tiny_model.vision.encode(pixels)[1], expected, atol=1e-6, rtol=0)
+    assert preprocess.transforms[0].size == 32
+
+
+def test_hugging_face_text_tower_travels_in_the_bundle(tiny_model: ModelBundle, tmp_path: Path) -> None:
+    """A DINO-like trunk beside a BERT text tower from a local folder, which is gone when the bundle is loaded."""
+    bert = tmp_path / "bert"
+    bert.mkdir()
+    (bert / "vocab.txt").write_text("\n".join(WORDS))
+    BertTokenizerFast(str(bert / "vocab.txt")).save_pretrained(bert)
+    BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+    ).save_pretrained(bert)
+    config = timm_config("vit_tiny_patch16_224", 224, pool="token")
+    text = {"hf_model_name": str(bert), "hf_tokenizer_name": str(bert), "context_length": 12, "hf_proj_type": "linear"}
+    config.model["text_cfg"] = text
+    bundle = replace(
+        tiny_model,
+        clip=random_clip(config),
+        clip_config=config,
+        text_tokenizer=text_tokenizer(config),
+        adapter=build_adapter(replace(tiny_model.adapter.config, vision_dim=192, num_heads=3)),
+    )
+    info = bundle.save(tmp_path / "bundle")
+    expected = bundle.text.encode(["a dog", "the beach"])
+    shutil.rmtree(bert)
+    loaded = ModelBundle.load(tmp_path / "bundle")
+    np.testing.assert_array_equal(loaded.text.encode(["a dog", "the beach"]), expected)
+    texts = ["the beach", "a red dog on the beach " * 9, "a"]  # padding that the tower masks is not computed
+    padded = loaded.clip.encode_text(loaded.text_tokenizer(texts), normalize=True)
+    np.testing.assert_allclose(loaded.text.encode(texts, batch_size=2), padded.numpy(), atol=1e-6)
+    assert expected.shape == (2, 192)
+    assert loaded.save(tmp_path / "again").fingerprint == info.fingerprint
+
+
+def test_text_embeddings_are_those_of_open_clip(tiny_model: ModelBundle) -> None:
+    texts = ["a red dog", "", "x" * 500]
+    expected = tiny_model.clip.encode_text(open_clip.tokenize(texts), normalize=True)
+    found = tiny_model.text.encode(texts)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
+    np.testing.assert_allclose(np.concatenate([tiny_model.text.encode([t]) for t in texts]), found, atol=1e-6)
+    assert tiny_model.clip_config.text["vocab_size"] == SMALL_TEXT["vocab_size"]

@@ -1,0 +1,119 @@
+"""From a published checkpoint and an open_clip tower to a bundle."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.import_checkpoint import import_checkpoint
+from edje_index.bundles.published_checkpoint import load_published_checkpoint
+from edje_index.errors import HubUnreachableError, ModelError
+from edje_index.indexing.image_encoder import ImageEncoder
+from edje_index.models.clip_model import ClipConfig, load_clip
+from edje_index.models.weights import save_weights
+from tests.edje_index.published_cases import Case, write_case
+from tests.edje_index.towers import clip_config, random_clip, random_pixels
+
+
+@pytest.fixture
+def tower(tmp_path: Path) -> tuple[str, ClipConfig]:
+    """An open_clip folder: width 24, 3 heads, 16 patches."""
+    config = clip_config(width=24, head_width=8)
+    folder = tmp_path / "tower"
+    folder.mkdir()
+    config.write(folder)
+    save_weights(random_clip(config), folder / "open_clip_model.safetensors")
+    return f"local-dir:{folder}", config
+
+
+@pytest.mark.parametrize("tokens", [6, None], ids=["compressed", "local"])
+def test_bundle_of_a_published_checkpoint(tmp_path: Path, tower: tuple[str, ClipConfig], tokens: int | None) -> None:
+    vision, config = tower
+    write_case(tmp_path / "run", Case(tokens=tokens))
+    checkpoint = tmp_path / "run" / "checkpoint.pth"
+    info = import_checkpoint(checkpoint, vision, tmp_path / "bundle")
+    assert info.block_shape == (tokens or 16, 16)
+    assert info.trained is True
+    shutil.rmtree(tmp_path / "tower")
+    bundle = ModelBundle.load(tmp_path / "bundle")
+    published = load_published_checkpoint(
+        checkpoint, tmp_path / "run" / "tokenizer", vision_heads=3, layer_norm_eps=1e-5
+    )
+    pixels = random_pixels(config)
+    patches, embedding = bundle.vision.encode(pixels)
+    expected = random_clip(config).encode_image(pixels, normalize=True)
+    torch.testing.assert_close(embedding, expected, atol=1e-6, rtol=0)
+    blocks = published.adapter(patches)
+    stored, embeddings = ImageEncoder.open(tmp_path / "bundle").encode(pixels)
+    np.testing.assert_allclose(stored.astype(np.float32), blocks.numpy(), rtol=2**-8)
+    np.testing.assert_array_equal(embeddings, embedding.numpy())
+    captions = ["a red dog", "the beach"]
+    assert torch.equal(bundle.joint.score(captions, blocks), published.score(captions, blocks))
+
+
+def test_widths_that_differ_are_named(tmp_path: Path, tower: tuple[str, ClipConfig]) -> None:
+    write_case(tmp_path / "run", Case(vision_dim=48))
+    with pytest.raises(ModelError, match=r"width 48.*width 24"):
+        import_checkpoint(tmp_path / "run" / "checkpoint.pth", tower[0], tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_refuses_early(tmp_path: Path, tower: tuple[str, ClipConfig]) -> None:
+    write_case(tmp_path / "run", Case())
+    checkpoint = tmp_path / "run" / "checkpoint.pth"
+    with pytest.raises(ModelError, match="exists already"):
+        import_checkpoint(checkpoint, tower[0], tmp_path / "run")
+    (tmp_path / "run" / "tokenizer").rename(tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match="no joint tokenizer"):
+        import_checkpoint(checkpoint, tower[0], tmp_path / "bundle")
+    import_checkpoint(checkpoint, tower[0], tmp_path / "bundle", tokenizer_dir=tmp_path / "elsewhere")
+
+
+def test_named_tower_with_weights_from_a_file(tmp_path: Path) -> None:
+    name = "ViT-B-32"
+    model = open_clip.create_model(name, pretrained=None)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    loaded, config = load_clip(f"{name}:{tmp_path / 'weights.pt'}", None)
+    assert config.name == name
+    assert config.embed_dim == 512
+    expected = model.visual.state_dict()
+    assert all(torch.equal(v, expected[k]) for k, v in loaded.visual.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("vision", "pretrained", "message"),
+    [
+        ("Nope", None, "knows no model 'Nope'"),
+        ("ViT-B-32", None, "say which weights"),
+        ("ViT-B-32", "nope", "has no weights 'nope'"),
+        ("ViT-B-32:openai", "laion400m_e31", "two sources of weights"),
+        ("local-dir:/nowhere", None, "not found"),
+        ("local-dir:/nowhere", "openai", "brings its own weights"),
+    ],
+)
+def test_unknown_towers(vision: str, pretrained: str | None, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_clip(vision, pretrained)
+
+
+@pytest.mark.parametrize("vision", ["ViT-B-32:openai", "ViT-B-16-SigLIP2", "hf-hub:nobody/nothing"])
+def test_unreachable_hub_is_one_clear_line(
+    vision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "https://localhost:9")  # nothing listens on the discard port
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(HubUnreachableError, match=r"not reachable.*Give a local file") as error:
+        load_clip(vision, None)
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")
+    assert constants.HF_HUB_OFFLINE is False

@@ -1,0 +1,86 @@
+"""Rows of captioned images in an index with holes and duplicates."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from edje_index.captions.matching import match_items, match_rows
+from edje_index.captions.reading import CaptionedImage
+from storage_formats import UsageError
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.rows import read_shard_rows, write_rows
+from tests.conftest import write_random_index
+
+SPEC = IndexSpec(rows=11, shard_size=4, block_shape=(2, 8), embed_dim=4)
+
+
+def items(*paths: str) -> list[CaptionedImage]:
+    return [CaptionedImage(path, Path(path), ("a caption",), None, path) for path in paths]
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    """Rows /photos/0.jpg to /photos/10.jpg: 6 failed, 9 is a duplicate of 0."""
+    write_random_index(tmp_path / "index", SPEC, failed=frozenset({6}), duplicates=frozenset({9}))
+    return tmp_path / "index"
+
+
+def rename(index: Path, row: int, uri: str, raw: bytes | None = None) -> None:
+    shard, place = divmod(row, SPEC.shard_size)
+    table = read_shard_rows(Layout(index), shard)
+    for name, value in (("uri", uri), ("uri_raw", raw)):
+        column = table.column_names.index(name)
+        values = table[name].to_pylist()
+        values[place] = value
+        table = table.set_column(column, name, pa.array(values, table.schema.field(name).type))
+    write_rows(Layout(index).rows_file(shard), table)
+
+
+def test_rows_and_what_is_missing(index):
+    wanted = items(
+        "/photos/10.jpg", "/photos/9.jpg", "/photos/6.jpg", "/elsewhere/1.jpg", "/photos/3.jpg", "/photos/3.jpg"
+    )
+    matched = match_items(index, wanted)
+    assert matched.rows.tolist() == [10, 0, -1, -1, 3, 3]
+    assert matched.reasons == (None, None, "truncated", "not-in-index", None, None)
+    assert matched.missing() == {"not-in-index": 1, "truncated": 1}
+    assert match_rows(index, wanted).dtype == np.int64
+
+
+def test_a_duplicate_of_a_failed_row_failed_like_it(tmp_path):
+    write_random_index(tmp_path / "index", SPEC, failed=frozenset({0}), duplicates=frozenset({9}))
+    assert match_items(tmp_path / "index", items("/photos/9.jpg", "/photos/1.jpg")).reasons == ("truncated", None)
+
+
+def test_nothing_in_common_is_an_error_that_shows_both_sides(index):
+    with pytest.raises(UsageError, match=r"none of the 2 captioned images.*/else/1\.jpg.*/photos/0\.jpg.*--images"):
+        match_rows(index, items("/else/1.jpg", "/else/2.jpg"))
+    assert match_items(index, items("/else/1.jpg"), allow_none=True).rows.tolist() == [-1]
+    assert match_items(index, [], allow_none=True).rows.tolist() == []
+
+
+def test_names_in_every_script_and_in_bytes(index):
+    rename(index, 2, "/photos/猫 é.jpg")
+    rename(index, 4, "/photos/%FF.jpg", b"/photos/\xff.jpg")
+    rename(index, 5, "/shards/a.tar!x/猫.jpg")
+    strange = os.fsdecode(b"/photos/\xff.jpg")
+    wanted = items("/photos/猫 é.jpg", strange, "/shards/a.tar!x/猫.jpg", "/photos/%FF.jpg")
+    assert match_rows(index, wanted).tolist() == [2, 4, 5, -1]
+
+
+def test_the_first_of_two_rows_with_one_name(index):
+    rename(index, 8, "/photos/1.jpg")
+    assert match_rows(index, items("/photos/1.jpg")).tolist() == [1]
+
+
+def test_folders_may_be_links(index, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    rename(index, 7, f"{tmp_path}/real/a.jpg")
+    rename(index, 8, f"{tmp_path}/link/b.jpg")
+    assert match_rows(index, items(f"{tmp_path}/link/a.jpg", f"{tmp_path}/real/b.jpg")).tolist() == [7, 8]

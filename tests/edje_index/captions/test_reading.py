@@ -1,0 +1,215 @@
+"""Files of captions in every form, sound and damaged."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from edje_index.captions.reading import CaptionedImage, read_captions
+from storage_formats.errors import UsageError
+
+NAMES = ("café 猫.jpg", "b.jpg", "c.jpg")
+
+
+def lines(path: Path, *values: object) -> Path:
+    path.write_text("".join(f"{value if isinstance(value, str) else json.dumps(value)}\n" for value in values), "utf-8")
+    return path
+
+
+def item(folder: Path, name: str, *captions: str, split: str | None = None, image_id: str | None = None):
+    return CaptionedImage(name, folder / name, captions, split, image_id or name)
+
+
+def test_json_lines(tmp_path):
+    file = lines(
+        tmp_path / "captions.jsonl",
+        {"image": NAMES[0], "split": "dev", "captions": ["one", " two \n"]},
+        "",
+        {"image": NAMES[1], "caption": "three", "image_id": 7},
+        {"image": NAMES[0], "split": "dev", "caption": "four"},
+    )
+    expected = [
+        item(tmp_path, NAMES[0], "one", "two", "four", split="dev"),
+        item(tmp_path, NAMES[1], "three", image_id="7"),
+    ]
+    assert read_captions(file) == expected
+    assert read_captions(file, split="dev") == expected[:1]
+
+
+def test_images_may_lie_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "photos").mkdir()
+    file = lines(tmp_path / "c.jsonl", {"image": "x/a.jpg", "caption": "a"}, {"image": "/abs/b.jpg", "caption": "b"})
+    found = read_captions(file, images=tmp_path / "photos")
+    assert [each.path for each in found] == [tmp_path / "photos/x/a.jpg", Path("/abs/b.jpg")]
+    monkeypatch.chdir(tmp_path)
+    assert read_captions("c.jsonl", images="photos") == found
+    assert read_captions("c.jsonl")[0].path == tmp_path / "x/a.jpg"
+    with pytest.raises(UsageError, match="no folder"):
+        read_captions(file, images=tmp_path / "nowhere")
+
+
+def test_karpathys_files(tmp_path):
+    images = [
+        {"filename": NAMES[0], "imgid": 0, "split": "train", "sentences": [{"raw": "one"}, {"raw": "two"}]},
+        {"filename": "d.jpg", "filepath": "val2014", "cocoid": 42, "split": "restval", "sentences": [{"raw": "three"}]},
+        {"filename": "e.jpg", "imgid": 2, "split": "test", "sentences": [{"raw": "four", "tokens": ["four"]}]},
+    ]
+    file = tmp_path / "dataset_coco.json"
+    file.write_text(json.dumps({"images": images, "dataset": "coco"}))
+    everything = read_captions(file)
+    assert everything == [
+        item(tmp_path, NAMES[0], "one", "two", split="train", image_id="0"),
+        item(tmp_path, "val2014/d.jpg", "three", split="restval", image_id="42"),
+        item(tmp_path, "e.jpg", "four", split="test", image_id="2"),
+    ]
+    assert read_captions(file, split="train") == everything[:2], "Karpathy's restval is trained on"
+    assert read_captions(file, split="test") == everything[2:]
+
+
+def test_cocos_caption_files(tmp_path):
+    file = tmp_path / "captions_val2017.json"
+    content = {
+        "images": [{"id": 9, "file_name": NAMES[0]}, {"id": 5, "file_name": "b.jpg"}],
+        "annotations": [
+            {"id": 1, "image_id": 5, "caption": "a cat\n"},
+            {"id": 2, "image_id": 9, "caption": "a dog"},
+            {"id": 3, "image_id": 5, "caption": "cats"},
+        ],
+    }
+    file.write_text(json.dumps(content))
+    assert read_captions(file) == [
+        item(tmp_path, NAMES[0], "a dog", image_id="9"),
+        item(tmp_path, "b.jpg", "a cat", "cats", image_id="5"),
+    ]
+    with pytest.raises(UsageError, match="names no splits"):
+        read_captions(file, split="val")
+    content["annotations"].append({"id": 4, "image_id": 77, "caption": "who?"})
+    file.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="77"):
+        read_captions(file)
+
+
+def test_a_plain_list(tmp_path):
+    file = tmp_path / "flickr30k_test.json"
+    file.write_text(json.dumps([{"image": "b.jpg", "caption": ["one", "two"]}]))
+    assert read_captions(file) == [item(tmp_path, "b.jpg", "one", "two")]
+
+
+@pytest.mark.parametrize("captions", [["one", "two"], "one"])
+def test_parquet(tmp_path, captions):
+    key = "captions" if isinstance(captions, list) else "caption"
+    table = pa.table({"file_name": [*NAMES[:2]], key: [captions] * 2, "split": ["dev", None], "noise": [1, 2]})
+    pq.write_table(table, tmp_path / "c.parquet")
+    said = captions if isinstance(captions, list) else [captions]
+    expected = [item(tmp_path, NAMES[0], *said, split="dev"), item(tmp_path, NAMES[1], *said)]
+    assert read_captions(tmp_path / "c.parquet") == expected
+
+
+def tar(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def test_webdataset(tmp_path):
+    file = tar(
+        tmp_path / "shard.tar",
+        {
+            "00/猫.jpg": b"pixels",
+            "00/猫.txt": b"one\n\ntwo\n",
+            "00/猫.cls": b"3",
+            "b.seg.png": b"a mask, no image",
+            "c.png": b"pixels",
+            "c.json": json.dumps({"caption": "three", "split": "dev"}).encode(),
+            "orphan.txt": b"of no image",
+        },
+    )
+    assert read_captions(file) == [
+        CaptionedImage("00/猫.jpg", Path(f"{tmp_path}/shard.tar!00/猫.jpg"), ("one", "two"), None, "00/猫"),
+        CaptionedImage("c.png", Path(f"{tmp_path}/shard.tar!c.png"), ("three",), "dev", "c"),
+    ]
+    data = file.read_bytes()
+    for damaged in (data[: 3 * 512 + 7], data[: 2 * 512] + b"x" * 512 + data[3 * 512 :]):
+        file.write_bytes(damaged)
+        with pytest.raises(UsageError, match=r"shard\.tar"):
+            read_captions(file)
+
+
+def test_a_sample_without_captions_is_named(tmp_path):
+    with pytest.raises(UsageError, match="sample a: it has neither"):
+        read_captions(tar(tmp_path / "s.tar", {"a.jpg": b"pixels"}))
+    with pytest.raises(UsageError, match="sample a: it has 2 images"):
+        read_captions(tar(tmp_path / "s.tar", {"a.jpg": b"", "a.png": b"", "a.txt": b"x"}))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"image": "a.jpg", "caption": "x"', "no JSON"),
+        ("[1]", "no JSON object"),
+        ('{"caption": "x"}', "no 'image'"),
+        ('{"image": 3, "caption": "x"}', "no 'image'"),
+        ('{"image": "a.jpg"}', "no captions"),
+        ('{"image": "a.jpg", "captions": []}', "no captions"),
+        ('{"image": "a.jpg", "captions": ["x", " "]}', "blank"),
+        ('{"image": "a.jpg", "captions": ["x", 3]}', "blank, or no text"),
+        ('{"image": "a\\u0000.jpg", "caption": "x"}', "no possible file name"),
+        ('{"image": "a\\ud800.jpg", "caption": "x"}', "no possible file name"),
+        ('{"image": "a.jpg", "caption": "x \\ud83d"}', "half of a surrogate pair"),
+        (b'{"image": "a\xff.jpg", "caption": "x"}', "not UTF-8"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, line, words):
+    data = b'{"image": "ok.jpg", "caption": "fine"}\n\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n"
+    (tmp_path / "c.jsonl").write_bytes(data)
+    with pytest.raises(UsageError, match=rf"c\.jsonl, line 3: .*{words}"):
+        read_captions(tmp_path / "c.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "no JSON"),
+        ("{}", "neither a list"),
+        ('{"images": [{"filename": "a"}]}', "images 1: it has no list of 'sentences'"),
+        ('{"images": [{"filename": "a", "sentences": [{}]}]}', "images 1: one of its captions"),
+        ('{"images": [{"id": 1, "file_name": "a"}], "annotations": []}', "images 1: it has no captions"),
+        ('{"images": [], "annotations": [{"caption": "x"}]}', "annotations 1: it has no 'image_id'"),
+        ("[]", "holds no captions"),
+    ],
+)
+def test_a_malformed_json_file(tmp_path, content, words):
+    (tmp_path / "c.json").write_text(content)
+    with pytest.raises(UsageError, match=words):
+        read_captions(tmp_path / "c.json")
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(UsageError, match="Parquet"):
+        read_captions(tmp_path / "c.parquet")
+    with pytest.raises(UsageError, match=r"\.jsonl"):
+        read_captions(tmp_path / "captions.yaml")
+    with pytest.raises(UsageError, match="cannot read"):
+        read_captions(tmp_path / "absent.jsonl")
+
+
+def test_the_shared_captions_when_present():
+    shared = Path(os.environ.get("EDJE_SHARED", Path(__file__).resolve().parents[4] / "shared"))
+    file = shared / "data/flickr8k/captions_dev.jsonl"
+    if not file.is_file():
+        pytest.skip(f"{file} is not here")
+    items = read_captions(file, split="dev")
+    assert len(items) == 1000
+    assert {len(each.captions) for each in items} == {5}
+    assert all(each.path.is_file() for each in items)

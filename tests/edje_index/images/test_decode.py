@@ -1,0 +1,383 @@
+"""Pictures of every kind that a collection holds: decoded rightly, or refused with a reason."""
+
+from __future__ import annotations
+
+import io
+import struct
+import subprocess
+import sys
+import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, PngImagePlugin
+
+from edje_index.images.decode import ImageError, content_hash, decode_rgb
+from tests.edje_index.image_cases import LIMIT, encoded, gradient, pixels, png, png_chunk, tiff, with_chunk
+
+# Orientation
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "AVIF"])
+def test_exif_orientation_is_applied(orientation: int, kind: str) -> None:
+    upright = np.zeros((16, 32, 3), np.uint8)
+    upright[:8, :16] = 255  # a white quarter at the top left tells all eight apart with the shape ...
+    upright[:8, 16:] = 96  # ... and a grey one beside it
+    stored = {  # EXIF 2.3, Orientation: what the 0th row and column of the stored array are
+        1: upright,
+        2: upright[:, ::-1],
+        3: upright[::-1, ::-1],
+        4: upright[::-1],
+        5: upright.transpose(1, 0, 2),
+        6: np.rot90(upright, 1),
+        7: upright[::-1, ::-1].transpose(1, 0, 2),
+        8: np.rot90(upright, -1),
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"JPEG": {"quality": 95, "subsampling": 0}, "WEBP": {"lossless": True}, "AVIF": {"quality": 100}}.get(
+        kind, {}
+    )
+    data = encoded(Image.fromarray(np.ascontiguousarray(stored)), kind, exif=exif, **options)
+    found = pixels(data)
+    assert found.shape == upright.shape
+    assert np.abs(found.astype(int) - upright).max() <= 6
+
+
+def test_orientation_in_xmp_is_applied() -> None:
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="3"/></x:xmpmeta>'
+    data = encoded(Image.fromarray(gradient()), "WEBP", lossless=True, xmp=xmp)
+    assert (pixels(data) == gradient()[::-1, ::-1]).all()
+
+
+@pytest.mark.parametrize(
+    "exif",
+    [
+        b"Exif\0\0",
+        b"Exif\0\0garbage that is no TIFF header",
+        b"Exif\0\0II*\0\xff\xff\xff\xff",
+        b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01\x12\0\x03",
+        b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x63\0\0\0\0\0\0\0",  # orientation 99
+        b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x02\0\x04\0\0\0abc\0\0\0\0\0",  # orientation a string
+        b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x05\0\x01\0\0\0\xf0\xff\0\0\0\0\0\0",  # a rational outside the file
+    ],
+)
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_broken_exif_does_not_cost_the_picture(exif: bytes, kind: str) -> None:
+    plain = encoded(Image.fromarray(gradient()), kind)
+    broken = encoded(Image.fromarray(gradient()), kind, exif=exif)
+    assert (pixels(broken) == pixels(plain)).all()
+
+
+@pytest.mark.parametrize(
+    "entry", [(34665, 4, 1, 9999), (34853, 4, 1, 8), (274, 3, 1, 99), (274, 2, 4, 7), (274, 5, 1, 9999)]
+)
+def test_broken_tiff_metadata_does_not_cost_the_picture(entry: tuple[int, int, int, int]) -> None:
+    data = tiff(2, 1, {258: (3, 1, 8), 262: (3, 1, 1), entry[0]: entry[1:]}, b"\0\xff")
+    assert pixels(data)[0, :, 0].tolist() == [0, 255]
+
+
+@given(st.binary(max_size=200), st.binary(max_size=20))
+@settings(deadline=None)
+def test_no_exif_at_all_costs_the_picture(tail: bytes, start: bytes) -> None:
+    for exif in (b"Exif\0\0II*\0\x08\0\0\0" + tail, b"Exif\0\0MM\0*\0\0\0\x08\0\x03" + tail, b"Exif\0\0" + start):
+        assert pixels(encoded(Image.fromarray(gradient()), "JPEG", exif=exif)).shape == (16, 24, 3)
+
+
+# Colour
+
+
+def test_a_plain_photo_is_what_pillow_decodes() -> None:
+    data = encoded(Image.fromarray(gradient(64, 48)), "JPEG", quality=80)
+    assert (pixels(data) == np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))).all()
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_cmyk_jpeg_is_read_as_inverted(progressive: bool) -> None:
+    ink = np.zeros((16, 16, 4), np.uint8)
+    ink[:, :8, 0] = 255  # cyan
+    data = encoded(Image.fromarray(ink, "CMYK"), "JPEG", quality=95, progressive=progressive)
+    found = pixels(data).astype(int)
+    assert np.abs(found[:, :6] - [0, 255, 255]).max() < 8
+    assert np.abs(found[:, 10:] - 255).max() < 8
+
+
+def test_adobe_ycck_jpeg() -> None:
+    """The same CMYK samples, stored as YCCK: the Adobe marker says so by transform 2."""
+    rgb = Image.fromarray(np.full((16, 16, 3), (200, 60, 30), np.uint8))
+    cmy = 255 - np.asarray(rgb)  # libjpeg, jdcolor.c: "YCCK": YCC of CMY in the place of RGB, K passed through
+    ycc = np.asarray(Image.fromarray(cmy).convert("YCbCr"))
+    ycck = np.dstack([ycc, np.full((16, 16), 255, np.uint8)])  # Adobe's inverted K: no black
+    data = encoded(Image.fromarray(255 - ycck, "CMYK"), "JPEG", quality=98)
+    marker = data.index(b"Adobe")
+    assert data[marker + 11] == 0
+    data = data[: marker + 11] + b"\2" + data[marker + 12 :]
+    assert np.abs(pixels(data).astype(int) - [200, 60, 30]).max() < 8
+
+
+def test_cmyk_tiff_is_not_inverted() -> None:
+    ink = np.zeros((8, 8, 4), np.uint8)
+    ink[..., 3] = 255
+    assert pixels(encoded(Image.fromarray(ink, "CMYK"), "TIFF")).max() == 0
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "YCbCr", "LAB"])
+def test_opaque_modes(mode: str) -> None:
+    white = {"LAB": (255, 128, 128), "YCbCr": (255, 128, 128), "RGB": (255, 255, 255)}.get(mode, 255)
+    flat = Image.new(mode, (12, 10), white)
+    if mode == "P":
+        flat.putpalette([0, 0, 0] * 255 + [255, 255, 255])
+    assert np.abs(pixels(encoded(flat, "TIFF")).astype(int) - 255).max() <= 1
+
+
+def test_palette() -> None:
+    image = Image.fromarray(np.array([[0, 1], [2, 1]], np.uint8), "P")
+    image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
+    expected = [[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [0, 255, 0]]]
+    for kind in ("PNG", "GIF", "BMP", "TIFF"):
+        assert pixels(encoded(image, kind)).tolist() == expected
+
+
+@pytest.mark.parametrize(("transparency", "second"), [(0, [0, 255, 0]), (b"\0\x80\xff", [127, 255, 127])])
+def test_palette_with_transparency_lies_on_white(transparency: object, second: list[int]) -> None:
+    image = Image.fromarray(np.array([[0, 1, 2]], np.uint8), "P")
+    image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
+    found = pixels(encoded(image, "PNG", transparency=transparency))
+    assert found.tolist() == [[[255, 255, 255], second, [0, 0, 255]]]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP", "AVIF"])
+def test_alpha_lies_on_white(kind: str) -> None:
+    rgba = np.zeros((8, 16, 4), np.uint8)
+    rgba[:, 8:] = (10, 20, 30, 255)
+    options = {"WEBP": {"lossless": True}, "AVIF": {"quality": 100, "subsampling": "4:4:4"}}.get(kind, {})
+    found = pixels(encoded(Image.fromarray(rgba), kind, **options)).astype(int)
+    assert np.abs(found[:, :8] - 255).max() <= 3
+    assert np.abs(found[:, 8:] - [10, 20, 30]).max() <= 3
+
+
+def test_half_transparent_blends() -> None:
+    rgba = np.full((2, 2, 4), (0, 100, 200, 128), np.uint8)
+    assert np.abs(pixels(encoded(Image.fromarray(rgba), "PNG")).astype(int) - [127, 177, 227]).max() <= 1
+
+
+def test_opaque_alpha_changes_nothing() -> None:
+    rgba = np.dstack([gradient(), np.full((16, 24), 255, np.uint8)])
+    assert (pixels(encoded(Image.fromarray(rgba), "PNG")) == gradient()).all()
+
+
+def test_grey_with_alpha() -> None:
+    grey = np.array([[[0, 0], [0, 255], [90, 255]]], np.uint8)
+    assert pixels(encoded(Image.fromarray(grey, "LA"), "PNG"))[0, :, 0].tolist() == [255, 0, 90]
+
+
+@pytest.mark.parametrize(
+    ("mode", "colours", "key", "expected"),
+    [("L", [7, 8], 7, [255, 8]), ("RGB", [(1, 2, 3), (1, 2, 4)], (1, 2, 3), [255, 1]), ("1", [1, 0], 0, [255, 255])],
+)
+def test_transparent_colour_lies_on_white(mode: str, colours: list, key: object, expected: list[int]) -> None:
+    image = Image.new(mode, (2, 1))
+    image.putdata(colours) if not hasattr(image, "putpixel") else [
+        image.putpixel((x, 0), c) for x, c in enumerate(colours)
+    ]
+    assert pixels(encoded(image, "PNG", transparency=key))[0, :, 0].tolist() == expected
+
+
+# More than 8 bits
+
+
+def test_16_bit_grey_png_keeps_the_high_byte() -> None:
+    samples = np.array([[0, 255, 256, 0x1234, 0x7FFF, 0x8000, 0xFFFF]], np.uint16)
+    assert pixels(encoded(Image.fromarray(samples), "PNG"))[0, :, 1].tolist() == [0, 0, 1, 0x12, 0x7F, 0x80, 0xFF]
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_16_bit_grey_tiff_keeps_the_high_byte(order: str) -> None:
+    samples = np.array([[0, 256, 0x8000, 0xFFFF]], f"{order}u2")
+    data = encoded(Image.fromarray(samples), "TIFF")
+    assert pixels(data)[0, :, 0].tolist() == [0, 1, 0x80, 0xFF]
+
+
+def test_12_bit_and_white_is_zero_tiff() -> None:
+    packed = bytes([0x00, 0x08, 0x00, 0xFF, 0xF0, 0x10])  # 0x000, 0x800, 0xFFF, 0x010
+    twelve = tiff(4, 1, {258: (3, 1, 12), 262: (3, 1, 1)}, packed)
+    assert pixels(twelve)[0, :, 0].tolist() == [0, 0x80, 0xFF, 1]
+    inverted = tiff(3, 1, {258: (3, 1, 16), 262: (3, 1, 0)}, np.array([0, 0x7FFF, 0xFFFF], "<u2").tobytes())
+    assert pixels(inverted)[0, :, 0].tolist() == [255, 128, 0]
+
+
+def test_16_bit_colour_keeps_the_high_byte() -> None:
+    raw = b"\0" + np.array([0x1234, 0x5678, 0xFFFF, 0, 0x00FF, 0x8000], ">u2").tobytes()
+    assert pixels(png(2, 1, 16, 2, raw)).tolist() == [[[0x12, 0x56, 0xFF], [0, 0, 0x80]]]
+
+
+@pytest.mark.parametrize(("colour", "key"), [(0, b"\x12\x34"), (2, b"\x12\x34" * 3)])
+def test_16_bit_transparent_colour(colour: int, key: bytes) -> None:
+    raw = b"\0" + b"\x12\x34" * (3 if colour else 1) + b"\x56\x78" * (3 if colour else 1)
+    assert pixels(png(2, 1, 16, colour, raw, png_chunk(b"tRNS", key)))[0, :, 0].tolist() == [255, 0x56]
+
+
+def test_16_bit_pgm() -> None:
+    data = b"P5 3 1 65535\n" + np.array([0x0012, 0x8000, 0xFFFF], ">u2").tobytes()
+    assert pixels(data)[0, :, 0].tolist() == [0, 0x80, 0xFF]
+    dark = b"P5 2 1 65535\n" + np.array([0x0012, 0x00FF], ">u2").tobytes()
+    assert pixels(dark).max() == 0
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (np.array([[0.0, 0.5, 1.0]], np.float32), [0, 128, 255]),  # shares of white
+        (np.array([[0.1, 0.2]], np.float32), [26, 51]),  # dim stays dim
+        (np.array([[0.0, 1000.0, 4000.0]], np.float32), [0, 64, 255]),
+        (np.array([[-2.0, 0.0, 2.0]], np.float32), [0, 128, 255]),
+        (np.array([[np.nan, np.inf, -np.inf, 1.0]], np.float32), [0, 255, 0, 255]),
+        (np.array([[np.nan, np.nan]], np.float32), [0, 0]),
+        (np.array([[-3e38, 0, 3e38]], np.float32), [0, 128, 255]),
+        (np.array([[1e-40, 0.0]], np.float32), [0, 0]),
+        (np.array([[0, 128, 255]], np.int32), [0, 128, 255]),
+        (np.array([[0, 0x8000, 0xFFFF]], np.int32), [0, 0x80, 0xFF]),
+        (np.array([[0, 1 << 20, 1 << 22]], np.int32), [0, 64, 255]),
+        (np.array([[-100, 0, 100]], np.int32), [0, 128, 255]),
+    ],
+)
+def test_wide_samples(samples: np.ndarray, expected: list[int]) -> None:
+    found = pixels(encoded(Image.fromarray(samples), "TIFF"))[0, :, 2].tolist()
+    assert np.abs(np.array(found) - expected).max() <= 1
+
+
+# Several frames
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF", "MPO", "AVIF"])
+def test_first_frame(kind: str) -> None:
+    frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue", "lime")]
+    options = {"WEBP": {"lossless": True}, "AVIF": {"quality": 100}}.get(kind, {})
+    found = pixels(encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)).astype(int)
+    assert np.abs(found - [255, 0, 0]).max() <= 8
+
+
+def test_transparent_gif_lies_on_white() -> None:
+    image = Image.fromarray(np.array([[0, 1]], np.uint8), "P")
+    image.putpalette([9, 9, 9, 1, 2, 3])
+    assert pixels(encoded(image, "GIF", transparency=0)).tolist() == [[[255, 255, 255], [1, 2, 3]]]
+
+
+# Pillow kept from refusing, printing and interfering
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_huge_png_text_does_not_cost_the_picture(packed: bool) -> None:
+    text = PngImagePlugin.PngInfo()
+    text.add_text("comment", "x" * (5 << 20), zip=packed)
+    data = encoded(Image.fromarray(gradient()), "PNG", pnginfo=text)
+    assert (pixels(data) == gradient()).all()
+
+
+def test_huge_icc_profile_does_not_cost_the_picture() -> None:
+    plain = encoded(Image.fromarray(gradient()), "PNG")
+    assert (pixels(with_chunk(plain, b"iCCP", b"x\0\0" + zlib.compress(bytes(5 << 20)))) == gradient()).all()
+
+
+def test_icc_profile_is_not_applied() -> None:
+    profile = b"\0\0\0\x80lcms"
+    data = encoded(Image.fromarray(gradient()), "PNG", icc_profile=profile)
+    assert (pixels(data) == gradient()).all()
+
+
+def noisy_images() -> list[bytes]:
+    """Files that Pillow warns about."""
+    apng = with_chunk(encoded(Image.fromarray(gradient()), "PNG"), b"acTL", struct.pack(">II", 0, 0))
+    exif = b"Exif\0\0II*\0\x08\0\0\0\x02\0\x12\x01\x03\0\xff\0\0\0\xf0\xff\0\0"
+    odd_tiff = tiff(2, 1, {258: (3, 1, 8), 262: (3, 1, 1), 305: (2, 4000, 9999)}, b"\0\xff")
+    return [apng, encoded(Image.fromarray(gradient()), "JPEG", exif=exif), odd_tiff]
+
+
+def test_pillow_warns_about_these() -> None:
+    """Otherwise the next test would hold of itself."""
+    for data in noisy_images():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            image = Image.open(io.BytesIO(data))
+            image.load()
+            dict(image.getexif())
+        assert caught
+
+
+def noisy_tiffs() -> dict[str, bytes]:
+    """Files on which libtiff or Pillow's log speak, and what they say."""
+    lzw = encoded(Image.fromarray(gradient()), "TIFF", compression="tiff_lzw")
+    return {
+        "tempfile.tif": lzw.replace(lzw[8:40], b"\xff" * 32),
+        "More samples per pixel": tiff(2, 1, {258: (3, 1, 8), 262: (3, 1, 1), 277: (3, 1, 84)}, b"\0\xff"),
+    }
+
+
+@pytest.mark.parametrize("said", noisy_tiffs())
+def test_libraries_print_nothing(said: str) -> None:
+    """In processes of their own: as the libraries are left alone, they print; after a first decode they do not."""
+    program = """
+import io, sys
+from PIL import Image
+data = sys.stdin.buffer.read()
+if sys.argv[1] == "bare":
+    try: Image.open(io.BytesIO(data)).load()
+    except OSError: pass
+else:
+    from edje_index.images.decode import ImageError, decode_rgb
+    try: decode_rgb(data)
+    except ImageError: pass
+"""
+
+    def printed(how: str) -> str:
+        command = [sys.executable, "-c", program, how]
+        return subprocess.run(command, input=noisy_tiffs()[said], capture_output=True, check=True).stderr.decode()
+
+    assert said in printed("bare")
+    assert printed("ours") == ""
+
+
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    for data in noisy_images():
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            decode_rgb(data, LIMIT)
+        decode_rgb(data, LIMIT)  # under the test run's own filter, that makes errors of warnings
+    assert capfd.readouterr() == ("", "")
+
+
+def test_pillow_is_left_as_it_was() -> None:
+    from PIL import ImageFile
+
+    before = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
+    decode_rgb(encoded(Image.fromarray(gradient()), "PNG"), 1 << 40)
+    after = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
+    assert after == before
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    kinds = [
+        encoded(Image.fromarray(gradient(48 + i, 32)), kind)
+        for i in range(4)
+        for kind in ("PNG", "JPEG", "GIF", "WEBP")
+    ]
+    expected = [pixels(data) for data in kinds]
+    with ThreadPoolExecutor(8) as pool:
+        for index, found in enumerate(pool.map(pixels, kinds * 20)):
+            assert (found == expected[index % len(kinds)]).all()
+
+
+def test_errors_travel_between_processes() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(ImageError("truncated", "ends early")))
+    assert (error.reason, error.detail, str(error)) == ("truncated", "ends early", "truncated: ends early")
+
+
+def test_content_hash() -> None:
+    assert content_hash(b"abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, B.1

@@ -1,0 +1,167 @@
+"""Files that are no picture, half of one or too large: each refused with its reason, whatever the bytes."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from edje_index.images.decode import MAX_ASPECT_RATIO, REASONS, ImageError, decode_rgb
+from tests.edje_index.image_cases import LIMIT, encoded, gradient, pixels, png, reason, tiff
+
+
+def test_nothing_and_other_things() -> None:
+    assert reason(b"") == "empty"
+    assert reason(b"\0") == "not-an-image"
+    assert reason(b"<html>no photo here</html>") == "not-an-image"
+    assert reason(b"PK\x03\x04" + bytes(100)) == "not-an-image"
+    assert reason(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic") == "unsupported-image"
+    assert reason(b"\xff\x0a" + bytes(40)) == "unsupported-image"
+    assert reason(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n") == "unsupported-image"
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"])
+def test_truncated_at_any_place(kind: str) -> None:
+    noise = Image.fromarray(np.random.default_rng(3).integers(0, 256, (40, 40, 3), np.uint8))
+    data = encoded(noise, kind)
+    assert reason(data[: len(data) // 2]) in ("truncated", "corrupt")
+    assert reason(data[:20]) in ("truncated", "corrupt", "not-an-image")
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP"])
+def test_cut_pixels_are_called_truncated(kind: str) -> None:
+    noise = Image.fromarray(np.random.default_rng(3).integers(0, 256, (40, 40, 3), np.uint8))
+    data = encoded(noise, kind)
+    assert reason(data[: len(data) // 2]) == "truncated"
+
+
+def bombs() -> dict[str, bytes]:
+    """Small files that declare (or unpack to) 40,000 x 40,000 pixels, or as many as the format can."""
+    side = 40_000
+    jpeg = encoded(Image.new("L", (8, 8)), "JPEG")
+    frame = jpeg.index(b"\xff\xc0") + 5
+    tile = {322: (4, 1, side), 323: (4, 1, side), 324: (4, 1, 8), 325: (4, 1, 8)}
+    return {
+        "PNG": png(side, side, 1, 0, bytes(4096)),
+        "JPEG": jpeg[:frame] + struct.pack(">HH", side, side) + jpeg[frame + 4 :],
+        "GIF screen": b"GIF89a" + struct.pack("<HHBBB", side, side, 0, 0, 0) + b",\0\0\0\0\1\0\1\0\0\2\2D\1\0;",
+        "GIF frame": b"GIF89a\1\0\1\0\0\0\0!\xf9\4\x08\0\0\0\0,"
+        + struct.pack("<HHHHB", 0, 0, 13_000, 13_000, 0)
+        + b"\2\2D\1\0;",
+        "WEBP": b"RIFF\x16\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + (16_382).to_bytes(3, "little") * 2,
+        "BMP": b"BM" + struct.pack("<IIIIiiHHIIIIII", 0, 0, 54, 40, side, side, 1, 24, 0, 0, 0, 0, 0, 0),
+        "TIFF": tiff(side, side, {258: (3, 1, 8), 262: (3, 1, 1)}, b"\0" * 8),
+        "TIFF tile": tiff(8, 8, {258: (3, 1, 8), 259: (3, 1, 8), 262: (3, 1, 1), **tile}, zlib.compress(bytes(64))),
+        "PPM": b"P6 40000 40000 255\n",
+        "QOI": b"qoif" + struct.pack(">IIBB", side, side, 3, 0),
+        "JPEG2000": encoded(Image.new("L", (8, 8)), "JPEG2000", no_jp2=True).replace(
+            struct.pack(">IIIIIIII", 8, 8, 0, 0, 8, 8, 0, 0),
+            struct.pack(">IIIIIIII", side, side, 0, 0, side, side, 0, 0),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", bombs())
+def test_bomb_is_refused(name: str) -> None:
+    assert reason(bombs()[name], 89_000_000) == "too-many-pixels"
+
+
+def test_bombs_allocate_nothing(tmp_path: Path) -> None:
+    """Each in a process whose address space may grow by 64 MB; the smallest bomb would take 169 MB."""
+    for index, data in enumerate(bombs().values()):
+        (tmp_path / str(index)).write_bytes(data)
+    program = """
+import io, resource, sys
+from pathlib import Path
+from PIL import Image
+from edje_index.images.decode import ImageError, decode_rgb
+out = io.BytesIO(); Image.new("L", (8, 8)).save(out, "PNG"); decode_rgb(out.getvalue())  # plug-ins loaded
+files = [path.read_bytes() for path in Path(sys.argv[1]).iterdir()]
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), -1))
+for data in files:
+    try:
+        decode_rgb(data, 89_000_000)
+    except ImageError as error:
+        assert error.reason == "too-many-pixels", error
+    else:
+        raise SystemExit("decoded")
+"""
+    run = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_limit_is_exact() -> None:
+    data = encoded(Image.new("RGB", (10, 10)), "PNG")
+    assert pixels(data, 100).shape == (10, 10, 3)
+    assert reason(data, 99) == "too-many-pixels"
+
+
+def test_sliver_is_refused() -> None:
+    assert pixels(encoded(Image.new("L", (MAX_ASPECT_RATIO, 1)), "PNG")).shape == (1, MAX_ASPECT_RATIO, 3)
+    assert reason(encoded(Image.new("L", (1, MAX_ASPECT_RATIO + 1)), "PNG")) == "extreme-aspect-ratio"
+
+
+# Any bytes at all
+
+SEEDS = [
+    encoded(Image.fromarray(gradient()), kind, **options)
+    for kind, options in [
+        ("JPEG", {}),
+        ("JPEG", {"progressive": True}),
+        ("PNG", {}),
+        ("GIF", {}),
+        ("WEBP", {}),
+        ("WEBP", {"lossless": True}),
+        ("BMP", {}),
+        ("TIFF", {}),
+        ("TIFF", {"compression": "tiff_lzw"}),
+        ("TIFF", {"compression": "jpeg"}),
+        ("PPM", {}),
+        ("JPEG2000", {}),
+        ("AVIF", {}),
+        ("QOI", {}),
+        ("MPO", {"save_all": True, "append_images": [Image.new("RGB", (24, 16))]}),
+    ]
+] + [
+    encoded(Image.fromarray(np.arange(384, dtype=np.uint16).reshape(16, 24) * 170), "TIFF"),
+    encoded(Image.fromarray(gradient()).quantize(8), "PNG", transparency=b"\0\x80"),
+]
+
+
+def image_or_reason(data: bytes) -> None:
+    """Any other exception fails the test."""
+    try:
+        outcome = decode_rgb(data, LIMIT).mode
+    except ImageError as error:
+        outcome = error.reason
+    assert outcome in ("RGB", *REASONS)
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes(data: bytes) -> None:
+    image_or_reason(data)
+
+
+@given(st.sampled_from(SEEDS), st.binary(max_size=200))
+@settings(deadline=None)
+def test_any_bytes_after_a_true_beginning(seed: bytes, tail: bytes) -> None:
+    image_or_reason(seed[:24] + tail)
+
+
+@given(st.data(), st.sampled_from(SEEDS))
+@settings(deadline=None, max_examples=300)
+def test_any_damage(data: st.DataObject, seed: bytes) -> None:
+    end = data.draw(st.integers(0, len(seed)))
+    damaged = bytearray(seed[:end] if data.draw(st.booleans()) else seed)
+    for _ in range(data.draw(st.integers(0, 6)) if damaged else 0):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    image_or_reason(bytes(damaged))

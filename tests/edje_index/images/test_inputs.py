@@ -1,0 +1,153 @@
+"""Inputs: read back as planned, or refused with a reason; the frozen list keeps every byte of a path."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edje_index.images import inputs
+from edje_index.images.decode import REASONS, ImageError
+from edje_index.images.inputs import InputRef, display_path, input_schema, read_bytes, read_inputs, write_inputs
+from storage_formats.errors import CorruptIndexError
+
+PATHS = st.binary(min_size=1, max_size=40).filter(lambda path: b"\0" not in path)
+REFS = st.builds(
+    InputRef,
+    uri=PATHS.map(display_path),
+    path=PATHS,
+    offset=st.integers(0, 2**62),
+    size=st.none() | st.integers(0, 2**62),
+    member=st.booleans(),
+    content_hash=st.none() | st.binary(min_size=32, max_size=32).map(bytes.hex),
+    duplicate_of=st.none() | st.integers(0, 2**62),
+    problem=st.none() | st.sampled_from(REASONS),
+)
+
+
+def reason(ref: InputRef) -> str:
+    with pytest.raises(ImageError) as caught:
+        read_bytes(ref)
+    assert caught.value.reason in REASONS
+    return caught.value.reason
+
+
+def ref_of(path: Path, **values: object) -> InputRef:
+    return dataclasses.replace(InputRef(str(path), os.fsencode(path)), **values)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "a.jpg"
+    path.write_bytes(b"0123456789")
+    return path
+
+
+def test_whole_file(file: Path) -> None:
+    assert read_bytes(ref_of(file)) == b"0123456789"
+    assert read_bytes(ref_of(file, size=10)) == b"0123456789"
+
+
+def test_member(file: Path) -> None:
+    assert read_bytes(ref_of(file, member=True, offset=3, size=4)) == b"3456"
+
+
+def test_any_file_name(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/\xff\xfe \n%.jpg"
+    Path(os.fsdecode(path)).write_bytes(b"x")
+    assert read_bytes(InputRef(display_path(path), path)) == b"x"
+
+
+def test_missing(tmp_path: Path, file: Path) -> None:
+    assert reason(ref_of(tmp_path / "gone.jpg")) == "missing"
+    assert reason(ref_of(file / "below-a-file.jpg")) == "missing"
+
+
+def test_unreadable(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert reason(ref_of(loop)) == "unreadable"
+    assert reason(ref_of(tmp_path)) == "unreadable"
+    assert reason(ref_of(tmp_path / ("n" * 300))) == "unreadable"
+    assert reason(InputRef("nul", b"a\0b")) == "unreadable"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_no_permission(file: Path) -> None:
+    file.chmod(0)
+    assert reason(ref_of(file)) == "unreadable"
+
+
+def test_pipes_devices_and_sockets_do_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path has to be short
+    os.mkfifo("pipe.jpg")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket.jpg")
+        signal.alarm(5)  # ends the run where the open blocks
+        try:
+            for name in ("pipe.jpg", "socket.jpg", "/dev/zero"):
+                assert reason(InputRef(name, os.fsencode(name))) == "unreadable"
+        finally:
+            signal.alarm(0)
+
+
+def test_empty(tmp_path: Path, file: Path) -> None:
+    (tmp_path / "empty.jpg").touch()
+    assert reason(ref_of(tmp_path / "empty.jpg")) == "empty"
+    assert reason(ref_of(file, member=True, offset=3, size=0)) == "empty"
+
+
+def test_changed(file: Path) -> None:
+    assert reason(ref_of(file, size=9)) == "changed-since-plan"
+    assert reason(ref_of(file, size=11)) == "changed-since-plan"
+    assert reason(ref_of(file, member=True, offset=8, size=4)) == "changed-since-plan"
+    assert reason(ref_of(file, member=True, offset=100, size=4)) == "changed-since-plan"
+
+
+def test_too_large(file: Path) -> None:
+    os.truncate(file, inputs.MAX_INPUT_BYTES + 1)  # sparse
+    assert reason(ref_of(file)) == "too-many-bytes"
+
+
+def test_planned_problem(file: Path) -> None:
+    assert reason(ref_of(file, problem="bad-list-line")) == "bad-list-line"
+
+
+@given(st.lists(REFS, max_size=5))
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, refs: list[InputRef]) -> None:
+    path = tmp_path_factory.getbasetemp() / "inputs.parquet"
+    write_inputs(path, iter(refs))
+    assert read_inputs(path) == refs
+
+
+def test_columns_are_the_fields() -> None:
+    assert input_schema().names == [field.name for field in dataclasses.fields(InputRef)]
+
+
+def test_damaged_list(tmp_path: Path) -> None:
+    path = tmp_path / "inputs.parquet"
+    with pytest.raises(CorruptIndexError, match="inputs"):
+        read_inputs(path)
+    write_inputs(path, [InputRef("a", b"a")])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CorruptIndexError, match="inputs"):
+        read_inputs(path)
+
+
+@given(st.binary(max_size=30))
+def test_display_path_is_always_text(path: bytes) -> None:
+    text = display_path(path)
+    text.encode()  # no surrogates
+    if b"%" not in path and text.isascii():
+        assert os.fsencode(text) == path or "%" in text
+
+
+def test_display_path() -> None:
+    assert display_path(b"/photos/\xc3\xa9t\xc3\xa9.jpg") == "/photos/été.jpg"
+    assert display_path(b"/photos/\xe9t\xc3\xa9.jpg") == "/photos/%E9té.jpg"

@@ -1,0 +1,92 @@
+"""The encoder of an indexing worker."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.errors import ModelError
+from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
+from tests.edje_index.towers import random_pixels
+
+DIGEST = """
+import hashlib, sys, torch
+from edje_index import ImageEncoder
+encoder = ImageEncoder.open(sys.argv[1], device="cpu", threads=2)
+pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+tokens, embeddings = encoder.encode(pixels)
+print(hashlib.sha256(tokens.tobytes() + embeddings.tobytes()).hexdigest())
+print("edje_index.models.joint_encoder" in sys.modules, "faiss" in sys.modules)
+"""
+
+
+def test_stores_what_tower_and_adapter_give_rounded_to_bfloat16(tiny_bundle: Path, tiny_model: ModelBundle) -> None:
+    encoder = ImageEncoder.open(tiny_bundle, device="cpu")
+    pixels = random_pixels(tiny_model.clip_config, count=3)
+    tokens, embeddings = encoder.encode(pixels)
+    exact, pooled = image_tokens(tiny_model.vision, tiny_model.adapter, pixels)
+    assert tokens.dtype == ml_dtypes.bfloat16
+    assert tokens.shape == (3, *encoder.block_shape)
+    # ml_dtypes rounds to nearest, ties to even, by itself.
+    np.testing.assert_array_equal(tokens.view(np.uint16), exact.numpy().astype(ml_dtypes.bfloat16).view(np.uint16))
+    assert embeddings.dtype == np.float32
+    np.testing.assert_array_equal(embeddings, pooled.numpy())
+    assert embeddings.shape == (3, encoder.embed_dim)
+
+
+def test_equal_bits_in_every_process(tiny_bundle: Path) -> None:
+    encoder = ImageEncoder.open(tiny_bundle, device="cpu", threads=torch.get_num_threads())
+    pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    tokens, embeddings = encoder.encode(pixels)
+    here = hashlib.sha256(tokens.tobytes() + embeddings.tobytes()).hexdigest()
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-W", "error", "-c", DIGEST, str(tiny_bundle)], capture_output=True, text=True, check=True
+        )
+        assert run.stdout.split() == [here, "False", "False"]
+
+
+def test_holds_only_the_image_half(tiny_bundle: Path, tiny_model: ModelBundle) -> None:
+    encoder = ImageEncoder.open(tiny_bundle)
+    held = sum(p.numel() for p in [*encoder.vision.parameters(), *encoder.adapter.parameters()])
+    image_half = sum(p.numel() for p in [*tiny_model.vision.parameters(), *tiny_model.adapter.parameters()])
+    assert held == image_half < sum(p.numel() for p in tiny_model.clip.parameters())
+
+
+def test_lower_precision_is_close_and_embeddings_stay_float32(tiny_bundle: Path) -> None:
+    exact = ImageEncoder.open(tiny_bundle, device="cpu", dtype="float32")
+    rough = ImageEncoder.open(tiny_bundle, device="cpu", dtype="bfloat16")
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    tokens, embeddings = exact.encode(pixels)
+    rough_tokens, rough_embeddings = rough.encode(pixels)
+    assert rough_embeddings.dtype == np.float32
+    assert not np.array_equal(embeddings, rough_embeddings)
+    np.testing.assert_allclose(rough_embeddings, embeddings, atol=0.02)
+    np.testing.assert_allclose(rough_tokens.astype(np.float32), tokens.astype(np.float32), atol=0.05)
+    np.testing.assert_allclose(np.linalg.norm(rough_embeddings, axis=1), 1, rtol=1e-6)
+
+
+def test_sets_threads(tiny_bundle: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        ImageEncoder.open(tiny_bundle, threads=before + 1)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_refuses_unknown_devices_and_types(tiny_bundle: Path) -> None:
+    with pytest.raises(ModelError, match="unknown device 'gpu'"):
+        ImageEncoder.open(tiny_bundle, device="gpu")
+    with pytest.raises(ModelError, match="no device cuda:99"):
+        ImageEncoder.open(tiny_bundle, device="cuda:99")
+    with pytest.raises(ModelError, match="unknown number type 'int8'"):
+        ImageEncoder.open(tiny_bundle, dtype="int8")

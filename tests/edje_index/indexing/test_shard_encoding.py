@@ -1,0 +1,187 @@
+"""Encoding a shard with a real, tiny model over real image files."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from edje_index.images.decode import content_hash, decode_rgb
+from edje_index.images.inputs import InputRef, write_inputs
+from edje_index.indexing.image_encoder import ImageEncoder
+from edje_index.indexing.shard_encoding import EncodingInterrupted, ShardTask, encode_shard
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.receipts import read_receipt
+from storage_formats.format.rows import TIMING_COLUMNS, read_shard_rows
+from storage_formats.reading.embeddings import read_shard_embeddings
+from storage_formats.writing.publish import begin_index
+from tests.conftest import same_bits
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    create_untrained_bundle(folder, sizes=TINY)
+    return ImageEncoder.open(folder, device="cpu", threads=1)
+
+
+def photo(seed: int, size: tuple[int, int] = (40, 30)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def case(tmp_path):
+    """Eleven inputs of two shards: good ones, a truncated one, an empty one, a duplicate, a missing one."""
+    files = {f"{at}.jpg": photo(at) for at in range(11)}
+    files["2.jpg"] = files["2.jpg"][:200]
+    files["4.jpg"] = b""
+    refs = []
+    for name, data in files.items():
+        path = os.fsencode(tmp_path / name)
+        if name != "9.jpg":
+            (tmp_path / name).write_bytes(data)
+        refs.append(InputRef(str(tmp_path / name), path, size=len(data)))
+    refs[6] = replace(refs[6], content_hash=content_hash(files["5.jpg"]), duplicate_of=5)
+    spec = IndexSpec(rows=11, shard_size=8, block_shape=(4, 16), embed_dim=24)
+    root = tmp_path / "index"
+    begin_index(root, spec)
+    for shard in range(2):
+        path = Layout(root).inputs(shard)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = spec.shard_rows(shard)
+        write_inputs(path, refs[rows.start : rows.stop])
+    task = ShardTask(str(root), 0, spec, "plan", batch_size=3, max_pixels=10**7, decode_threads=2)
+    return task, refs
+
+
+def stored(task: ShardTask) -> tuple[np.ndarray, np.ndarray]:
+    """Bits [8, 4, 16] and embeddings of the task's shard."""
+    layout = _layout(task)
+    bits = np.fromfile(layout.token_shard("bf16", task.shard), np.uint16, count=8 * 64).reshape(8, 4, 16)
+    return bits, read_shard_embeddings(layout, task.spec, task.shard)
+
+
+def _layout(task: ShardTask) -> Layout:
+    return Layout(Path(task.root))
+
+
+def test_every_input_is_a_row_and_good_ones_hold_what_the_model_gives(case, encoder):
+    task, refs = case
+    receipt = encode_shard(task, encoder)
+    assert (receipt.rows, receipt.indexed, receipt.duplicates) == (8, 5, 1)
+    assert receipt.failed == {"empty": 1, "truncated": 1}
+    assert read_receipt(_layout(task), 0, "plan") == receipt
+    rows = read_shard_rows(_layout(task), 0)
+    assert rows["row_id"].to_pylist() == list(range(8))
+    assert rows["uri"].to_pylist() == [ref.uri for ref in refs[:8]]
+    assert rows["status"].to_pylist() == [
+        *("indexed", "indexed", "failed", "indexed", "failed", "indexed", "duplicate", "indexed"),
+    ]
+    assert rows["duplicate_of"].to_pylist()[6] == 5
+    assert all(len(digest) == 64 for digest in rows["content_hash"].to_pylist()[:2])
+    assert (rows["width"][0].as_py(), rows["height"][0].as_py()) == (40, 30)
+    bits, embeddings = stored(task)
+    for row in (0, 1, 3, 5, 7):
+        with open(refs[row].path, "rb") as file:
+            image = decode_rgb(file.read(), 10**7)
+        tokens, embedding = encoder.encode(encoder.preprocess(image)[None])
+        np.testing.assert_allclose(tokens[0].astype(np.float32), _floats(bits[row]), atol=0.02)
+        np.testing.assert_allclose(embedding[0], embeddings[row], atol=1e-5)
+    for row in (2, 4, 6):
+        assert (bits[row] == 0x7FC0).all()
+        assert np.isnan(embeddings[row]).all()
+
+
+def _floats(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def test_running_again_gives_the_same_bytes(case, encoder):
+    task, _ = case
+    encode_shard(task, encoder)
+    first, first_embeddings = stored(task)
+    timings = list(TIMING_COLUMNS)
+    first_rows = read_shard_rows(_layout(task), 0).drop_columns(timings)
+    encode_shard(replace(task, decode_threads=1), encoder)
+    second, second_embeddings = stored(task)
+    assert same_bits(first, second)
+    assert first_embeddings.tobytes() == second_embeddings.tobytes()
+    assert read_shard_rows(_layout(task), 0).drop_columns(timings).equals(first_rows)
+
+
+def test_last_shard_and_missing_file(case, encoder):
+    task, _ = case
+    receipt = encode_shard(replace(task, shard=1), encoder)
+    assert (receipt.rows, receipt.indexed, receipt.failed) == (3, 2, {"missing": 1})
+
+
+def test_progress_counts_up_to_the_shard(case, encoder):
+    task, _ = case
+    seen = []
+    encode_shard(task, encoder, on_progress=seen.append)
+    assert [step.done for step in seen] == [3, 6, 8]
+    assert [step.failed for step in seen] == [1, 2, 2]
+    assert seen[-1].encode > 0
+    assert seen[-1].decode > 0
+
+
+def test_stopping_leaves_no_shard_and_no_threads(case, encoder):
+    task, _ = case
+    asked = iter([False, True])
+    with pytest.raises(EncodingInterrupted):
+        encode_shard(task, encoder, should_stop=lambda: next(asked))
+    assert not _layout(task).token_shard("bf16", 0).exists()
+    assert list(_layout(task).staging.iterdir()) == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-")]
+
+
+def test_changed_bytes_are_not_indexed_under_the_planned_hash(case, encoder):
+    task, refs = case
+    refs = [replace(ref, content_hash="0" * 64) if at == 1 else ref for at, ref in enumerate(refs[:8])]
+    write_inputs(_layout(task).inputs(0), refs)
+    receipt = encode_shard(task, encoder)
+    assert receipt.failed["changed-since-plan"] == 1
+
+
+def test_output_that_is_not_finite_fails_its_image_alone(case, encoder, monkeypatch):
+    task, _ = case
+    encode = encoder.encode
+
+    def broken(pixels: torch.Tensor):
+        tokens, embeddings = encode(pixels)
+        if len(tokens) == 2:  # the first batch: rows 0 and 1, row 2 is truncated
+            tokens[1, 0, 0] = np.inf
+        return tokens, embeddings
+
+    monkeypatch.setattr(encoder, "encode", broken)
+    receipt = encode_shard(task, encoder)
+    assert receipt.failed["non-finite-output"] >= 1
+    bits, embeddings = stored(task)
+    assert (bits[1] == 0x7FC0).all()
+    assert np.isnan(embeddings[1]).all()
+    assert np.isfinite(embeddings[0]).all()
+
+
+def test_a_name_that_is_not_utf8_is_kept_in_bytes(tmp_path, encoder):
+    name = os.fsencode(tmp_path) + b"/\xff\xfe.jpg"
+    with open(name, "wb") as file:
+        file.write(photo(1))
+    spec = IndexSpec(rows=1, shard_size=8, block_shape=(4, 16), embed_dim=24)
+    root = tmp_path / "index"
+    begin_index(root, spec)
+    Layout(root).inputs(0).parent.mkdir(parents=True)
+    write_inputs(Layout(root).inputs(0), [InputRef("/%FF%FE.jpg", name)])
+    encode_shard(ShardTask(str(root), 0, spec, "plan", 3, 10**7, 1), encoder)
+    row = read_shard_rows(Layout(root), 0).to_pylist()[0]
+    assert (row["status"], row["uri_raw"]) == ("indexed", name)

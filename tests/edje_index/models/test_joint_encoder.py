@@ -1,0 +1,87 @@
+"""The joint encoder on its own: pools, number types, refusals."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.errors import ModelError
+from edje_index.models.bf16 import to_bf16_array
+from edje_index.models.joint_encoder import SCORE_BATCH, bert_config
+
+
+def blocks(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, 4, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def test_one_caption_for_a_whole_pool(tiny_model: ModelBundle) -> None:
+    pool = blocks(SCORE_BATCH + 7)
+    scores = tiny_model.joint.score("a red dog", pool)
+    assert scores.shape == (len(pool),)
+    assert torch.equal(scores, tiny_model.joint.score(["a red dog"] * len(pool), pool))
+    assert torch.equal(scores, tiny_model.joint.score(["a red dog"], pool))
+    alone = torch.cat([tiny_model.joint.score("a red dog", pool[i : i + 1]) for i in range(len(pool))])
+    torch.testing.assert_close(scores, alone, atol=1e-6, rtol=0)
+    assert scores.std() > 0
+
+
+def test_padding_beside_a_long_caption_does_not_matter(tiny_model: ModelBundle) -> None:
+    pool = blocks(2)
+    together = tiny_model.joint.score(["a dog", "word " * 50], pool)
+    torch.testing.assert_close(together[0], tiny_model.joint.score("a dog", pool[:1])[0], atol=1e-6, rtol=0)
+
+
+def test_words_beyond_the_limit_do_not_matter(tiny_model: ModelBundle) -> None:
+    pool = blocks(1)
+    assert torch.equal(tiny_model.joint.score("a " * 61, pool), tiny_model.joint.score("a " * 300, pool))
+    assert not torch.equal(tiny_model.joint.score("a " * 60, pool), tiny_model.joint.score("a " * 61, pool))
+
+
+def test_image_placeholder_in_a_caption_is_only_a_word(tiny_model: ModelBundle) -> None:
+    inputs = tiny_model.joint.tokenizer.inputs(["a <image> dog"], 4)
+    assert int((inputs.input_ids == tiny_model.joint.tokenizer.image_token_id).sum()) == 4
+    assert torch.isfinite(tiny_model.joint.score("<image>" * 9, blocks(2))).all()
+
+
+def test_takes_stored_blocks_as_they_are(tiny_model: ModelBundle) -> None:
+    stored = to_bf16_array(blocks(3))
+    assert stored.dtype == ml_dtypes.bfloat16
+    stored.flags.writeable = False
+    expected = tiny_model.joint.score("a dog", torch.from_numpy(stored.astype(np.float32)))
+    assert torch.equal(tiny_model.joint.score("a dog", stored), expected)
+
+
+def test_bfloat16_rounds_the_logits_alone(tiny_model: ModelBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch itself does it to the language model; head and late interaction stay in float32."""
+    joint, pool, captions = tiny_model.joint, blocks(40), ["a red dog on the sand"]
+    exact = joint.parts(captions, pool, late=True, pooled=False)
+    monkeypatch.setattr(joint, "compute_dtype", torch.bfloat16)
+    rounded = joint.parts(captions, pool, late=True, pooled=False)
+    assert torch.equal(rounded.late, exact.late)
+    assert rounded.logits.dtype == torch.float32
+    assert not torch.equal(rounded.logits, exact.logits)
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = joint.hidden_states(joint.tokenizer.inputs(captions * 40, 4), pool)
+    with torch.inference_mode():
+        assert torch.equal(rounded.logits, joint.classification_head(hidden.float())[:, 0])
+    assert len(rounded.logits.unique()) > 30, "few are equal for having few bits"
+    torch.testing.assert_close(rounded.logits, exact.logits, atol=1e-3, rtol=0)
+
+
+def test_empty_pool(tiny_model: ModelBundle) -> None:
+    assert tiny_model.joint.score("a dog", blocks(0)).shape == (0,)
+
+
+def test_refuses_what_does_not_fit(tiny_model: ModelBundle) -> None:
+    with pytest.raises(ModelError, match="2 captions for 3 blocks"):
+        tiny_model.joint.score(["a", "b"], blocks(3))
+    with pytest.raises(ModelError, match=r"\[b, m, 16\], not \[3, 4, 8\]"):
+        tiny_model.joint.score("a", blocks(3)[:, :, :8])
+
+
+def test_configuration_must_be_of_a_bert() -> None:
+    with pytest.raises(ModelError, match="BERT family, not 'gpt2'"):
+        bert_config({"model_type": "gpt2"})

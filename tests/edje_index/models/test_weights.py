@@ -1,0 +1,64 @@
+"""Weights on disk and their number types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edje_index.errors import ModelError
+from edje_index.models.bf16 import as_tensor, to_bf16_array
+from edje_index.models.weights import assign_weights, read_weights, save_weights, tied_names
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(2, 3)
+        self.second = torch.nn.Linear(2, 3)
+        self.second.weight = self.first.weight
+
+
+def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
+    module, copy = Tied(), Tied()
+    assert tied_names(module) == {"second.weight"}
+    save_weights(module, tmp_path / "w.safetensors")
+    state = read_weights(tmp_path / "w.safetensors")
+    assert sorted(state) == ["first.bias", "first.weight", "second.bias"]
+    assign_weights(copy, state, "the file")
+    assert all(torch.equal(v, copy.state_dict()[k]) for k, v in module.state_dict().items())
+
+
+def test_reads_only_what_is_asked_for(tmp_path: Path) -> None:
+    save_weights(Tied(), tmp_path / "w.safetensors")
+    assert sorted(read_weights(tmp_path / "w.safetensors", prefix="first.")) == ["bias", "weight"]
+
+
+def test_says_what_does_not_fit(tmp_path: Path) -> None:
+    state = Tied().state_dict()
+    with pytest.raises(ModelError, match=r"the file .* 1 tensors missing \(first.bias\)"):
+        assign_weights(Tied(), {k: v for k, v in state.items() if k != "first.bias"}, "the file")
+    with pytest.raises(ModelError, match=r"1 not known \(third\)"):
+        assign_weights(Tied(), {**state, "third": torch.zeros(1)}, "the file")
+    with pytest.raises(ModelError, match="size mismatch"):
+        assign_weights(Tied(), {**state, "first.bias": torch.zeros(4)}, "the file")
+    (tmp_path / "bad.safetensors").write_bytes(b"bad")
+    for path in (tmp_path / "bad.safetensors", tmp_path / "absent.safetensors"):
+        for prefix in ("", "first."):
+            with pytest.raises(ModelError, match="cannot read the weights"):
+                read_weights(path, prefix)
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=20))
+def test_bfloat16_rounds_as_ml_dtypes_does_and_comes_back(values: list[float]) -> None:
+    exact = np.array(values, np.float32)
+    rounded = to_bf16_array(torch.from_numpy(exact))
+    np.testing.assert_array_equal(rounded.astype(np.float32), exact.astype(ml_dtypes.bfloat16).astype(np.float32))
+    back = as_tensor(rounded)
+    assert back.dtype == torch.bfloat16
+    np.testing.assert_array_equal(back.float().numpy(), rounded.astype(np.float32))

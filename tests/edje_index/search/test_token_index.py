@@ -1,0 +1,154 @@
+"""Search over an index that the same tiny model built, against the same steps done by hand."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from edje_index import TokenIndex
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from edje_index.errors import ModelError
+from edje_index.images.inputs import InputRef, write_inputs
+from edje_index.indexing.faiss_index import build_ann
+from edje_index.indexing.image_encoder import ImageEncoder
+from edje_index.indexing.shard_encoding import ShardTask, encode_shard
+from edje_index.models.adapter import PATCHES, AdapterConfig, build_adapter
+from edje_index.scoring.hubness import QueryBank
+from storage_formats import TokenStore, UsageError
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.reading.embeddings import iter_embeddings
+from storage_formats.writing.publish import Provenance, begin_index, finish_index
+
+SPEC = IndexSpec(rows=12, shard_size=8, block_shape=(4, 16), embed_dim=24)
+HOLE = 5
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("search")
+    info = create_untrained_bundle(folder / "model", sizes=TINY)
+    root = folder / "index"
+    begin_index(root, SPEC)
+    encoder = ImageEncoder.open(folder / "model", device="cpu", threads=1)
+    receipts = []
+    for shard in range(SPEC.shards):
+        refs = [photo(folder, row) for row in SPEC.shard_rows(shard)]
+        Layout(root).inputs(shard).parent.mkdir(exist_ok=True)
+        write_inputs(Layout(root).inputs(shard), refs)
+        receipts.append(encode_shard(ShardTask(str(root), shard, SPEC, "plan", 4, 10**7, 1), encoder))
+    model = {"fingerprint": info.encoder_fingerprint, "bundle": str(folder / "model")}
+    finish_index(root, SPEC, receipts, Provenance(model, {}, "plan"), build_ann(root, SPEC))
+    return root, folder / "model"
+
+
+def photo(folder, row: int) -> InputRef:
+    path = folder / f"{row}.png"
+    if row == HOLE:
+        path.write_bytes(b"not an image")
+    else:
+        pixels = np.random.default_rng(row).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    return InputRef(str(path), os.fsencode(path))
+
+
+def by_hand(built, text: str, pool: int) -> list[tuple[int, float, float]]:
+    root, model = built
+    bundle = ModelBundle.load(model)
+    embeddings = np.concatenate([vectors for _, vectors in iter_embeddings(root, SPEC)])
+    similarity = np.nan_to_num(embeddings @ bundle.text.encode([text])[0], nan=-9)
+    rows = np.argsort(-similarity)[:pool]
+    blocks = TokenStore.open(root).fetch(rows)
+    scores = [float(bundle.joint.score([text], block[None])[0]) for block in blocks]
+    found = [(int(row), float(similarity[row]), score) for row, score in zip(rows, scores, strict=True)]
+    return sorted(found, key=lambda hit: -hit[2])
+
+
+def test_hits_are_the_pool_sorted_by_the_joint_encoder(built):
+    hits = TokenIndex.open(built[0]).search("a red canoe", k=3, pool=6)
+    expected = by_hand(built, "a red canoe", 6)[:3]
+    assert [hit.row_id for hit in hits] == [row for row, _, _ in expected]
+    np.testing.assert_allclose([hit.embedding_score for hit in hits], [score for _, score, _ in expected], atol=1e-5)
+    np.testing.assert_allclose([hit.joint_score for hit in hits], [score for _, _, score in expected], atol=1e-5)
+    assert [os.path.basename(hit.uri) for hit in hits] == [f"{hit.row_id}.png" for hit in hits]
+
+
+def test_scores_in_bfloat16_are_rounded(built):
+    root, model = built
+    exact = {hit.row_id: hit.joint_score for hit in TokenIndex.open(root, model).search("a red dog", 11, 11)}
+    hits = TokenIndex.open(root, model, dtype="bfloat16").search("a red dog", 11, 11)
+    changes = [abs(hit.joint_score - exact[hit.row_id]) for hit in hits]
+    assert len(hits) == len(exact) == 11
+    assert 0 < max(changes) < 0.02 * max(map(abs, exact.values()))
+    with pytest.raises(ModelError, match="unknown number type 'int8'"):
+        TokenIndex.open(root, model, dtype="int8")
+
+
+def test_a_bundle_may_weigh_the_embedding_in(built, tmp_path):
+    bundle = ModelBundle.load(built[1])
+    bundle.embedding_weight = 30.0
+    bundle.save(tmp_path / "fused")
+    hits = TokenIndex.open(built[0], model=tmp_path / "fused").search("a red canoe", k=6, pool=6)
+    pool = by_hand(built, "a red canoe", 6)
+    expected = sorted(pool, key=lambda hit: -(hit[2] + 30 * hit[1]))
+    assert [hit.row_id for hit in hits] == [row for row, _, _ in expected] != [row for row, _, _ in pool]
+    np.testing.assert_allclose([hit.score for hit in hits], [score + 30 * sim for _, sim, score in expected], atol=1e-4)
+
+
+def test_a_query_bank_takes_its_prior_off(built, tmp_path):
+    rng = torch.Generator().manual_seed(0)
+    made = torch.nn.functional.normalize(torch.randn(2, 6, SPEC.embed_dim, generator=rng), dim=2)
+    vectors = [(each, torch.zeros(6, 0)) for each in made]
+    bank = QueryBank.of(*vectors)
+    bundle = replace(ModelBundle.load(built[1]), bank=bank, embedding_weight=2.0, prior_weight=4.0, info=None)
+    bundle.save(tmp_path / "banked")
+    index = TokenIndex.open(built[0], model=tmp_path / "banked")
+    hits = index.search("a red canoe", k=6, pool=6)
+    pool = by_hand(built, "a red canoe", 6)
+    rows = np.array([row for row, _, _ in pool])
+    embeddings = np.concatenate([vectors for _, vectors in iter_embeddings(built[0], SPEC)])[rows]
+    priors = bundle.image_priors(embeddings, TokenStore.open(built[0]).fetch(rows))
+    assert priors.std() > 0.01
+    final = {row: score + 2 * sim - prior for (row, sim, score), prior in zip(pool, priors, strict=True)}
+    assert [hit.row_id for hit in hits] == sorted(final, key=lambda row: -final[row])
+    np.testing.assert_allclose([hit.score for hit in hits], sorted(final.values(), reverse=True), atol=1e-4)
+
+
+def test_without_the_joint_encoder_the_embeddings_decide(built):
+    hits = TokenIndex.open(built[0]).search("a red canoe", k=4, pool=6, rerank=False)
+    expected = sorted(by_hand(built, "a red canoe", 6), key=lambda hit: -hit[1])[:4]
+    assert [hit.row_id for hit in hits] == [row for row, _, _ in expected]
+    assert {hit.joint_score for hit in hits} == {None}
+    assert [hit.score for hit in hits] == [hit.embedding_score for hit in hits]
+
+
+def test_holes_are_never_found(built):
+    hits = TokenIndex.open(built[0]).search("anything", k=100, pool=100)
+    assert sorted(hit.row_id for hit in hits) == [row for row in range(SPEC.rows) if row != HOLE]
+
+
+def test_features_to_train_on_are_not_reranked(built):
+    opened = TokenIndex.open(built[0])
+    vision = opened.model.vision
+    width = vision.patch_dim
+    opened.model.adapter = build_adapter(AdapterConfig(PATCHES, vision.num_patches, width, width, hidden_dim=0))
+    with pytest.raises(ModelError, match="--no-rerank"):
+        opened.search("anything", k=1, pool=1)
+    assert len(opened.search("anything", k=2, pool=2, rerank=False)) == 2
+
+
+@pytest.mark.parametrize(("text", "k", "pool"), [("", 1, 1), ("  ", 1, 1), ("x", 0, 1), ("x", 2, 1)])
+def test_senseless_requests_are_refused(built, text, k, pool):
+    with pytest.raises(UsageError):
+        TokenIndex.open(built[0]).search(text, k=k, pool=pool)
+
+
+def test_only_the_model_that_built_an_index_searches_it(built, tmp_path):
+    create_untrained_bundle(tmp_path / "other", seed=1, sizes=TINY)
+    with pytest.raises(ModelError, match="did not build"):
+        TokenIndex.open(built[0], model=tmp_path / "other")
