@@ -19,12 +19,13 @@ from edje_index.captions.reading import CaptionedImage, read_captions
 from edje_index.evaluation.bootstrap import ClusterBootstrap, Estimate
 from edje_index.evaluation.config import DIRECTIONS, IMAGE_TO_TEXT, TEXT_TO_IMAGE, EvaluationConfig
 from edje_index.evaluation.hubness import caption_priors, image_priors
-from edje_index.evaluation.pair_scores import OnProgress, PairScorer, ScoreCache, pack
+from edje_index.evaluation.pair_scores import PairScorer, ScoreCache, pack
 from edje_index.evaluation.pools import Pools, embedding_pools
 from edje_index.evaluation.protocol import EvaluationSet, full_set, split_set
 from edje_index.evaluation.recall import Floats, Ints, hits, ranks_after_reranking
 from edje_index.evaluation.results import Evaluation, Inputs, Result, System
 from edje_index.evaluation.token_sources import TokenSource, token_sources
+from edje_index.progress import OnProgress
 from edje_index.search.token_index import check_reranks, fused_scores, load_search_model
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import Manifest

@@ -8,7 +8,7 @@ import json
 import os
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from edje_index.evaluation.token_sources import TokenSource
+from edje_index.progress import OnProgress
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
-OnProgress = Callable[[str, int, int], None]
-"""Called with what is being done, how many of it are done, and how many there are."""
 
 _PARTS = 3  # logit, late interaction, pooled similarity
 CHUNK_PAIRS = 512  # of 64 x 384 bfloat16 blocks: 25 MB

@@ -10,25 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.jobs.lock import locked_index
-from pipelines.jobs.train_inputs import Prepared, check_captions, prepare_training
+from pipelines.jobs.train_finish import RESULT, finish_training
+from pipelines.jobs.train_inputs import check_captions, prepare_training
 from pipelines.jobs.train_request import TrainRequest, TrainResult
 from pipelines.jobs.train_settings import RUN_FILE, begin_run
-from pipelines.jobs.train_stages import watched
 from pipelines.planning.make_plan import BuildStopped, StopAsked
 from pipelines.progress.events import OnEvent, Phase
-from storage_formats.atomic import write_json_atomic
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from edje_index.bundles.bundle import ModelBundle
-    from edje_index.bundles.info import BundleInfo
-    from edje_index.scoring.weights import ScoreWeights
-    from edje_index.training.config import SelectionConfig, TrainConfig
-    from edje_index.training.fitting.selection import WeightChoices
-    from edje_index.training.fitting.weight_choice import WeightChoice
+    from edje_index.training.config import TrainConfig
     from edje_index.training.loop.train_worker import TrainTask
 
-RESULT = "result.json"
 _REPORT_SECONDS = 5.0
 
 
@@ -57,7 +50,7 @@ def run_training(
         prepared = prepare_training(request, config, run, on_event, should_stop)
         if not request.export:
             _train(prepared.task, request, on_event, should_stop)
-        return _finish(request, config, prepared, on_event, should_stop, started)
+        return finish_training(request, config, prepared, on_event, should_stop, started)
 
 
 def _finished(request: TrainRequest, config: TrainConfig, run: str) -> TrainResult | None:
@@ -133,110 +126,3 @@ def describe_record(record: dict[str, Any]) -> str:
     if record["skipped"]:
         parts.append(f"skipped {record['skipped']}")
     return ", ".join(parts)
-
-
-def _finish(
-    request: TrainRequest,
-    config: TrainConfig,
-    prepared: Prepared,
-    on_event: OnEvent,
-    should_stop: StopAsked,
-    started: float,
-) -> TrainResult:
-    from edje_index.training.fitting.finish import bank_of_trained, fit_trained, trained_bundle
-    from edje_index.training.loop.log import read_log
-
-    task = prepared.task
-    bundle, steps = trained_bundle(task.start, request.run_folder, task.run, "")
-    if config.selection.pooled_dim:
-        progress = watched("fitting the pooled similarity", on_event, should_stop)
-        bundle.joint.pooled = fit_trained(task, bundle, config.selection.pooled_dim, progress)
-    if config.selection.bank:
-        progress = watched("gathering the query bank", on_event, should_stop)
-        bundle.bank = bank_of_trained(task, bundle, config.selection.bank, progress)
-    choice = _choose_weights(bundle, request, config, prepared, on_event, should_stop)
-    weights = _given_weights(config.selection) if choice is None else choice.images.weights
-    bundle.joint.late_weight, bundle.joint.pooled_weight = weights.late, weights.pooled
-    bundle = replace(
-        bundle,
-        notes=_notes(request, config, prepared, steps),
-        embedding_weight=weights.similarity,
-        prior_weight=weights.prior,
-        prior_temperature=weights.temperature,
-        own_caption_weights=None if choice is None else choice.captions.weights,
-    )
-    bank_unused = bundle.bank is not None and not (bundle.weights.prior or bundle.caption_weights.prior)
-    if bank_unused:
-        bundle.bank = None
-    records = read_log(request.run_folder)
-    result = TrainResult(
-        bundle=str(request.out),
-        fingerprint="",
-        run=task.run,
-        images=prepared.images,
-        captions=prepared.captions,
-        left_out=prepared.left_out,
-        steps=steps,
-        seconds=time.monotonic() - started,
-        last=records[-1] if records else {},
-        embedding_weight=bundle.embedding_weight,
-        late_weight=bundle.joint.late_weight,
-        pooled_weight=bundle.joint.pooled_weight,
-        prior_weight=bundle.prior_weight,
-        caption_weights=bundle.caption_weights._asdict(),
-        bank_unused=bank_unused,
-        selection=asdict(config.selection),
-        dev=None if choice is None else {"images": _as_json(choice.images), "captions": _as_json(choice.captions)},
-    )
-
-    def record(info: BundleInfo) -> None:
-        # A bundle without a record would be taken for somebody else's; a record without its bundle is made good.
-        if not request.export:
-            write_json_atomic(request.run_folder / RESULT, asdict(replace(result, fingerprint=info.fingerprint)))
-
-    return replace(result, fingerprint=bundle.save(request.out, record).fingerprint)
-
-
-def _as_json(choice: WeightChoice) -> dict[str, Any]:
-    return {**asdict(choice), "weights": choice.weights._asdict()}
-
-
-def _given_weights(selection: SelectionConfig) -> ScoreWeights:
-    """Those of the settings; 0 for one that was to be looked for, and of a pooled similarity that is not there."""
-    from edje_index.scoring.weights import ScoreWeights
-
-    pooled = selection.pooled_weight if selection.pooled_dim else None
-    return ScoreWeights(selection.embedding_weight or 0.0, selection.late_weight or 0.0, pooled or 0.0)
-
-
-def _choose_weights(
-    bundle: ModelBundle,
-    request: TrainRequest,
-    config: TrainConfig,
-    prepared: Prepared,
-    on_event: OnEvent,
-    should_stop: StopAsked,
-) -> WeightChoices | None:
-    selection = config.selection
-    weights = [selection.embedding_weight, selection.late_weight]
-    if selection.pooled_dim:
-        weights.append(selection.pooled_weight)
-    if prepared.dev is None or (None not in weights and bundle.bank is None):
-        return None
-    from edje_index.training.data.batches import Features
-    from edje_index.training.fitting.selection import choose_weights, make_dev_set
-
-    progress = watched("choosing the weights of the final score on the dev captions", on_event, should_stop)
-    features = prepared.task.features
-    dev = make_dev_set(prepared.dev, bundle.text, features)
-    found = Features(features, bundle.adapter.config)
-    return choose_weights(bundle, dev, found, selection, request.device, progress)
-
-
-def _notes(request: TrainRequest, config: TrainConfig, prepared: Prepared, steps: int) -> str:
-    names = ", ".join(path.name for path in request.captions)
-    teacher = f", distilled from {request.teacher.name}" if request.teacher else ""
-    return (
-        f"trained {steps} steps of {config.loop.batch_size * config.loop.accumulate} pairs ({config.loop.phase}) on "
-        f"{prepared.images} images with {prepared.captions} captions of {names}{teacher}; run {prepared.task.run}"
-    )
