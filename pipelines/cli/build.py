@@ -97,16 +97,15 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
 def _run(config: BuildConfig, *, quiet: bool) -> BuildResult:
     """Build with progress on standard error; an error that a second run resumes from says how."""
     from pipelines.jobs.build import run_build
-    from pipelines.planning.make_plan import BuildStopped
     from pipelines.progress.display import progress_display
-    from pipelines.progress.signals import stop_on_signals
+    from pipelines.progress.stopping import JobStopped, stop_on_signals
 
     try:
         with stop_on_signals() as should_stop, progress_display(quiet=quiet) as on_event:
             return run_build(config, on_event, should_stop)
-    except (BuildStopped, KeyboardInterrupt) as error:
+    except (JobStopped, KeyboardInterrupt) as error:
         if Layout(config.out).plan.exists():
-            raise BuildStopped(f"{str(error) or 'interrupted'}. To resume: {this_command()}") from error
+            raise JobStopped(f"{str(error) or 'interrupted'}. To resume: {this_command()}") from error
         raise
 
 

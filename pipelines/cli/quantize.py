@@ -107,12 +107,11 @@ def _engine(name: str, workers: int | None, address: str | None) -> Engine:
 
 def _run(config: QuantizeConfig, engine: Engine, *, quiet: bool) -> QuantizeResult:
     from pipelines.jobs.quantize import quantize_index
-    from pipelines.planning.make_plan import BuildStopped
     from pipelines.progress.display import progress_display
-    from pipelines.progress.signals import stop_on_signals
+    from pipelines.progress.stopping import JobStopped, stop_on_signals
 
     try:
         with stop_on_signals() as should_stop, progress_display(quiet=quiet) as on_event:
             return quantize_index(config, engine, on_event, should_stop)
-    except BuildStopped as error:
-        raise BuildStopped(f"{error}. To resume: {this_command()}") from error
+    except JobStopped as error:
+        raise JobStopped(f"{error}. To resume: {this_command()}") from error

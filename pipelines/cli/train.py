@@ -99,12 +99,11 @@ def _describe_choice(asked: str, choice: dict[str, Any]) -> str:
 
 def _run(request: TrainRequest, config: TrainConfig, *, quiet: bool) -> TrainResult:
     from pipelines.jobs.train import run_training
-    from pipelines.planning.make_plan import BuildStopped
     from pipelines.progress.display import progress_display
-    from pipelines.progress.signals import stop_on_signals
+    from pipelines.progress.stopping import JobStopped, stop_on_signals
 
     try:
         with stop_on_signals() as should_stop, progress_display(quiet=quiet) as on_event:
             return run_training(request, config, on_event, should_stop)
-    except (BuildStopped, KeyboardInterrupt) as error:
-        raise BuildStopped(f"{str(error) or 'interrupted'}. To resume: {this_command()}") from error
+    except (JobStopped, KeyboardInterrupt) as error:
+        raise JobStopped(f"{str(error) or 'interrupted'}. To resume: {this_command()}") from error

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import describe_error
 from pipelines.engines.ray_engine import connected_ray
-from pipelines.planning.make_plan import BuildStopped
+from pipelines.progress.stopping import JobStopped
 from storage_formats.errors import EdjeError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def train_on_ray(
     """Train `task` on `workers` ranks: NCCL on GPUs, one each, else Gloo.
 
     Raises:
-        BuildStopped: `should_stop()` turned true; all that was done is in the last checkpoint.
+        JobStopped: `should_stop()` turned true; all that was done is in the last checkpoint.
         EdjeError: Ray, or the training on it, failed; the message says why.
     """
     from pipelines.planning.machine import cuda_devices
@@ -65,7 +65,7 @@ def train_on_ray(
         raise EdjeError(f"training on Ray failed: {_cause(failures[0])}") from failures[0]
     if stop.exists():
         stop.unlink()
-        raise BuildStopped("stopped; the last checkpoint holds all that was done")
+        raise JobStopped("stopped; the last checkpoint holds all that was done")
 
 
 def _fit(task: TrainTask, workers: int, needs: dict[str, int], failures: list[BaseException]) -> None:

@@ -15,8 +15,6 @@ from pipelines.engines.inline import InlineEngine
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.config import BuildConfig
 from pipelines.planning.make_plan import (
-    BuildStopped,
-    StopAsked,
     check_finished,
     check_out_folder,
     choose_workers,
@@ -24,8 +22,9 @@ from pipelines.planning.make_plan import (
     plan_build,
 )
 from pipelines.planning.plan import BuildPlan
-from pipelines.progress.events import Bottleneck, OnEvent, Phase, PlanReady, ShardDone
+from pipelines.progress.events import Bottleneck, OnEvent, PlanReady, ShardDone, StatusMessage
 from pipelines.progress.meter import BuildMeter, ShardState, bottleneck
+from pipelines.progress.stopping import JobStopped, ShouldStop
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import Layout
@@ -82,12 +81,12 @@ class BuildResult:
         )
 
 
-def run_build(config: BuildConfig, on_event: OnEvent, should_stop: StopAsked = lambda: False) -> BuildResult:
+def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> BuildResult:
     """Plan and build what `config` asks for; resume what was begun; find out that it is finished.
 
     Raises:
         UsageError, ModelError: the request cannot be served.
-        BuildStopped: the build ended before its end; running it again resumes it.
+        JobStopped: the build ended before its end; running it again resumes it.
         EdjeError: another process is at work on the index, or no input could be indexed.
     """
     started = time.monotonic()
@@ -117,14 +116,14 @@ def make_engine(config: BuildConfig, plan: BuildPlan, workers: int | None) -> En
 
 
 def build_index(
-    plan: BuildPlan, engine: Engine, workers: int, on_event: OnEvent, should_stop: StopAsked = lambda: False
+    plan: BuildPlan, engine: Engine, workers: int, on_event: OnEvent, should_stop: ShouldStop = lambda: False
 ) -> BuildResult:
     """Encode the shards that are not committed yet, build `ann/`, and publish.
 
     The caller holds the index's lock. Whatever is committed stays when this raises.
 
     Raises:
-        BuildStopped: `should_stop()` turned true, a shard failed, the engine broke down, or the disk is full.
+        JobStopped: `should_stop()` turned true, a shard failed, the engine broke down, or the disk is full.
         UsageError: the engine cannot do what was asked of it.
         EdjeError: no input could be indexed.
     """
@@ -132,7 +131,7 @@ def build_index(
     try:
         return run.build(engine, should_stop)
     except OSError as error:
-        raise BuildStopped(f"cannot write {plan.root}: {describe_error(error)} ({run.standing()})") from error
+        raise JobStopped(f"cannot write {plan.root}: {describe_error(error)} ({run.standing()})") from error
 
 
 class _Run:
@@ -151,7 +150,7 @@ class _Run:
         """How much is kept."""
         return f"{len(self._receipts)} of {self._plan.spec.shards} shards are finished"
 
-    def build(self, engine: Engine, should_stop: StopAsked) -> BuildResult:
+    def build(self, engine: Engine, should_stop: ShouldStop) -> BuildResult:
         from storage_formats.writing.publish import begin_index, clear_staging, total_counts
 
         self._find_receipts()
@@ -160,12 +159,12 @@ class _Run:
         self._on_event(self._plan_ready())
         try:
             rates = self._run_shards(engine, should_stop)
-        except (UsageError, BuildStopped):
+        except (UsageError, JobStopped):
             raise
         except EdjeError as error:
-            raise BuildStopped(f"{error} ({self.standing()})") from error
+            raise JobStopped(f"{error} ({self.standing()})") from error
         if len(self._receipts) < self._plan.spec.shards:
-            raise BuildStopped(f"stopped; {self.standing()}")
+            raise JobStopped(f"stopped; {self.standing()}")
         receipts = list(self._receipts.values())
         _refuse_empty(total_counts(receipts), self._plan.root)
         manifest = self._publish(receipts)
@@ -191,8 +190,8 @@ class _Run:
             workers=self._workers,
         )
 
-    def _run_shards(self, engine: Engine, should_stop: StopAsked) -> dict[str, Any]:
-        """Run what is missing. BuildStopped for the first shard that fails; those under way are ended."""
+    def _run_shards(self, engine: Engine, should_stop: ShouldStop) -> dict[str, Any]:
+        """Run what is missing. JobStopped for the first shard that fails; those under way are ended."""
         missing = [shard for shard in range(self._plan.spec.shards) if shard not in self._receipts]
         started = time.monotonic()
         rows = 0
@@ -247,9 +246,9 @@ class _Run:
                 total[stage] = total.get(stage, 0.0) + seconds
         return total
 
-    def _failure(self, failure: TaskFailure) -> BuildStopped:
+    def _failure(self, failure: TaskFailure) -> JobStopped:
         rows = self._plan.spec.shard_rows(failure.task.shard)
-        error = BuildStopped(
+        error = JobStopped(
             f"shard {failure.task.shard} (rows {rows.start} to {rows.stop - 1}): {failure.message} ({self.standing()})"
         )
         if failure.trace:
@@ -261,7 +260,7 @@ class _Run:
         from storage_formats.writing.publish import Provenance, finish_index
 
         plan = self._plan
-        self._on_event(Phase("building the nearest-neighbour index"))
+        self._on_event(StatusMessage("building the nearest-neighbour index"))
         ann = build_ann(plan.root, plan.spec)
         settings = {**asdict(plan.settings), "inputs_digest": plan.inputs_digest}
         return finish_index(plan.root, plan.spec, receipts, Provenance(plan.model, settings, plan.fingerprint), ann)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipelines.jobs.quantize import precision_to_read
-from pipelines.progress.events import OnEvent, Phase
+from pipelines.progress.events import OnEvent, StatusMessage
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _token_errors(
     from edje_index.evaluation.quantization_report.token_errors import TokenErrorMeter
 
     count = min(config.rows, spec.rows)
-    on_event(Phase(f"comparing the tokens of {count:,} rows"))
+    on_event(StatusMessage(f"comparing the tokens of {count:,} rows"))
     chosen = np.sort(np.random.default_rng(config.seed).choice(spec.rows, count, replace=False))
     meters = {name: TokenErrorMeter() for name in subjects}
     holes = 0
@@ -267,7 +267,7 @@ def _rankings(
     scores: dict[str, list[NDArray[np.float32]]] = {name: [] for name in subjects}
     for at, candidates in enumerate(reranker.candidates(texts, pool)):
         if at % 4 == 0:
-            on_event(Phase(f"re-ranking at {len(subjects) + 1} precisions, query {at + 1} of {len(texts)}"))
+            on_event(StatusMessage(f"re-ranking at {len(subjects) + 1} precisions, query {at + 1} of {len(texts)}"))
         if len(candidates.rows) < 2:
             continue
         blocks = read(candidates.rows)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from pipelines.engines.base import Engine, TaskFailure, TaskInterrupted, Worker, describe_error
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.machine import free_disk
-from pipelines.planning.make_plan import BuildStopped, StopAsked
 from pipelines.progress.events import OnEvent, PlanReady, ShardDone
 from pipelines.progress.meter import BuildMeter, ShardState
+from pipelines.progress.stopping import JobStopped, ShouldStop
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 
@@ -66,14 +66,14 @@ class QuantizeConfig:
 
 
 def quantize_index(
-    config: QuantizeConfig, engine: Engine, on_event: OnEvent, should_stop: StopAsked = lambda: False
+    config: QuantizeConfig, engine: Engine, on_event: OnEvent, should_stop: ShouldStop = lambda: False
 ) -> QuantizeResult:
     """Add the precisions that are missing, then drop those that are to go; resumes what was begun.
 
     Raises:
         UsageError: no index, an unknown precision, one both to add and to drop, a source that it does not hold, too
             little disk.
-        BuildStopped: stopped or failed before the end; running it again resumes it.
+        JobStopped: stopped or failed before the end; running it again resumes it.
     """
     from storage_formats.format.manifest import Manifest
     from storage_formats.writing.conversion import drop_precision, remove_leftovers
@@ -156,7 +156,7 @@ class _Conversion:
         described = f"convert {spec} {source} {targets}"
         self._plan = hashlib.sha256(described.encode()).hexdigest()
 
-    def run(self, engine: Engine, should_stop: StopAsked) -> Manifest:
+    def run(self, engine: Engine, should_stop: ShouldStop) -> Manifest:
         """Convert what is missing and publish."""
         from storage_formats.writing.conversion import add_precisions
         from storage_formats.writing.publish import clear_staging
@@ -168,10 +168,10 @@ class _Conversion:
         try:
             self._run_shards(engine, should_stop)
             if len(self._receipts) < self._spec.shards:
-                raise BuildStopped(f"stopped; {self._standing()}")
+                raise JobStopped(f"stopped; {self._standing()}")
             return add_precisions(self._root, self._targets, list(self._receipts.values()))
         except OSError as error:
-            raise BuildStopped(f"{describe_error(error)} ({self._standing()})") from error
+            raise JobStopped(f"{describe_error(error)} ({self._standing()})") from error
 
     def _standing(self) -> str:
         return f"{len(self._receipts)} of {self._spec.shards} shards are finished"
@@ -197,7 +197,7 @@ class _Conversion:
                 self._receipts[shard] = receipt
                 self._meter.finished_earlier(receipt.rows, 0)
 
-    def _run_shards(self, engine: Engine, should_stop: StopAsked) -> None:
+    def _run_shards(self, engine: Engine, should_stop: ShouldStop) -> None:
         from storage_formats.writing.conversion import ConversionTask
 
         spec, root = self._spec, str(self._root.absolute())
@@ -213,7 +213,7 @@ class _Conversion:
         ) as outcomes:
             for outcome in outcomes:
                 if isinstance(outcome, TaskFailure):
-                    raise BuildStopped(f"shard {outcome.task.shard}: {outcome.message} ({self._standing()})")
+                    raise JobStopped(f"shard {outcome.task.shard}: {outcome.message} ({self._standing()})")
                 self._receipts[outcome.result.shard] = outcome.result
                 self._meter.finished(outcome.result.shard, ShardState(outcome.result.rows, 0))
                 self._on_event(ShardDone(outcome.result.shard, self._meter.progress()))

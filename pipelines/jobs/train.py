@@ -14,8 +14,8 @@ from pipelines.jobs.train_finish import RESULT, finish_training
 from pipelines.jobs.train_inputs import check_captions, prepare_training
 from pipelines.jobs.train_request import TrainRequest, TrainResult
 from pipelines.jobs.train_settings import RUN_FILE, begin_run
-from pipelines.planning.make_plan import BuildStopped, StopAsked
-from pipelines.progress.events import OnEvent, Phase
+from pipelines.progress.events import OnEvent, StatusMessage
+from pipelines.progress.stopping import JobStopped, ShouldStop
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ _REPORT_SECONDS = 5.0
 
 
 def run_training(
-    request: TrainRequest, config: TrainConfig, on_event: OnEvent, should_stop: StopAsked = lambda: False
+    request: TrainRequest, config: TrainConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False
 ) -> TrainResult:
     """Train what was asked for; resume what was begun with the same settings.
 
     Raises:
         UsageError, ModelError: the request cannot be served.
-        BuildStopped: stopped before its end; running it again resumes it.
+        JobStopped: stopped before its end; running it again resumes it.
     """
     started = time.monotonic()
     with locked_index(request.run_folder):
@@ -79,7 +79,7 @@ def _fingerprint(bundle: Path) -> str | None:
         return None
 
 
-def _train(task: TrainTask, request: TrainRequest, on_event: OnEvent, should_stop: StopAsked) -> None:
+def _train(task: TrainTask, request: TrainRequest, on_event: OnEvent, should_stop: ShouldStop) -> None:
     from edje_index.training.loop.distributed import Ranks
     from edje_index.training.loop.train_worker import check_world, train_rank
     from edje_index.training.loop.training_loop import TrainingStopped
@@ -94,7 +94,7 @@ def _train(task: TrainTask, request: TrainRequest, on_event: OnEvent, should_sto
 
             train_on_ray(task, request.workers, request.address, should_stop, report)
     except TrainingStopped as error:
-        raise BuildStopped(str(error)) from error
+        raise JobStopped(str(error)) from error
 
 
 def progress_report(on_event: OnEvent, clock: Callable[[], float] = time.monotonic) -> Callable[[dict[str, Any]], None]:
@@ -106,10 +106,14 @@ def progress_report(on_event: OnEvent, clock: Callable[[], float] = time.monoton
         nonlocal last, warned
         if not record.get("tensorboard", True) and not warned:
             warned = True
-            on_event(Phase("no TensorBoard log: the package 'tensorboard' is not installed; log.jsonl holds the same"))
+            on_event(
+                StatusMessage(
+                    "no TensorBoard log: the package 'tensorboard' is not installed; log.jsonl holds the same"
+                )
+            )
         if record["step"] == record["steps"] or clock() - last >= _REPORT_SECONDS:
             last = clock()
-            on_event(Phase(describe_record(record)))
+            on_event(StatusMessage(describe_record(record)))
 
     return report
 

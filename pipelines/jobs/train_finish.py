@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pipelines.jobs.train_inputs import Prepared
 from pipelines.jobs.train_request import TrainRequest, TrainResult
 from pipelines.jobs.train_stages import watched
-from pipelines.planning.make_plan import StopAsked
 from pipelines.progress.events import OnEvent
+from pipelines.progress.stopping import ShouldStop
 from storage_formats.atomic import write_json_atomic
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def finish_training(
     config: TrainConfig,
     prepared: Prepared,
     on_event: OnEvent,
-    should_stop: StopAsked,
+    should_stop: ShouldStop,
     started: float,
 ) -> TrainResult:
     """Fit the score to the last checkpoint and write the bundle and `result.json`."""
@@ -105,7 +105,7 @@ def _choose_weights(
     config: TrainConfig,
     prepared: Prepared,
     on_event: OnEvent,
-    should_stop: StopAsked,
+    should_stop: ShouldStop,
 ) -> WeightChoices | None:
     selection = config.selection
     weights = [selection.embedding_weight, selection.late_weight]

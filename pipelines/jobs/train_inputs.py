@@ -25,8 +25,8 @@ from edje_index.images.inputs import display_path
 from pipelines.jobs.train_request import TrainRequest
 from pipelines.jobs.train_stages import watched
 from pipelines.planning.config import BuildConfig
-from pipelines.planning.make_plan import StopAsked
-from pipelines.progress.events import OnEvent, Phase
+from pipelines.progress.events import OnEvent, StatusMessage
+from pipelines.progress.stopping import ShouldStop
 from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import UsageError
 
@@ -58,13 +58,13 @@ class Prepared:
 
 
 def prepare_training(
-    request: TrainRequest, config: TrainConfig, run: str, on_event: OnEvent, should_stop: StopAsked
+    request: TrainRequest, config: TrainConfig, run: str, on_event: OnEvent, should_stop: ShouldStop
 ) -> Prepared:
     """Make what is missing in the run folder.
 
     Raises:
         UsageError, ModelError: something given does not fit.
-        BuildStopped: `should_stop()` turned true; what is finished is kept.
+        JobStopped: `should_stop()` turned true; what is finished is kept.
     """
     from edje_index.training.loop.train_worker import TrainTask, total_steps
     from edje_index.training.loop.training_loop import Runtime
@@ -120,7 +120,7 @@ def check_captions(request: TrainRequest) -> None:
 class _Parts:
     """The parts of the run folder, each made when it is first asked for."""
 
-    def __init__(self, request: TrainRequest, config: TrainConfig, on_event: OnEvent, should_stop: StopAsked) -> None:
+    def __init__(self, request: TrainRequest, config: TrainConfig, on_event: OnEvent, should_stop: ShouldStop) -> None:
         self.folder = request.run_folder.absolute()
         self.left_out: dict[str, int] = {}
         self._request = request
@@ -133,7 +133,7 @@ class _Parts:
         """Captioned images to train on, as the files have them; after `kept`, those with features."""
         from edje_index.captions.reading import read_captions
 
-        self._on_event(Phase("reading captions"))
+        self._on_event(StatusMessage("reading captions"))
         request = self._request
         return [item for path in request.captions for item in read_captions(path, request.images, request.split)]
 
@@ -153,7 +153,7 @@ class _Parts:
 
         path = self.folder / "start"
         if not path.exists():
-            self._on_event(Phase("putting together the model to start from"))
+            self._on_event(StatusMessage("putting together the model to start from"))
             request = self._request
             origin = Origin(request.model, request.vision, request.language, request.init)
             make_start(origin, self._config.architecture, self._config.loop.seed).save(path)
@@ -178,7 +178,7 @@ class _Parts:
             accepted = feature_fingerprints(self.start.info, self.start.adapter.config)
             _check_index(self._request.features, accepted, self._feature_adapter.kind)
             return self._request.features.absolute()
-        self._on_event(Phase("computing features of the frozen tower, once"))
+        self._on_event(StatusMessage("computing features of the frozen tower, once"))
         return self._build("features.edje", self._features_model, [*self.items, *self.dev_items])
 
     @property
@@ -205,7 +205,7 @@ class _Parts:
         self.items = found[0]
         if self.left_out:
             reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.left_out.items())
-            self._on_event(Phase(f"left out, having no features: {reasons}"))
+            self._on_event(StatusMessage(f"left out, having no features: {reasons}"))
         return found[1]
 
     def data(self) -> tuple[Path, float]:
@@ -304,9 +304,9 @@ class _Parts:
         column = "path" if sources[-1].endswith(".jsonl") else None
         photos = (ref for ref in iter_all(open_sources(sources, column)) if ref.uri in names)
         height, width = read_bundle_info(self._features_model).vision["image_size"]
-        self._on_event(Phase(f"cropping {count} views of {len(names):,} photos"))
+        self._on_event(StatusMessage(f"cropping {count} views of {len(names):,} photos"))
         made = write_views(photos, folder, count, (height, width), self._config.loop.seed, self._should_stop)
-        self._on_event(Phase("computing features of the views, once"))
+        self._on_event(StatusMessage("computing features of the views, once"))
         self._build_of("views.edje", self._features_model, (os.fspath(made),))
 
     def dev(self) -> CaptionSet | None:

@@ -20,7 +20,7 @@ from PIL import Image
 from edje_index.images.decode import ImageError, content_hash, decode_rgb
 from edje_index.images.inputs import read_bytes
 from edje_index.training.data.sampling import VIEWS, stream
-from pipelines.planning.make_plan import BuildStopped, StopAsked
+from pipelines.progress.stopping import JobStopped, ShouldStop
 from storage_formats.atomic import write_bytes_atomic
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ LIST = "views.jsonl"
 
 
 def write_views(
-    refs: Iterable[InputRef], folder: Path, views: int, size: tuple[int, int], seed: int, should_stop: StopAsked
+    refs: Iterable[InputRef], folder: Path, views: int, size: tuple[int, int], seed: int, should_stop: ShouldStop
 ) -> Path:
     """Write the views of all photos and the list of them; a list that is there is taken as it is.
 
@@ -46,7 +46,7 @@ def write_views(
         seed: decides the crops.
 
     Raises:
-        BuildStopped: `should_stop()` turned true; the views are made again.
+        JobStopped: `should_stop()` turned true; the views are made again.
     """
     made = folder / LIST
     if made.exists():
@@ -59,7 +59,7 @@ def write_views(
         done = 0
         while batch := list(itertools.islice(photos, _AHEAD)):
             if should_stop():
-                raise BuildStopped(f"stopped after cropping {done:,} photos, which is done again")
+                raise JobStopped(f"stopped after cropping {done:,} photos, which is done again")
             for written in pool.map(lambda ref: _write(ref, folder, views, size, seed), batch):
                 lines += [json.dumps({"path": str(path)}) + "\n" for path in written]
             done += len(batch)

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,9 @@ from pipelines.planning.estimates import Need, ann_memory_need, disk_need, human
 from pipelines.planning.machine import available_memory, cuda_devices, free_disk
 from pipelines.planning.plan import BuildPlan, BuildSettings, describe_differences, plan_fingerprint, read_plan
 from pipelines.progress.events import OnEvent, Planning
+from pipelines.progress.stopping import JobStopped, ShouldStop
 from storage_formats.cpus import usable_cpus
-from storage_formats.errors import EdjeError, UsageError
+from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 
 if TYPE_CHECKING:
@@ -30,16 +31,11 @@ if TYPE_CHECKING:
     from pipelines.sources import Source
     from storage_formats.format.manifest import Manifest
 
-StopAsked = Callable[[], bool]
 _MAX_THREADS = 4  # a small ViT gains little from more; further CPUs serve better as further workers
 _REPORT_EVERY = 1000
 
 
-class BuildStopped(EdjeError):
-    """The build ended before its end, by request or by mishap; what is finished is kept."""
-
-
-def plan_build(config: BuildConfig, on_event: OnEvent, should_stop: StopAsked = lambda: False) -> BuildPlan:
+def plan_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> BuildPlan:
     """The plan that `config.out` was begun with, or a new one, written to `build/`.
 
     The caller holds the index's lock and has made sure that the index is not finished.
@@ -47,7 +43,7 @@ def plan_build(config: BuildConfig, on_event: OnEvent, should_stop: StopAsked = 
     Raises:
         UsageError: a request that cannot be served, with the numbers.
         ModelError: no sound model bundle.
-        BuildStopped: `should_stop()` turned true.
+        JobStopped: `should_stop()` turned true.
     """
     check_out_folder(config)
     info = _bundle_info(config)
@@ -69,7 +65,7 @@ def finished_manifest(config: BuildConfig) -> Manifest | None:
     return Manifest.load(config.out)
 
 
-def check_finished(config: BuildConfig, manifest: Manifest, should_stop: StopAsked = lambda: False) -> None:
+def check_finished(config: BuildConfig, manifest: Manifest, should_stop: ShouldStop = lambda: False) -> None:
     """Make sure that the finished index is the one that `config` asks for: the same model, settings and inputs.
 
     Raises:
@@ -145,7 +141,7 @@ def check_out_folder(config: BuildConfig) -> None:
 class _Listing:
     """What is learned about the inputs while they pass by, once and in order."""
 
-    should_stop: StopAsked
+    should_stop: ShouldStop
     on_event: OnEvent = lambda _: None
     inputs: int = 0
     duplicates: int = 0
@@ -160,7 +156,7 @@ class _Listing:
         """Pass `refs` through."""
         for ref in refs:
             if self.should_stop():
-                raise BuildStopped("stopped while listing the sources; nothing was begun")
+                raise JobStopped("stopped while listing the sources; nothing was begun")
             self._hash.update(b"%d %a %d\0" % (ref.offset, ref.size, ref.member) + ref.path + b"\0\n")
             self.inputs += 1
             if self.inputs % _REPORT_EVERY == 0:
@@ -174,7 +170,7 @@ class _Listing:
             yield ref
 
 
-def _new_plan(config: BuildConfig, info: BundleInfo, on_event: OnEvent, should_stop: StopAsked) -> BuildPlan:
+def _new_plan(config: BuildConfig, info: BundleInfo, on_event: OnEvent, should_stop: ShouldStop) -> BuildPlan:
     from storage_formats.codecs import codec
 
     settings = _settings(config, None)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from pipelines.progress.events import Event, OnEvent, Phase, Planning, PlanReady, Progress, ShardDone
+from pipelines.progress.events import Event, OnEvent, Planning, PlanReady, Progress, ShardDone, StatusMessage
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -77,8 +77,8 @@ class LogDisplay:
                 self._write_seldom(_LOG_SECONDS, describe_progress(event))
             case ShardDone(progress=progress):
                 self._write_seldom(_SHARD_LOG_SECONDS, describe_progress(progress))
-            case Phase(name):
-                self._write(name)
+            case StatusMessage(text):
+                self._write(text)
 
     def _write_seldom(self, seconds: float, line: str) -> None:
         if self._clock() - self._last >= seconds:
@@ -125,8 +125,8 @@ class LiveDisplay:
             case Progress() | ShardDone():
                 progress = event.progress if isinstance(event, ShardDone) else event
                 self._show("indexing", describe_progress(progress), progress.rows, progress.rows_done)
-            case Phase(name):
-                self._show(name, "", None, 0)
+            case StatusMessage(text):
+                self._show(text, "", None, 0)
 
     def _show(self, name: str, line: str, total: int | None, done: int) -> None:
         if self._task is None:

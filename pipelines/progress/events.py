@@ -65,11 +65,11 @@ class ShardDone:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A new phase of the job began."""
+class StatusMessage:
+    """A line about what the job does now, for example "building the nearest-neighbour index"."""
 
-    name: str
+    text: str
 
 
-Event = Planning | PlanReady | Progress | ShardDone | Phase
+Event = Planning | PlanReady | Progress | ShardDone | StatusMessage
 OnEvent = Callable[[Event], None]

@@ -7,8 +7,8 @@ import pytest
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines.engines.inline import InlineEngine
 from pipelines.jobs.quantize import QuantizeConfig, precision_to_read, quantize_index
-from pipelines.planning.make_plan import BuildStopped
 from pipelines.progress.events import ShardDone
+from pipelines.progress.stopping import JobStopped
 from storage_formats import UsageError, codec, verify_index
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
@@ -64,7 +64,7 @@ def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch)
         if isinstance(event, ShardDone):
             finished.append(event)
 
-    with pytest.raises(BuildStopped):
+    with pytest.raises(JobStopped):
         quantize_index(config, engine, note_shards, lambda: bool(finished))
     left = 4 - len(finished)
     assert 0 < left < 4

@@ -14,8 +14,9 @@ from edje_index.images.inputs import read_inputs
 from pipelines.jobs.lock import locked_index
 from pipelines.planning import make_plan as planning
 from pipelines.planning.estimates import disk_need
-from pipelines.planning.make_plan import BuildStopped, check_out_folder, choose_workers, plan_build
+from pipelines.planning.make_plan import check_out_folder, choose_workers, plan_build
 from pipelines.planning.plan import read_plan
+from pipelines.progress.stopping import JobStopped
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 
@@ -151,7 +152,7 @@ def test_what_an_interrupted_listing_left_is_no_obstacle(config):
 
 
 def test_a_stop_while_listing_leaves_no_plan(config):
-    with pytest.raises(BuildStopped, match="nothing was begun"):
+    with pytest.raises(JobStopped, match="nothing was begun"):
         plan(config(), should_stop=lambda: True)
     assert read_plan(config().out) is None
 

@@ -6,7 +6,7 @@ import io
 import re
 
 from pipelines.progress.display import LogDisplay, describe_plan, describe_progress, progress_display
-from pipelines.progress.events import Phase, Planning, PlanReady, Progress, ShardDone
+from pipelines.progress.events import Planning, PlanReady, Progress, ShardDone, StatusMessage
 
 PROGRESS = Progress(2048, 10_000, 2, 10, 3, 41.25, 193.0, "decode")
 PLAN = PlanReady(10_000, 12, 10, 2, {".txt": 5, ".xml": 1}, 1)
@@ -52,14 +52,14 @@ def test_a_log_shows_ends_of_shards_at_once_but_not_all_of_many():
     now = 2.0
     for _ in range(5):
         log(ShardDone(1, PROGRESS))
-    log(Phase("publishing"))
+    log(StatusMessage("publishing"))
     assert stream.getvalue().splitlines()[1:] == [describe_progress(PROGRESS), "publishing"]
 
 
 def test_a_terminal_shows_the_same_words_in_place():
     stream = Terminal()
     with progress_display(stream=stream) as on_event:
-        for event in (Planning(10), PLAN, PROGRESS, ShardDone(1, PROGRESS), Phase("publishing")):
+        for event in (Planning(10), PLAN, PROGRESS, ShardDone(1, PROGRESS), StatusMessage("publishing")):
             on_event(event)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
     assert "10,000 inputs in 10 shards" in shown

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from pipelines.jobs.train_stages import watched
-from pipelines.planning.make_plan import BuildStopped
+from pipelines.progress.stopping import JobStopped
 
 
 def test_a_stage_is_shown_every_five_seconds():
@@ -25,5 +25,5 @@ def test_a_stage_stops_when_it_is_asked_to():
     progress = watched("reading", lambda event: None, lambda: asked[0])
     progress(0, 10)
     asked[0] = True
-    with pytest.raises(BuildStopped, match="while reading: 3 of 10"):
+    with pytest.raises(JobStopped, match="while reading: 3 of 10"):
         progress(3, 10)

@@ -12,7 +12,7 @@ from PIL import Image
 from edje_index.images.decode import decode_rgb
 from edje_index.images.inputs import InputRef
 from pipelines.jobs.train_views import random_view, view_path, write_views
-from pipelines.planning.make_plan import BuildStopped
+from pipelines.progress.stopping import JobStopped
 
 
 def gradient(width: int, height: int) -> Image.Image:
@@ -82,7 +82,7 @@ def test_a_photo_that_has_moved_has_the_same_views(refs, tmp_path):
 
 def test_a_finished_list_is_kept_and_an_unfinished_one_made_again(refs, tmp_path):
     folder = tmp_path / "views"
-    with pytest.raises(BuildStopped, match="0 photos"):
+    with pytest.raises(JobStopped, match="0 photos"):
         write_views(refs, folder, 1, (16, 16), 0, lambda: True)
     (folder / "left-over.jpg").touch()
     write_views(refs, folder, 1, (16, 16), 0, lambda: False)

@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
-from pipelines.progress.signals import stop_on_signals
+from pipelines.progress.stopping import stop_on_signals
 
 THREE_SIGNALS = """
 import os, signal
-from pipelines.progress.signals import stop_on_signals
+from pipelines.progress.stopping import stop_on_signals
 with stop_on_signals():
     for _ in range(3):
         try:

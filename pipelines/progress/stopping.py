@@ -1,0 +1,68 @@
+"""Stopping a job early: the callback that asks for it, the exception that reports it, the signals that trigger it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from storage_formats.errors import EdjeError
+
+ShouldStop = Callable[[], bool]
+"""Called often while a job runs. The job stops at the next safe point once it returns True."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class JobStopped(EdjeError):
+    """The job ended early, on request or because something failed. Finished work is kept and is reused on resume."""
+
+
+class StopFlag:
+    """A `ShouldStop` that returns True from the first call of `set` on."""
+
+    def __init__(self) -> None:
+        self._requests = 0
+
+    def __call__(self) -> bool:
+        return self._requests > 0
+
+    def set(self) -> int:
+        """Request a stop and return how many times one has been requested."""
+        self._requests += 1
+        return self._requests
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopFlag]:
+    """Yield a flag that SIGINT, SIGTERM and SIGHUP set.
+
+    The first signal sets the flag and prints a line on standard error. The second raises KeyboardInterrupt. The third
+    ends the process at once. Signals that were ignored before (by nohup, for example) stay ignored. Outside the main
+    thread no handlers are installed.
+    """
+    flag = StopFlag()
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        requests = flag.set()
+        if requests == 1:
+            # os.write instead of print: the signal may have interrupted a print.
+            os.write(2, f"{signal.Signals(number).name}: stopping after the current batches\n".encode())
+        elif requests == 2:
+            raise KeyboardInterrupt
+        else:
+            os._exit(1)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+    handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, handle) for number in handled}
+    try:
+        yield flag
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
