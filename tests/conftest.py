@@ -1,9 +1,11 @@
-"""Fixtures that several packages' tests share."""
+"""Fixtures that the tests of several packages share."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +16,9 @@ from storage_formats.format.layout import IndexSpec
 from storage_formats.format.rows import DUPLICATE, RowRecord, rows_table
 from storage_formats.writing.publish import Provenance, begin_index, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
+
+if TYPE_CHECKING:
+    from edje_index.bundles.bundle import ModelBundle
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
@@ -60,9 +65,39 @@ def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
     return left.shape == right.shape and bool((left.view(np.uint16) == right.view(np.uint16)).all())
 
 
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run `edje-index ARGUMENTS` in this process; returns exit code, standard output and standard error."""
+    from pipelines.cli import main
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model bundle of random weights with 4 x 16 blocks."""
+    from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    create_untrained_bundle(path, sizes=TINY)
+    return path
+
+
+@pytest.fixture
+def tiny_model(tiny_bundle: Path) -> ModelBundle:
+    """`tiny_bundle`, loaded."""
+    from edje_index.bundles.bundle import ModelBundle
+
+    return ModelBundle.load(tiny_bundle)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def signals_are_heard():
-    """Whoever starts the tests with nohup, or in the background of a script, has them ignore signals by default."""
+    """Undo the ignoring of signals that tests started with nohup or in the background inherit."""
     for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, default)

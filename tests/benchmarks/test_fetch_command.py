@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import subprocess
@@ -12,7 +13,6 @@ import pytest
 
 from benchmarks.cli import bench
 from benchmarks.fetch import plan
-from pipelines.cli import main
 from tests.conftest import REPO
 
 EMPTY_RUN = {"repeat", "discarded", "resident"}
@@ -20,17 +20,14 @@ FULL_RUN = EMPTY_RUN | {"blocks", "seconds", "cpu_seconds", "read_bytes", "asked
 
 
 @pytest.fixture
-def run(capsys):
-    def call(*arguments):
-        code = main(["bench", *(str(argument) for argument in arguments)])
-        return code, *capsys.readouterr()
-
-    return call
+def bench_run(run):
+    """Run `edje-index bench ARGUMENTS`; returns exit code, standard output and standard error."""
+    return functools.partial(run, "bench")
 
 
 @pytest.mark.parametrize("name", ["fetch", "rerank"])
-def test_help_explains_every_option_and_gives_an_example(run, name):
-    code, out, _ = run(name, "--help")
+def test_help_explains_every_option_and_gives_an_example(bench_run, name):
+    code, out, _ = bench_run(name, "--help")
     assert code == 0
     assert "Example" in out
     assert all(option.help for option in bench.commands[name].params if isinstance(option, click.Option))
@@ -47,9 +44,11 @@ def check_runs(report):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_everything_on_an_index(index, run, tmp_path):
+def test_everything_on_an_index(index, bench_run, tmp_path):
     options = ["--precision", "bf16", "--precision", "fp8", "--peers", "--repeats", 1, "--seconds", 1]
-    code, out, err = run("fetch", index, *options, "--scratch", tmp_path / "s", "--report", tmp_path / "r", "--json")
+    code, out, err = bench_run(
+        "fetch", index, *options, "--scratch", tmp_path / "s", "--report", tmp_path / "r", "--json"
+    )
     assert code == 0, err
     report = json.loads(out)
     check_runs(report)
@@ -62,11 +61,11 @@ def test_everything_on_an_index(index, run, tmp_path):
     assert pictures == [f"{precision}-{name}.png" for precision in ("bf16", "fp8") for name in names]
 
 
-def test_cold_fetches_from_a_synthetic_index(index, run, tmp_path, monkeypatch):
+def test_cold_fetches_from_a_synthetic_index(index, bench_run, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "DEPTHS", (1, 4))
     monkeypatch.setattr(plan, "READERS", (1, 2))
     options = ["--synthetic", 40, "--cold", "--repeats", 1, "--precision", "fp8", "--scratch", tmp_path / "s"]
-    code, out, err = run("fetch", *options, "--report", tmp_path / "r", "--json")
+    code, out, err = bench_run("fetch", *options, "--report", tmp_path / "r", "--json")
     assert code == 0, err
     report = json.loads(out)
     check_runs(report)
@@ -87,13 +86,13 @@ def test_cold_fetches_from_a_synthetic_index(index, run, tmp_path, monkeypatch):
     assert str(tmp_path) not in text.with_suffix(".json").read_text()
 
 
-def test_with_a_model_the_verdict_says_what_is_needed(index, run, tmp_path):
+def test_with_a_model_the_verdict_says_what_is_needed(index, bench_run, tmp_path):
     model = tmp_path / "model"
     from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 
     create_untrained_bundle(model, sizes=TINY)
     options = ["--warm", "--repeats", 1, "--model", model, "--scratch", tmp_path / "s", "--pool", 8]
-    code, out, err = run("fetch", index, *options)
+    code, out, err = bench_run("fetch", index, *options)
     assert code == 0, err
     assert "warm fetches feed" in out
     assert "your joint encoder (batch" in out
@@ -112,17 +111,17 @@ def test_with_a_model_the_verdict_says_what_is_needed(index, run, tmp_path):
         (["--synthetic", 10, "--scratch", "s", "--memory-cap", 10**15], "has no effect"),
     ],
 )
-def test_wrong_usage_is_refused_before_anything_is_written(run, tmp_path, monkeypatch, options, words):
+def test_wrong_usage_is_refused_before_anything_is_written(bench_run, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
-    code, out, err = run("fetch", *options)
+    code, out, err = bench_run("fetch", *options)
     assert (code, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_precision_that_the_index_lacks_is_refused(run, index, tmp_path):
-    code, _, err = run("fetch", index, "--precision", "nvfp4", "--scratch", tmp_path)
+def test_a_precision_that_the_index_lacks_is_refused(bench_run, index, tmp_path):
+    code, _, err = bench_run("fetch", index, "--precision", "nvfp4", "--scratch", tmp_path)
     assert code == 2
     assert "'edje-index quantize --to nvfp4' adds it" in err
 

@@ -1,11 +1,8 @@
-"""Builds as a user runs them: photos on disk, the command line in a process of its own."""
+"""Photos on disk to build an index of, and what two builds of them must have in common."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,6 @@ import numpy as np
 from PIL import Image
 
 from storage_formats.format.rows import TIMING_COLUMNS, read_rows
-from tests.conftest import REPO
 
 
 def make_photos(folder: Path, count: int) -> None:
@@ -28,27 +24,6 @@ def make_photos(folder: Path, count: int) -> None:
         Image.fromarray(pixels).save(path)
         if at % 7 == 6:
             path.write_bytes(path.read_bytes()[:1500])
-
-
-def command(*arguments: str | Path) -> list[str]:
-    """The command line of `edje-index ARGUMENTS`."""
-    return [sys.executable, "-m", "pipelines.cli", *map(str, arguments)]
-
-
-def environment() -> dict[str, str]:
-    """This process's environment, with the source tree importable from any folder."""
-    return {**os.environ, "PYTHONPATH": str(REPO)}
-
-
-def run(*arguments: str | Path, expect: int = 0) -> dict[str, Any]:
-    """Run `edje-index ARGUMENTS --json` and return its object; fails unless the exit code is `expect`."""
-    done = subprocess.run(
-        command(*arguments, "--json"), capture_output=True, text=True, env=environment(), check=False, timeout=300
-    )
-    assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    assert "Traceback" not in done.stderr
-    value: dict[str, Any] = json.loads(done.stdout)
-    return value
 
 
 def contents(root: Path) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from storage_formats import IndexSpec, Manifest, TokenStore, verify_index
+from tests.command_line import command, environment, run_process
 from tests.conftest import same_bits, write_random_index
-from tests.integration.builds import command, environment, run
 from tests.integration.test_crashes import victims
 
 SPEC = IndexSpec(rows=1533, shard_size=64, block_shape=(16, 64), embed_dim=8)
@@ -30,7 +30,7 @@ def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quantize_crashes")
     blocks = write_random_index(folder / "before", SPEC, **HOLES)
     shutil.copytree(folder / "before", folder / "calm")
-    run(*quantize(folder / "calm", "inline"))
+    run_process(*quantize(folder / "calm", "inline"))
     return folder, blocks
 
 
@@ -118,7 +118,7 @@ def crash_and_resume(case: tuple[Path, np.ndarray], root: Path, kind: str, chanc
         if hits == kills:
             break
     assert hits == kills
-    run(*quantize(root, "inline"))
+    run_process(*quantize(root, "inline"))
     check_readable(root, folder / "calm", blocks)
     assert files(root) == files(folder / "calm")
     assert not (root / "build").exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import signal
@@ -23,8 +21,7 @@ from edje_index.models.weights import read_checkpoint
 from edje_index.training.loop.log import read_log
 from pipelines.cli import main
 from storage_formats.token_store import TokenStore
-from tests.integration import builds
-from tests.integration.builds import command, environment
+from tests.command_line import command, environment, run_here, run_process
 
 COLOURS = {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200), "white": (240, 240, 240)}
 PLACES = {"left": np.s_[:, :24], "right": np.s_[:, 24:], "top": np.s_[:24], "bottom": np.s_[24:]}
@@ -49,23 +46,13 @@ def write_captions(folder: Path) -> None:
     (folder / "dev.jsonl").write_text("".join(lines[24:]))
 
 
-def run(*arguments: str | Path, expect: int = 0) -> dict:
-    """Run `edje-index ARGUMENTS --json` in this process, which has all libraries loaded, and return its object."""
-    threads = torch.get_num_threads()
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        code = main([*map(str, arguments), "--json"])
-    torch.set_num_threads(threads)
-    assert code == expect, out.getvalue()
-    return json.loads(out.getvalue())
-
-
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     """Folder with captions, a tiny model, and a training that ran without a break."""
     folder = tmp_path_factory.mktemp("training")
     write_captions(folder)
     create_untrained_bundle(folder / "model", sizes=TINY)
-    calm = run(*training(folder, folder / "calm", features=False), "--dev", folder / "dev.jsonl")
+    calm = run_here(*training(folder, folder / "calm", features=False), "--dev", folder / "dev.jsonl")
     assert calm["steps"] == 30
     assert (calm["dev"]["images"]["queries"], calm["dev"]["captions"]["queries"]) == (16, 8)
     return folder
@@ -105,7 +92,7 @@ def test_a_killed_training_resumes_to_the_same_bits(case, tmp_path, lines):
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert not out.exists()
-    result = run(*training(case, out))
+    result = run_here(*training(case, out))
     assert weights(out) == weights(case / "calm")
     assert result["steps"] == 30
     places = [(record["stage"], record["step"]) for record in read_log(tmp_path / "out.run")]
@@ -121,17 +108,17 @@ def test_a_stopped_training_says_how_to_go_on(case, tmp_path):
     _, error = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "To resume: edje-index train" in error
-    run(*training(case, out))
+    run_here(*training(case, out))
     assert weights(out) == weights(case / "calm")
 
 
 def test_a_finished_training_has_nothing_to_do(case):
-    result = run(*training(case, case / "calm", features=False), "--dev", case / "dev.jsonl")
+    result = run_here(*training(case, case / "calm", features=False), "--dev", case / "dev.jsonl")
     assert result["already_finished"]
 
 
 def test_other_settings_in_the_same_folder_are_named(case):
-    error = run(*training(case, case / "calm"), "--lr", "5e-4", "--seed", "3", expect=2)["error"]
+    error = run_here(*training(case, case / "calm"), "--lr", "5e-4", "--seed", "3", expect=2)["error"]
     for words in ("lr 0.001 there, 0.0005 asked", "seed 0 there, 3 asked", "features None there", "--run-dir"):
         assert words in error
 
@@ -139,7 +126,7 @@ def test_other_settings_in_the_same_folder_are_named(case):
 def test_what_the_weights_are_worth_is_said(case, capfd):
     """With the figures of the first run, which a finished one repeats."""
     asked = [*training(case, case / "calm", features=False), "--dev", case / "dev.jsonl"]
-    choices = run(*asked)["dev"]
+    choices = run_here(*asked)["dev"]
     assert main([*map(str, asked)]) == 0
     said = capfd.readouterr().out
     for asked, of in (("images", "16 dev captions"), ("captions", "8 dev images")):
@@ -149,8 +136,8 @@ def test_what_the_weights_are_worth_is_said(case, capfd):
 
 
 def test_the_bundle_builds_and_searches(case, tmp_path):
-    run("build", case / "photos", "--out", tmp_path / "index", "--model", case / "calm", "--engine", "inline")
-    hits = run("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]
+    run_here("build", case / "photos", "--out", tmp_path / "index", "--model", case / "calm", "--engine", "inline")
+    hits = run_here("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]
     assert len(hits) == 3
     info = read_bundle_info(case / "calm")
     assert info.trained
@@ -160,7 +147,7 @@ def test_the_bundle_builds_and_searches(case, tmp_path):
 def test_views_and_a_pooled_similarity(case, tmp_path):
     asked = [*training(case, tmp_path / "out"), "--steps", "6", "--views", "2", "--dev", case / "dev.jsonl"]
     asked += ["--pooled-dim", "8", "--pooled-weight", "3"]
-    result = run(*asked)
+    result = run_here(*asked)
     assert result["pooled_weight"] == 3
     assert result["dev"]["images"]["weights"]["pooled"] == 3
     run_dir = tmp_path / "out.run"
@@ -168,38 +155,38 @@ def test_views_and_a_pooled_similarity(case, tmp_path):
     assert not (run_dir / "views").exists()
     assert len(TokenStore.open(run_dir / "views.edje")) == 48
     assert read_bundle_info(tmp_path / "out").pooled["dim"] == 8
-    run("build", case / "photos", "--out", tmp_path / "index", "--model", tmp_path / "out", "--engine", "inline")
-    assert len(run("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]) == 3
+    run_here("build", case / "photos", "--out", tmp_path / "index", "--model", tmp_path / "out", "--engine", "inline")
+    assert len(run_here("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]) == 3
 
 
 def test_views_of_another_run_are_taken_as_they_are(case, tmp_path):
     asked = ["--steps", "3", "--views", "2"]
-    first = run(*training(case, tmp_path / "first"), *asked)
+    first = run_here(*training(case, tmp_path / "first"), *asked)
     taken = ["--view-features", tmp_path / "first.run" / "views.edje"]
-    second = run(*training(case, tmp_path / "second"), *asked, *taken)
+    second = run_here(*training(case, tmp_path / "second"), *asked, *taken)
     assert not (tmp_path / "second.run" / "views.edje").exists()
     rows = [np.load(tmp_path / f"{name}.run" / "view-rows.npy").tolist() for name in ("first", "second")]
     assert rows[0] == rows[1]
     encoders = [read_bundle_info(tmp_path / name).encoder_fingerprint for name in ("first", "second")]
     assert encoders[0] == encoders[1]
     assert first["run"] != second["run"]
-    fewer = run(*training(case, tmp_path / "fewer"), "--steps", "3", "--views", "1", *taken)
+    fewer = run_here(*training(case, tmp_path / "fewer"), "--steps", "3", "--views", "1", *taken)
     assert np.load(tmp_path / "fewer.run" / "view-rows.npy").tolist() == [row[:1] for row in rows[0]]
     assert fewer["steps"] == 3
-    error = run(*training(case, tmp_path / "more"), "--steps", "3", "--views", "3", *taken, expect=2)["error"]
+    error = run_here(*training(case, tmp_path / "more"), "--steps", "3", "--views", "3", *taken, expect=2)["error"]
     assert "lacks 24 of 24 photos, or some of 3 views" in error
-    error = run(*training(case, tmp_path / "none"), "--steps", "3", *taken, expect=2)["error"]
+    error = run_here(*training(case, tmp_path / "none"), "--steps", "3", *taken, expect=2)["error"]
     assert "--view-features needs --views" in error
     other = ["--view-features", case / "calm.run" / "features.edje"]
-    error = run(*training(case, tmp_path / "photos"), *asked, *other, expect=2)["error"]
+    error = run_here(*training(case, tmp_path / "photos"), *asked, *other, expect=2)["error"]
     assert "lacks 24 of 24 photos" in error
 
 
 def test_a_query_bank_is_fitted_to_dev_captions(case, tmp_path):
-    error = run(*training(case, tmp_path / "out"), "--bank", "8", expect=2)["error"]
+    error = run_here(*training(case, tmp_path / "out"), "--bank", "8", expect=2)["error"]
     assert "--bank needs --dev" in error
     asked = ["--dev", case / "dev.jsonl", "--bank", "8", "--steps", "2"]
-    result = run(*training(case, tmp_path / "banked"), *asked)
+    result = run_here(*training(case, tmp_path / "banked"), *asked)
     info = read_bundle_info(tmp_path / "banked")
     if result["bank_unused"]:  # 16 captions of random photos need not be likelier with it
         assert info.bank is None
@@ -209,8 +196,10 @@ def test_a_query_bank_is_fitted_to_dev_captions(case, tmp_path):
     assert info.weights._asdict() == result["dev"]["images"]["weights"]
     assert info.caption_weights._asdict() == result["caption_weights"] == result["dev"]["captions"]["weights"]
     other = ["--dev", case / "dev.jsonl", "--bank", "7", "--steps", "2"]
-    assert "other settings of the final score" in run(*training(case, tmp_path / "banked"), *other, expect=2)["error"]
-    assert run(*training(case, tmp_path / "banked"), *asked)["already_finished"]
+    assert (
+        "other settings of the final score" in run_here(*training(case, tmp_path / "banked"), *other, expect=2)["error"]
+    )
+    assert run_here(*training(case, tmp_path / "banked"), *asked)["already_finished"]
 
 
 def test_a_stop_at_the_very_end_leaves_nothing_in_the_way(case, tmp_path, monkeypatch):
@@ -226,10 +215,10 @@ def test_a_stop_at_the_very_end_leaves_nothing_in_the_way(case, tmp_path, monkey
 
     with monkeypatch.context() as stopped:
         stopped.setattr(folders, "_make_readable", stop_at_the_last)
-        assert "To resume" in run(*asked, expect=1)["error"]
+        assert "To resume" in run_here(*asked, expect=1)["error"]
     assert [path.name for path in tmp_path.iterdir()] == ["out.run"]
     recorded = json.loads((tmp_path / "out.run" / "result.json").read_text())
-    result = run(*asked)
+    result = run_here(*asked)
     assert recorded["fingerprint"] == result["fingerprint"] == read_bundle_info(tmp_path / "out").fingerprint
     assert not result["already_finished"]
 
@@ -241,16 +230,16 @@ def test_dev_captions_of_images_that_are_trained_on_are_refused(case, tmp_path):
     arguments = training(case, tmp_path / "out")
     arguments[1] = case / "all.jsonl"
     asked = [*arguments, "--steps", "1", "--split", "train", "--dev", case / "all.jsonl"]
-    error = run(*asked, expect=2)["error"]
+    error = run_here(*asked, expect=2)["error"]
     assert "20 images of --dev are trained on too" in error
     assert "--dev-split" in error
     assert not (tmp_path / "out.run").exists()
-    result = run(*asked, "--dev-split", "dev")
+    result = run_here(*asked, "--dev-split", "dev")
     assert result["dev"]["images"]["queries"] == 8
 
 
 def test_nothing_is_made_for_an_export_without_a_checkpoint(case, tmp_path):
-    error = run(*training(case, tmp_path / "out", features=False), "--export", expect=2)["error"]
+    error = run_here(*training(case, tmp_path / "out", features=False), "--export", expect=2)["error"]
     assert "no checkpoint to export" in error
     assert not (tmp_path / "out.run").exists()
 
@@ -268,7 +257,9 @@ def test_features_leave_torchs_threads_alone(case, tmp_path):
 
 
 def test_an_adapter_whose_rate_is_0_stays_as_it_is(case, tmp_path):
-    result = run(*training(case, tmp_path / "out"), "--adapter-lr-factor", "0", "--align-steps", "0", "--steps", "3")
+    result = run_here(
+        *training(case, tmp_path / "out"), "--adapter-lr-factor", "0", "--align-steps", "0", "--steps", "3"
+    )
     assert result["last"]["gradient"] > 0
     own, begun = (weights(folder) for folder in (tmp_path / "out", tmp_path / "out.run" / "start"))
     changed = {name for name in own if own[name] != begun[name]}
@@ -284,21 +275,21 @@ def optimized(run_dir: Path) -> list[list[int]]:
 
 
 def test_a_pooled_similarity_that_would_weigh_nothing_is_refused(case, tmp_path):
-    error = run(*training(case, tmp_path / "out"), "--pooled-dim", "8", expect=2)["error"]
+    error = run_here(*training(case, tmp_path / "out"), "--pooled-dim", "8", expect=2)["error"]
     assert "--dev, or --pooled-weight" in error
 
 
 @pytest.mark.slow
 def test_a_student_learns_from_a_teacher(case, tmp_path):
     local = [*training(case, tmp_path / "teacher"), "--adapter", "local", "--steps", "3"]
-    run(*local)
+    run_here(*local)
     student = [*training(case, tmp_path / "student"), "--steps", "3", "--teacher", tmp_path / "teacher"]
-    result = run(*student, "--init", tmp_path / "teacher")
+    result = run_here(*student, "--init", tmp_path / "teacher")
     assert result["last"]["distillation"] > 0
     built = ["build", case / "photos", "--out", tmp_path / "tokens", "--model", tmp_path / "teacher"]
-    run(*built, "--engine", "inline")
+    run_here(*built, "--engine", "inline")
     again = [*training(case, tmp_path / "again"), "--steps", "3", "--teacher", tmp_path / "teacher"]
-    other = run(*again, "--init", tmp_path / "teacher", "--teacher-features", tmp_path / "tokens")
+    other = run_here(*again, "--init", tmp_path / "teacher", "--teacher-features", tmp_path / "tokens")
     # The same teacher, by its stored tokens, which are rounded.
     assert other["last"]["distillation"] == pytest.approx(result["last"]["distillation"], abs=1e-2)
 
@@ -327,30 +318,32 @@ align_steps = 4
 align_batch_size = 16
 """
     (tmp_path / "train.toml").write_text(text)
-    run("train", "--config", tmp_path / "train.toml", "--out", tmp_path / "out", "--steps", "30")
+    run_here("train", "--config", tmp_path / "train.toml", "--out", tmp_path / "out", "--steps", "30")
     assert weights(tmp_path / "out") == weights(case / "calm")
     (tmp_path / "wrong.toml").write_text(text + "speed = 3\n")
-    assert "speed" in run("train", "--config", tmp_path / "wrong.toml", "--out", tmp_path / "b", expect=2)["error"]
+    assert "speed" in run_here("train", "--config", tmp_path / "wrong.toml", "--out", tmp_path / "b", expect=2)["error"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["strided", "clustered", "pruned"])
 def test_reductions_are_trained_by_the_same_protocol(case, tmp_path, adapter):
     arguments = training(case, tmp_path / "out", features=False)
-    result = run(*arguments, "--adapter", adapter, "--steps", "4")
+    result = run_here(*arguments, "--adapter", adapter, "--steps", "4")
     assert result["steps"] == 4
     assert read_bundle_info(tmp_path / "out").adapter["kind"] == adapter
     patches = training(case, tmp_path / "of-patches")
     if adapter == "pruned":
-        assert "does not hold the features" in run(*patches, "--adapter", adapter, "--steps", "4", expect=2)["error"]
+        assert (
+            "does not hold the features" in run_here(*patches, "--adapter", adapter, "--steps", "4", expect=2)["error"]
+        )
     else:
-        assert run(*patches, "--adapter", adapter, "--steps", "4")["steps"] == 4
+        assert run_here(*patches, "--adapter", adapter, "--steps", "4")["steps"] == 4
 
 
 @pytest.mark.slow
 def test_another_model_mines(case, tmp_path):
     create_untrained_bundle(tmp_path / "miner", seed=9, sizes=TINY)
-    result = run(*training(case, tmp_path / "out"), "--steps", "3", "--miner", tmp_path / "miner")
+    result = run_here(*training(case, tmp_path / "out"), "--steps", "3", "--miner", tmp_path / "miner")
     assert result["steps"] == 3
     assert (tmp_path / "out.run" / "miner.edje").is_dir()
 
@@ -359,7 +352,7 @@ def test_another_model_mines(case, tmp_path):
 def test_two_workers_train_one_model(case, tmp_path):
     """Two ranks on Ray, stopped in between, take the steps of one: no chance is left but that of the batches."""
     still = ["--dropout", "0", "--attention-dropout", "0", "--mlm-weight", "0", "--align-steps", "0", "--steps", "100"]
-    run(*training(case, tmp_path / "one"), *still)
+    run_here(*training(case, tmp_path / "one"), *still)
     arguments = [*training(case, tmp_path / "two"), *still, "--workers", "2"]
     process = start(arguments)
     wait_for_steps(process, tmp_path / "two.run", 1)
@@ -367,7 +360,7 @@ def test_two_workers_train_one_model(case, tmp_path):
     _, error = process.communicate(timeout=240)
     assert process.returncode == 1, "it was done before it could be stopped"
     assert "To resume" in error
-    builds.run(*arguments)
+    run_process(*arguments)
     one_log, two_log = (read_log(tmp_path / f"{name}.run") for name in ("one", "two"))
     assert [record["step"] for record in two_log] == [record["step"] for record in one_log] == list(range(1, 101))
     for one, other in zip(one_log[:10], two_log, strict=False):

@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines.planning.config import BuildConfig
-
-
-@pytest.fixture(scope="session")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model bundle of random weights, 4 x 16 blocks."""
-    path = tmp_path_factory.mktemp("bundles") / "tiny"
-    create_untrained_bundle(path, sizes=TINY)
-    return path
 
 
 def write_photo(path: Path, seed: int) -> None:
@@ -40,11 +31,11 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def config(tmp_path: Path, photos: Path, bundle: Path) -> Callable[..., BuildConfig]:
+def config(tmp_path: Path, photos: Path, tiny_bundle: Path) -> Callable[..., BuildConfig]:
     """A build of `photos` in shards of four rows, with changes."""
 
     def make(**changes: object) -> BuildConfig:
         settings = {"shard_size": 4, "batch_size": 2, "threads": 1, "device": "cpu", "engine": "inline"}
-        return BuildConfig((str(photos),), tmp_path / "index", bundle, **{**settings, **changes})
+        return BuildConfig((str(photos),), tmp_path / "index", tiny_bundle, **{**settings, **changes})
 
     return make

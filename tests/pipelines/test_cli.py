@@ -9,19 +9,7 @@ import sys
 import click
 import pytest
 
-from pipelines.cli import main
 from pipelines.cli.main import COMMANDS, cli
-
-
-@pytest.fixture
-def run(capsys):
-    """Run a command line; returns exit code, standard output and standard error."""
-
-    def call(*arguments):
-        code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return call
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "bench"])

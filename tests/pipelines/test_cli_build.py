@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from edje_index.bundles import random_bundle as untrained
-from pipelines.cli import main
 from pipelines.planning.make_plan import plan_build
 from storage_formats.format.layout import Layout
 from storage_formats.format.rows import read_rows
@@ -22,26 +21,15 @@ from tests.pipelines.conftest import write_photo
 
 
 @pytest.fixture
-def run(capsys):
-    """Run a command line; returns exit code, standard output and standard error."""
-
-    def call(*arguments):
-        code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
 def index(tmp_path):
     return tmp_path / "photos.edje"
 
 
 @pytest.fixture
-def build(photos, bundle, index):
+def build(photos, tiny_bundle, index):
     """Arguments of a build of `photos` in shards of four."""
     fixed = ["--engine", "inline", "--shard-size", 4, "--batch-size", 2, "--threads", 1, "--device", "cpu"]
-    return ["build", photos, "--out", index, "--model", bundle, *fixed]
+    return ["build", photos, "--out", index, "--model", tiny_bundle, *fixed]
 
 
 def test_a_build_accounts_for_every_input(run, build, index):

@@ -26,19 +26,8 @@ TRAIN = (5, 6)  # 9 is in the index and in no file
 PER_IMAGE = 3
 
 
-@pytest.fixture
-def run(capsys):
-    """Run a command line; returns exit code, standard output and standard error."""
-
-    def call(*arguments):
-        code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return call
-
-
 @pytest.fixture(scope="module")
-def world(tmp_path_factory, bundle):
+def world(tmp_path_factory, tiny_bundle):
     """Ten photos, an index of them, and captions of nine and of one that is not there."""
     folder = tmp_path_factory.mktemp("world")
     for name in range(10):
@@ -52,7 +41,7 @@ def world(tmp_path_factory, bundle):
             line = {"image": f"photos/{name:02d} 猫.jpg", "split": split, "captions": captions}
             file.write(json.dumps(line) + "\n")
     fixed = ["--engine", "inline", "--shard-size", "4", "--batch-size", "2", "--threads", "1", "--device", "cpu"]
-    sources = [str(folder / "photos"), "--out", str(folder / "index"), "--model", str(bundle), "--dedupe"]
+    sources = [str(folder / "photos"), "--out", str(folder / "index"), "--model", str(tiny_bundle), "--dedupe"]
     assert main(["build", *sources, *fixed, "--quiet"]) == 0
     return folder
 
@@ -121,14 +110,14 @@ def percent(ranks, cutoffs):
 
 
 @pytest.mark.parametrize("pool", [3, 1000])
-def test_recall_equals_brute_force(run, world, bundle, pool):
+def test_recall_equals_brute_force(run, world, tiny_bundle, pool):
     code, out, _ = run(*arguments(world, "--split", "dev", "--pool", pool, "--bootstrap", 50, "--json"))
     assert code == 0
     report = json.loads(out)
     dev = captions_of(world, ["dev"])
     known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "pool": pool}
     for precision, rerank in ((None, False), ("bf16", True)):
-        for direction, ranks in zip(("t2i", "i2t"), by_hand(world, bundle, **known, rerank=rerank), strict=True):
+        for direction, ranks in zip(("t2i", "i2t"), by_hand(world, tiny_bundle, **known, rerank=rerank), strict=True):
             assert recall_of(report, direction, precision=precision) == percent(ranks, (1, 5, 10))
     assert report["inputs"] == {
         "images": 8,
@@ -142,8 +131,8 @@ def test_recall_equals_brute_force(run, world, bundle, pool):
     assert report["unit"] == "percent"
 
 
-def test_simulated_precisions_and_a_weight(run, world, bundle, tmp_path):
-    weighted = ModelBundle.load(bundle)
+def test_simulated_precisions_and_a_weight(run, world, tiny_bundle, tmp_path):
+    weighted = ModelBundle.load(tiny_bundle)
     weighted.embedding_weight = 3.0
     weighted.save(tmp_path / "weighted")
     options = ("--split", "dev", "--model", tmp_path / "weighted", "--pool", 4, "--bootstrap", 0)
@@ -152,7 +141,7 @@ def test_simulated_precisions_and_a_weight(run, world, bundle, tmp_path):
     dev = captions_of(world, ["dev"])
     known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "pool": 4, "weight": 3.0}
     for precision in ("bf16", "sign1"):
-        found = by_hand(world, bundle, **known, precision=precision)
+        found = by_hand(world, tiny_bundle, **known, precision=precision)
         for direction, ranks in zip(("t2i", "i2t"), found, strict=True):
             assert recall_of(report, direction, precision=precision) == percent(ranks, (1, 5, 10))
     (sign1,) = [each for each in report["results"] if each.get("precision") == "sign1" and each["direction"] == "t2i"]
@@ -164,8 +153,8 @@ def test_simulated_precisions_and_a_weight(run, world, bundle, tmp_path):
     assert "sign1 from bf16" in text
 
 
-def test_the_prior_of_a_query_bank_is_taken_off(run, world, bundle, tmp_path):
-    model = ModelBundle.load(bundle)
+def test_the_prior_of_a_query_bank_is_taken_off(run, world, tiny_bundle, tmp_path):
+    model = ModelBundle.load(tiny_bundle)
     rng = torch.Generator().manual_seed(0)
     made = torch.nn.functional.normalize(torch.randn(6, model.embed_dim, generator=rng), dim=1)
     none = torch.zeros(6, 0)
@@ -191,7 +180,7 @@ def test_the_prior_of_a_query_bank_is_taken_off(run, world, bundle, tmp_path):
     assert changed.all(), "the bank must matter for this to test anything"
 
 
-def test_the_full_protocol(run, world, bundle):
+def test_the_full_protocol(run, world, tiny_bundle):
     code, out, _ = run(*arguments(world, "--split", "dev", "--full", "--bootstrap", 0, "--json"))
     assert code == 0
     report = json.loads(out)
@@ -202,7 +191,7 @@ def test_the_full_protocol(run, world, bundle):
         "captions": captions_of(world, ["train", "dev"]),
         "pool": 100,
     }
-    for direction, ranks in zip(("t2i", "i2t"), by_hand(world, bundle, **known), strict=True):
+    for direction, ranks in zip(("t2i", "i2t"), by_hand(world, tiny_bundle, **known), strict=True):
         assert recall_of(report, direction, precision="bf16") == percent(ranks, (5, 10, 20))
     # Nine indexed rows less a duplicate; six images of both splits that are there, 7 and 99 have captions too.
     assert report["systems"][0]["candidates"] == {"t2i": 8, "i2t": 10 * PER_IMAGE}
@@ -262,11 +251,12 @@ def test_a_subsample_of_questions_keeps_all_candidates(run, world):
     assert again["results"] == report["results"] != other["results"]
 
 
-def test_indexes_are_compared_on_the_images_of_both(run, world, bundle, tmp_path):
+def test_indexes_are_compared_on_the_images_of_both(run, world, tiny_bundle, tmp_path):
     fixed = ["--engine", "inline", "--threads", 1, "--device", "cpu", "--quiet"]
     some = [world / "photos" / f"{name:02d} 猫.jpg" for name in (0, 1, 2)]
-    assert run("build", *some, "--out", tmp_path / "few.edje", "--model", bundle, *fixed)[0] == 0
-    options = ("--split", "dev", "--also", f"{tmp_path}/few.edje={bundle}", "--direction", "t2i", "--bootstrap", 20)
+    assert run("build", *some, "--out", tmp_path / "few.edje", "--model", tiny_bundle, *fixed)[0] == 0
+    also = f"{tmp_path}/few.edje={tiny_bundle}"
+    options = ("--split", "dev", "--also", also, "--direction", "t2i", "--bootstrap", 20)
     code, out, err = run(*arguments(world, *options, "--report", tmp_path / "report", "--json"))
     report = json.loads(out)
     assert code == 0

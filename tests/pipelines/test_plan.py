@@ -87,9 +87,9 @@ def test_what_the_machine_chose_is_taken_from_the_begun_index(config):
     assert plan(config(threads=None, device="auto", dtype="auto")).settings == begun.settings
 
 
-def test_a_model_bundle_may_move(config, tmp_path, bundle):
+def test_a_model_bundle_may_move(config, tmp_path, tiny_bundle):
     plan(config())
-    shutil.copytree(bundle, tmp_path / "moved")
+    shutil.copytree(tiny_bundle, tmp_path / "moved")
     moved = plan(dataclasses.replace(config(), model=tmp_path / "moved"))
     assert moved.model["bundle"] == str(tmp_path / "moved")
 

@@ -18,8 +18,9 @@ from pipelines.jobs.quantization_report import ReportConfig, measure_precisions
 from pipelines.jobs.quantization_report_files import markdown, table, write_report
 from storage_formats import IndexSpec, Manifest, TokenStore, UsageError, codec
 from storage_formats.format.layout import Layout
+from tests.command_line import run_process
 from tests.conftest import write_random_index
-from tests.integration.builds import make_photos, run
+from tests.integration.builds import make_photos
 
 SPEC = IndexSpec(rows=50, shard_size=16, block_shape=(8, 64), embed_dim=6, precisions=("bf16", "fp8"))
 HOLES = frozenset({3, 17, 49})
@@ -39,7 +40,7 @@ def built(tmp_path_factory):
     make_photos(folder / "photos", 30)
     create_untrained_bundle(folder / "model", sizes=TINY)
     options = ["--model", folder / "model", "--engine", "inline", "--shard-size", 8, "--threads", 1]
-    run("build", folder / "photos", "--out", folder / "index", *options)
+    run_process("build", folder / "photos", "--out", folder / "index", *options)
     return folder / "index"
 
 

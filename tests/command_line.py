@@ -1,0 +1,49 @@
+"""Runs `edje-index` as a user does: in a process of its own, or in this one, which has all libraries loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipelines.cli import main
+from tests.conftest import REPO
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """The command line of `edje-index ARGUMENTS`."""
+    return [sys.executable, "-m", "pipelines.cli", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with the source tree importable from any folder."""
+    return {**os.environ, "PYTHONPATH": str(REPO)}
+
+
+def run_process(*arguments: str | Path, expect: int = 0) -> dict[str, Any]:
+    """Run `edje-index ARGUMENTS --json` in a new process and return its object; fails on another exit code."""
+    done = subprocess.run(
+        command(*arguments, "--json"), capture_output=True, text=True, env=environment(), check=False, timeout=300
+    )
+    assert done.returncode == expect, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    value: dict[str, Any] = json.loads(done.stdout)
+    return value
+
+
+def run_here(*arguments: str | Path, expect: int = 0) -> dict[str, Any]:
+    """`run_process` without the new process: faster, and torch keeps its number of threads."""
+    threads = torch.get_num_threads()
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = main([*map(str, arguments), "--json"])
+    torch.set_num_threads(threads)
+    assert code == expect, out.getvalue()
+    value: dict[str, Any] = json.loads(out.getvalue())
+    return value
