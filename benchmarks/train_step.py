@@ -28,9 +28,9 @@ from edje_index.models.devices import autocast, resolve_dtype
 from edje_index.training.config import TrainConfig, make_config
 from edje_index.training.data.batches import BatchSource, Features, JointBatch
 from edje_index.training.data.dataset import TrainingData
-from edje_index.training.data.token_rows import Marks
-from edje_index.training.loop.distributed import Ranks
-from edje_index.training.loop.train_worker import TrainTask, train_rank
+from edje_index.training.data.token_rows import SpecialTokens
+from edje_index.training.loop.distributed import WorkerGroup
+from edje_index.training.loop.train_worker import TrainTask, run_worker
 from edje_index.training.loop.training_loop import Runtime
 from edje_index.training.model.objectives import TOTAL, JointObjective
 from edje_index.training.model.start_bundle import Origin, make_start, set_attention, set_dropout
@@ -95,7 +95,7 @@ def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
         seconds["step"].append(record["step_seconds"])
         waited.append(record["data_wait"] / record["seconds"])
 
-    train_rank(task, Ranks(), lambda: False, measure)
+    run_worker(task, WorkerGroup(), lambda: False, measure)
     kept = {name: values[1:] for name, values in seconds.items()}
     median = {name: statistics.median(values) for name, values in kept.items()}
     return {
@@ -145,8 +145,10 @@ def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
     adapter = bundle.adapter.requires_grad_(True)
     set_dropout(bundle.joint, task.config.architecture.dropout, task.config.architecture.attention_dropout)
     set_attention(bundle.joint, torch.device("cpu"))
-    marks, tokens = Marks.of(bundle.joint.tokenizer), adapter.config.num_tokens
-    source = BatchSource(TrainingData.open(task.data), Features(task.features), None, marks, tokens, 0.05, task.config)
+    special_tokens, tokens = SpecialTokens.of(bundle.joint.tokenizer), adapter.config.num_tokens
+    source = BatchSource(
+        TrainingData.open(task.data), Features(task.features), None, special_tokens, tokens, 0.05, task.config
+    )
     batch = source.joint(0)
     width = bundle.joint.width
     with torch.no_grad():

@@ -98,9 +98,8 @@ class AlignmentConfig:
     align_captions: int = _leaf(5, "Captions of each image in an alignment step.", minimum=1)
     align_start: str = _leaf(
         "clusters",
-        "What a new compressed adapter begins the alignment as: queries at clusters of patches; with a projection "
-        "fitted from patches to words as well, for short trainings; or what it is.",
-        choices=("clusters", "fitted", "kept"),
+        "Initialisation of a new compressed adapter: queries at clusters of patches, or unchanged.",
+        choices=("clusters", "kept"),
     )
     align_lr: float = _leaf(1e-3, "Learning rate of the alignment.", minimum=0)
 

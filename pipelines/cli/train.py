@@ -40,7 +40,7 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--dev-split", help="Take this split of --dev alone.")
 @click.option("--run-dir", type=_PATH, help="Folder of checkpoints and log.  [default: OUT.run]")
 @config_options
-@click.option("--workers", type=_POSITIVE, help="Ranks; more than one run on Ray.  [default: 1]")
+@click.option("--workers", type=_POSITIVE, help="WorkerGroup; more than one run on Ray.  [default: 1]")
 @click.option("--address", metavar="HOST:PORT", help="Head of a Ray cluster to join; the run folder must be shared.")
 @click.option("--device", type=click.Choice(DEVICES), help="Where to train.  [default: auto]")
 @click.option("--threads", type=_POSITIVE, help="CPU threads of a rank.  [default: torch's]")

@@ -1,6 +1,6 @@
 """Training on several workers by Ray Train: the same function of a rank, in a process group that Ray sets up.
 
-The only module that imports Ray Train. What the ranks tell goes through the run folder, which every node must see:
+The only module that imports Ray Train. What the group tell goes through the run folder, which every node must see:
 the log that rank 0 writes, the checkpoints that a restarted group goes on from, and a file that asks for a stop.
 """
 
@@ -36,7 +36,7 @@ def train_on_ray(
     should_stop: Callable[[], bool],
     on_record: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Train `task` on `workers` ranks: NCCL on GPUs, one each, else Gloo.
+    """Train `task` on `workers` group: NCCL on GPUs, one each, else Gloo.
 
     Raises:
         JobStopped: `should_stop()` turned true; all that was done is in the last checkpoint.
@@ -76,7 +76,7 @@ def _fit(task: TrainTask, workers: int, needs: dict[str, int], failures: list[Ba
 
         logging.getLogger("ray.train").setLevel(logging.CRITICAL)
         trainer = TorchTrainer(
-            _rank_loop,
+            _worker_loop,
             train_loop_config={"task": task},
             torch_config=TorchConfig(backend="nccl" if needs["GPU"] else "gloo"),
             scaling_config=ScalingConfig(
@@ -95,15 +95,15 @@ def _fit(task: TrainTask, workers: int, needs: dict[str, int], failures: list[Ba
         failures.append(error)
 
 
-def _rank_loop(config: dict[str, Any]) -> None:
+def _worker_loop(config: dict[str, Any]) -> None:
     """What each of Ray's workers runs."""
-    from edje_index.training.loop.distributed import Ranks
-    from edje_index.training.loop.train_worker import train_rank
+    from edje_index.training.loop.distributed import WorkerGroup
+    from edje_index.training.loop.train_worker import run_worker
     from edje_index.training.loop.training_loop import TrainingStopped
 
     task: TrainTask = config["task"]
     with contextlib.suppress(TrainingStopped):
-        train_rank(task, Ranks.of_process_group(), (task.runtime.run_dir / STOP_FILE).exists)
+        run_worker(task, WorkerGroup.of_process_group(), (task.runtime.run_dir / STOP_FILE).exists)
 
 
 def _pass_on(run_dir: Path, seen: int, on_record: Callable[[dict[str, Any]], None]) -> int:

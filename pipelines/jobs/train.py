@@ -80,15 +80,15 @@ def _fingerprint(bundle: Path) -> str | None:
 
 
 def _train(task: TrainTask, request: TrainRequest, on_event: OnEvent, should_stop: ShouldStop) -> None:
-    from edje_index.training.loop.distributed import Ranks
-    from edje_index.training.loop.train_worker import check_world, train_rank
+    from edje_index.training.loop.distributed import WorkerGroup
+    from edje_index.training.loop.train_worker import check_world, run_worker
     from edje_index.training.loop.training_loop import TrainingStopped
 
     check_world(task.config, request.workers)
     report = progress_report(on_event)
     try:
         if request.workers == 1 and request.address is None:
-            train_rank(task, Ranks(), should_stop, report)
+            run_worker(task, WorkerGroup(), should_stop, report)
         else:
             from pipelines.engines.ray_train import train_on_ray
 

@@ -21,7 +21,7 @@ from edje_index.training.config import TrainConfig
 from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.negatives import draw_negatives, mined_share, negative_mask
 from edje_index.training.data.sampling import MASKING, NEGATIVE_IMAGES, NEGATIVE_TEXTS, SEEN_VIEWS, Sampler, stream
-from edje_index.training.data.token_rows import Marks, Tokens, joint_rows, mask_captions, text_rows
+from edje_index.training.data.token_rows import SpecialTokens, Tokens, joint_rows, mask_captions, text_rows
 from storage_formats.errors import CorruptIndexError
 from storage_formats.token_store import TokenStore
 
@@ -119,9 +119,11 @@ class TeacherSource:
     rows: NDArray[np.int64]
     tokens: int
 
-    def inputs(self, texts: list[Tokens], images: NDArray[np.int64], marks: Marks) -> tuple[JointInputs, torch.Tensor]:
+    def inputs(
+        self, texts: list[Tokens], images: NDArray[np.int64], special_tokens: SpecialTokens
+    ) -> tuple[JointInputs, torch.Tensor]:
         """Rows of pairs with the captions `texts`, and the blocks of the distinct `images`."""
-        return joint_rows(texts, self.tokens, marks), self.features.fetch(self.rows[images])
+        return joint_rows(texts, self.tokens, special_tokens), self.features.fetch(self.rows[images])
 
 
 @dataclass(frozen=True)
@@ -145,23 +147,23 @@ class BatchSource:
         data: captions.
         features: of the frozen tower.
         teacher: what the teacher reads, where there is one.
-        marks: the tokenizer's special words.
+        special_tokens: the tokenizer's special words.
         image_tokens: m of the adapter.
         temperature: of the mining softmax.
         config: of the training.
-        rank, world: which part of every batch.
+        rank, world_size: which part of every batch.
         views: of which each image of a batch shows one, or itself, at random; None without.
     """
 
     data: TrainingData
     features: Features
     teacher: TeacherSource | None
-    marks: Marks
+    special_tokens: SpecialTokens
     image_tokens: int
     temperature: float
     config: TrainConfig
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     views: ViewSource | None = None
 
     def joint(self, number: int) -> JointBatch:
@@ -169,14 +171,14 @@ class BatchSource:
         loop, objective = self.config.loop, self.config.objective
         images, captions = Sampler(self.data, loop.batch_size, loop.seed).pairs(number)
         pair_images, pair_captions = self._pairs(number, images, captions)
-        own = slice(0, loop.batch_size // self.world)
+        own = slice(0, loop.batch_size // self.world_size)
         texts = [self._tokens(at) for at in pair_captions]
         rows, row_images, masked = texts, pair_images, None
         if objective.mlm_weight:
             rng = stream(loop.seed, MASKING, number, self.rank)
-            covered = mask_captions(texts[own], objective.mlm_probability, self.marks.mask, rng)
+            covered = mask_captions(texts[own], objective.mlm_probability, self.special_tokens.mask, rng)
             rows, row_images = texts + covered.captions, np.concatenate([pair_images, pair_images[own]])
-        inputs = joint_rows(rows, self.image_tokens, self.marks)
+        inputs = joint_rows(rows, self.image_tokens, self.special_tokens)
         if objective.mlm_weight:
             masked = covered.places(inputs.input_ids.shape[1])
         distinct, image = np.unique(row_images, return_inverse=True)
@@ -188,14 +190,14 @@ class BatchSource:
             image=torch.from_numpy(image.astype(np.int64)),
             masked=masked,
             text_inputs=self._text_inputs(texts[own], pair_captions[own]) if objective.recovery_weight else None,
-            teacher=None if self.teacher is None else self.teacher.inputs(texts, distinct, self.marks),
+            teacher=None if self.teacher is None else self.teacher.inputs(texts, distinct, self.special_tokens),
         )
 
     def _pairs(
         self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Image and caption of this rank's positives, then of their negative images, then of their negative texts."""
-        part = len(images) // self.world
+        part = len(images) // self.world_size
         local = slice(self.rank * part, (self.rank + 1) * part)
         other_images, other_texts = (drawn[local] for drawn in self.negatives(number, images, captions))
         count = other_images.shape[1]
@@ -227,7 +229,7 @@ class BatchSource:
 
         def batch(number: int) -> AlignmentBatch:
             images, captions = sampler.sets(number, settings.align_captions)
-            own = slice(self.rank, None, self.world)
+            own = slice(self.rank, None, self.world_size)
             words = [tokens[content[tokens]] for tokens in map(self._tokens, captions[:, own].ravel().tolist())]
             distinct, place = np.unique(np.concatenate(words), return_inverse=True)
             shares = np.zeros((len(distinct), len(words)), dtype=np.float32)
@@ -259,7 +261,7 @@ class BatchSource:
         return self.data.caption(caption)[: self.config.objective.text_length - MARKS]
 
     def _text_inputs(self, tokens: list[Tokens], captions: NDArray[np.int64]) -> tuple[JointInputs, torch.Tensor]:
-        return text_rows(tokens, self.marks), torch.from_numpy(self.data.text_embeddings[captions])
+        return text_rows(tokens, self.special_tokens), torch.from_numpy(self.data.text_embeddings[captions])
 
 
 def _moved(value: Any, device: torch.device) -> Any:

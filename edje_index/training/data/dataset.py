@@ -32,7 +32,7 @@ class TrainingData:
         rows: row of each image in the feature index, int64 [n].
         caption_starts: captions of image i are caption_starts[i] up to caption_starts[i + 1], int64 [n + 1].
         token_starts: the same for tokens of captions, int64 [c + 1].
-        tokens: word numbers of all captions, without marks, uncut but for the 64 tokens of a row, int32.
+        tokens: word numbers of all captions, without special_tokens, uncut but for the 64 tokens of a row, int32.
         caption_keys: equal for captions with the same words, int64 [c].
         text_embeddings: of the text tower, float32 [c, e].
         image_mining, text_mining: embeddings that negatives are mined with, float32 [n, e'] and [c, e'].

@@ -19,7 +19,7 @@ Tokens = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
-class Marks:
+class SpecialTokens:
     """Numbers of the special words."""
 
     pad: int
@@ -29,7 +29,7 @@ class Marks:
     image: int
 
     @classmethod
-    def of(cls, tokenizer: JointTokenizer) -> Marks:
+    def of(cls, tokenizer: JointTokenizer) -> SpecialTokens:
         """Those of a tokenizer."""
         words = tokenizer.tokenizer
         return cls(
@@ -41,21 +41,21 @@ class Marks:
         )
 
 
-def joint_rows(captions: Sequence[Tokens], image_tokens: int, marks: Marks) -> JointInputs:
+def joint_rows(captions: Sequence[Tokens], image_tokens: int, special_tokens: SpecialTokens) -> JointInputs:
     """``[CLS] caption [SEP] <image> x m [SEP]``, the image's part of type 1."""
-    ids, lengths = _text(captions, image_tokens + 1, marks)
+    ids, lengths = _text(captions, image_tokens + 1, special_tokens)
     place = np.arange(ids.shape[1])
-    after = lengths + 2  # of the text and its marks
+    after = lengths + 2  # of the text and its special_tokens
     is_image = (place >= after) & (place < after + image_tokens)
-    ids[is_image] = marks.image
-    ids[place == after + image_tokens] = marks.sep
+    ids[is_image] = special_tokens.image
+    ids[place == after + image_tokens] = special_tokens.sep
     types = (place >= after) & (place <= after + image_tokens)
     return _inputs(ids, types, place <= after + image_tokens)
 
 
-def text_rows(captions: Sequence[Tokens], marks: Marks) -> JointInputs:
+def text_rows(captions: Sequence[Tokens], special_tokens: SpecialTokens) -> JointInputs:
     """``[CLS] caption [SEP]``."""
-    ids, lengths = _text(captions, 0, marks)
+    ids, lengths = _text(captions, 0, special_tokens)
     place = np.arange(ids.shape[1])
     return _inputs(ids, np.zeros(ids.shape, dtype=bool), place <= lengths + 1)
 
@@ -90,14 +90,16 @@ def mask_captions(
     return MaskedCaptions(covered, chosen, flat[chosen])
 
 
-def _text(captions: Sequence[Tokens], room: int, marks: Marks) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _text(
+    captions: Sequence[Tokens], room: int, special_tokens: SpecialTokens
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Rows with ``[CLS] caption [SEP]`` and `room` more places, and the captions' lengths [b, 1]."""
     lengths = np.array([[len(caption)] for caption in captions])
-    ids = np.full((len(captions), lengths.max() + 2 + room), marks.pad, dtype=np.int64)
+    ids = np.full((len(captions), lengths.max() + 2 + room), special_tokens.pad, dtype=np.int64)
     place = np.arange(ids.shape[1])
-    ids[:, 0] = marks.cls
+    ids[:, 0] = special_tokens.cls
     ids[(place >= 1) & (place <= lengths)] = np.concatenate(captions)
-    ids[place == lengths + 1] = marks.sep
+    ids[place == lengths + 1] = special_tokens.sep
     return ids, lengths
 
 

@@ -14,7 +14,7 @@ from edje_index.scoring.pooled_similarity import PooledSimilarity
 from edje_index.training.fitting.hubness_bank import make_bank
 from edje_index.training.fitting.pooled_similarity import OnProgress, fit_pooled
 from edje_index.training.loop.checkpoint import Checkpoints
-from edje_index.training.loop.distributed import Ranks
+from edje_index.training.loop.distributed import WorkerGroup
 from edje_index.training.loop.train_worker import TrainTask, batch_source
 from edje_index.training.model.objectives import trained_part
 
@@ -39,7 +39,7 @@ def fit_trained(task: TrainTask, bundle: ModelBundle, dim: int, on_progress: OnP
     device = resolve_device(task.runtime.device)
     bundle.adapter.to(device).eval()
     bundle.joint.to(device).eval()
-    source = batch_source(task, bundle, Ranks())
+    source = batch_source(task, bundle, WorkerGroup())
     return fit_pooled(trained_part(bundle.adapter), bundle.joint, source, dim, on_progress).to(device)
 
 
@@ -48,7 +48,7 @@ def bank_of_trained(task: TrainTask, bundle: ModelBundle, count: int, on_progres
     device = resolve_device(task.runtime.device)
     bundle.adapter.to(device).eval()
     bundle.joint.to(device).eval()
-    source = batch_source(task, bundle, Ranks())
+    source = batch_source(task, bundle, WorkerGroup())
     return make_bank(trained_part(bundle.adapter), bundle.joint, source, task.features, count, on_progress).to(device)
 
 

@@ -16,7 +16,7 @@ from edje_index.scoring.hubness import QueryBank
 from edje_index.training.data.batches import BatchSource
 from edje_index.training.data.dataset import image_embeddings
 from edje_index.training.data.sampling import BANK, stream
-from edje_index.training.data.token_rows import Marks, joint_rows
+from edje_index.training.data.token_rows import SpecialTokens, joint_rows
 
 _BATCH = 64
 
@@ -65,11 +65,11 @@ class _Vectors:
     def of_captions(self, source: BatchSource, captions: NDArray[np.int64]) -> torch.Tensor:
         if (pooled := self.joint.pooled) is None:
             return torch.zeros(len(captions), 0)
-        marks = Marks.of(self.joint.tokenizer)
+        special_tokens = SpecialTokens.of(self.joint.tokenizer)
         parts = []
         for places in self._batches(captions):
             numbers = [source.data.caption(at) for at in places]
-            sentences = self.joint.sentence_vectors(joint_rows(numbers, 0, marks))
+            sentences = self.joint.sentence_vectors(joint_rows(numbers, 0, special_tokens))
             parts.append(pooled.captions([each.tolist() for each in numbers], sentences).cpu())
         return torch.cat(parts)
 

@@ -22,7 +22,7 @@ from edje_index.scoring.pooled_similarity import PooledSimilarity, pooled_tokens
 from edje_index.training.data.batches import BatchSource, Features
 from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.sampling import POOLING, stream
-from edje_index.training.data.token_rows import Marks, joint_rows
+from edje_index.training.data.token_rows import SpecialTokens, joint_rows
 
 FIT_IMAGES = 10_000  # of which 50,000 captions as bags of 4,000 words take 3 GB
 MIN_CAPTIONS = 10  # that have a word, for the word to be counted
@@ -179,11 +179,11 @@ def _counted_words(data: TrainingData, captions: NDArray[np.int64]) -> tuple[tor
 
 def _sentences(joint: JointEncoder, data: TrainingData, captions: NDArray[np.int64]) -> torch.Tensor:
     """Mean hidden states, float64 [c, d]; captions of like length go together."""
-    marks = Marks.of(joint.tokenizer)
+    special_tokens = SpecialTokens.of(joint.tokenizer)
     order = np.argsort(np.diff(data.token_starts)[captions], kind="stable")
     found = torch.empty(len(captions), joint.width, dtype=torch.float64)
     for start in range(0, len(order), _CAPTION_BATCH):
         places = order[start : start + _CAPTION_BATCH]
-        inputs = joint_rows([data.caption(at) for at in captions[places]], 0, marks)
+        inputs = joint_rows([data.caption(at) for at in captions[places]], 0, special_tokens)
         found[places] = joint.sentence_vectors(inputs).double().cpu()
     return found

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.adapter import CompressionAdapter
@@ -17,11 +16,11 @@ from edje_index.scoring.content_words import content_words
 from edje_index.training.config import TrainConfig
 from edje_index.training.data.batches import BatchSource, Features, TeacherSource, ViewSource
 from edje_index.training.data.dataset import TrainingData
-from edje_index.training.data.token_rows import Marks
-from edje_index.training.loop.distributed import Ranks
+from edje_index.training.data.token_rows import SpecialTokens
+from edje_index.training.loop.distributed import WorkerGroup
 from edje_index.training.loop.schedule import learning_rate
 from edje_index.training.loop.training_loop import Phase, Record, Runtime, Trainer
-from edje_index.training.model.adapter_init import begin_adapter
+from edje_index.training.model.adapter_init import init_from_features
 from edje_index.training.model.objectives import AlignmentObjective, JointObjective, Teacher, trained_part
 from edje_index.training.model.start_bundle import set_attention, set_dropout
 from storage_formats.errors import UsageError
@@ -68,9 +67,9 @@ class TrainTask:
     views: tuple[Path, Path] | None = None
 
 
-def train_rank(
+def run_worker(
     task: TrainTask,
-    ranks: Ranks,
+    group: WorkerGroup,
     should_stop: Callable[[], bool],
     on_record: Callable[[Record], None] = lambda _: None,
 ) -> None:
@@ -81,19 +80,19 @@ def train_rank(
         EdjeError: the task cannot be done; the message says why.
     """
     config = task.config
-    trainer = Trainer(config, task.runtime, ranks, task.run, on_record)
+    trainer = Trainer(config, task.runtime, group, task.run, on_record)
     start = ModelBundle.load(task.start, verify=False)
     adapter, joint = start.adapter.requires_grad_(True), start.joint.requires_grad_(True)
     joint.text_embeddings.requires_grad_(config.architecture.words == "trained")
     set_dropout(joint, config.architecture.dropout, config.architecture.attention_dropout)
     set_attention(joint, trainer.device)
     teacher, teacher_source = _teacher(task, trainer)
-    source = batch_source(task, start, ranks, teacher_source)
+    source = batch_source(task, start, group, teacher_source)
 
     def alignment() -> Phase:
-        if task.new_adapter and isinstance(adapter, CompressionAdapter):
-            words: torch.Tensor = joint.text_embeddings.weight.detach()  # type: ignore[operator]
-            begin_adapter(adapter, source, words, joint_words)
+        init = config.alignment.align_start == "clusters"
+        if init and task.new_adapter and isinstance(adapter, CompressionAdapter):
+            init_from_features(adapter, source.features, source.data, config.loop.seed)
         return _alignment_phase(config, source, AlignmentObjective(adapter, joint, config.seen), joint_words)
 
     def joint_phase() -> Phase:
@@ -108,7 +107,7 @@ def train_rank(
 
 
 def batch_source(
-    task: TrainTask, start: ModelBundle, ranks: Ranks, teacher: TeacherSource | None = None
+    task: TrainTask, start: ModelBundle, group: WorkerGroup, teacher: TeacherSource | None = None
 ) -> BatchSource:
     """Where the batches of `task` come from; `start` is its bundle, or one with the same tokenizer and adapter."""
     config, m = task.config, start.adapter.config.num_tokens
@@ -116,12 +115,12 @@ def batch_source(
         data=TrainingData.open(task.data),
         features=Features(task.features, start.adapter.config),
         teacher=teacher,
-        marks=Marks.of(start.joint.tokenizer),
+        special_tokens=SpecialTokens.of(start.joint.tokenizer),
         image_tokens=min(config.seen.step_tokens or m, m),
         temperature=task.temperature,
         config=config,
-        rank=ranks.rank,
-        world=ranks.world,
+        rank=group.rank,
+        world_size=group.size,
         views=None
         if task.views is None
         else ViewSource(Features(task.views[0], start.adapter.config), np.load(task.views[1])),

@@ -17,7 +17,7 @@ from edje_index.training.config import OptimizerConfig, TrainConfig
 from edje_index.training.data.prefetch import prefetched
 from edje_index.training.data.sampling import DROPOUT, stream
 from edje_index.training.loop.checkpoint import Checkpoints, TrainState, state_of
-from edje_index.training.loop.distributed import Ranks, postponed_exchange
+from edje_index.training.loop.distributed import WorkerGroup, postponed_exchange
 from edje_index.training.loop.log import Journal
 from edje_index.training.model.objectives import TOTAL
 from storage_formats.errors import EdjeError
@@ -60,7 +60,7 @@ class Phase:
         module: gives the losses of a batch.
         batch: batch by its number, counted from 0 over the phase.
         steps, accumulate: optimiser steps, and batches of one.
-        images: of a step, over all ranks.
+        images: of a step, over all group.
         learning_rate: by step.
         optimizer: settings.
     """
@@ -96,7 +96,7 @@ class Trainer:
     Args:
         config: what to train.
         runtime: how.
-        ranks: which part this process is.
+        group: which part this process is.
         run: fingerprint of what decides the training.
         on_record: receives every line of the log, on rank 0.
     """
@@ -105,13 +105,13 @@ class Trainer:
         self,
         config: TrainConfig,
         runtime: Runtime,
-        ranks: Ranks,
+        group: WorkerGroup,
         run: str,
         on_record: Callable[[Record], None] = lambda _: None,
     ) -> None:
         self._config = config
         self._runtime = runtime
-        self._ranks = ranks
+        self._group = group
         self._run_name = run
         self._on_record = on_record
         self._device = resolve_device(runtime.device)
@@ -133,7 +133,7 @@ class Trainer:
             ModelError: no finite gradient for too many steps in a row, or a checkpoint that does not fit.
         """
         state = self._checkpoints.latest()
-        self._ranks.barrier()  # nobody writes while another still reads
+        self._group.barrier()  # nobody writes while another still reads
         with torch.random.fork_rng():
             for index, make in enumerate(phases):
                 phase = make()
@@ -153,8 +153,8 @@ class Trainer:
             _restore(optimizer, state)
             self._skipped = state.skipped
         compiled: Any = torch.compile(module, dynamic=True) if self._runtime.compile else module
-        wrapped = self._ranks.wrap(compiled, self._device)
-        journal = Journal(self._runtime.run_dir, phase.index, begin) if self._ranks.rank == 0 else None
+        wrapped = self._group.wrap(compiled, self._device)
+        journal = Journal(self._runtime.run_dir, phase.index, begin) if self._group.rank == 0 else None
         numbers = range(begin * phase.accumulate, phase.steps * phase.accumulate)
         window = _Window()
         try:
@@ -162,7 +162,7 @@ class Trainer:
                 for step in range(begin, phase.steps):
                     self._step(phase, wrapped, optimizer, batches, step, window)
                     done = step + 1
-                    stop = self._ranks.any(should_stop(), self._device)
+                    stop = self._group.any(should_stop(), self._device)
                     if done % self._runtime.log_every == 0 or done == phase.steps:
                         self._report(phase, journal, done, window)
                         window = _Window()
@@ -197,7 +197,7 @@ class Trainer:
                 (losses[TOTAL] / phase.accumulate).backward()
             window.add({name: value / phase.accumulate for name, value in losses.items()})
         norm = nn.utils.clip_grad_norm_(module.parameters(), phase.optimizer.clip_norm)
-        finite = self._ranks.any(not bool(torch.isfinite(norm)), self._device) is False
+        finite = self._group.any(not bool(torch.isfinite(norm)), self._device) is False
         if finite:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -216,7 +216,7 @@ class Trainer:
             )
 
     def _save(self, phase: Phase, optimizer: torch.optim.Optimizer, step: int) -> None:
-        if self._ranks.rank == 0:
+        if self._group.rank == 0:
             self._checkpoints.save(
                 TrainState(
                     run=self._run_name,
@@ -227,10 +227,10 @@ class Trainer:
                     skipped=self._skipped,
                 )
             )
-        self._ranks.barrier()
+        self._group.barrier()
 
     def _report(self, phase: Phase, journal: Journal | None, step: int, window: _Window) -> None:
-        means = self._ranks.mean({name: total / window.steps for name, total in window.sums.items()})
+        means = self._group.mean({name: total / window.steps for name, total in window.sums.items()})
         if journal is None:
             return
         seconds = time.monotonic() - window.started
@@ -252,7 +252,7 @@ class Trainer:
 
     def _seed(self, stage: int, number: int) -> None:
         """Dropout's random numbers, from the place in the training alone."""
-        rng = stream(self._config.loop.seed, DROPOUT, stage, number, self._ranks.rank)
+        rng = stream(self._config.loop.seed, DROPOUT, stage, number, self._group.rank)
         torch.manual_seed(int(rng.integers(2**63)))
 
 

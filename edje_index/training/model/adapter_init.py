@@ -1,55 +1,56 @@
-"""What a new compressing adapter begins the alignment as, found from features and captions without a step."""
+"""Adapter initialisation before alignment: queries at cluster centres of patch features.
+
+With random queries every token starts as nearly the mean patch. Here each query starts at the centre of a cluster of
+patches, and keys and values start as the patches themselves. A token is then a soft mean of similar patches, as in
+NetVLAD (Arandjelovic et al., 2016). Training changes all of it.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from edje_index.models.adapter import CompressionAdapter
-from edje_index.training.data.batches import BatchSource
+from edje_index.models.reduction import cluster_tokens
+from edje_index.training.data.batches import Features
 from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.sampling import CLUSTERING, stream
-from edje_index.training.model.projection_init import FIT_IMAGES, begin_at_words
-from edje_index.training.model.query_init import SAMPLE_IMAGES, begin_at_clusters
 
-CLUSTERS, FITTED = "clusters", "fitted"
-_READ_IMAGES = 256
+_SAMPLE_IMAGES = 300
+_SAMPLE_PATCHES = 20_000
+_SHARPNESS = 4.0  # standard deviation of attention scores over patches: e**4 between a typical and a matching patch
 
 
-def begin_adapter(
-    adapter: CompressionAdapter, source: BatchSource, words: torch.Tensor, content: NDArray[np.bool_]
-) -> None:
-    """Set what `align_start` asks for: queries at clusters of patches, a projection that maps patches to words.
+def init_from_features(adapter: CompressionAdapter, features: Features, data: TrainingData, seed: int) -> None:
+    """Initialise `adapter` from a random sample of the training images; `seed` decides the sample."""
+    images = np.sort(stream(seed, CLUSTERING).permutation(data.images)[:_SAMPLE_IMAGES])
+    init_queries(adapter, features.fetch(data.rows[images]), torch.Generator().manual_seed(seed))
 
-    It is decided by the training's seed.
+
+@torch.no_grad()
+def init_queries(adapter: CompressionAdapter, patches: torch.Tensor, generator: torch.Generator) -> None:
+    """Set queries, keys and values of `adapter` from a sample of its input; MLP and projection stay unchanged.
 
     Args:
-        adapter: of which the queries, keys, values and the projection are set.
-        source: of features and captions.
-        words: vectors of the vocabulary [v, d].
-        content: which words count [v].
+        adapter: changed in place.
+        patches: features [b, n, d_v]. If they are fewer than m, or all alike, the adapter stays unchanged.
+        generator: chooses the patches that are clustered.
     """
-    start, seed, data = source.config.alignment.align_start, source.config.loop.seed, source.data
-    if start not in (CLUSTERS, FITTED):
+    width, heads = adapter.config.vision_dim, adapter.config.num_heads
+    points = patches.reshape(-1, width).float()
+    points = points[torch.randperm(len(points), generator=generator)[:_SAMPLE_PATCHES]]
+    mean = points.mean(dim=0)
+    points = points - mean
+    if len(points) < adapter.config.num_tokens or not points.any():
         return
-    chosen = stream(seed, CLUSTERING).permutation(data.images)
-    sample = source.features.fetch(data.rows[np.sort(chosen[:SAMPLE_IMAGES])])
-    begin_at_clusters(adapter, sample, torch.Generator().manual_seed(seed))
-    if start == CLUSTERS:
-        return
-    images = [at for at in np.sort(chosen[:FIT_IMAGES]).tolist() if len(_content_words(data, at, content))]
-    if not images:
-        return
-    pieces = [images[start : start + _READ_IMAGES] for start in range(0, len(images), _READ_IMAGES)]
-    patches = torch.cat([source.features.fetch(data.rows[piece]).float().mean(dim=1) for piece in pieces])
-    described = torch.stack([words[_content_words(data, at, content)].mean(dim=0) for at in images])
-    begin_at_words(adapter, patches.double(), described.double(), words)
-
-
-def _content_words(data: TrainingData, image: int, content: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """All content words of an image's captions, each as often as it comes."""
-    first, last = data.token_starts[data.caption_starts[[image, image + 1]]]
-    tokens = data.tokens[first:last].astype(np.int64)
-    found: NDArray[np.int64] = tokens[content[tokens]]
-    return found
+    centres = cluster_tokens(points[None], adapter.config.num_tokens)[0]
+    by_head = [part.view(len(part), heads, -1).transpose(0, 1) for part in (centres, points)]
+    scores = by_head[0] @ by_head[1].transpose(1, 2) / (width // heads) ** 0.5
+    adapter.query.copy_(centres * (_SHARPNESS / scores.std(dim=2).mean()))
+    identity = torch.eye(width)
+    for linear in (adapter.key, adapter.value, adapter.attention.out_proj):
+        linear.weight.copy_(identity)
+        linear.bias.zero_()
+    adapter.value.bias.copy_(-mean)
+    adapter.attention.in_proj_weight.copy_(torch.cat([identity, identity, identity]))
+    adapter.attention.in_proj_bias.zero_()

@@ -13,7 +13,7 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.config import TrainConfig, make_config
 from edje_index.training.data.batches import BatchSource, Features
 from edje_index.training.data.dataset import CaptionSet, Miner, TrainingData, prepare_data
-from edje_index.training.data.token_rows import Marks
+from edje_index.training.data.token_rows import SpecialTokens
 from edje_index.training.loop.train_worker import TrainTask
 from edje_index.training.loop.training_loop import Runtime
 from edje_index.training.model.start_bundle import Origin, make_start
@@ -64,8 +64,8 @@ class Case:
     def source(self, rank: int = 0, world: int = 1, **settings: object) -> BatchSource:
         bundle = ModelBundle.load(self.bundle)
         data, features = TrainingData.open(self.data), Features(self.features)
-        marks = Marks.of(bundle.joint.tokenizer)
-        return BatchSource(data, features, None, marks, 4, 0.1, self.config(**settings), rank, world)
+        special_tokens = SpecialTokens.of(bundle.joint.tokenizer)
+        return BatchSource(data, features, None, special_tokens, 4, 0.1, self.config(**settings), rank, world)
 
 
 @pytest.fixture(autouse=True, scope="package")

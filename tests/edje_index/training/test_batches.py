@@ -14,7 +14,7 @@ from edje_index.models.reduction import cluster_tokens, stride_tokens
 from edje_index.training.data.batches import Features, TeacherSource, ViewSource
 from edje_index.training.data.dataset import TrainingData, image_embeddings
 from edje_index.training.data.sampling import Sampler
-from edje_index.training.data.token_rows import Marks, joint_rows, mask_captions, text_rows
+from edje_index.training.data.token_rows import SpecialTokens, joint_rows, mask_captions, text_rows
 from storage_formats.errors import CorruptIndexError
 from storage_formats.token_store import TokenStore
 from tests.conftest import write_random_index
@@ -35,27 +35,27 @@ def tokens(tokenizer, texts):
 @pytest.mark.parametrize("image_tokens", [1, 4, 64])
 def test_rows_are_the_tokenizers_own(tokenizer, image_tokens):
     expected = tokenizer.inputs(TEXTS, image_tokens)
-    found = joint_rows(tokens(tokenizer, TEXTS), image_tokens, Marks.of(tokenizer))
+    found = joint_rows(tokens(tokenizer, TEXTS), image_tokens, SpecialTokens.of(tokenizer))
     for name in ("input_ids", "token_type_ids", "attention_mask"):
         assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
 def test_text_rows_are_cls_caption_sep(tokenizer):
-    marks = Marks.of(tokenizer)
-    rows = text_rows(tokens(tokenizer, TEXTS), marks)
+    special_tokens = SpecialTokens.of(tokenizer)
+    rows = text_rows(tokens(tokenizer, TEXTS), special_tokens)
     for ids, mask, caption in zip(rows.input_ids, rows.attention_mask, tokens(tokenizer, TEXTS), strict=True):
-        assert ids[mask.bool()].tolist() == [marks.cls, *caption, marks.sep]
+        assert ids[mask.bool()].tolist() == [special_tokens.cls, *caption, special_tokens.sep]
     assert not rows.token_type_ids.any()
 
 
 def test_masks_cover_caption_tokens_alone_and_about_half(tokenizer):
-    marks, rng = Marks.of(tokenizer), np.random.default_rng(0)
+    special_tokens, rng = SpecialTokens.of(tokenizer), np.random.default_rng(0)
     texts = [rng.integers(50, 400, rng.integers(1, 20)).astype(np.int32) for _ in range(2000)]
-    covered = mask_captions(texts, 0.5, marks.mask, rng)
-    rows = joint_rows(covered.captions, 4, marks)
-    plain = joint_rows(texts, 4, marks)
+    covered = mask_captions(texts, 0.5, special_tokens.mask, rng)
+    rows = joint_rows(covered.captions, 4, special_tokens)
+    plain = joint_rows(texts, 4, special_tokens)
     places, targets = covered.places(rows.input_ids.shape[1])
-    assert (rows.input_ids.flatten()[places] == marks.mask).all()
+    assert (rows.input_ids.flatten()[places] == special_tokens.mask).all()
     assert torch.equal(plain.input_ids.flatten()[places], targets)
     changed = (rows.input_ids != plain.input_ids).flatten().nonzero()[:, 0]
     assert torch.equal(changed, places)
@@ -105,10 +105,10 @@ def rows_of(batch, source, number):
     blocks = {store.fetch([row]).tobytes(): row for row in range(len(store))}
     patches = batch.patches.view(torch.int16).numpy()
     images = [blocks[patches[at].tobytes()] for at in batch.image]
-    marks = source.marks
+    special_tokens = source.special_tokens
     texts = []
     for ids in batch.inputs.input_ids.tolist():
-        texts.append(tuple(ids[1 : ids.index(marks.sep)]))
+        texts.append(tuple(ids[1 : ids.index(special_tokens.sep)]))
     return images, texts
 
 
@@ -136,7 +136,7 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(case):
     places, targets = batch.masked
     width = batch.inputs.input_ids.shape[1]
     flat = batch.inputs.input_ids[-b:].flatten()
-    assert (flat[places] == source.marks.mask).all()
+    assert (flat[places] == source.special_tokens.mask).all()
     restored = flat.clone()
     restored[places] = targets
     assert torch.equal(restored.view(b, width), batch.inputs.input_ids[:b])
@@ -179,7 +179,7 @@ def test_a_teacher_reads_the_same_pairs(case):
     inputs, blocks = batch.teacher
     assert inputs.input_ids.shape[0] == 8 * 5
     assert torch.equal(blocks, batch.patches)
-    assert (inputs.input_ids == source.marks.image).sum(dim=1).tolist() == [16] * 40
+    assert (inputs.input_ids == source.special_tokens.image).sum(dim=1).tolist() == [16] * 40
 
 
 def test_features_with_a_hole_are_named(tmp_path):

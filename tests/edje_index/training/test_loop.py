@@ -12,9 +12,9 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.training.fitting.finish import trained_bundle
 from edje_index.training.loop.checkpoint import Checkpoints
-from edje_index.training.loop.distributed import Ranks
+from edje_index.training.loop.distributed import WorkerGroup
 from edje_index.training.loop.log import Journal, read_log
-from edje_index.training.loop.train_worker import total_steps, train_rank
+from edje_index.training.loop.train_worker import run_worker, total_steps
 from edje_index.training.loop.training_loop import TrainingStopped, make_optimizer
 from edje_index.training.model.objectives import JointObjective
 from storage_formats.errors import UsageError
@@ -47,7 +47,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 def calm(case, tmp_path_factory):
     """A training of both phases without a break: two alignment steps, six joint ones, dropout on."""
     run_dir = tmp_path_factory.mktemp("calm")
-    train_rank(case.task(run_dir, align_steps=2, align_batch_size=8, accumulate=2), Ranks(), never)
+    run_worker(case.task(run_dir, align_steps=2, align_batch_size=8, accumulate=2), WorkerGroup(), never)
     return run_dir
 
 
@@ -55,8 +55,8 @@ def calm(case, tmp_path_factory):
 def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls):
     task = case.task(tmp_path, align_steps=2, align_batch_size=8, accumulate=2)
     with pytest.raises(TrainingStopped, match="stopped after step"):
-        train_rank(task, Ranks(), StopAfter(calls))
-    train_rank(task, Ranks(), never)
+        run_worker(task, WorkerGroup(), StopAfter(calls))
+    run_worker(task, WorkerGroup(), never)
     assert same(weights(tmp_path), weights(calm))
     places = [(record["stage"], record["step"]) for record in read_log(tmp_path)]
     assert places == [(0, 1), (0, 2), *((1, step) for step in range(1, 7))]
@@ -65,11 +65,11 @@ def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls
 def test_what_followed_the_last_checkpoint_is_done_again(case, calm, tmp_path):
     """As after kill -9: the log is ahead of the checkpoint, and a half-written file lies about."""
     task = case.task(tmp_path, align_steps=2, align_batch_size=8, accumulate=2)
-    train_rank(task, Ranks(), never)
+    run_worker(task, WorkerGroup(), never)
     folder = tmp_path / "checkpoints"
     newest = sorted(folder.iterdir())[-1]
     newest.rename(folder / f".{newest.name}.123")
-    train_rank(task, Ranks(), never)
+    run_worker(task, WorkerGroup(), never)
     assert same(weights(tmp_path), weights(calm))
     assert [path.name for path in sorted(folder.iterdir())] == ["01-000000004.pt", "01-000000006.pt"]
     assert len(read_log(tmp_path)) == 8
@@ -77,10 +77,10 @@ def test_what_followed_the_last_checkpoint_is_done_again(case, calm, tmp_path):
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(case, calm, tmp_path):
     task = case.task(tmp_path, align_steps=2, align_batch_size=8, accumulate=2)
-    train_rank(task, Ranks(), never)
+    run_worker(task, WorkerGroup(), never)
     newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
     newest.write_bytes(newest.read_bytes()[:1000])
-    train_rank(task, Ranks(), never)
+    run_worker(task, WorkerGroup(), never)
     assert same(weights(tmp_path), weights(calm))
 
 
@@ -92,7 +92,7 @@ def test_another_trainings_checkpoint_is_refused(case, calm):
 def test_it_learns_and_leaves_the_tower(case, tmp_path):
     """The losses fall; the towers of the bundle that comes out are the ones that went in."""
     task = case.task(tmp_path, steps=60, lr=3e-3, dropout=0.0, attention_dropout=0.0)
-    train_rank(task, Ranks(), never)
+    run_worker(task, WorkerGroup(), never)
     log = read_log(tmp_path)
     assert log[-1]["recovery"] < 0.5 * log[0]["recovery"]
     assert log[-1]["mlm"] < 0.7 * log[0]["mlm"]
@@ -108,7 +108,7 @@ def test_it_learns_and_leaves_the_tower(case, tmp_path):
 @pytest.mark.parametrize("words", ["trained", "frozen"])
 def test_frozen_words_stay_the_language_models(case, tmp_path, words):
     task = case.task(tmp_path, steps=2, words=words)
-    train_rank(task, Ranks(), never)
+    run_worker(task, WorkerGroup(), never)
     after, _ = trained_bundle(task.start, tmp_path, "run", "notes")
     before = ModelBundle.load(task.start)
     equal = torch.equal(after.joint.text_embeddings.weight, before.joint.text_embeddings.weight)
@@ -125,7 +125,7 @@ def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(case, tmp_pat
     state["text_projection.bias"].fill_(float("nan"))
     save_file(state, path)
     with pytest.raises(ModelError, match=r"no finite gradient in 3 steps in a row, up to step 3 .*--lr"):
-        train_rank(task, Ranks(), never)
+        run_worker(task, WorkerGroup(), never)
     assert same(
         {k: v for k, v in weights(tmp_path).items() if k.startswith("adapter.")},
         {f"adapter.{k}": v for k, v in ModelBundle.load(task.start, verify=False).adapter.state_dict().items()},
