@@ -1,17 +1,20 @@
-"""The rules that hold the packages apart (docs/architecture.md, "The house")."""
+"""The rules of the source tree: which package may import which, and how large a function may be."""
 
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 REPO = Path(__file__).resolve().parents[1]
 ORDER = ["storage_formats", "edje_index", "pipelines", "benchmarks"]
-# The only places that may import a library at all; a folder stands for everything below it.
+# The only places that may import a library at all; a folder includes everything below it.
 HOMES = {
     "ray": ["pipelines/engines/ray_engine.py", "pipelines/engines/ray_train.py"],
     "faiss": ["edje_index/indexing/faiss_index.py"],
@@ -28,16 +31,21 @@ def modules() -> list[Path]:
     return sorted(path for package in ORDER for path in (REPO / package).rglob("*.py"))
 
 
-def imported(path: Path) -> set[str]:
-    """Top-level names of everything that a file imports, at its top or inside its functions."""
+def imported_names(path: Path) -> set[str]:
+    """Dotted names of everything that a file imports, at its top or inside its functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names.add(str(node.module).split(".")[0])
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of everything that a file imports."""
+    return {name.split(".")[0] for name in imported_names(path)}
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(REPO)))
@@ -66,3 +74,167 @@ def test_help_loads_nothing_heavy():
     assert "build" in done.stdout
     loaded = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert not loaded & {*HEAVY, "numpy"}
+
+
+def part_of(module: str) -> str:
+    """The second-level part that a module belongs to: `edje_index.models.adapter` is of `edje_index.models`."""
+    return ".".join(module.split(".")[:2])
+
+
+def imported_parts(path: Path) -> set[str]:
+    """Second-level parts of the file's own top-level package that it imports, itself excluded."""
+    relative = path.relative_to(REPO).with_suffix("").parts
+    parts = {part_of(name) for name in imported_names(path) if name.startswith(f"{relative[0]}.")}
+    return parts - {part_of(".".join(relative))}
+
+
+def find_cycle(arrows: dict[str, dict[str, Path]]) -> list[str]:
+    """Parts along one cycle, the first repeated at the end; empty if there is none."""
+    finished: set[str] = set()
+
+    def follow(part: str, trail: list[str]) -> list[str]:
+        if part in trail:
+            return [*trail[trail.index(part) :], part]
+        if part in finished:
+            return []
+        for target in sorted(arrows.get(part, {})):
+            if cycle := follow(target, [*trail, part]):
+                return cycle
+        finished.add(part)
+        return []
+
+    return next((cycle for part in sorted(arrows) if (cycle := follow(part, []))), [])
+
+
+KNOWN_CYCLIC = {("edje_index.models", "edje_index.scoring")}
+
+
+@pytest.mark.parametrize("package", ORDER[:3])
+def test_parts_of_a_package_import_one_another_without_cycles(package):
+    arrows: dict[str, dict[str, Path]] = {}
+    for path in sorted((REPO / package).rglob("*.py")):
+        if path == REPO / package / "__init__.py":
+            continue  # exports the public names of all parts
+        part = part_of(".".join(path.relative_to(REPO).with_suffix("").parts))
+        for target in imported_parts(path):
+            if (part, target) not in KNOWN_CYCLIC:
+                arrows.setdefault(part, {})[target] = path.relative_to(REPO)
+    cycle = find_cycle(arrows)
+    steps = [f"{arrows[left][right]} imports {right}" for left, right in itertools.pairwise(cycle)]
+    assert not cycle, "\n".join(steps)
+
+
+def test_a_cycle_is_found():
+    arrows = {"a": {"b": Path()}, "b": {"c": Path(), "d": Path()}, "d": {"b": Path()}}
+    assert find_cycle(arrows) == ["b", "d", "b"]
+
+
+def test_nothing_needs_the_recipes_but_the_command_line():
+    homes = {REPO / "edje_index" / "recipes", REPO / "pipelines" / "cli"}
+    users = [path for path in modules() if any(name.startswith("edje_index.recipes") for name in imported_names(path))]
+    assert all(homes & set(path.parents) for path in users), users
+
+
+def test_the_first_level_of_edje_index_is_small():
+    entries = [entry.name for entry in (REPO / "edje_index").iterdir() if entry.name != "__pycache__"]
+    assert len(entries) <= 16, sorted(entries)
+
+
+def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Every function of a file, with its place for messages."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            yield f"{path.relative_to(REPO)}:{node.lineno} {node.name}", node
+
+
+MAX_LINES = 60
+KNOWN_LONG = {"pipelines/jobs/train_finish.py"}
+
+
+def test_no_function_is_long():
+    long = [
+        place
+        for path in modules()
+        for place, function in functions(path)
+        if str(path.relative_to(REPO)) not in KNOWN_LONG
+        and function.end_lineno is not None
+        and function.end_lineno - function.lineno + 1 > MAX_LINES
+    ]
+    assert not long, "\n".join(long)
+
+
+MAX_PARAMETERS = 6
+COMMAND_LINE = ("pipelines/cli/", "benchmarks/cli", "benchmarks/commands/")  # a parameter is an option there
+KNOWN_MANY_PARAMETERS = {"storage_formats/codecs/kernels.py", "edje_index/recipes/contrastive/command.py"}
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Names of the parameters that a caller gives."""
+    every = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return [argument.arg for argument in every if argument.arg not in ("self", "cls")]
+
+
+def test_public_functions_have_few_parameters():
+    crowded = [
+        f"{place} has {len(parameters(function))}"
+        for path in modules()
+        if not str(path.relative_to(REPO)).startswith(COMMAND_LINE)
+        and str(path.relative_to(REPO)) not in KNOWN_MANY_PARAMETERS
+        for place, function in functions(path)
+        if (not function.name.startswith("_") or function.name == "__init__")
+        and len(parameters(function)) > MAX_PARAMETERS
+    ]
+    assert not crowded, "\n".join(crowded)
+
+
+FLAG = re.compile(r"(?<![\w-])--[a-z]")
+KNOWN_TO_NAME_FLAGS = {
+    "edje_index/bundles/import_checkpoint.py",
+    "edje_index/captions/matching.py",
+    "edje_index/captions/reading.py",
+    "edje_index/evaluation/evaluate.py",
+    "edje_index/evaluation/token_sources.py",
+    "edje_index/models/devices.py",
+    "edje_index/recipes/base_towers/wheels.py",
+    "edje_index/recipes/contrastive/command.py",
+    "edje_index/recipes/contrastive/train.py",
+    "edje_index/search/token_index.py",
+    "edje_index/training/config.py",
+    "edje_index/training/data/negatives.py",
+    "edje_index/training/loop/checkpoint.py",
+    "edje_index/training/loop/train_worker.py",
+    "edje_index/training/loop/training_loop.py",
+    "edje_index/training/model/start_bundle.py",
+    "pipelines/engines/ray_engine.py",
+    "pipelines/jobs/quantization_report.py",
+    "pipelines/jobs/train.py",
+    "pipelines/jobs/train_inputs.py",
+    "pipelines/jobs/train_settings.py",
+    "pipelines/planning/make_plan.py",
+    "pipelines/sources/opening.py",
+    "pipelines/sources/path_list.py",
+}
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of every string of a file that is neither a docstring nor an argument of another program."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docstrings:
+            continue
+        if not re.fullmatch(r"--\S+", node.value):
+            yield node.lineno, node.value
+
+
+def test_messages_of_the_library_name_no_flag():
+    """A library function is called from Python as well: its errors name parameters, the command line names flags."""
+    naming = [
+        f"{path.relative_to(REPO)}:{line} {text!r}"
+        for path in modules()
+        if not str(path.relative_to(REPO)).startswith(("pipelines/cli/", "benchmarks/"))
+        and str(path.relative_to(REPO)) not in KNOWN_TO_NAME_FLAGS
+        for line, text in messages(path)
+        if FLAG.search(text)
+    ]
+    assert not naming, "\n".join(naming)
