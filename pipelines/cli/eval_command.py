@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import click
 
@@ -80,9 +78,12 @@ def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: object)
     if report is not None:
         _make(report)
     from edje_index.evaluation.evaluate import evaluate as measure
+    from pipelines.progress.display import progress_display
+    from pipelines.progress.events import progress_callback
 
     try:
-        result = measure(config, _Progress(sys.stderr, quiet=quiet))
+        with progress_display(quiet=quiet) as on_event:
+            result = measure(config, progress_callback(on_event))
     except KeyboardInterrupt:
         if config.cache is not None:
             note(f"stopped; the scores so far are kept. To resume: {this_command()}")
@@ -137,36 +138,3 @@ def _make(folder: Path) -> None:
             pass
     except OSError as error:
         raise UsageError(f"cannot write the report into {folder}: {error.strerror}") from error
-
-
-class _Progress:
-    """What is being done, how far it is and how long it takes yet: one line that changes, or a line now and then."""
-
-    def __init__(self, stream: TextIO, *, quiet: bool) -> None:
-        self._stream = stream
-        self._quiet = quiet
-        self._live = stream.isatty()
-        self._what = ""
-        self._began = (0.0, 0)
-        self._shown = 0.0
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if what != self._what:
-            self._what, self._began, self._shown = what, (now, done), 0.0
-        finished = done >= total
-        if self._quiet or (not finished and now - self._shown < (0.5 if self._live else 10.0)):
-            return
-        self._shown = now
-        line = f"{done:,}/{total:,} {what}{self._rate(now, done, total)}"
-        end = "" if self._live and not finished else "\n"
-        self._stream.write(f"\r\033[K{line}{end}" if self._live else f"{line}\n")
-        self._stream.flush()
-
-    def _rate(self, now: float, done: int, total: int) -> str:
-        since, before = self._began
-        seconds, made = now - since, done - before
-        if made <= 0 or seconds <= 0:
-            return ""
-        left = (total - done) * seconds / made
-        return f", {made / seconds:,.0f}/s" + (f", {left / 60:,.0f} min left" if left >= 60 else f", {left:.0f} s left")

@@ -86,7 +86,7 @@ def _finished_shards(root: Path, shards: int, plan: str) -> int:
 
 def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
     """The part of the description that people ask for first."""
-    from pipelines.planning.estimates import human_bytes
+    from pipelines.progress.wording import human_bytes
 
     m, d = value["block_shape"]
     lines = [("index", value["index"]), ("state", value["state"])]

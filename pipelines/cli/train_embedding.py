@@ -12,8 +12,6 @@ from pipelines.cli.output import json_option, note, print_json
 from storage_formats.errors import UsageError
 
 _PATH = click.Path(path_type=Path)
-_NEWS_EVERY = 20  # lines of progress in a pass
-_BATCH = 128  # no pass goes on by more at a time
 
 
 @click.command("train-embedding")
@@ -56,6 +54,8 @@ def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) ->
     from edje_index.recipes.contrastive.command import Reports
     from edje_index.recipes.contrastive.command import train_embedding as train
     from edje_index.recipes.contrastive.config import DualConfig
+    from pipelines.progress.display import progress_display
+    from pipelines.progress.events import StatusMessage, progress_callback
 
     images = options.pop("images")
     data = read_captions(captions, images, options.pop("split"))
@@ -65,7 +65,9 @@ def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) ->
     names = ("towers", "image_tower", "text_tower", "image_size")
     sources = _sources(*(options.pop(name) for name in names))
     cache = options.pop("cache") or out.with_name(f"{out.name}.features")
-    result = train(data, dev, sources, DualConfig(**options), out, cache, Reports(_report_progress, _report_epoch))
+    with progress_display() as on_event:
+        reports = Reports(progress_callback(on_event), lambda record: on_event(StatusMessage(_describe_epoch(record))))
+        result = train(data, dev, sources, DualConfig(**options), out, cache, reports)
     if result.unreadable:
         note(f"note: {result.unreadable} images could not be read and were left out")
     if as_json:
@@ -99,12 +101,6 @@ def _sources(towers: Path | None, image_tower: str | None, text_tower: Path | No
     return DualSources(name, Path(weights), text_tower, image_size)
 
 
-def _report_progress(what: str, done: int, of: int) -> None:
-    """About one line for each twentieth of a pass; ``done`` grows by whole batches."""
-    if done == of or done * _NEWS_EVERY // of > (done - _BATCH) * _NEWS_EVERY // of:
-        note(f"{what}: {done} of {of}")
-
-
-def _report_epoch(record: Mapping[str, Any]) -> None:
+def _describe_epoch(record: Mapping[str, Any]) -> str:
     recalls = ", ".join(f"{name} {value:.1f}" for name, value in record.items() if "R@" in name)
-    note(f"epoch {record['epoch']}: loss {record['loss']:.3f}{', ' + recalls if recalls else ''}")
+    return f"epoch {record['epoch']}: loss {record['loss']:.3f}{', ' + recalls if recalls else ''}"

@@ -22,8 +22,8 @@ from pipelines.planning.make_plan import (
     plan_build,
 )
 from pipelines.planning.plan import BuildPlan
-from pipelines.progress.events import Bottleneck, OnEvent, PlanReady, ShardDone, StatusMessage
-from pipelines.progress.meter import BuildMeter, ShardState, bottleneck
+from pipelines.progress.events import Bottleneck, OnEvent, PlanReady, StatusMessage
+from pipelines.progress.meter import ShardMeter, ShardState, bottleneck
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import EdjeError, UsageError
@@ -143,7 +143,7 @@ class _Run:
         self._workers = workers
         self._on_event = on_event
         self._started = time.monotonic()
-        self._meter = BuildMeter(plan.spec.rows, plan.spec.shards)
+        self._meter = ShardMeter("indexing", plan.spec.rows, plan.spec.shards)
         self._receipts: dict[int, ShardReceipt] = {}
 
     def standing(self) -> str:
@@ -177,7 +177,7 @@ class _Run:
             receipt = read_receipt(self._layout, shard, self._plan.fingerprint)
             if receipt is not None:
                 self._receipts[shard] = receipt
-                self._meter.finished_earlier(receipt.rows, sum(receipt.failed.values()))
+                self._meter.finish(shard, ShardState(receipt.rows, sum(receipt.failed.values())))
 
     def _plan_ready(self) -> PlanReady:
         plan = self._plan
@@ -230,14 +230,13 @@ class _Run:
         return min(max(1, share), _MAX_DECODE_THREADS)
 
     def _progress(self, progress: StageProgress) -> None:
-        self._meter.report(progress.shard, ShardState(progress.done, progress.failed, _stages(progress)))
-        self._on_event(self._meter.progress())
+        state = ShardState(progress.done, progress.failed, _stages(progress))
+        self._on_event(self._meter.update(progress.shard, state))
 
     def _shard_done(self, receipt: ShardReceipt) -> None:
         self._receipts[receipt.shard] = receipt
         state = ShardState(receipt.rows, sum(receipt.failed.values()), receipt.seconds)
-        self._meter.finished(receipt.shard, state)
-        self._on_event(ShardDone(receipt.shard, self._meter.progress()))
+        self._on_event(self._meter.finish(receipt.shard, state))
 
     def _stage_seconds(self) -> dict[str, float]:
         total: dict[str, float] = {}

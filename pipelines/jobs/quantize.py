@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from pipelines.engines.base import Engine, TaskFailure, TaskInterrupted, Worker, describe_error
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.machine import free_disk
-from pipelines.progress.events import OnEvent, PlanReady, ShardDone
-from pipelines.progress.meter import BuildMeter, ShardState
+from pipelines.progress.events import OnEvent, PlanReady
+from pipelines.progress.meter import ShardMeter, ShardState
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
@@ -151,7 +151,7 @@ class _Conversion:
         self._source = source
         self._targets = targets
         self._on_event = on_event
-        self._meter = BuildMeter(spec.rows, spec.shards)
+        self._meter = ShardMeter("converting", spec.rows, spec.shards)
         self._receipts: dict[int, ShardReceipt] = {}
         described = f"convert {spec} {source} {targets}"
         self._plan = hashlib.sha256(described.encode()).hexdigest()
@@ -164,7 +164,7 @@ class _Conversion:
         self._find_receipts()
         self._check_disk()
         clear_staging(self._root)
-        self._on_event(PlanReady(self._spec.rows, 0, self._spec.shards, len(self._receipts), {}, 1))
+        self._on_event(PlanReady(self._spec.rows, self._spec.shards, len(self._receipts)))
         try:
             self._run_shards(engine, should_stop)
             if len(self._receipts) < self._spec.shards:
@@ -195,7 +195,7 @@ class _Conversion:
         for shard in range(self._spec.shards):
             if (receipt := read_receipt(self._layout, shard, self._plan)) is not None:
                 self._receipts[shard] = receipt
-                self._meter.finished_earlier(receipt.rows, 0)
+                self._meter.finish(shard, ShardState(receipt.rows))
 
     def _run_shards(self, engine: Engine, should_stop: ShouldStop) -> None:
         from storage_formats.writing.conversion import ConversionTask
@@ -215,13 +215,11 @@ class _Conversion:
                 if isinstance(outcome, TaskFailure):
                     raise JobStopped(f"shard {outcome.task.shard}: {outcome.message} ({self._standing()})")
                 self._receipts[outcome.result.shard] = outcome.result
-                self._meter.finished(outcome.result.shard, ShardState(outcome.result.rows, 0))
-                self._on_event(ShardDone(outcome.result.shard, self._meter.progress()))
+                self._on_event(self._meter.finish(outcome.result.shard, ShardState(outcome.result.rows)))
 
     def _progress(self, report: tuple[int, int]) -> None:
         shard, done = report
-        self._meter.report(shard, ShardState(done, 0))
-        self._on_event(self._meter.progress())
+        self._on_event(self._meter.update(shard, ShardState(done)))
 
 
 def open_converter() -> Worker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipelines.progress.wording import human_bytes
 from storage_formats.format.layout import CRC_BYTES, PAGE_BYTES, IndexSpec, padded_shard_bytes
 
 _SLACK = 1.02  # metadata, and what a file system adds
@@ -54,15 +55,6 @@ def worker_memory_need(workers: int, weights_bytes: int, batch_size: int, image_
 def ann_memory_need(spec: IndexSpec) -> Need:
     """Bytes of memory that building `ann/` takes, after the workers have ended."""
     return Need({"vectors": _ann_bytes(spec)})
-
-
-def human_bytes(size: float) -> str:
-    """A size with a decimal unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def _token_bytes(spec: IndexSpec, record_bytes: int) -> int:

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.planning.config import BuildConfig
-from pipelines.planning.estimates import Need, ann_memory_need, disk_need, human_bytes, worker_memory_need
+from pipelines.planning.estimates import Need, ann_memory_need, disk_need, worker_memory_need
 from pipelines.planning.machine import available_memory, cuda_devices, free_disk
 from pipelines.planning.plan import BuildPlan, BuildSettings, describe_differences, plan_fingerprint, read_plan
-from pipelines.progress.events import OnEvent, Planning
+from pipelines.progress.events import OnEvent, Progress
 from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.wording import human_bytes
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
@@ -160,7 +161,7 @@ class _Listing:
             self._hash.update(b"%d %a %d\0" % (ref.offset, ref.size, ref.member) + ref.path + b"\0\n")
             self.inputs += 1
             if self.inputs % _REPORT_EVERY == 0:
-                self.on_event(Planning(self.inputs))
+                self.on_event(Progress("listing the sources", self.inputs))
             yield ref
 
     def count(self, refs: Iterable[InputRef]) -> Iterator[InputRef]:

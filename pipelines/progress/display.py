@@ -1,4 +1,4 @@
-"""Displays of a job's events, on standard error: a live line on a terminal, a plain log elsewhere."""
+"""Shows the events of a job on standard error: a live line on a terminal, plain log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from pipelines.progress.events import Event, OnEvent, Planning, PlanReady, Progress, ShardDone, StatusMessage
+from pipelines.progress.events import Event, OnEvent, PlanReady, Progress, StatusMessage
+from pipelines.progress.wording import counted, duration, printable
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
+    from rich.progress import Task
 
+_RATE_SECONDS = 120.0  # rates are averages over this time; it has to span several batches of a slow model
 _LOG_SECONDS = 10.0
 _SHARD_LOG_SECONDS = 1.0
 
 
 @contextlib.contextmanager
 def progress_display(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[OnEvent]:
-    """A function that shows events: nothing when `quiet`, live on a terminal, else log lines."""
+    """Yield a callback that shows events on `stream` (default: standard error), or does nothing if `quiet`."""
     stream = stream or sys.stderr
     if quiet:
         yield lambda _: None
@@ -31,114 +33,131 @@ def progress_display(*, quiet: bool = False, stream: TextIO | None = None) -> It
 
 
 def describe_plan(plan: PlanReady) -> list[str]:
-    """The plan in lines for people."""
-    lines = [f"{plan.inputs:,} inputs in {plan.shards:,} shards, {_counted(plan.workers, 'worker')}"]
+    """A plan in lines of text."""
+    lines = [f"{counted(plan.inputs, 'input')} in {counted(plan.shards, 'shard')}, {counted(plan.workers, 'worker')}"]
     if plan.duplicates:
-        lines.append(f"{plan.duplicates:,} inputs are byte-identical to another and will be encoded once")
+        lines.append(f"{counted(plan.duplicates, 'duplicate')} of earlier inputs will not be encoded again")
     if plan.ignored:
         kinds = ", ".join(f"{name} {count:,}" for name, count in sorted(plan.ignored.items()))
-        lines.append(f"ignored {_counted(sum(plan.ignored.values()), 'file')} that are no images: {kinds}")
+        lines.append(f"ignored {counted(sum(plan.ignored.values()), 'other file')}: {kinds}")
     if plan.finished_shards:
-        lines.append(f"resuming: {plan.finished_shards:,} of {plan.shards:,} shards are finished")
+        lines.append(f"resuming: {plan.finished_shards:,} of {counted(plan.shards, 'shard')} finished")
     return lines
 
 
-def describe_progress(progress: Progress) -> str:
-    """Progress as one line for people."""
-    parts = [
-        f"{progress.rows_done:,}/{progress.rows:,} images",
-        f"{progress.images_per_second:.1f} images/s",
-        f"shards {progress.shards_done:,}/{progress.shards:,}",
-        f"failed {progress.failed:,}",
-    ]
-    if progress.seconds_left is not None:
-        parts.append(f"{_duration(progress.seconds_left)} left")
-    if progress.bottleneck is not None:
-        parts.append(f"bottleneck {progress.bottleneck}")
+def describe_progress(progress: Progress, *, speed: float | None = None, seconds_left: float | None = None) -> str:
+    """Progress as one line of text, without the name of the activity."""
+    parts = [f"{progress.done:,}" if progress.total is None else f"{progress.done:,}/{progress.total:,}"]
+    if speed is not None:
+        parts.append(f"{speed:,.1f}/s")
+    if seconds_left:
+        parts.append(f"{duration(seconds_left)} left")
+    if progress.shards is not None:
+        parts.append(f"shards {progress.shards.finished:,}/{progress.shards.total:,}")
+        if progress.shards.failed_rows:
+            parts.append(f"{progress.shards.failed_rows:,} failed")
+        if progress.shards.bottleneck is not None:
+            parts.append(f"bottleneck {progress.shards.bottleneck}")
     return ", ".join(parts)
 
 
+class _Tracker:
+    """Keeps the current activity as a task of `rich`, which measures its speed and the time left."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        self.bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(bar_width=24),
+            progress.TextColumn("{task.fields[line]}"),
+            console=Console(file=stream),
+            refresh_per_second=4,
+            speed_estimate_period=_RATE_SECONDS,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            get_time=clock,
+        )
+
+    def update(self, event: Progress) -> str:
+        """Record `event` and return its line."""
+        task = self._task_of(event)
+        self.bar.update(task.id, total=event.total, completed=event.done)
+        line = describe_progress(event, speed=task.speed, seconds_left=task.time_remaining)
+        self.bar.update(task.id, line=line)
+        return line
+
+    def _task_of(self, event: Progress) -> Task:
+        """The task of the event's activity. Work done before its first event does not count towards the speed."""
+        for task in self.bar.tasks:
+            if task.description == event.activity:
+                return task
+            self.bar.remove_task(task.id)
+        self.bar.add_task(event.activity, total=event.total, completed=event.done, line="")
+        return self.bar.tasks[0]
+
+
 class LogDisplay:
-    """Plain lines: phases, a line at the end of a shard, else one about every ten seconds."""
+    """Prints plain lines. Progress is printed every ten seconds, when a shard ends, and when an activity ends."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
-        self._last = -_LOG_SECONDS
+        self._tracker = _Tracker(stream, clock)
+        self._printed = (-_LOG_SECONDS, "")  # when the last progress was printed, and its line
+        self._finished_shards = 0
 
     def __call__(self, event: Event) -> None:
         match event:
-            case Planning(inputs):
-                self._write_seldom(_LOG_SECONDS, f"planning: {inputs:,} inputs so far")
+            case StatusMessage(text):
+                self._print(text)
             case PlanReady():
                 for line in describe_plan(event):
-                    self._write(line)
+                    self._print(line)
             case Progress():
-                self._write_seldom(_LOG_SECONDS, describe_progress(event))
-            case ShardDone(progress=progress):
-                self._write_seldom(_SHARD_LOG_SECONDS, describe_progress(progress))
-            case StatusMessage(text):
-                self._write(text)
+                self._print_progress(event)
 
-    def _write_seldom(self, seconds: float, line: str) -> None:
-        if self._clock() - self._last >= seconds:
-            self._last = self._clock()
-            self._write(line)
+    def _print_progress(self, event: Progress) -> None:
+        line = f"{event.activity}: {self._tracker.update(event)}"
+        printed_at, printed_line = self._printed
+        if self._clock() - printed_at >= self._interval(event) and line != printed_line:
+            self._finished_shards = event.shards.finished if event.shards else 0
+            self._printed = (self._clock(), line)
+            self._print(line)
 
-    def _write(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+    def _interval(self, event: Progress) -> float:
+        """Seconds that have to pass between two lines of progress."""
+        if event.shards is None:
+            return 0.0 if event.done == event.total else _LOG_SECONDS
+        return _SHARD_LOG_SECONDS if event.shards.finished > self._finished_shards else _LOG_SECONDS
+
+    def _print(self, line: str) -> None:
+        print(printable(line), file=self._stream, flush=True)
 
 
 class LiveDisplay:
-    """A bar that is drawn in place. A context manager: leaving it puts the terminal right."""
+    """Draws the current activity in place and prints other lines above it. Use it as a context manager."""
 
-    def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
-
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[line]}"),
-            console=Console(file=stream),
-            refresh_per_second=4,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._task: TaskID | None = None
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tracker = _Tracker(stream, clock)
 
     def __enter__(self) -> LiveDisplay:
-        self._bar.start()
+        self._tracker.bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._tracker.bar.stop()
 
     def __call__(self, event: Event) -> None:
         match event:
-            case Planning(inputs):
-                self._show("planning", f"{inputs:,} inputs", None, 0)
+            case StatusMessage(text):
+                self._print(text)
             case PlanReady():
                 for line in describe_plan(event):
-                    self._bar.console.print(line, highlight=False, markup=False)
-            case Progress() | ShardDone():
-                progress = event.progress if isinstance(event, ShardDone) else event
-                self._show("indexing", describe_progress(progress), progress.rows, progress.rows_done)
-            case StatusMessage(text):
-                self._show(text, "", None, 0)
+                    self._print(line)
+            case Progress():
+                self._tracker.update(event)
 
-    def _show(self, name: str, line: str, total: int | None, done: int) -> None:
-        if self._task is None:
-            self._task = self._bar.add_task(name, total=total, line=line)
-        self._bar.update(self._task, description=name, total=total, completed=done, line=line)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    def _print(self, line: str) -> None:
+        self._tracker.bar.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)

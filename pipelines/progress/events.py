@@ -1,75 +1,82 @@
-"""What a job tells about itself while it runs: plain values, made for any display."""
+"""Events that a job reports while it runs. They are plain values, so that any display can show them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from edje_index.progress import OnProgress
 
 Bottleneck = Literal["decode", "model", "write"]
 
 
 @dataclass(frozen=True)
-class Planning:
-    """The sources are being listed (and hashed, with --dedupe)."""
-
-    inputs: int
-
-
-@dataclass(frozen=True)
-class PlanReady:
-    """The work is known.
-
-    Attributes:
-        inputs, duplicates: of the plan.
-        shards, finished_shards: of the plan, and how many of them an earlier run left finished.
-        ignored: files of the sources that are no inputs, by extension.
-        workers: processes that will hold a model.
-    """
-
-    inputs: int
-    duplicates: int
-    shards: int
-    finished_shards: int
-    ignored: dict[str, int]
-    workers: int
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far the shards are.
-
-    Attributes:
-        rows_done, rows, shards_done, shards, failed: counts, those of earlier runs included.
-        images_per_second: over the last half minute or so.
-        seconds_left: None while it cannot be told.
-        bottleneck: what the workers spent most of that time on; None while it cannot be told.
-    """
-
-    rows_done: int
-    rows: int
-    shards_done: int
-    shards: int
-    failed: int
-    images_per_second: float
-    seconds_left: float | None
-    bottleneck: Bottleneck | None
-
-
-@dataclass(frozen=True)
-class ShardDone:
-    """A shard was committed."""
-
-    shard: int
-    progress: Progress
-
-
-@dataclass(frozen=True)
 class StatusMessage:
-    """A line about what the job does now, for example "building the nearest-neighbour index"."""
+    """One line about what the job does next or has noticed."""
 
     text: str
 
 
-Event = Planning | PlanReady | Progress | ShardDone | StatusMessage
+@dataclass(frozen=True)
+class PlanReady:
+    """The amount of work is known.
+
+    Attributes:
+        inputs: inputs of all sources.
+        shards: shards of the index.
+        finished_shards: shards that an earlier run finished.
+        workers: worker processes.
+        duplicates: inputs that are byte-identical to an earlier one.
+        ignored: number of files that are not inputs, by extension.
+    """
+
+    inputs: int
+    shards: int
+    finished_shards: int = 0
+    workers: int = 1
+    duplicates: int = 0
+    ignored: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShardCounts:
+    """Shards of a job, those of earlier runs included.
+
+    Attributes:
+        finished: committed shards.
+        total: shards of the index.
+        failed_rows: rows that could not be encoded.
+        bottleneck: the stage that the workers of this run spent most time on, if any has been measured.
+    """
+
+    finished: int
+    total: int
+    failed_rows: int = 0
+    bottleneck: Bottleneck | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one activity has come.
+
+    Attributes:
+        activity: for example "indexing".
+        done: finished units of work.
+        total: all units; None if unknown.
+        shards: set by jobs that work shard by shard.
+    """
+
+    activity: str
+    done: int
+    total: int | None = None
+    shards: ShardCounts | None = None
+
+
+Event = StatusMessage | PlanReady | Progress
 OnEvent = Callable[[Event], None]
+
+
+def progress_callback(on_event: OnEvent) -> OnProgress:
+    """A callback for library functions that reports `Progress` events to `on_event`."""
+    return lambda activity, done, total: on_event(Progress(activity, done, total))

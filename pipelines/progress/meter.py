@@ -1,105 +1,70 @@
-"""Rates and the bottleneck of a build, from what its workers report."""
+"""Adds up what the workers of a job report about their shards."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipelines.progress.events import Bottleneck, Progress
+from pipelines.progress.events import Bottleneck, Progress, ShardCounts
 
-_WINDOW_SECONDS = 30.0
-# The loop of a worker is always at one of three: waiting for decoded images, running the model, writing.
-_STAGES: dict[str, Bottleneck] = {"wait": "decode", "encode": "model", "write": "write"}
+# A worker is always in one of three stages: waiting for decoded images, running the model, writing.
+_BOTTLENECK_OF_STAGE: dict[str, Bottleneck] = {"wait": "decode", "encode": "model", "write": "write"}
 
 
-def bottleneck(seconds: Mapping[str, float]) -> Bottleneck | None:
-    """What workers spent most time on, given their seconds by stage; None where they spent none."""
-    stage = max(_STAGES, key=lambda name: seconds.get(name, 0.0))
-    return _STAGES[stage] if seconds.get(stage, 0.0) > 0 else None
+def bottleneck(stage_seconds: Mapping[str, float]) -> Bottleneck | None:
+    """The bottleneck that the seconds spent in each stage show; None if no time was spent in any."""
+    slowest = max(_BOTTLENECK_OF_STAGE, key=lambda stage: stage_seconds.get(stage, 0.0))
+    return _BOTTLENECK_OF_STAGE[slowest] if stage_seconds.get(slowest, 0.0) > 0 else None
 
 
 @dataclass(frozen=True)
 class ShardState:
-    """How far a shard is: rows done, those of them that failed, and seconds by stage."""
+    """Progress of one shard: finished rows, failed rows among them, and seconds spent in each stage."""
 
     done: int
-    failed: int
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    failed: int = 0
+    stage_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Sample:
-    time: float
-    done: int
-    seconds: dict[str, float]
-
-
-class BuildMeter:
-    """Adds up the latest state of every shard.
+class ShardMeter:
+    """The latest state of every shard of a job, and their sum as a `Progress` event.
 
     Args:
-        rows, shards: of the whole build.
-        clock: seconds, monotonic.
+        activity: name of the activity.
+        rows: rows of the whole job.
+        shards: shards of the whole job.
     """
 
-    def __init__(self, rows: int, shards: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, activity: str, rows: int, shards: int) -> None:
+        self._activity = activity
         self._rows = rows
         self._shards = shards
-        self._clock = clock
-        self._open: dict[int, ShardState] = {}
-        self._earlier = self._finished_shards = self._failed = 0
-        self._finished_rows = 0
-        self._finished_seconds = dict.fromkeys(_STAGES, 0.0)
-        self._samples = deque([_Sample(clock(), 0, dict(self._finished_seconds))])
+        self._finished_shards = 0
+        self._finished = ShardState(0)
+        self._running: dict[int, ShardState] = {}
 
-    def finished_earlier(self, rows: int, failed: int) -> None:
-        """Count a shard of an earlier run; it does not enter rates."""
-        self._earlier += rows
-        self._failed += failed
+    def update(self, shard: int, state: ShardState) -> Progress:
+        """Record the state of a running shard and return the progress of the job."""
+        self._running[shard] = state
+        return self.progress()
+
+    def finish(self, shard: int, state: ShardState) -> Progress:
+        """Record the final state of a shard and return the progress of the job.
+
+        For a shard that an earlier run finished, leave `state.stage_seconds` empty.
+        """
+        self._running.pop(shard, None)
         self._finished_shards += 1
-
-    def report(self, shard: int, state: ShardState) -> None:
-        """Take the state of a shard that is under way."""
-        self._open[shard] = state
-        self._sample()
-
-    def finished(self, shard: int, state: ShardState) -> None:
-        """Take the final state of a shard."""
-        self._open.pop(shard, None)
-        self._finished_shards += 1
-        self._finished_rows += state.done
-        self._failed += state.failed
-        for stage in _STAGES:
-            self._finished_seconds[stage] += state.seconds.get(stage, 0.0)
-        self._sample()
+        self._finished = _sum([self._finished, state])
+        return self.progress()
 
     def progress(self) -> Progress:
-        """The sum of it all, and rates over the window."""
-        oldest, latest = self._samples[0], self._samples[-1]
-        elapsed = latest.time - oldest.time
-        rate = max(0.0, (latest.done - oldest.done) / elapsed) if elapsed > 0 else 0.0
-        done = self._earlier + latest.done
-        return Progress(
-            rows_done=done,
-            rows=self._rows,
-            shards_done=self._finished_shards,
-            shards=self._shards,
-            failed=self._failed + sum(state.failed for state in self._open.values()),
-            images_per_second=rate,
-            seconds_left=(self._rows - done) / rate if rate > 0 else None,
-            bottleneck=bottleneck({stage: latest.seconds[stage] - oldest.seconds[stage] for stage in _STAGES}),
-        )
+        """The progress of the job."""
+        total = _sum([self._finished, *self._running.values()])
+        shards = ShardCounts(self._finished_shards, self._shards, total.failed, bottleneck(total.stage_seconds))
+        return Progress(self._activity, total.done, self._rows, shards)
 
-    def _sample(self) -> None:
-        now = self._clock()
-        open_states = self._open.values()
-        done = self._finished_rows + sum(state.done for state in open_states)
-        seconds = {
-            stage: total + sum(state.seconds.get(stage, 0.0) for state in open_states)
-            for stage, total in self._finished_seconds.items()
-        }
-        self._samples.append(_Sample(now, done, seconds))
-        while len(self._samples) > 2 and self._samples[1].time <= now - _WINDOW_SECONDS:
-            self._samples.popleft()
+
+def _sum(states: list[ShardState]) -> ShardState:
+    seconds = {stage: sum(state.stage_seconds.get(stage, 0.0) for state in states) for stage in _BOTTLENECK_OF_STAGE}
+    return ShardState(sum(state.done for state in states), sum(state.failed for state in states), seconds)

@@ -7,7 +7,7 @@ import pytest
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines.engines.inline import InlineEngine
 from pipelines.jobs.quantize import QuantizeConfig, precision_to_read, quantize_index
-from pipelines.progress.events import ShardDone
+from pipelines.progress.events import Progress
 from pipelines.progress.stopping import JobStopped
 from storage_formats import UsageError, codec, verify_index
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
@@ -62,7 +62,7 @@ def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch)
     config, engine, finished = QuantizeConfig(tmp_path / "a", ("fp8",)), InlineEngine(), []
 
     def note_shards(event):
-        if isinstance(event, ShardDone):
+        if isinstance(event, Progress) and event.shards.finished > len(finished):
             finished.append(event)
 
     with pytest.raises(JobStopped):

@@ -42,7 +42,7 @@ def test_a_build_accounts_for_every_input(run, build, index):
     assert result["images_per_second"] > 0
     assert result["bottleneck"] in ("decode", "model", "write")
     assert result["already_finished"] is False
-    assert "ignored 1 file that are no images: .txt 1" in err
+    assert "ignored 1 other file: .txt 1" in err
     assert "1 inputs failed: not-an-image 1" in err
     assert not Layout(index).build.exists()
     rows = read_rows(index).to_pylist()
