@@ -1,7 +1,7 @@
-# Two commands do everything on a machine that has Python 3.11+, git and make:
-#   make demo   index a folder of real photos with a trained model, quantize, verify, fetch from it, search it
-#   make test   pass the tests
-# Both make their own virtual environment in .venv.
+# Two commands do everything on a machine that has Python 3.11 or newer, git and make:
+#   make demo   index a folder of photos with a trained model, then quantize, verify, fetch and search
+#   make test   run the linters and the tests
+# Both create the virtual environment .venv and install the extras that they need.
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -1,4 +1,4 @@
-"""Checking an index: every file, every checksum, every row, and that a stock Zarr reader opens the arrays."""
+"""Checking an index: every file, checksum and row, and that zarr-python, if installed, opens the arrays."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _add(left: Counts, right: Counts) -> Counts:
 
 
 def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
-    """The documents are what SPEC.md says, and zarr-python opens them with the same meaning."""
+    """The documents are what SPEC.md says; zarr-python, if it is installed, opens them with the same meaning."""
     expected: dict[Path, dict[str, Any]] = {
         layout.tokens / "zarr.json": group_metadata(),
         layout.embeddings / "zarr.json": embedding_array_metadata(spec),
@@ -107,8 +107,10 @@ def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
 
 
 def _check_stock_reader(array_dir: Path, where: str, document: dict[str, Any]) -> Iterator[Problem]:
-    import zarr
-
+    try:
+        import zarr
+    except ModuleNotFoundError:  # a light install: the caller has compared the document with SPEC.md
+        return
     try:
         array = zarr.open_array(str(array_dir), mode="r")
     except Exception as error:  # whatever a third-party reader raises is the finding

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.errors import ModelError
+from edje_index.errors import ModelError, name_missing_extra
 from edje_index.indexing.faiss_index import AnnIndex
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
@@ -78,6 +78,7 @@ class TokenIndex:
         self.model = model
 
     @classmethod
+    @name_missing_extra("search")
     def open(
         cls,
         root: str | Path,

@@ -8,10 +8,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 import click
 
+from edje_index import __version__
+from edje_index.errors import missing_extra
 from pipelines.engines.base import describe_error
 from storage_formats.errors import EdjeError, UsageError
 
@@ -51,10 +52,7 @@ class LazyGroup(click.Group):
 
 def _print_version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
     if wanted:
-        try:
-            click.echo(f"edje-index {version('edje-index')}")
-        except PackageNotFoundError:  # run from a source tree that is not installed
-            click.echo("edje-index, not installed")
+        click.echo(f"edje-index {__version__}")
         ctx.exit()
 
 
@@ -86,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except BaseException as error:
+    except BaseException as raised:
+        command = next((argument for argument in arguments if not argument.startswith("-")), "")
+        error = missing_extra(raised, preferred=command) or raised
         code, message = _explain(error)
         _report(error, message, code, as_json="--json" in arguments)
         return code

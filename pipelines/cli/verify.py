@@ -16,8 +16,8 @@ from pipelines.cli.output import json_option, note, print_json
 def verify(index: Path, as_json: bool) -> int:
     """Check every file of INDEX.
 
-    Reads all of it: checksums, rows, counts, and that a stock Zarr reader opens the arrays. Ends with
-    exit code 1 when there is a problem.
+    Reads every file and checks checksums, rows and counts. If zarr is installed, also checks that it opens
+    the arrays. Exits with code 1 if there is a problem.
 
     \b
     Examples:

@@ -60,11 +60,9 @@ def timm_state(onnx_graph: bytes) -> State:
 
 def _named_arrays(onnx_graph: bytes) -> _Arrays:
     """Every constant tensor, under a name: its own, that of its linear layer, or that of the node it enters."""
-    try:
-        import onnx
-        from onnx import numpy_helper
-    except ImportError as error:
-        raise ModelError("reading DINOv2's weights needs the package onnx: pip install 'edje-index[towers]'") from error
+    import onnx
+    from onnx import numpy_helper
+
     graph = onnx.load_model_from_string(onnx_graph).graph
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
     for node in graph.node:

@@ -1,0 +1,149 @@
+"""A light install: what works without the extras, and the one-line message about a missing one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from edje_index.errors import EXTRAS_OF_MODULE, MissingExtraError, missing_extra, name_missing_extra
+from tests.conftest import REPO
+
+INDEX = REPO / "tests" / "golden" / "release_0_1" / "index"
+DISTRIBUTIONS = {"faiss": "faiss-cpu", "open_clip": "open_clip_torch", "PIL": "pillow", "lance": "pylance"}
+BLOCK = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+COMMANDS = {
+    "search": ["search", str(INDEX), "a dog"],
+    "build": ["build", str(INDEX), "--out", "{tmp}/out", "--model", str(INDEX.parent / "model")],
+    "train": ["train", "{tmp}/captions.jsonl", "--model", str(INDEX.parent / "model"), "--out", "{tmp}/out"],
+}
+
+
+def run_without_extras(code: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a process in which no module of an extra can be imported."""
+    script = BLOCK.format(absent=sorted(EXTRAS_OF_MODULE)) + code
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+
+
+def requirements() -> dict[str, set[str]]:
+    """Distributions of each extra, those of included extras too."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    declared: dict[str, list[str]] = project["optional-dependencies"]
+
+    def expand(extra: str) -> set[str]:
+        names: set[str] = set()
+        for requirement in declared[extra]:
+            included = re.match(r"edje-index\[(.*)\]", requirement)
+            if included:
+                names |= set().union(*(expand(name) for name in included[1].split(",")))
+            else:
+                names.add(re.match(r"[\w-]+", requirement)[0])
+        return names
+
+    return {extra: expand(extra) for extra in declared}
+
+
+@pytest.mark.parametrize("module", sorted(EXTRAS_OF_MODULE))
+def test_named_extras_install_the_module(module):
+    distribution = DISTRIBUTIONS.get(module, module)
+    of_extras = requirements()
+    for extra in EXTRAS_OF_MODULE[module]:
+        assert distribution in of_extras[extra], extra
+
+
+def test_all_holds_every_extra_of_users():
+    of_extras = requirements()
+    for extra in ("build", "search", "train", "bench", "towers"):
+        assert of_extras[extra] <= of_extras["all"]
+
+
+def test_message_names_the_smallest_or_the_preferred_extra():
+    error = ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
+    assert str(missing_extra(error)).endswith("run: pip install 'edje-index[search]'")
+    assert str(missing_extra(error, preferred="build")).endswith("'edje-index[build]'")
+    assert str(missing_extra(error, preferred="bench")).endswith("'edje-index[search]'")
+
+
+def test_other_errors_stay_as_they_are():
+    assert missing_extra(ValueError("torch")) is None
+    assert missing_extra(ModuleNotFoundError("No module named 'other'", name="other")) is None
+    with pytest.raises(ModuleNotFoundError, match="other"), name_missing_extra():
+        raise ModuleNotFoundError("No module named 'other'", name="other")
+
+
+def test_a_function_can_be_decorated():
+    @name_missing_extra("train")
+    def needs_ray() -> None:
+        raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+    for _ in range(2):
+        with pytest.raises(MissingExtraError, match=r"edje-index\[train\]"):
+            needs_ray()
+
+
+def test_store_opens_fetches_and_verifies_without_extras():
+    done = run_without_extras(f"""
+from storage_formats import TokenStore, verify_index
+print(TokenStore.open({str(INDEX)!r}, "nvfp4").fetch([11, 0]).shape, verify_index({str(INDEX)!r}))
+""")
+    assert done.stdout.strip() == "(2, 4, 16) []", done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["info", str(INDEX)], ["verify", str(INDEX)], ["bench", "--help"]])
+def test_commands_that_work_without_extras(arguments):
+    done = run_without_extras(f"from pipelines.cli import main\nsys.exit(main({arguments}))")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_quantize_works_without_extras(tmp_path):
+    subprocess.run(["cp", "-r", str(INDEX), str(tmp_path / "index")], check=True)
+    arguments = ["quantize", str(tmp_path / "index"), "--to", "int8", "--quiet"]
+    done = run_without_extras(f"from pipelines.cli import main\nsys.exit(main({arguments}))")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_name_the_extra_that_they_need(command, tmp_path):
+    (tmp_path / "captions.jsonl").write_text('{"image": "a.jpg", "caption": "a dog"}\n')
+    arguments = [argument.format(tmp=tmp_path) for argument in COMMANDS[command]]
+    done = run_without_extras(f"from pipelines.cli import main\nsys.exit(main({arguments}))")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(f"which is not installed; run: pip install 'edje-index[{command}]'")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["ModelBundle", "VisionTower", "load_published_checkpoint"])
+def test_library_names_the_extra_that_it_needs(name):
+    done = run_without_extras(f"""
+from edje_index.errors import MissingExtraError
+try:
+    from edje_index import {name}
+except MissingExtraError as error:
+    print(error, error.name)
+""")
+    assert "pip install 'edje-index[search]'" in done.stdout, done.stderr
+
+
+def test_opening_an_index_names_the_extra_that_it_needs():
+    done = run_without_extras(f"""
+import edje_index
+try:
+    edje_index.TokenIndex.open({str(INDEX)!r})
+except edje_index.errors.MissingExtraError as error:
+    print(error)
+""")
+    assert "pip install 'edje-index[search]'" in done.stdout, done.stderr

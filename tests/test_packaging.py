@@ -1,0 +1,102 @@
+"""Wheel and sdist as a user gets them: built, installed without extras into a clean environment, and used."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import edje_index
+from tests.conftest import REPO
+
+INDEX = REPO / "tests" / "golden" / "release_0_1" / "index"
+LIGHT = {"click", "edje-index", "google-crc32c", "ml-dtypes", "numba", "numpy", "psutil", "pyarrow", "rich"}
+HEAVY = {"faiss-cpu", "open-clip-torch", "ray", "torch", "transformers", "zarr"}
+LIGHT_MEGABYTES = 700  # measured: 480 on Linux
+READER = """
+import importlib.metadata, json, sys
+from pathlib import Path
+from storage_formats import TokenStore, verify_index
+
+store = TokenStore.open(sys.argv[1], "fp8")
+assert store.fetch([11, 0, 3]).shape == (3, 4, 16)
+assert verify_index(sys.argv[1]) == []
+distributions = list(importlib.metadata.distributions())
+files = (Path(item.locate_file(file)) for item in distributions for file in item.files or [])
+size = sum(path.stat().st_size for path in files if path.is_file())
+print(json.dumps({"names": [item.name for item in distributions], "bytes": size}))
+"""
+
+
+def test_one_version_number():
+    assert version("edje-index") == edje_index.__version__
+
+
+def run(*command: str | Path, folder: Path, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a command outside the source tree; fails unless the exit code is `expect`."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == expect, f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(sdist, wheel), the wheel built from the sdist."""
+    folder = tmp_path_factory.mktemp("built")
+    ignored = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "__pycache__", "tests", "results", "docs")
+    shutil.copytree(REPO, folder / "source", ignore=ignored)
+    run(sys.executable, "-m", "build", folder / "source", "--outdir", folder / "dist", folder=folder)
+    sdist, wheel = next((folder / "dist").glob("*.tar.gz")), next((folder / "dist").glob("*.whl"))
+    return sdist, wheel
+
+
+@pytest.fixture(scope="module")
+def clean(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` folder of an environment that holds the wheel, without extras."""
+    folder = tmp_path_factory.mktemp("clean") / "environment"
+    venv.create(folder, with_pip=True)
+    run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", built[1], folder=folder)
+    return folder / "bin"
+
+
+@pytest.mark.slow
+def test_sdist_and_wheel_hold_the_same_modules(built):
+    with tarfile.open(built[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    with zipfile.ZipFile(built[1]) as archive:
+        packaged = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert {"storage_formats/SPEC.md", "edje_index/py.typed", "pipelines/cli/main.py"} <= packaged <= names
+    assert re.search(rf"-{re.escape(edje_index.__version__)}\b", built[1].name)
+
+
+@pytest.mark.slow
+def test_light_install_reads_and_verifies(clean, tmp_path):
+
+    told = json.loads(run(clean / "python", "-c", READER, INDEX, folder=tmp_path).stdout)
+    names = {re.sub("[-_.]+", "-", name).lower() for name in told["names"]}
+    assert names >= LIGHT
+    assert not names & HEAVY
+    assert told["bytes"] < LIGHT_MEGABYTES * 1e6
+
+
+@pytest.mark.slow
+def test_light_install_has_the_command_line(clean, tmp_path):
+    assert "search" in run(clean / "edje-index", "--help", folder=tmp_path).stdout
+    assert "12" in run(clean / "edje-index", "info", INDEX, folder=tmp_path).stdout
+    assert "sound" in run(clean / "edje-index", "verify", INDEX, folder=tmp_path).stdout
+    assert edje_index.__version__ in run(clean / "edje-index", "--version", folder=tmp_path).stdout
+    refused = run(clean / "edje-index", "search", INDEX, "a dog", folder=tmp_path, expect=1)
+    assert refused.stderr.count("\n") == 1
+    assert "pip install 'edje-index[search]'" in refused.stderr
