@@ -1,7 +1,7 @@
-"""What an index build costs beyond its decoding and its model: processor time and memory of the whole process tree.
+"""The cost of an index build beyond decoding and the model: processor time and memory of the whole process tree.
 
-Subjects, each in a process of its own and in turn: the bare loop (`benchmarks.bare_loop`) and `edje-index build`
-with each engine, all over the same images with the same model, threads and batch.
+The subjects are the bare loop (`benchmarks.bare_loop`) and `edje-index build` with each engine. Each runs in a process
+of its own, in turn, on the same images with the same model, threads and batch size.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ print(json.dumps(asdict(measure(sys.argv[1:]))))
 
 @dataclass(frozen=True)
 class BuildBench:
-    """What to measure.
+    """Settings.
 
     Attributes:
-        images: paths of the images, all decodable.
-        model: the bundle.
-        folder: where indexes are made and removed.
-        threads, batch_size: of the model, in every subject.
+        images: paths of decodable images.
+        model: bundle directory.
+        folder: folder in which indexes are written and removed.
+        threads, batch_size: settings of the model in every subject.
         repeats: runs of each subject.
         engines: engines to measure beside the bare loop.
     """
@@ -49,7 +49,7 @@ class BuildBench:
 
 
 def bench_build(bench: BuildBench) -> dict[str, Any]:
-    """Cost of each run of each subject, and the median ratios of processor time to the bare loop's."""
+    """Measure the cost of every run, and the median ratios of processor time to the bare loop."""
     bench.folder.mkdir(parents=True, exist_ok=True)
     listing = bench.folder / "images.txt"
     listing.write_text("".join(f"{path}\n" for path in bench.images))
@@ -81,7 +81,7 @@ def _build(bench: BuildBench, engine: str, source: Path) -> list[str]:
 
 
 def _measured(command: list[str]) -> dict[str, Any]:
-    """`process_tree.measure` in a fresh process, which accounts for nothing else."""
+    """Call `process_tree.measure` in a new process, which has no other children to account for."""
     done = subprocess.run([sys.executable, "-c", _MEASURE, *command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise EdjeError(f"a measured run failed: {done.stderr[-2000:]}")
@@ -90,17 +90,19 @@ def _measured(command: list[str]) -> dict[str, Any]:
 
 
 def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Medians; `cpu_ratio` and `extra_pss` (bytes) compare run by run with the bare loop of the same round."""
-    base = runs["bare loop"]
+    """Medians; `cpu_ratio` and `extra_pss` (bytes) compare each run with the bare loop of the same round."""
+    bare_runs = runs["bare loop"]
     return {
         name: {
-            "wall": statistics.median(run["wall"] for run in found),
-            "cpu": statistics.median(run["cpu"] for run in found),
-            "peak_pss": statistics.median(run["peak_pss"] for run in found),
-            "cpu_ratio": statistics.median(run["cpu"] / bare["cpu"] for run, bare in zip(found, base, strict=True)),
+            "wall": statistics.median(run["wall"] for run in subject_runs),
+            "cpu": statistics.median(run["cpu"] for run in subject_runs),
+            "peak_pss": statistics.median(run["peak_pss"] for run in subject_runs),
+            "cpu_ratio": statistics.median(
+                run["cpu"] / bare["cpu"] for run, bare in zip(subject_runs, bare_runs, strict=True)
+            ),
             "extra_pss": statistics.median(
-                run["peak_pss"] - bare["peak_pss"] for run, bare in zip(found, base, strict=True)
+                run["peak_pss"] - bare["peak_pss"] for run, bare in zip(subject_runs, bare_runs, strict=True)
             ),
         }
-        for name, found in runs.items()
+        for name, subject_runs in runs.items()
     }

@@ -1,7 +1,8 @@
-"""`edje-index bench ...`: the benchmarks as commands."""
+"""The command group `edje-index bench`."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import click
@@ -17,9 +18,9 @@ from storage_formats.format.layout import IndexSpec
 
 @click.group()
 def bench() -> None:
-    """Measure this machine: fetching, scoring, writing, converting, building.
+    """Measure fetching, scoring, writing, converting, building and training.
 
-    Figures are medians; compare ratios, not seconds.
+    Figures are medians. Compare ratios rather than seconds.
     """
 
 
@@ -33,11 +34,18 @@ bench.add_command(train_step_command)
 @bench.command("make-synthetic")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--rows", type=click.IntRange(min=1), required=True, help="Number of rows.")
-@click.option("--precision", "precisions", multiple=True, default=["bf16"], show_default=True, help="May be repeated.")
-@click.option("--shard-size", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows a shard.")
-@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens of a block.")
+@click.option(
+    "--precision",
+    "precisions",
+    multiple=True,
+    default=["bf16"],
+    show_default=True,
+    help="Precision to store; may be repeated.",
+)
+@click.option("--shard-size", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows per shard.")
+@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens per block.")
 @click.option("--width", type=click.IntRange(min=1), default=384, show_default=True, help="Width of a token.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random blocks.")
 @json_option
 def make_synthetic_command(
     out: Path,
@@ -49,7 +57,7 @@ def make_synthetic_command(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Write an index of random blocks to OUT, to measure with.
+    """Write an index of random blocks to OUT for benchmarks.
 
     \b
     Example:
@@ -63,14 +71,12 @@ def make_synthetic_command(
 
 
 @bench.command("write")
-@click.option(
-    "--folder", type=click.Path(path_type=Path), required=True, help="Where to write; on the disk to measure."
-)
-@click.option("--rows", type=click.IntRange(min=1), default=8192, show_default=True)
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Folder on the disk to measure.")
+@click.option("--rows", type=click.IntRange(min=1), default=8192, show_default=True, help="Blocks to write.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each writer.")
 @json_option
 def write_command(folder: Path, rows: int, repeats: int, as_json: bool) -> None:
-    """Shard writer beside zarr-python and dd, on the same blocks and disk.
+    """Compare the shard writer with zarr-python and dd on the same blocks and disk.
 
     \b
     Example:
@@ -85,13 +91,13 @@ def write_command(folder: Path, rows: int, repeats: int, as_json: bool) -> None:
 
 
 @bench.command("quantize")
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Where records are mapped from.")
-@click.option("--blocks", type=click.IntRange(min=1), default=512, show_default=True, help="Blocks at a time.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of the codecs.  [default: the CPUs]")
-@click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Folder for the record files.")
+@click.option("--blocks", type=click.IntRange(min=1), default=512, show_default=True, help="Blocks per call.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of the codecs.  [default: all CPUs]")
+@click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Runs of each codec.")
 @json_option
 def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: int, as_json: bool) -> None:
-    """Codecs at every precision, beside torch, torchao (where installed) and ml_dtypes; GB/s of bfloat16.
+    """Compare the codecs with torch, torchao (if installed) and ml_dtypes, in GB/s of bfloat16.
 
     \b
     Example:
@@ -111,11 +117,24 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
 @bench.command("build")
 @click.argument("photos", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--model", type=click.Path(exists=True, path_type=Path), required=True, help="Model bundle.")
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Where indexes are made and removed.")
-@click.option("--images", type=click.IntRange(min=1), default=1000, show_default=True, help="Images of PHOTOS to use.")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Folder for temporary indexes.")
+@click.option(
+    "--images",
+    type=click.IntRange(min=1),
+    default=1000,
+    show_default=True,
+    help="Images to index; PHOTOS repeat.",
+)
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of the model.")
-@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--engine", "engines", multiple=True, default=["inline", "ray"], show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each subject.")
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    default=["inline", "ray"],
+    show_default=True,
+    help="Execution engine; may be repeated.",
+)
 @json_option
 def build_command(
     photos: Path,
@@ -127,7 +146,7 @@ def build_command(
     engines: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Processor time and memory of `build`, beside a bare loop of decoding and model. Linux only.
+    """Compare the processor time and memory of `build` with a bare loop of decoding and model. Linux only.
 
     \b
     Example:
@@ -135,11 +154,10 @@ def build_command(
     """
     from benchmarks.build import BuildBench, bench_build
 
-    found = sorted(path for path in photos.rglob("*.jpg") if path.is_file())
-    if not found:
-        raise click.UsageError(f"no .jpg files in {photos}")
-    # A small folder is gone over again, so that a large build can be measured with few photos.
-    chosen = [found[at % len(found)] for at in range(images)]
+    paths = sorted(path for path in photos.rglob("*.jpg") if path.is_file())
+    if not paths:
+        raise click.UsageError(f"{photos} holds no .jpg files; choose another folder")
+    chosen = list(itertools.islice(itertools.cycle(paths), images))
     report = bench_build(BuildBench(chosen, model, folder, threads, repeats=repeats, engines=engines))
     lines = [
         f"{name:10} cpu {row['cpu']:8.1f} s  x{row['cpu_ratio']:.3f}   wall {row['wall']:8.1f} s   "

@@ -1,8 +1,9 @@
-"""Encoding and decoding at every precision, beside torch, torchao and ml_dtypes: the same tokens, in turn, warm.
+"""Encoding and decoding at every precision, compared with torch, torchao and ml_dtypes on the same tokens.
 
-Rates are GB/s of bfloat16, taken in or given out, whatever the size of the records. `ml_dtypes cast` and `torch cast`
-are single element-wise casts, less work than a codec does, for they know no scales; `torch scaled` makes and opens
-fp8 with its scales, torchao the whole MX and NVFP4 formats. Decoders write into an array that is there, if they can.
+Rates are GB/s of bfloat16 encoded or decoded, independent of the record size. `ml_dtypes cast` and `torch cast` are
+single element-wise casts; they do less than a codec because they have no scales. `torch scaled` encodes and decodes
+fp8 with scales, and torchao the complete MX and NVFP4 formats. Where the API allows it, decoders write into an
+existing array.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from storage_formats.codecs import BF16, Blocks, codec, precisions
 BLOCK_SHAPE = (64, 384)
 Subjects: TypeAlias = dict[str, Callable[[], Any]]
 _CASTS = {"fp8": "float8_e4m3fn", "mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn", "nvfp4": "float4_e2m1fn"}
-_OURS = "edje"
+_EDJE = "edje"
 
 
 def bench_codecs(folder: Path, blocks: int, repeats: int, threads: int | None = None) -> dict[str, Any]:
-    """Convert `blocks` blocks `repeats` times with each subject; rates of each run, medians, median ratios to peers.
+    """Convert `blocks` blocks `repeats` times with each subject; returns rates, medians and median ratios to peers.
 
-    `gather` reads random records of a mapped file in `folder` and decodes them in one pass; its peer is the plain
-    gather of bfloat16.
+    `gather` decodes random records of a mapped file in `folder` in one pass. It is compared with a plain gather of
+    bfloat16.
     """
     rng = np.random.default_rng(0)
     tokens = rng.standard_normal((blocks, *BLOCK_SHAPE), dtype=np.float32).astype(BF16)
@@ -45,14 +46,16 @@ def bench_codecs(folder: Path, blocks: int, repeats: int, threads: int | None = 
         "environment": environment(),
         "settings": {"blocks": blocks, "block_shape": BLOCK_SHAPE, "repeats": repeats, "threads": threads},
         "gb_per_s": rates,
-        "median": {task: _medians(found) for task, found in rates.items()},
-        "ratios": {task: _ratios(found, "bf16" if task == "gather" else _OURS) for task, found in rates.items()},
+        "median": {task: _medians(task_rates) for task, task_rates in rates.items()},
+        "ratios": {
+            task: _ratios(task_rates, "bf16" if task == "gather" else _EDJE) for task, task_rates in rates.items()
+        },
     }
 
 
 def _rates(subjects: Subjects, size: int, repeats: int) -> dict[str, list[float]]:
     for convert in subjects.values():
-        convert()  # compiles, and touches what is written to
+        convert()  # compiles the kernels and touches the output
     rates: dict[str, list[float]] = {name: [] for name in subjects}
     for _ in range(repeats):
         for name, convert in subjects.items():
@@ -63,25 +66,25 @@ def _rates(subjects: Subjects, size: int, repeats: int) -> dict[str, list[float]
 
 
 def _medians(rates: dict[str, list[float]]) -> dict[str, float]:
-    return {name: statistics.median(found) for name, found in rates.items()}
+    return {name: statistics.median(values) for name, values in rates.items()}
 
 
 def _ratios(rates: dict[str, list[float]], base: str) -> dict[str, float]:
-    """Median ratio of the codec to each peer, or, of gathers, of each precision to bfloat16."""
+    """Median ratio of the codec to each peer; for gathers, of each precision to bfloat16."""
     pairs = {
-        (f"{base} / {name}" if base == _OURS else f"{name} / {base}"): zip(rates[base], found, strict=True)
-        for name, found in rates.items()
+        (f"{base} / {name}" if base == _EDJE else f"{name} / {base}"): zip(rates[base], values, strict=True)
+        for name, values in rates.items()
         if name != base
     }
     return {
-        title: statistics.median(left / right if base == _OURS else right / left for left, right in found)
-        for title, found in pairs.items()
+        title: statistics.median(left / right if base == _EDJE else right / left for left, right in pair)
+        for title, pair in pairs.items()
     }
 
 
 def _encoders(name: str, tokens: Blocks, threads: int | None) -> Subjects:
     entry = codec(name, BLOCK_SHAPE)
-    subjects: Subjects = {_OURS: lambda: entry.encode(tokens, threads)}
+    subjects: Subjects = {_EDJE: lambda: entry.encode(tokens, threads)}
     if name in _CASTS:
         element = getattr(ml_dtypes, _CASTS[name])
         subjects["ml_dtypes cast"] = lambda: tokens.astype(element)
@@ -97,7 +100,7 @@ def _encoders(name: str, tokens: Blocks, threads: int | None) -> Subjects:
 def _decoders(name: str, tokens: Blocks, threads: int | None) -> Subjects:
     entry = codec(name, BLOCK_SHAPE)
     records, out = entry.encode(tokens), np.empty_like(tokens)
-    subjects: Subjects = {_OURS: lambda: entry.decode(records, out, threads)}
+    subjects: Subjects = {_EDJE: lambda: entry.decode(records, out, threads)}
     if name in _CASTS:
         narrow = tokens.astype(_CASTS[name])
         subjects["ml_dtypes cast"] = lambda: np.copyto(out, narrow, casting="unsafe")
@@ -131,7 +134,7 @@ def _torch(blocks: Blocks) -> Any:
 
 
 def _torch_scaled(tokens: Any) -> tuple[Any, Any]:
-    """E4M3 codes and power-of-two scales a token (bfloat16), by torch operations."""
+    """E4M3 codes and one power-of-two scale per token (bfloat16), computed with torch."""
     import torch
 
     largest = tokens.abs().amax(dim=-1, keepdim=True).float()
@@ -140,7 +143,7 @@ def _torch_scaled(tokens: Any) -> tuple[Any, Any]:
 
 
 def _torchao(name: str, tokens: Blocks) -> tuple[Subjects, Subjects]:
-    """torchao's encoder and decoder of the MX and NVFP4 formats; empty where it is not installed."""
+    """torchao's encoder and decoder of the MX and NVFP4 formats; empty if it is not installed."""
     if name not in ("mxfp8", "mxfp4", "nvfp4"):
         return {}, {}
     try:

@@ -1,4 +1,4 @@
-"""Where a figure was measured: hardware, kernel and versions, for the head of a report."""
+"""Hardware, kernel and package versions, for the head of a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PACKAGES = ("edje-index", "torch", "numpy", "zarr", "ray", "faiss-cpu", "pyarro
 
 
 def environment() -> dict[str, Any]:
-    """Date (UTC), processor, cores, memory in GiB, kernel, Python and the versions of the packages that matter."""
+    """Date (UTC), processor, cores, memory in GiB, kernel, Python and versions of the main packages."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "processor": _processor(),
@@ -21,19 +21,19 @@ def environment() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+        "versions": {name: installed for name in _PACKAGES if (installed := _version(name))},
     }
 
 
 def storage(path: Path) -> dict[str, str | None]:
-    """File system, device, model and scheduler of the disk that holds `path`; None for what is not told."""
+    """File system, device, model and scheduler of the disk that holds `path`; None for unknown values."""
     number = os.stat(path).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
-    found = {"file_system": None, "mount_options": None, **_mount(device)}
+    mount = {"file_system": None, "mount_options": None, **_mount(device)}
     folder, disk = _folders(device)
     scheduler = _text(disk / "queue/scheduler")
     return {
-        **found,
+        **mount,
         "device": folder.name if folder.exists() else device,
         "model": _text(disk / "device/model"),
         "rotational": _text(disk / "queue/rotational"),
@@ -42,20 +42,20 @@ def storage(path: Path) -> dict[str, str | None]:
 
 
 def logical_block_bytes(path: Path) -> int | None:
-    """Smallest unit that the disk of `path` reads, bytes; None for what is on no disk."""
+    """Logical block size of the disk that holds `path`, in bytes; None if there is no disk."""
     number = os.stat(path).st_dev
-    found = _text(_folders(f"{os.major(number)}:{os.minor(number)}")[1] / "queue/logical_block_size")
-    return int(found) if found else None
+    size = _text(_folders(f"{os.major(number)}:{os.minor(number)}")[1] / "queue/logical_block_size")
+    return int(size) if size else None
 
 
 def _folders(device: str) -> tuple[Path, Path]:
-    """Folders of a device, "major:minor", and of its disk in /sys: a partition is a folder inside its disk's."""
+    """/sys folders of a device, "major:minor", and of its disk: a partition lies inside the folder of its disk."""
     folder = Path(f"/sys/dev/block/{device}").resolve()
     return folder, folder if (folder / "queue").exists() else folder.parent
 
 
 def _mount(device: str) -> dict[str, str]:
-    """Type and options of the file system on a device, "major:minor"."""
+    """Type and mount options of the file system on a device, "major:minor"."""
     mounts = _text(Path("/proc/self/mountinfo")) or ""
     for line in mounts.splitlines():
         if line.split()[2] == device:

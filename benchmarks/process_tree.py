@@ -1,7 +1,7 @@
-"""What a command and everything that it starts cost: processor time, memory, wall time. Linux only.
+"""Processor time, memory and wall time of a command and all its descendants. Linux only.
 
-The measuring process is made the "subreaper" of its descendants (prctl(2)), so that daemons which outlive their
-parent, such as those of Ray, are waited for here and the kernel's own accounting of them is complete.
+The measuring process becomes the "subreaper" of its descendants (prctl(2)). It therefore waits for daemons that outlive
+their parent, such as those of Ray, and the kernel's accounting of them is complete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 from storage_formats.errors import EdjeError
 
@@ -30,12 +31,11 @@ class Cost:
 
     Attributes:
         wall: seconds from start to exit of the command itself.
-        cpu: user and system seconds of the whole tree, by the kernel's account of those that were waited for, or by
-            samples of each process where that is more: a parent that ignores SIGCHLD takes its children's account
-            with it.
+        cpu: user and system seconds of the whole tree: the larger of the kernel's account and of samples of each
+            process, because the account of children is lost if their parent ignores SIGCHLD.
         peak_pss: largest sampled sum of proportional set sizes of the tree, bytes; shared pages count once.
-        peak_largest_rss: largest resident set of any single process, bytes, as the kernel tells.
-        stdout: what the command printed.
+        peak_largest_rss: largest resident set of any single process, bytes, from the kernel.
+        stdout: output of the command.
     """
 
     wall: float
@@ -48,8 +48,8 @@ class Cost:
 def measure(command: Sequence[str], env: dict[str, str] | None = None) -> Cost:
     """Run `command` to its end and account for every process that it started.
 
-    Call it from a process that has no other children and measures once: accounting is for all children together.
-    Raises EdjeError with the end of its error output if the command fails.
+    Call it once, from a process without other children, because the accounting covers all children together.
+    Raises EdjeError with the end of the error output if the command fails.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -70,18 +70,8 @@ def measure(command: Sequence[str], env: dict[str, str] | None = None) -> Cost:
     return Cost(wall, max(cpu, sampled_cpu), peak, after.ru_maxrss * 1024, stdout)
 
 
-def descendants(pid: int) -> list[int]:
-    """Every living process below `pid`."""
-    found = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found += [int(child), *descendants(int(child))]
-    return found
-
-
 def _reap_orphans() -> None:
-    """Wait for daemons that the command left behind, so that their processor time is counted."""
+    """Wait for daemons that outlive the command, so that their processor time is counted."""
     deadline = time.monotonic() + _ORPHAN_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -94,40 +84,39 @@ def _reap_orphans() -> None:
 
 
 class _Sampler(threading.Thread):
-    """Largest sum of proportional set sizes below a process, and the last seen CPU seconds of each."""
+    """Samples the descendants of a process: largest sum of proportional set sizes, last CPU seconds of each."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self._pid = pid
         self._peak = 0
         self._cpu: dict[int, float] = {}
-        self._over = threading.Event()
+        self._stopped = threading.Event()
 
     def run(self) -> None:
-        while not self._over.wait(_SAMPLE_SECONDS):
-            pids = descendants(self._pid)
-            self._peak = max(self._peak, sum(_pss(pid) for pid in pids))
-            for pid in pids:
-                self._cpu[pid] = max(self._cpu.get(pid, 0.0), _cpu_seconds(pid))
+        while not self._stopped.wait(_SAMPLE_SECONDS):
+            processes = psutil.Process(self._pid).children(recursive=True)
+            self._peak = max(self._peak, sum(_pss(process) for process in processes))
+            for process in processes:
+                self._cpu[process.pid] = max(self._cpu.get(process.pid, 0.0), _cpu_seconds(process))
 
     def stop(self) -> tuple[int, float]:
-        """(bytes, seconds)."""
-        self._over.set()
+        """Stop sampling; returns the peak in bytes and the CPU seconds of all processes."""
+        self._stopped.set()
         self.join()
         return self._peak, sum(self._cpu.values())
 
 
-def _cpu_seconds(pid: int) -> float:
-    """User and system seconds of one process, without its children; 0 when it has gone."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime, stime: proc(5)
+def _cpu_seconds(process: psutil.Process) -> float:
+    """User and system seconds of one process without its children; 0 if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        times = process.cpu_times()
+        return float(times.user + times.system)
     return 0.0
 
 
-def _pss(pid: int) -> int:
-    """Proportional set size of a process in bytes; 0 when it has gone."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
+def _pss(process: psutil.Process) -> int:
+    """Proportional set size of a process in bytes; 0 if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        return int(process.memory_full_info().pss)
     return 0

@@ -1,9 +1,8 @@
-"""`quantize` of a whole index beside `cp`: the same disk, cold, in turn, each ending with its bytes on the device.
+"""`quantize` of a whole index, compared with `cp` on the same disk: cold, in turn, each with a final fsync.
 
-`cp` copies the token files of the precision that is read. Bytes moved are those read and those written: for `cp` twice
-the size of its files, for `quantize` the source and what it makes of it. The rate of `cp` is thus what the disk gives
-to a program that only moves bytes. `quantize` is timed by itself, from the index's manifest to the last fsync, and
-with the start of its process, which does not grow with the index.
+`cp` copies the token files that `quantize` reads. Rates count the bytes read and written, so that the rate of `cp` is
+that of a program which only moves bytes. `quantize` is timed twice: from opening the index to the last fsync, and
+including the start of its process, which takes the same time for every index.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 
 BLOCK_SHAPE = (64, 384)
-_BAR = 0.7
+_TARGET_RATIO = 0.7
 Say = Callable[[str], None]
 Moved: TypeAlias = tuple[int, float | None]
-"""Bytes read and written; seconds, where the subject took its own time."""
+"""Bytes read and written, and seconds if the subject reports its own time."""
 
 
 @dataclass(frozen=True)
 class QuantizeBench:
-    """What to measure.
+    """Settings.
 
     Attributes:
-        folder: on the disk to measure; a folder of its own is made there and removed.
-        rows: of an index of random blocks.
-        to: precision to make.
-        engine, workers: of `quantize`.
-        repeats: runs of each, by turns.
+        folder: folder on the disk to measure; files are written there and removed.
+        rows: number of random blocks in the index.
+        to: precision to convert to.
+        engine, workers: engine of `quantize` and its number of workers.
+        repeats: runs of each subject, in turn.
     """
 
     folder: Path
@@ -54,21 +53,21 @@ class QuantizeBench:
 
 
 def bench_quantize_index(bench: QuantizeBench, say: Say = lambda _: None) -> dict[str, Any]:
-    """Seconds and GB/s of each run, medians, and the median ratio of neighbouring runs.
+    """Measure seconds and GB/s of each run, medians, and the median ratio of neighbouring runs.
 
     Raises:
-        UsageError: `to` is the precision that the index has already.
-        EdjeError: `quantize` failed, or the files would not leave the page cache.
+        UsageError: `to` is the precision of the source.
+        EdjeError: `quantize` failed, or the files could not be evicted from the page cache.
     """
     if bench.to == "bf16":
-        raise UsageError("the index is of bf16: name another precision to make of it")
+        raise UsageError("the index stores bf16 already; choose another precision")
     root, copy = bench.folder / "bench-quantize.edje", bench.folder / "bench-quantize-copy"
     for path in (root, copy):
         shutil.rmtree(path, ignore_errors=True)
     try:
         say(f"writing {bench.rows:,} random blocks")
         make_synthetic(root, IndexSpec(bench.rows, 1024, BLOCK_SHAPE, embed_dim=8))
-        _quantize(bench, root)  # compiles
+        _quantize(bench, root)  # compiles the kernels
         subjects: dict[str, Callable[[], Moved]] = {
             "quantize": lambda: _quantize(bench, root),
             "cp": lambda: _copy(root, copy),
@@ -82,36 +81,36 @@ def bench_quantize_index(bench: QuantizeBench, say: Say = lambda _: None) -> dic
     finally:
         for path in (root, copy):
             shutil.rmtree(path, ignore_errors=True)
-    rates = {name: [run["gb_per_s"] for run in found] for name, found in runs.items()}
+    rates = {name: [run["gb_per_s"] for run in subject_runs] for name, subject_runs in runs.items()}
     rates["quantize with start"] = [run["bytes"] / 1e9 / run["wall_seconds"] for run in runs["quantize"]]
     peer = rates["cp"]
     return {
         "environment": {**environment(), "disk": disk},
-        "settings": {**asdict(bench), "folder": str(bench.folder), "block_shape": BLOCK_SHAPE},
+        "settings": {**asdict(bench), "folder": bench.folder.name, "block_shape": BLOCK_SHAPE},
         "runs": runs,
-        "median_gb_per_s": {name: statistics.median(found) for name, found in rates.items()},
+        "median_gb_per_s": {name: statistics.median(values) for name, values in rates.items()},
         "ratios": {
-            f"{name} / cp": statistics.median(ours / other for ours, other in zip(found, peer, strict=True))
-            for name, found in rates.items()
+            f"{name} / cp": statistics.median(rate / copy for rate, copy in zip(values, peer, strict=True))
+            for name, values in rates.items()
             if name != "cp"
         },
-        "bar": _BAR,
+        "target": _TARGET_RATIO,
     }
 
 
 def _timed(work: Callable[[], Moved], bench: QuantizeBench, root: Path, copy: Path) -> dict[str, float]:
-    """One cold run: nothing of the subjects before is left, on the disk or to be written."""
+    """One cold run, after all files of earlier runs are removed and written back."""
     shutil.rmtree(copy, ignore_errors=True)
     if bench.to in Manifest.load(root).spec.precisions:
         _command("quantize", root, "--to", "bf16", "--drop", bench.to)
     subprocess.run(["sync"], check=True)
     left = evict(_sources(root))
     if left > 0.01:
-        raise EdjeError(f"{left:.0%} of the files stay in the page cache; end what reads them")
+        raise EdjeError(f"{left:.0%} of the files stay in the page cache; stop other processes that read them")
     started = time.perf_counter()
-    moved, own = work()
+    moved, reported_seconds = work()
     wall = time.perf_counter() - started
-    seconds = own or wall
+    seconds = reported_seconds or wall
     rate = moved / 1e9 / seconds
     return {"seconds": seconds, "wall_seconds": wall, "bytes": moved, "gb_per_s": rate, "resident_before": left}
 
@@ -125,13 +124,13 @@ def _quantize(bench: QuantizeBench, root: Path) -> Moved:
 
 
 def _command(*arguments: str | Path) -> dict[str, Any]:
-    """Run `edje-index` in a process of its own and return what it says."""
+    """Run `edje-index` in a process of its own and return its JSON output."""
     command = [sys.executable, "-m", "pipelines.cli", *map(str, arguments), "--quiet", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise EdjeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+    output: dict[str, Any] = json.loads(done.stdout)
+    return output
 
 
 def _copy(root: Path, copy: Path) -> Moved:

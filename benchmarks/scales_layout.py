@@ -1,11 +1,11 @@
-"""Where the scales of FP4 should lie: cold random fetches of records laid out in three ways.
+"""Cold random fetches of FP4 records with their scales in three layouts.
 
-- `record`: codes and scales together, 13,824 bytes, as stored; four or five pages a block.
-- `memory`: codes alone, 12,288 bytes and three pages; the scales of all rows in memory, 1,536 bytes a row.
-- `padded`: the record at 16,384 bytes, four pages.
+- `record`: codes and scales together, 13,824 bytes, as stored; four or five pages per block.
+- `memory`: codes alone, 12,288 bytes and three pages; the scales of all rows in memory, 1,536 bytes per row.
+- `padded`: the record padded to 16,384 bytes, four pages.
 
-All are read the same way: ascending rows, WILLNEED 256 blocks ahead, one preadv a block.
-Each ends with codes and scales of every block side by side in memory. Nothing is decoded: that is the same for all.
+All layouts are read in the same way: ascending rows, WILLNEED 256 blocks ahead, one preadv per block. Each run ends
+with codes and scales of every block in memory. Nothing is decoded, because decoding is the same for all layouts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Variant:
-    """A layout: bytes from one record to the next, how many of them are read, and bytes a row kept in memory."""
+    """A layout: distance of records, bytes read per record, and bytes per row kept in memory."""
 
     name: str
     stride: int
@@ -53,16 +53,24 @@ VARIANTS = (
 def bench_scales_layout(
     folder: Path, rows: int, blocks: int, repeats: int, say: Say = lambda _: None
 ) -> dict[str, Any]:
-    """Fetch the same `blocks` random rows of `rows` `repeats` times from each layout, by turns, cold.
+    """Fetch the same random rows from each layout, cold and in turn.
 
-    Files are made in `folder` and removed. Figures are those of each run, and medians.
+    Args:
+        folder: folder in which files are written and removed.
+        rows: rows of each file.
+        blocks: rows fetched per run.
+        repeats: runs of each layout.
+        say: receives one line per run.
+
+    Returns:
+        Figures of each run, medians, and bytes per million images.
     """
     if blocks > rows:
-        raise UsageError(f"{blocks} different blocks of {rows} rows cannot be fetched; give more --rows")
+        raise UsageError(f"cannot fetch {blocks} different blocks from {rows} rows; choose more rows or fewer blocks")
     folder.mkdir(parents=True, exist_ok=True)
     files = {variant: folder / f"bench-scales-{variant.name}" for variant in VARIANTS}
     runs: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in VARIANTS}
-    out = np.zeros((blocks, RECORD), dtype=np.uint8)  # touched before it is timed
+    out = np.zeros((blocks, RECORD), dtype=np.uint8)  # pages are touched before the timing
     out[:] = 1
     scales = np.random.default_rng(1).integers(0, 256, (rows, SCALES), dtype=np.uint8)
     try:
@@ -72,9 +80,9 @@ def bench_scales_layout(
         for turn in range(repeats):
             ids = np.sort(np.random.default_rng([2, turn]).choice(rows, blocks, replace=False))
             for variant, path in files.items():
-                found = _timed(path, variant, ids, scales, out)
-                runs[variant.name].append(found)
-                say(f"run {turn + 1} of {repeats}, {variant.name}: {found['us_per_block']:.1f} us a block")
+                figures = _timed(path, variant, ids, scales, out)
+                runs[variant.name].append(figures)
+                say(f"run {turn + 1} of {repeats}, {variant.name}: {figures['us_per_block']:.1f} us per block")
         disk = storage(folder)
     finally:
         for path in files.values():
@@ -83,7 +91,7 @@ def bench_scales_layout(
         "environment": {**environment(), "disk": disk},
         "settings": {"rows": rows, "blocks": blocks, "repeats": repeats, "ahead": _AHEAD},
         "runs": runs,
-        "median": {name: _medians(found) for name, found in runs.items()},
+        "median": {name: _medians(variant_runs) for name, variant_runs in runs.items()},
         "per_million_images": {
             variant.name: {"disk_gb": variant.stride / 1e3, "memory_gb": variant.memory / 1e3} for variant in VARIANTS
         },
@@ -102,7 +110,7 @@ def _write(path: Path, variant: Variant, rows: int) -> None:
 def _timed(path: Path, variant: Variant, ids: NDArray[np.int64], scales: Bytes, out: Bytes) -> dict[str, float]:
     left = evict([path])
     if left > 0.01:
-        raise EdjeError(f"{left:.0%} of {path} stay in the page cache; end what reads it")
+        raise EdjeError(f"{left:.0%} of {path} stay in the page cache; stop other processes that read it")
     before = Counters.now(path)
     _fetch(path, variant, ids, out)
     if variant.memory:
@@ -119,7 +127,7 @@ def _timed(path: Path, variant: Variant, ids: NDArray[np.int64], scales: Bytes, 
 
 
 def _fetch(path: Path, variant: Variant, ids: NDArray[np.int64], out: Bytes) -> None:
-    """Read the record of each of `ids`, ascending, into a row of `out`."""
+    """Read the records of the ascending `ids` into the rows of `out`."""
     offsets = (ids * variant.stride).tolist()
     fd = os.open(path, os.O_RDONLY)
     try:

@@ -1,13 +1,13 @@
-"""Indexes of random blocks: the real format at any size, without images or a model, to measure with."""
+"""Indexes of random blocks in the real format, at any size, without images or a model."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from edje_index.progress import OnProgress
 from storage_formats.codecs import BF16
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec
@@ -20,23 +20,21 @@ from storage_formats.writing.shard_writer import ShardWriter
 _BATCH = 128
 
 
-def make_synthetic(
-    out: Path, spec: IndexSpec, seed: int = 0, on_progress: Callable[[int, int], None] | None = None
-) -> Manifest:
+def make_synthetic(out: Path, spec: IndexSpec, seed: int = 0, on_progress: OnProgress | None = None) -> Manifest:
     """Write a finished index of standard normal tokens; the same `spec` and `seed` give the same tokens.
 
-    Every row is indexed. There is no model and no nearest-neighbour index: such an index can be fetched from,
-    quantized and verified, not searched. `on_progress(shards done, shards)` follows each shard.
+    Every row is indexed. The index has no model and no nearest-neighbour index: it can be fetched from, quantized and
+    verified, but not searched.
     """
     if out.exists() and any(out.iterdir()):
-        raise UsageError(f"{out} exists and is not empty; name a new folder")
+        raise UsageError(f"{out} exists and is not empty; choose a new folder")
     begin_index(out, spec)
     plan = hashlib.sha256(f"synthetic {spec} {seed}".encode()).hexdigest()
     receipts = []
     for shard in range(spec.shards):
         receipts.append(_write_shard(out, spec, shard, seed, plan))
         if on_progress:
-            on_progress(shard + 1, spec.shards)
+            on_progress("writing shards", shard + 1, spec.shards)
     provenance = Provenance({"fingerprint": "synthetic"}, {"seed": seed}, plan)
     return finish_index(out, spec, receipts, provenance, {"kind": "none"})
 

@@ -1,7 +1,7 @@
-"""The shard writer against zarr-python and the disk: the same blocks, the same device, in turn.
+"""The shard writer compared with zarr-python and the disk: the same blocks on the same device, in turn.
 
-The disk's own rate is that of `dd`, once with direct I/O and once through the page cache with a final fsync.
-Each subject ends with its bytes on the device.
+The disk's rate is measured by `dd`, once with direct I/O and once through the page cache with a final fsync. Every
+subject ends with its bytes on the device.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ BATCH = 256
 
 
 def bench_write(folder: Path, rows: int, shard_size: int, repeats: int) -> dict[str, Any]:
-    """Write `rows` BF16 blocks to `folder` `repeats` times with each writer; GB/s of each run and median ratios."""
+    """Write `rows` BF16 blocks to `folder` `repeats` times with each writer; returns GB/s and median ratios."""
     spec = IndexSpec(rows, shard_size, BLOCK_SHAPE, embed_dim=384)
     rng = np.random.default_rng(0)
     blocks = rng.standard_normal((BATCH, *BLOCK_SHAPE), dtype=np.float32).astype(BF16)
     subjects: dict[str, Callable[[Path], None]] = {
-        "edje": _ours(spec, blocks),
+        "edje": _edje(spec, blocks),
         "zarr-python": _zarr_python(spec, blocks),
         "dd direct": lambda path: _dd(path, rows, "oflag=direct"),
         "dd fsync": lambda path: _dd(path, rows, "conv=fsync"),
@@ -45,13 +45,11 @@ def bench_write(folder: Path, rows: int, shard_size: int, repeats: int) -> dict[
         for name, write in subjects.items():
             rates[name].append(rows * blocks[0].nbytes / 1e9 / _timed(write, folder / "subject"))
     ratios = {
-        f"edje / {name}": statistics.median(
-            ours / theirs for ours, theirs in zip(rates["edje"], rates[name], strict=True)
-        )
+        f"edje / {name}": statistics.median(edje / peer for edje, peer in zip(rates["edje"], rates[name], strict=True))
         for name in subjects
         if name != "edje"
     }
-    medians = {name: statistics.median(found) for name, found in rates.items()}
+    medians = {name: statistics.median(values) for name, values in rates.items()}
     settings = {"rows": rows, "shard_size": shard_size, "block_shape": BLOCK_SHAPE, "repeats": repeats}
     return {"environment": environment(), "settings": settings, "gb_per_s": rates, "median": medians, "ratios": ratios}
 
@@ -59,7 +57,7 @@ def bench_write(folder: Path, rows: int, shard_size: int, repeats: int) -> dict[
 def _timed(write: Callable[[Path], None], path: Path) -> float:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
-    os.sync()  # what earlier runs left to write must not be charged to this one
+    os.sync()  # writes left by earlier runs must not count in this one
     started = time.perf_counter()
     write(path)
     seconds = time.perf_counter() - started
@@ -67,7 +65,7 @@ def _timed(write: Callable[[Path], None], path: Path) -> float:
     return seconds
 
 
-def _ours(spec: IndexSpec, blocks: Blocks) -> Callable[[Path], None]:
+def _edje(spec: IndexSpec, blocks: Blocks) -> Callable[[Path], None]:
     embeddings = np.ones((BATCH, spec.embed_dim), dtype=np.float32)
     tables = [
         rows_table([RowRecord(row, f"/photos/{row:08d}.jpg") for row in spec.shard_rows(shard)])
@@ -88,7 +86,7 @@ def _ours(spec: IndexSpec, blocks: Blocks) -> Callable[[Path], None]:
 
 
 def _zarr_python(spec: IndexSpec, blocks: Blocks) -> Callable[[Path], None]:
-    """zarr-python writing the same array, a shard at a time: it rewrites the whole shard at each partial write."""
+    """zarr-python writing the same array one shard at a time, because a partial write rewrites the whole shard."""
     import zarr
 
     def write(root: Path) -> None:

@@ -1,1 +1,1 @@
-"""The commands of `edje-index bench`, a module for what belongs together."""
+"""The commands of `edje-index bench`, one per module."""

@@ -18,28 +18,55 @@ if TYPE_CHECKING:
 
 @click.command("fetch")
 @click.argument("index", required=False, type=click.Path(path_type=Path))
-@click.option("--synthetic", type=click.IntRange(min=2), metavar="N", help="Make an index of N random rows instead.")
-@click.option("--precision", "precisions", multiple=True, metavar="NAME", help="May be repeated.  [default: the first]")
+@click.option("--synthetic", type=click.IntRange(min=2), metavar="N", help="Use an index of N random rows instead.")
+@click.option(
+    "--precision",
+    "precisions",
+    multiple=True,
+    metavar="NAME",
+    help="Precision to measure; may be repeated.  [default: the first stored]",
+)
 @click.option(
     "--pool",
     type=click.IntRange(min=1),
     default=50_000,
     show_default=True,
-    help="Blocks of a large fetch, at most half the rows.",
+    help="Blocks of a large fetch; at most half the rows of the index.",
 )
-@click.option("--cold", "state", flag_value="cold", help="Only with an empty page cache.  [default: cold and warm]")
-@click.option("--warm", "state", flag_value="warm", help="Only from the page cache.")
-@click.option("--peers", is_flag=True, help="Other readers too, on copies of the same blocks.")
 @click.option(
-    "--engine", "engines", multiple=True, metavar="NAME", help="I/O engine; may be repeated.  [default: auto]"
+    "--cold", "state", flag_value="cold", help="Measure only with an empty page cache.  [default: cold and warm]"
 )
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of everything.")
-@click.option("--seconds", type=float, default=10.0, show_default=True, help="Longest run of a peer, by fewer blocks.")
-@click.option("--memory-cap", type=click.IntRange(min=1), metavar="BYTES", help="Also with only so much memory left.")
-@click.option("--model", type=click.Path(exists=True, path_type=Path), help="Bundle: what its joint encoder needs.")
+@click.option("--warm", "state", flag_value="warm", help="Measure only from the page cache.")
+@click.option("--peers", is_flag=True, help="Also measure other readers, on copies of the same blocks.")
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    metavar="NAME",
+    help="I/O engine of the reader; may be repeated.  [default: auto]",
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of every entry.")
+@click.option(
+    "--seconds",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="Time a run of a peer should take. A slow peer fetches fewer blocks: at least 10,000, or those of 30 s.",
+)
+@click.option(
+    "--memory-cap", type=click.IntRange(min=1), metavar="BYTES", help="Add runs with only BYTES of memory left."
+)
+@click.option(
+    "--model",
+    type=click.Path(exists=True, path_type=Path),
+    help="Bundle; the report compares the fetch rate with its joint encoder.",
+)
 @click.option("--scratch", type=click.Path(path_type=Path), help="Folder for copies.  [default: beside INDEX]")
-@click.option("--keep", is_flag=True, help="Leave what was written to the scratch folder.")
-@click.option("--report", type=click.Path(file_okay=False, path_type=Path), help="Write Markdown, PNG and JSON there.")
+@click.option("--keep", is_flag=True, help="Keep the files in the scratch folder.")
+@click.option(
+    "--report", type=click.Path(file_okay=False, path_type=Path), help="Write Markdown, PNG and JSON to this folder."
+)
+@click.option("--targets", is_flag=True, help="Compare the figures with the project's own targets.")
 @json_option
 def fetch_command(
     index: Path | None,
@@ -56,12 +83,13 @@ def fetch_command(
     scratch: Path | None,
     keep: bool,
     report: Path | None,
+    targets: bool,
     as_json: bool,
 ) -> None:
-    """How fast blocks of INDEX come off its disk, beside the disk itself. Linux only.
+    """Measure how fast blocks of INDEX are fetched, relative to its disk. Linux only.
 
-    Every run is a process of its own; cold runs are checked to be cold. The device's own rate is measured by fio, where
-    it is installed, on the same files in turn with everything else.
+    Every run is a process of its own, and cold runs are checked to be cold. fio, if it is installed, measures the
+    device on the same files, in turn with the other subjects.
 
     \b
     Examples:
@@ -69,17 +97,16 @@ def fetch_command(
       edje-index bench fetch --synthetic 100000 --precision fp8 --peers --scratch /mnt/nvme --report out
     """
     if (index is None) == (synthetic is None):
-        raise click.UsageError("name an INDEX, or give --synthetic and a number of rows")
+        raise click.UsageError("give either INDEX or --synthetic N")
     if scratch is None and index is None:
-        raise click.UsageError("--synthetic needs --scratch, a folder on the disk to measure")
+        raise click.UsageError("--synthetic needs --scratch: a folder on the disk to measure")
     _check_engines(engines)
     from benchmarks.fetch.bench import bench_fetch
     from benchmarks.fetch.plan import FetchBench
     from benchmarks.fetch.report import describe, write_report
 
-    place = scratch or (index or Path()).resolve().parent
     bench = FetchBench(
-        scratch=place,
+        scratch=scratch or (index or Path()).resolve().parent,
         index=index,
         synthetic=synthetic,
         precisions=tuple(dict.fromkeys(precisions)),
@@ -92,18 +119,19 @@ def fetch_command(
         memory_cap=memory_cap,
         model=model,
         keep=keep,
+        targets=targets,
     )
     with _interrupted_by_sigterm():
-        found = bench_fetch(bench, lambda line: click.echo(line, err=True))
+        result = bench_fetch(bench, lambda line: click.echo(line, err=True))
     if report is not None:
-        for path in write_report(found, report):
+        for path in write_report(result, report):
             click.echo(f"wrote {path}", err=True)
-    show(found, as_json, describe(found))
+    show(result, as_json, describe(result))
 
 
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM as Ctrl-C, so that copies are removed and workers ended."""
+    """Treat SIGTERM like Ctrl-C, so that copies are removed and workers end."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -116,4 +144,4 @@ def _check_engines(names: tuple[str, ...]) -> None:
 
     for name in names:
         if name not in ("auto", *engines()):
-            raise click.UsageError(f"no engine '{name}' here; there are: auto, {', '.join(engines())}")
+            raise click.UsageError(f"engine '{name}' is not available; choose one of: auto, {', '.join(engines())}")

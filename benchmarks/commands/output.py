@@ -1,4 +1,4 @@
-"""What benchmarks share: some options, and printing a report for people or as JSON."""
+"""Options and output that the benchmark commands share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ dtype_option = click.option(
     type=click.Choice(["auto", "float32", "bfloat16"]),
     default="float32",
     show_default=True,
-    help="Type of the model's matrix products; auto is bfloat16 on cuda, float32 on cpu.",
+    help="Number type of matrix products; auto is bfloat16 on cuda and float32 on cpu.",
 )
 
 
 def show(report: dict[str, Any], as_json: bool, lines: Sequence[str]) -> None:
-    """The report as one JSON object, or as lines for people."""
+    """Print the report as one JSON object or as lines of text."""
     click.echo(json.dumps(report, default=str) if as_json else "\n".join(lines))

@@ -10,25 +10,25 @@ from benchmarks.commands.output import json_option, show
 
 
 @click.command("quantize-index")
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Where indexes are made and removed.")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Folder for temporary indexes.")
 @click.option(
     "--rows",
     type=click.IntRange(min=1),
     default=102_400,
     show_default=True,
-    help="Rows of 49,152 bytes; the default is 5 GB.",
+    help="Blocks of 49,152 bytes; the default makes 5 GB.",
 )
-@click.option("--to", default="fp8", show_default=True, metavar="NAME", help="Precision to make.")
-@click.option("--engine", type=click.Choice(["inline", "ray"]), default="inline", show_default=True)
-@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Processes, with ray.")
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each.")
+@click.option("--to", default="fp8", show_default=True, metavar="NAME", help="Precision to convert to.")
+@click.option("--engine", type=click.Choice(["inline", "ray"]), default="inline", show_default=True, help="Engine.")
+@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Worker processes of ray.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each subject.")
 @json_option
 def quantize_index_command(
     folder: Path, rows: int, to: str, engine: str, workers: int, repeats: int, as_json: bool
 ) -> None:
-    """`quantize` of a BF16 index, cold and durable, beside `cp` of its token files. Linux only.
+    """Compare `quantize` of a BF16 index with `cp` of its token files, cold and with fsync. Linux only.
 
-    Bytes moved a second: read and written together, fsync included; with and without the start of the program.
+    Rates count bytes read and written, with and without the start of the program.
 
     \b
     Example:
@@ -40,5 +40,5 @@ def quantize_index_command(
     bench = QuantizeBench(folder, rows, to, engine, workers, repeats)
     report = bench_quantize_index(bench, lambda line: click.echo(line, err=True))
     lines = [f"{name:24} {rate:5.2f} GB/s read + written" for name, rate in report["median_gb_per_s"].items()]
-    lines += [f"{name:24} {ratio:5.2f}x, the bar is {report['bar']}x" for name, ratio in report["ratios"].items()]
+    lines += [f"{name:24} {ratio:5.2f}x, target {report['target']}x" for name, ratio in report["ratios"].items()]
     show(report, as_json, lines)

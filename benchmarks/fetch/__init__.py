@@ -1,5 +1,6 @@
-"""How fast blocks come off a disk: the reader, its peers and the device itself, side by side.
+"""Fetch throughput of the reader, its peers and the device itself, side by side.
 
-`bench` is the whole; `plan` says what is run, `runner` runs it, each run in a process of its own (`worker`);
-`summary` and `bars` judge it, `report` and `plots` show it.
+`bench` runs the whole benchmark. `plan` decides what is measured, and `runner` measures it, each run in a process of
+its own (`worker`). `summary` computes the figures, `targets` compares them with the project's targets, and `report`
+and `plots` present them.
 """

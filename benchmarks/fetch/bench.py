@@ -1,4 +1,4 @@
-"""The whole of `bench fetch`: from settings to one report, leaving nothing behind."""
+"""`bench fetch` from settings to one report. It removes every file that it writes, unless told to keep them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from typing import Any
 from benchmarks.environment import environment, storage
 from benchmarks.fetch.fio import Fio, find_fio
 from benchmarks.fetch.memory_pressure import check_memory_cap, memory_cap
-from benchmarks.fetch.plan import CAPPED_POOL, CEILING_DEPTH, Cast, FetchBench, Section, companion, plan_sections
+from benchmarks.fetch.plan import (
+    CAPPED_POOL,
+    DEVICE_DEPTH,
+    FetchBench,
+    Participants,
+    Section,
+    blocks_of_large_fetch,
+    plan_sections,
+    same_size_label,
+)
 from benchmarks.fetch.records import StoredRecords
 from benchmarks.fetch.runner import FIO, Measurement, Runner, Say
 from benchmarks.fetch.subjects import PEERS, installed_version, subject_class
@@ -31,75 +40,79 @@ from storage_formats.format.manifest import Manifest
 _PROBE = "direct probe"
 _SPARE_BYTES = 1 << 30
 _NO_DISK = ("tmpfs", "ramfs")
-_WORKER_BYTES = 512 << 20  # of a process beside its buffers
+_WORKER_BYTES = 512 << 20  # memory of a worker besides its buffers
+_SMALL_BYTES = 1 << 30  # a host or a drive may keep as much in a cache of its own
 
 
 def bench_fetch(bench: FetchBench, say: Say) -> dict[str, Any]:
-    """Run everything that `bench` asks for; `say` is told of each run.
+    """Run the benchmark; `say` receives one line per run.
 
     Raises:
-        UsageError: no such index or precision, no disk, too little space or memory; before anything is written.
+        UsageError: the index or a precision does not exist, a folder is not on a disk, or space or memory is short.
+            Nothing has been written then.
     """
     if platform.system() != "Linux":
-        raise UsageError("bench fetch needs Linux: it empties the page cache and asks the kernel what was read")
+        raise UsageError("bench fetch needs Linux: it evicts files from the page cache and reads kernel counters")
     bench.scratch.mkdir(parents=True, exist_ok=True)
-    skipped: list[str] = []
-    peers = _installed(skipped) if bench.peers else []
-    _check_place(bench, peers)
-    needed = _needed(bench)
+    notes: list[str] = []
+    peers = _installed(notes) if bench.peers else []
+    _check_space(bench, peers)
+    spec = _spec(bench)
+    notes += _small_index(bench, spec)
+    for note in notes:
+        say(note)
+    needed = _needed_pairs(bench)
     with _folder(bench) as folder:
         root = _index(bench, folder, say)
         precisions = bench.precisions or Manifest.load(root).spec.precisions[:1]
         load = os.getloadavg()[0]
         fio = find_fio(StoredRecords(root, precisions[0]).files()[0])
-        stage = Stage(bench, root, folder, fio, say, skipped)
-        found = {precision: stage.measure(precision, tuple(peers)) for precision in precisions}
+        session = Session(bench, root, folder, fio, say, notes)
+        entries = {precision: session.measure(precision, tuple(peers)) for precision in precisions}
         disk = storage(root)
-    for note in skipped:
-        say(note)
     return {
         "environment": {**environment(), "disk": disk, "peers": _versions(peers), "load_before": load},
-        "settings": _settings(bench, found),
-        "ceiling": stage.ceiling,
-        "skipped": skipped,
-        "precisions": found,
-        "marks": [mark for entry in found.values() for mark in entry.pop("marks")],
+        "settings": _settings(bench, spec.rows),
+        "device": session.device,
+        "notes": notes,
+        "precisions": entries,
+        "targets": [target for entry in entries.values() for target in entry.pop("targets")],
         "joint_encoder": needed,
-        "verdict": [_verdict(precision, entry, needed) for precision, entry in found.items()],
+        "verdict": [_verdict(precision, entry, needed) for precision, entry in entries.items()],
     }
 
 
 @dataclass
-class Stage:
-    """Where the runs take place."""
+class Session:
+    """What the runs of all precisions share."""
 
     bench: FetchBench
     root: Path
     folder: Path
     fio: Fio | None
     say: Say
-    skipped: list[str]
+    notes: list[str]
 
     @property
-    def ceiling(self) -> str:
-        """What measures the device, in words."""
+    def device(self) -> str:
+        """How the device is measured, for reports."""
         if self.fio is not None:
-            return self.fio.describe(CEILING_DEPTH)
-        return f"no fio here: our own probe, {CEILING_DEPTH} threads of O_DIRECT reads"
+            return self.fio.describe(DEVICE_DEPTH)
+        return f"fio is not installed; {DEVICE_DEPTH} threads of O_DIRECT reads instead"
 
     def measure(self, precision: str, peers: tuple[str, ...]) -> dict[str, Any]:
-        """All sections for one precision, and the marks that it meets or misses."""
+        """Measure all sections of one precision."""
         source = StoredRecords(self.root, precision)
         copies = self.folder / "peers" / precision
         runner = Runner(source, copies, self.fio, self.bench.repeats, self.bench.seconds, self.say)
         try:
-            ready = [name for name in peers if self._prepared(runner, name)]
-            cast = Cast(FIO if self.fio else _PROBE, tuple(ready), self.bench.engines)
+            ready = tuple(name for name in peers if self._prepared(runner, name))
+            participants = Participants(FIO if self.fio else _PROBE, ready, self.bench.engines)
             sections = []
             runs = {}
-            for planned in plan_sections(self.bench, source.rows, cast):
+            for planned in plan_sections(self.bench, source.rows, participants):
                 self.say(f"{planned.name}: {planned.title}")
-                sections.append(runner.within_time(planned, cast.judged))
+                sections.append(runner.within_time(planned, participants.primary))
                 runs[planned.name] = self._run(runner, sections[-1])
         finally:
             if not self.bench.keep:
@@ -108,19 +121,19 @@ class Stage:
             "rows": source.rows,
             "record_bytes": source.record_bytes,
             "direct_bytes": source.direct_bytes,
-            "judged": cast.judged,
+            "primary": participants.primary,
             "sections": {
-                section.name: _section(section, runs[section.name], source.record_bytes, cast.judged)
+                section.name: _section(section, runs[section.name], source.record_bytes, participants.primary)
                 for section in sections
             },
-            "marks": judge(precision, runs, cast.judged),
+            "targets": judge(precision, runs, participants.primary) if self.bench.targets else [],
         }
 
     def _prepared(self, runner: Runner, name: str) -> bool:
         try:
             runner.prepare(name)
         except WorkerError as error:
-            self.skipped.append(f"{name} skipped at {runner.source.precision}: its copy failed: {error}")
+            self.notes.append(f"{name} left out at {runner.source.precision}: its copy failed: {error}")
             return False
         return True
 
@@ -128,57 +141,76 @@ class Stage:
         if not section.name.startswith("capped"):
             return runner.run(section)
         assert self.bench.memory_cap is not None
-        with memory_cap(self.bench.memory_cap, _capped_bytes(runner.source.spec)) as how:
-            self.skipped.append(f"capped section: {how}")
+        with memory_cap(self.bench.memory_cap, _capped_bytes(runner.source.spec)) as state:
+            self.notes.append(f"little memory: {state}")
             return runner.run(section)
 
 
-def _section(section: Section, runs: dict[str, list[Measurement]], record_bytes: int, judged: str) -> dict[str, Any]:
-    """A section's figures; `ratio` is the judged reader's rate with as many blocks, of the entry's, run by run."""
+def _section(section: Section, runs: dict[str, list[Measurement]], record_bytes: int, primary: str) -> dict[str, Any]:
+    """Figures of a section. `ratio` is the rate of the primary reader, with as many blocks, divided by the entry's."""
     entries: dict[str, Any] = {}
     for entry in section.entries:
-        found = runs[entry.label]
-        ours = runs.get(companion(judged, entry.label), runs.get(judged, []))
-        ratio = None if entry.label == judged else paired_ratio(ours, found, rate)
+        entry_runs = runs[entry.label]
+        primary_runs = runs.get(same_size_label(primary, entry.label), runs.get(primary, []))
+        ratio = None if entry.label == primary else paired_ratio(primary_runs, entry_runs, rate)
         entries[entry.label] = {
             "subject": entry.subject,
             "setting": "" if entry.subject == FIO else subject_class(entry.subject).setting,
             "workload": asdict(entry.workload),
             "options": entry.options,
-            "summary": summarise(found, record_bytes) | {"ratio": ratio},
-            "runs": found,
+            "summary": summarise(entry_runs, record_bytes) | {"ratio": ratio},
+            "runs": entry_runs,
         }
     return {"title": section.title, "entries": entries}
 
 
-def _settings(bench: FetchBench, found: dict[str, Any]) -> dict[str, Any]:
-    """Settings without the paths of this machine."""
+def _settings(bench: FetchBench, rows: int) -> dict[str, Any]:
+    """Settings without paths of this machine."""
     settings = asdict(bench)
     settings |= {name: settings[name].name if settings[name] else None for name in ("index", "model")}
-    settings["rows"] = next(iter(found.values()))["rows"]
+    settings["rows"] = rows
     del settings["scratch"], settings["keep"]
     return settings
 
 
-def _installed(skipped: list[str]) -> list[str]:
-    """Peers whose packages are here; the others are noted."""
-    here = [name for name in PEERS if installed_version(name) is not None]
+def _installed(notes: list[str]) -> list[str]:
+    """Peers whose packages are installed; adds a note for each other one."""
+    installed = [name for name in PEERS if installed_version(name) is not None]
     for name in PEERS:
-        if name not in here:
-            skipped.append(f"{name} skipped: {subject_class(name).package} is not installed")
-    return here
+        if name not in installed:
+            notes.append(f"{name} left out: the package {subject_class(name).package} is not installed")
+    return installed
 
 
 def _versions(peers: list[str]) -> dict[str, str]:
-    return {name: found for name in peers if (found := installed_version(name))}
+    return {name: version for name in peers if (version := installed_version(name))}
 
 
-def _check_place(bench: FetchBench, peers: list[str]) -> None:
-    """UsageError where a folder is on no disk, or there is too little space or memory for what is asked."""
-    place = bench.scratch if bench.index is None else bench.index
-    for path in {bench.scratch, place} if peers or bench.index is None else {place}:
+def _small_index(bench: FetchBench, spec: IndexSpec) -> list[str]:
+    """Warnings if the index is too small for figures that hold for large ones."""
+    warnings = []
+    fetched = blocks_of_large_fetch(bench, spec.rows)
+    if fetched < bench.pool:
+        warnings.append(
+            f"warning: {spec.rows:,} rows are too few for fetches of {bench.pool:,} blocks, so large fetches read "
+            f"{fetched:,}; their rates include more fixed cost"
+        )
+    for name in bench.precisions or spec.precisions[:1]:
+        size = spec.rows * codec(name, spec.block_shape).record_bytes
+        if size < _SMALL_BYTES:
+            warnings.append(
+                f"warning: {name} holds {size / 1e6:,.1f} MB, which caches of the drive or the host may hold; "
+                "use an index of at least 1 GiB for cold figures"
+            )
+    return warnings
+
+
+def _check_space(bench: FetchBench, peers: list[str]) -> None:
+    """Check that folders are on a disk and that space and memory suffice. Raises UsageError."""
+    index = bench.scratch if bench.index is None else bench.index
+    for path in {bench.scratch, index} if peers or bench.index is None else {index}:
         if path.exists() and storage(path)["file_system"] in _NO_DISK:
-            raise UsageError(f"{path} is kept in memory, so nothing read from it is cold; name a folder on a disk")
+            raise UsageError(f"{path} is kept in memory, so no read from it is cold; choose a folder on a disk")
     spec = _spec(bench)
     if bench.memory_cap is not None:
         check_memory_cap(bench.memory_cap, _capped_bytes(spec))
@@ -194,36 +226,38 @@ def _check_place(bench: FetchBench, peers: list[str]) -> None:
     if needed > free:
         raise UsageError(
             f"{bench.scratch} has {free / 1e9:.1f} GB free and the benchmark needs {needed / 1e9:.1f} GB there; "
-            "give another --scratch, fewer rows, or leave out --peers"
+            "choose another scratch folder or fewer rows, or leave out the peers"
         )
 
 
 def _capped_bytes(spec: IndexSpec) -> int:
-    """Memory that a run of the capped section needs for itself."""
+    """Memory that a run of the section with little memory needs."""
     tokens, width = spec.block_shape
-    return _WORKER_BYTES + 2 * CAPPED_POOL * tokens * width * int(BF16.itemsize)  # buffer, and what a peer makes
+    return _WORKER_BYTES + 2 * CAPPED_POOL * tokens * width * int(
+        BF16.itemsize
+    )  # the buffer, and the array that a peer returns
 
 
 def _spec(bench: FetchBench) -> IndexSpec:
-    """Of the index that will be fetched from. UsageError where it does not hold an asked precision."""
+    """Spec of the index to fetch from. Raises UsageError if it does not store a requested precision."""
     if bench.index is None:
         if bench.synthetic is None:
-            raise UsageError("name an INDEX to fetch from, or give --synthetic and a number of rows")
+            raise UsageError("give either an index or the number of rows of a synthetic one")
         names = tuple(dict.fromkeys(bench.precisions or ("bf16",)))
         return IndexSpec(bench.synthetic, min(1024, bench.synthetic), bench.block_shape, bench.block_shape[1], names)
     spec = Manifest.load(bench.index).spec
     for name in bench.precisions:
         if name not in spec.precisions:
-            held = ", ".join(spec.precisions)
+            stored = ", ".join(spec.precisions)
             raise UsageError(
-                f"{bench.index} does not hold '{name}'; it holds: {held}. 'edje-index quantize --to {name}' adds it"
+                f"{bench.index} does not store '{name}'; it stores {stored}. Quantize it to '{name}' first"
             )
     return spec
 
 
 @contextlib.contextmanager
 def _folder(bench: FetchBench) -> Iterator[Path]:
-    """A folder of this run's own in the scratch folder, removed afterwards unless it is to be kept."""
+    """A new folder in the scratch folder, removed at the end unless `bench.keep`."""
     if bench.keep:
         yield Path(tempfile.mkdtemp(prefix="bench-fetch-", dir=bench.scratch))
         return
@@ -240,8 +274,8 @@ def _index(bench: FetchBench, folder: Path, say: Say) -> Path:
     return folder / "synthetic.edje"
 
 
-def _needed(bench: FetchBench) -> dict[str, Any] | None:
-    """What the joint encoder of the bundle can take here; None without a bundle."""
+def _needed_pairs(bench: FetchBench) -> dict[str, Any] | None:
+    """Pairs per second that the bundle's joint encoder can score on this machine; None without a bundle."""
     if bench.model is None:
         return None
     from benchmarks.rerank import needed_pairs_per_second
@@ -250,17 +284,18 @@ def _needed(bench: FetchBench) -> dict[str, Any] | None:
 
 
 def _verdict(precision: str, entry: dict[str, Any], needed: dict[str, Any] | None) -> str:
-    """What the figures mean for somebody who wants to re-rank."""
+    """Compares the fetch rate with the rate that re-ranking needs, in one sentence."""
     for name in ("cold random", "warm random"):
-        summary = entry["sections"].get(name, {"entries": {}})["entries"].get(entry["judged"], {}).get("summary", {})
+        summary = entry["sections"].get(name, {"entries": {}})["entries"].get(entry["primary"], {}).get("summary", {})
         if "blocks_per_s" in summary:
             break
     else:
-        return f"{precision}: no run counts, so there is nothing to say"
-    fed = summary["blocks_per_s"]
-    text = f"{precision}: {name.split()[0]} fetches feed {fed:,.0f} pairs/s"
+        return f"{precision}: every run was discarded"
+    fetched = summary["blocks_per_s"]
+    text = f"{precision}: {name.split()[0]} fetches deliver {fetched:,.0f} blocks/s"
     if needed is None:
-        return text + "; give --model to see how many your joint encoder needs"
-    wants = needed["pairs_per_s"]
-    share = f"{fed / wants:.1f} times what it can score" if fed >= wants else f"only {fed / wants:.0%} of that"
-    return f"{text}; your joint encoder ({needed['setting']}, {needed['device']}) needs {wants:,.0f}: {share}"
+        return text + "; with a model, the report compares this with what its joint encoder scores"
+    scored = needed["pairs_per_s"]
+    share = f"{fetched / scored:.1f} times" if fetched >= scored else f"only {fetched / scored:.0%}"
+    encoder = f"the joint encoder ({needed['setting']}, {needed['device']})"
+    return f"{text}, {share} the {scored:,.0f} pairs/s that {encoder} scores"

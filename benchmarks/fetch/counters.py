@@ -1,4 +1,4 @@
-"""What a process cost and what the disk did meanwhile, as the kernel counts them. Linux."""
+"""Kernel counters of a process and of the disk during a run. Linux only."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-_SECTOR = 512  # Documentation/block/stat.rst: sectors are of 512 bytes, whatever the device's
+_SECTOR = 512  # Documentation/block/stat.rst: a sector is 512 bytes on every device
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Readings at one moment, or differences between two.
+    """Counter values at one moment, or differences between two moments.
 
     Attributes:
         seconds: wall clock.
-        cpu_seconds: user and system time of this process, all threads.
-        read_bytes: bytes that this process made the storage deliver (/proc/self/io); page cache hits do not count.
-        device_bytes: bytes read from the block device, by anybody; None where there is no such counter.
+        cpu_seconds: user and system time of all threads of this process.
+        read_bytes: bytes that this process read from storage (/proc/self/io); page-cache hits do not count.
+        device_bytes: bytes that all processes read from the block device; None if it has no counter.
         major_faults: page faults of this process that waited for the disk.
-        refaults: pages of files that came back after they had been evicted for want of memory, system-wide.
+        refaults: file pages that were read again after memory pressure had evicted them, system-wide.
     """
 
     seconds: float
@@ -34,7 +34,7 @@ class Counters:
 
     @classmethod
     def now(cls, path: Path) -> Counters:
-        """Readings of this process, and of the device that holds `path`."""
+        """Read the counters of this process and of the device that holds `path`."""
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return cls(
             seconds=time.perf_counter(),
@@ -46,7 +46,7 @@ class Counters:
         )
 
     def since(self, before: Counters) -> dict[str, float | int | None]:
-        """Differences to an earlier reading, by name."""
+        """Differences from an earlier reading, by name."""
         earlier = asdict(before)
         return {
             name: None if value is None or earlier[name] is None else value - earlier[name]
@@ -55,7 +55,7 @@ class Counters:
 
 
 def device_bytes(path: Path) -> int | None:
-    """Bytes read so far from the block device that holds `path`; None where there is none (tmpfs, network)."""
+    """Bytes read so far from the block device that holds `path`; None if there is none (tmpfs, network)."""
     number = os.stat(path).st_dev
     stat = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat")
     with contextlib.suppress(OSError, IndexError, ValueError):
@@ -64,7 +64,7 @@ def device_bytes(path: Path) -> int | None:
 
 
 def _field(file: str, name: str) -> int:
-    """The number after `name` in a file of /proc; 0 where the kernel does not tell."""
+    """The number after `name` in a /proc file; 0 if the kernel does not report it."""
     with contextlib.suppress(OSError):
         for line in Path(file).read_text().splitlines():
             if line.startswith(name):

@@ -1,4 +1,4 @@
-"""The device's ceiling where fio is not installed: many threads of O_DIRECT reads. Linux."""
+"""The device's rate if fio is not installed: many threads of O_DIRECT reads. Linux only."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _SEGMENT = 1 << 20
 
 
 class DirectProbe(Subject):
-    """Sector-aligned reads of the asked records past the page cache. Options `depth`, threads, and `merge`, whether
-    neighbouring records become one read of up to 1 MiB. What it reads is thrown away.
+    """Sector-aligned reads of the requested records that bypass the page cache; the data is discarded.
+
+    Options: `depth` is the number of threads; `merge` turns neighbouring records into one read of up to 1 MiB.
     """
 
-    setting = "O_DIRECT preadv by many threads"
+    setting = "O_DIRECT preadv from many threads"
 
     def open(self) -> None:
         self._pool = ThreadPoolExecutor(int(self.options["depth"]))
@@ -40,10 +41,10 @@ class DirectProbe(Subject):
             os.close(fd)
 
     def expected(self, ids: Ids) -> Records:
-        return np.ones((len(ids), self.output_bytes), dtype=np.uint8)  # as the worker made the buffer
+        return np.ones((len(ids), self.output_bytes), dtype=np.uint8)  # the worker fills the buffer with ones
 
     def _extents(self, ids: Ids) -> Iterator[tuple[int, int, int]]:
-        """(shard, offset, length) of each read, in whole sectors."""
+        """Shard, offset and length of each read, in whole sectors."""
         size = self.source.record_bytes
         unit = self.source.sector_bytes
         room = max(1, _SEGMENT // size) if self.options.get("merge") else 1

@@ -1,6 +1,7 @@
-"""The device's ceiling by fio: direct reads of the index's own files, of the same size and number as the blocks.
+"""The device's rate measured by fio (https://fio.readthedocs.io).
 
-https://fio.readthedocs.io. Options are given on the command line with --readonly; fio writes nothing but its report.
+fio reads the index's own files with O_DIRECT, in as many requests of the same size as there are blocks. It runs with
+--readonly and writes nothing but its report.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from storage_formats.errors import EdjeError
 
 _SEQUENTIAL_BYTES = 1 << 20
 _SEQUENTIAL_DEPTH = 32
-_MAX_FILES = 1000  # named on a command line
+_MAX_FILES = 1000  # all names go on one command line
 _ENGINES = ("io_uring", "libaio")
 
 
 @dataclass(frozen=True)
 class Fio:
-    """A fio that works here: its version and the fastest of its engines that the kernel permits."""
+    """A working fio: its version and the fastest I/O engine that the kernel permits."""
 
     version: str
     engine: str
@@ -34,7 +35,7 @@ class Fio:
 
 
 def find_fio(sample: Path) -> Fio | None:
-    """fio, tried on the file `sample`; None where it is absent or can do no asynchronous direct reads of it."""
+    """Find fio and try it on the file `sample`; None if it is absent or cannot read the file with asynchronous I/O."""
     if not shutil.which("fio"):
         return None
     version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False).stdout.strip()
@@ -54,11 +55,10 @@ def find_fio(sample: Path) -> Fio | None:
 
 
 def measure_with_fio(fio: Fio, source: StoredRecords, workload: Workload, depth: int, seed: int) -> dict[str, Any]:
-    """Read as many blocks as `workload` asks for, in fio's own random order, or in order of the file.
+    """Read as many blocks as `workload` requests, in fio's own random order or in file order.
 
-    A workload of several calls becomes one after the other batch of `pool` reads, handed in at once and waited for:
-    `latencies` are the seconds from the first read's start to the last one's end. Seconds of a single batch have a
-    resolution of a millisecond.
+    Each call of the workload becomes one batch of `pool` reads, which is submitted at once and waited for. A latency
+    is the time from the start of the first read to the end of the last. With a single batch its resolution is 1 ms.
     """
     pool = min(workload.pool, source.rows)
     calls = max(1, min(workload.blocks, source.rows) // pool)
@@ -78,14 +78,14 @@ def measure_with_fio(fio: Fio, source: StoredRecords, workload: Workload, depth:
         "cpu_seconds": sum(share * wall for share, wall in zip(percents, milliseconds, strict=True)) / 1e5,
         "blocks": total / (source.record_bytes if workload.pattern == "contiguous" else source.direct_bytes),
         "read_bytes": total,
-        "asked_bytes": total,
+        "requested_bytes": total,
         "page_bytes": total,
         "latencies": latencies,
     }
 
 
 def _pattern(source: StoredRecords, workload: Workload, pool: int) -> dict[str, Any]:
-    """Block size, order and amount of one batch."""
+    """fio options for the block size, order and amount of one batch."""
     if workload.pattern != "contiguous":
         size = source.direct_bytes
         return {"rw": "randread", "bs": size, "io_size": pool * size, "file_service_type": "random"}
@@ -96,7 +96,7 @@ def _pattern(source: StoredRecords, workload: Workload, pool: int) -> dict[str, 
 
 
 def _run(fio: Fio, shared: dict[str, Any], seeds: list[int]) -> list[dict[str, Any]]:
-    """Reports of a job for each seed, run one after the other by one fio."""
+    """Run one job per seed, one after another, in one fio process; returns the job reports."""
     command = ["fio", "--readonly", f"--ioengine={fio.engine}", "--direct=1", "--output-format=json"]
     command += [f"--{name}={value}" for name, value in shared.items()]
     for seed in seeds:
@@ -110,7 +110,7 @@ def _run(fio: Fio, shared: dict[str, Any], seeds: list[int]) -> list[dict[str, A
 
 
 def _names(source: StoredRecords) -> str:
-    """Shard files, evenly chosen where there are very many."""
+    """Names of the shard files; an even sample if there are more than fit on a command line."""
     files = source.files()
     return ":".join(_escape(Path(path.name)) for path in files[:: -(-len(files) // _MAX_FILES)])
 

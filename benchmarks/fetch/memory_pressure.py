@@ -1,7 +1,7 @@
-"""Memory taken away, so that a store is larger than what is left: `python -m benchmarks.fetch.memory_pressure BYTES`.
+"""Memory pressure: `python -m benchmarks.fetch.memory_pressure BYTES` holds memory until standard input ends.
 
-A child process holds locked, touched pages for as long as it is wanted. It asks the kernel to be the first to be
-killed if memory runs out. No cgroup is used: that would need rights which few users have.
+A child process locks and touches pages, so that the store is larger than the remaining memory. It asks the kernel to
+kill it first if memory runs out. A cgroup would need privileges that few users have.
 """
 
 from __future__ import annotations
@@ -22,31 +22,34 @@ _STEP = 64 << 20
 
 
 def available_bytes() -> int:
-    """Memory that programs and the page cache can have, by /proc/meminfo."""
+    """Memory available to programs and the page cache, from /proc/meminfo."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise EdjeError("/proc/meminfo tells of no available memory; leave out --memory-cap")
+    raise EdjeError("/proc/meminfo has no MemAvailable line, so memory_cap cannot be used; leave it out")
 
 
 def check_memory_cap(left: int, needed: int) -> None:
-    """UsageError where `left` bytes are less than `needed`, or no less than what is free anyway."""
+    """Check that `left` bytes suffice for a run and are less than what is free now. Raises UsageError."""
     if left < needed:
         raise UsageError(
-            f"--memory-cap {left / 2**30:.1f} GiB is less than a run needs, {needed / 2**30:.1f} GiB; "
-            "give more, or a smaller --pool"
+            f"memory_cap {left / 2**30:.1f} GiB is less than a run needs ({needed / 2**30:.1f} GiB); "
+            "choose a larger memory_cap or a smaller pool"
         )
     if left >= available_bytes():
         raise UsageError(
-            f"--memory-cap {left / 2**30:.1f} GiB has no effect: only {available_bytes() / 2**30:.1f} GiB are free"
+            f"memory_cap {left / 2**30:.1f} GiB has no effect: only {available_bytes() / 2**30:.1f} GiB are free; "
+            "choose a smaller memory_cap"
         )
 
 
 @contextlib.contextmanager
 def memory_cap(left: int, needed: int) -> Iterator[str]:
-    """Leave about `left` bytes of memory to everything else; gives a description for reports.
+    """Leave about `left` bytes of memory to all other processes; yields a description for reports.
 
-    Raises as `check_memory_cap`.
+    Raises:
+        UsageError: see `check_memory_cap`.
+        EdjeError: the memory could not be allocated.
     """
     check_memory_cap(left, needed)
     size = available_bytes() - left
@@ -54,10 +57,10 @@ def memory_cap(left: int, needed: int) -> Iterator[str]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, env=child_environment(), **pipes) as process:  # type: ignore[call-overload]
         try:
-            how = process.stdout.readline().strip()
-            if not how:
-                raise EdjeError(f"could not take {size / 2**30:.1f} GiB of memory away; give a larger --memory-cap")
-            yield f"{size / 2**30:.1f} GiB held by a ballast process ({how}), {left / 2**30:.1f} GiB left"
+            state = process.stdout.readline().strip()
+            if not state:
+                raise EdjeError(f"could not allocate {size / 2**30:.1f} GiB to hold; choose a larger memory_cap")
+            yield f"a second process held {size / 2**30:.1f} GiB ({state}) and left {left / 2**30:.1f} GiB"
         finally:
             process.kill()
 

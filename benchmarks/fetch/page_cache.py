@@ -1,4 +1,4 @@
-"""The page cache: throwing files out of it, reading them into it, and asking which of their pages it holds. Linux."""
+"""The page cache: evict files, load files, and count the pages that are resident. Linux only."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 COLD = 0.01
-"""Largest fraction of a subject's pages that may be in the page cache for a run to count as cold."""
+"""A run is cold if at most this fraction of the subject's pages is in the page cache."""
 WARM = 0.99
-"""Smallest fraction for a run to count as warm."""
+"""A run is warm if at least this fraction is in the page cache."""
 _PAGE = mmap.PAGESIZE
-_CACHESTAT = 451  # cachestat(2), Linux 6.5; one number on every architecture but alpha
+_CACHESTAT = 451  # cachestat(2), Linux 6.5; the same number on every architecture but alpha
 _ATTEMPTS = 3
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -34,7 +34,7 @@ class _Stat(ctypes.Structure):
 def evict(files: Iterable[Path]) -> float:
     """Write back and drop the cached pages of `files`; returns the fraction that is still resident.
 
-    The whole page cache is dropped only where fadvise did not do and the system permits it.
+    If posix_fadvise is not enough and the system permits it, this drops the whole page cache.
     """
     paths = list(files)
     for attempt in range(_ATTEMPTS):
@@ -50,7 +50,7 @@ def evict(files: Iterable[Path]) -> float:
 
 
 def load(files: Iterable[Path]) -> float:
-    """Read `files` into the page cache; returns the fraction that is resident afterwards."""
+    """Read `files` into the page cache; returns the fraction that is then resident."""
     paths = list(files)
     buffer = bytearray(8 << 20)
     for path in paths:
@@ -61,30 +61,30 @@ def load(files: Iterable[Path]) -> float:
 
 
 def resident(files: Iterable[Path]) -> float:
-    """Fraction of the pages of `files` that the page cache holds, by cachestat(2), else mincore(2)."""
-    held = pages = 0
+    """Fraction of the pages of `files` in the page cache, from cachestat(2) or else mincore(2)."""
+    resident_pages = pages = 0
     for path in files:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             pages += -(-size // _PAGE)
             counted = resident_by_cachestat(file.fileno())
-            held += resident_by_mincore(file.fileno()) if counted is None else counted
-    return held / pages if pages else 0.0
+            resident_pages += resident_by_mincore(file.fileno()) if counted is None else counted
+    return resident_pages / pages if pages else 0.0
 
 
 def resident_by_cachestat(fd: int) -> int | None:
-    """Pages of an open file in the page cache; None where the kernel has no cachestat(2)."""
-    whole, found = _Range(0, 0), _Stat()
-    if _LIBC.syscall(_CACHESTAT, fd, ctypes.byref(whole), ctypes.byref(found), 0):
+    """Number of pages of an open file in the page cache; None if the kernel has no cachestat(2)."""
+    whole_file, stat = _Range(0, 0), _Stat()
+    if _LIBC.syscall(_CACHESTAT, fd, ctypes.byref(whole_file), ctypes.byref(stat), 0):
         code = ctypes.get_errno()
         if code in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
             return None
         raise OSError(code, os.strerror(code))
-    return int(found.cache)
+    return int(stat.cache)
 
 
 def resident_by_mincore(fd: int) -> int:
-    """Pages of an open file in the page cache. Needs to own the file or be able to write it (Linux 5.2 on)."""
+    """Number of pages of an open file in the page cache. The caller must own the file or may write it (Linux 5.2)."""
     size = os.fstat(fd).st_size
     if not size:
         return 0
@@ -93,7 +93,7 @@ def resident_by_mincore(fd: int) -> int:
         view = np.frombuffer(mapped, dtype=np.uint8)
         address = ctypes.c_void_p(view.ctypes.data)
         failed = _LIBC.mincore(address, ctypes.c_size_t(size), ctypes.c_void_p(flags.ctypes.data))
-        del view  # or the mapping cannot be closed
+        del view  # the mapping cannot be closed while a view exists
     if failed:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

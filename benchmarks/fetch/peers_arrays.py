@@ -1,4 +1,4 @@
-"""Peers that read arrays: NumPy's memory maps, and the readers of Zarr on the index's own files."""
+"""Peers that read arrays: NumPy memory maps, and Zarr readers on the index's own files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TENSORSTORE_REQUESTS = 128
 
 
 class MemmapPeer(Subject):
-    """Fancy indexing of one memory-mapped array, as the paper does, but into a buffer that is there."""
+    """Fancy indexing of one memory-mapped array, as in the paper, into an allocated buffer."""
 
     copies = True
     setting = "one flat file, np.take(mapped, ids, out=buffer)"
@@ -33,20 +33,20 @@ class MemmapPeer(Subject):
         self._mapped = np.memmap(self.folder / _FILE, dtype=np.uint8, mode="r", shape=shape)
 
     def fetch(self, ids: Ids, out: Records) -> Records:
-        return np.take(self._mapped, ids, axis=0, out=out, mode="clip")  # mode "raise" would copy twice
+        return np.take(self._mapped, ids, axis=0, out=out, mode="clip")  # mode="raise" would copy twice
 
     def close(self) -> None:
         del self._mapped
 
 
 class RandomMemmapPeer(MemmapPeer):
-    """The same with the kernel told that no read tells of the next."""
+    """The same with readahead off: madvise(MADV_RANDOM)."""
 
     setting = "as np.memmap, with madvise(MADV_RANDOM)"
 
     @classmethod
     def copy_bytes(cls, rows: int, record_bytes: int) -> int:
-        return 0  # it reads np.memmap's
+        return 0  # it reads the copy of np.memmap
 
     def open(self) -> None:
         super().open()
@@ -55,12 +55,10 @@ class RandomMemmapPeer(MemmapPeer):
 
 
 class TensorStorePeer(Subject):
-    """TensorStore without a cache, with many requests in flight."""
+    """TensorStore without a cache and with many requests in flight."""
 
     package = "tensorstore"
-    setting = (
-        f"cache_pool 0, file_io_concurrency {_TENSORSTORE_REQUESTS}, data_copy_concurrency of the CPUs, into a buffer"
-    )
+    setting = f"cache_pool 0, file_io_concurrency {_TENSORSTORE_REQUESTS}, data_copy_concurrency = CPUs, into a buffer"
 
     def open(self) -> None:
         self._ts: Any = import_module("tensorstore")
@@ -85,7 +83,7 @@ class TensorStorePeer(Subject):
 
 
 class ZarrPythonPeer(Subject):
-    """zarr-python's orthogonal indexing, ids in ascending order, which it likes best."""
+    """zarr-python's orthogonal indexing with ascending ids, its fastest order."""
 
     package = "zarr"
     setting = "oindex of sorted ids"
@@ -93,13 +91,13 @@ class ZarrPythonPeer(Subject):
 
     def open(self) -> None:
         zarr: Any = import_module("zarr")
-        with zarr.config.set({"codec_pipeline.path": self._pipeline}):  # an array keeps the one it was opened with
+        with zarr.config.set({"codec_pipeline.path": self._pipeline}):  # an array keeps the pipeline it was opened with
             self._array = zarr.open_array(str(self.source.array_path), mode="r")
 
     def fetch(self, ids: Ids, out: Records) -> Records:
         order = np.argsort(ids)
-        found = np.ascontiguousarray(self._array.oindex[ids[order]])
-        out[order] = found.view(np.uint8).reshape(len(ids), -1)
+        records = np.ascontiguousarray(self._array.oindex[ids[order]])
+        out[order] = records.view(np.uint8).reshape(len(ids), -1)
         return out
 
     def close(self) -> None:
@@ -107,10 +105,10 @@ class ZarrPythonPeer(Subject):
 
 
 class ZarrsPeer(ZarrPythonPeer):
-    """zarr-python with the codec pipeline of zarrs, a row at a time: it serves no index arrays itself."""
+    """zarr-python with the codec pipeline of zarrs, one row at a time, because zarrs accepts no index arrays."""
 
     package = "zarrs"
-    setting = "zarrs.ZarrsCodecPipeline, one basic index a row"
+    setting = "zarrs.ZarrsCodecPipeline, one basic index per row"
     _pipeline = "zarrs.ZarrsCodecPipeline"
 
     def open(self) -> None:
@@ -118,6 +116,6 @@ class ZarrsPeer(ZarrPythonPeer):
         super().open()
 
     def fetch(self, ids: Ids, out: Records) -> Records:
-        for place, row in enumerate(ids.tolist()):
-            out[place] = np.ascontiguousarray(self._array[row]).view(np.uint8).reshape(-1)
+        for position, row in enumerate(ids.tolist()):
+            out[position] = np.ascontiguousarray(self._array[row]).view(np.uint8).reshape(-1)
         return out

@@ -1,4 +1,4 @@
-"""Peers that keep records in files of their own: Lance, LMDB, HDF5, Parquet. Each is prepared once, untimed."""
+"""Peers with file formats of their own: Lance, LMDB, HDF5 and Parquet. Copies are prepared once and not timed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from storage_formats.format.layout import PAGE_BYTES
 
 _COLUMN = "record"
 _BATCH = 256
-_ARROW_BYTES = 2**31 - 1  # of an array of fixed-size binaries: Lance refuses more in one answer
+_ARROW_BYTES = 2**31 - 1  # Lance rejects a result array of fixed-size binaries that is larger
 _LMDB_HEADER = 16
-_LMDB_TREE = 16 << 20  # room for the tree of a small store
-_GROUPS_A_READ = 1024  # bounds memory
-_HDF5_SELECTION = 1000  # rows a selection: its cost grows faster than its length
+_LMDB_TREE = 16 << 20  # space for the tree of a small store
+_GROUPS_A_READ = 1024  # bounds the memory of a read
+_HDF5_SELECTION = 1000  # rows per selection, whose cost grows faster than its length
 
 
 class _ArrowPeer(Subject):
@@ -50,10 +50,10 @@ class _ArrowPeer(Subject):
 
 
 class LancePeer(_ArrowPeer):
-    """`take` of a Lance dataset."""
+    """`take` of a Lance dataset, read through io_uring where Lance offers it (Linux)."""
 
     package = "pylance"
-    setting = "fixed-size binary column, dataset.take of at most 2 GiB"
+    setting = "fixed-size binary column, file+uring://, dataset.take of at most 2 GiB"
 
     def prepare(self) -> None:
         pa: Any = import_module("pyarrow")
@@ -63,14 +63,14 @@ class LancePeer(_ArrowPeer):
 
     def open(self) -> None:
         lance: Any = import_module("lance")
-        self._dataset = lance.dataset(str(self.folder / "records.lance"))
+        self._dataset = lance.dataset(f"file+uring://{(self.folder / 'records.lance').resolve()}")
 
     def fetch(self, ids: Ids, out: Records) -> Records:
-        place, most = 0, _ARROW_BYTES // self.source.record_bytes
+        filled, most = 0, _ARROW_BYTES // self.source.record_bytes
         for start in range(0, len(ids), most):
             for chunk in self._dataset.take(ids[start : start + most])[_COLUMN].chunks:
-                out[place : place + len(chunk)] = self._bytes_of(chunk)
-                place += len(chunk)
+                out[filled : filled + len(chunk)] = self._bytes_of(chunk)
+                filled += len(chunk)
         return out
 
     def close(self) -> None:
@@ -78,15 +78,15 @@ class LancePeer(_ArrowPeer):
 
 
 class LmdbPeer(Subject):
-    """One value a row in a B+ tree that is memory-mapped."""
+    """One value per row in a memory-mapped B+ tree."""
 
     package = "lmdb"
     copies = True
-    setting = "8-byte big-endian keys, readahead off, one read transaction a call"
+    setting = "8-byte big-endian keys, readahead off, one read transaction per call"
 
     @classmethod
     def copy_bytes(cls, rows: int, record_bytes: int) -> int:
-        pages = -(-(record_bytes + _LMDB_HEADER) // PAGE_BYTES)  # a long value has pages of its own
+        pages = -(-(record_bytes + _LMDB_HEADER) // PAGE_BYTES)  # a long value takes whole pages
         return int(rows * pages * PAGE_BYTES * 1.05) + _LMDB_TREE
 
     def prepare(self) -> None:
@@ -105,8 +105,8 @@ class LmdbPeer(Subject):
 
     def fetch(self, ids: Ids, out: Records) -> Records:
         with self._opened.begin(buffers=True) as transaction:
-            for place, row in enumerate(ids.tolist()):
-                out[place] = np.frombuffer(transaction.get(row.to_bytes(8, "big")), dtype=np.uint8)
+            for position, row in enumerate(ids.tolist()):
+                out[position] = np.frombuffer(transaction.get(row.to_bytes(8, "big")), dtype=np.uint8)
         return out
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class LmdbPeer(Subject):
 
 
 class Hdf5Peer(Subject):
-    """A contiguous dataset, selections of sorted rows."""
+    """A contiguous dataset read by sorted fancy selections."""
 
     package = "h5py"
     copies = True
@@ -140,8 +140,8 @@ class Hdf5Peer(Subject):
     def fetch(self, ids: Ids, out: Records) -> Records:
         order = np.argsort(ids)
         for start in range(0, len(ids), _HDF5_SELECTION):
-            places = order[start : start + _HDF5_SELECTION]
-            out[places] = self._dataset[ids[places]]
+            positions = order[start : start + _HDF5_SELECTION]
+            out[positions] = self._dataset[ids[positions]]
         return out
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class Hdf5Peer(Subject):
 
 
 class ParquetPeer(_ArrowPeer):
-    """Row groups of 16 rows, uncompressed; reads the groups that hold an asked row."""
+    """Uncompressed row groups of 16 rows; reads every group that holds a requested row."""
 
     setting = "row groups of 16 rows, uncompressed, whole groups read"
     _GROUP = 16
@@ -168,7 +168,7 @@ class ParquetPeer(_ArrowPeer):
         self._file = pq.ParquetFile(self.folder / "records.parquet", pre_buffer=True)
         groups = self._file.metadata
         lengths = [groups.row_group(group).num_rows for group in range(groups.num_row_groups)]
-        self._starts = np.concatenate([[0], np.cumsum(lengths)])  # first row of each group, and the end
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])  # first row of each group, then the number of rows
 
     def fetch(self, ids: Ids, out: Records) -> Records:
         order = np.argsort(ids)
@@ -182,10 +182,10 @@ class ParquetPeer(_ArrowPeer):
     def close(self) -> None:
         self._file.close()
 
-    def _take(self, chosen: Ids, places: Ids, groups: Ids, ids: Ids, out: Records) -> None:
-        """Read the groups `chosen` and copy the rows that `places` of the request want, each in its one of `groups`."""
+    def _take(self, chosen: Ids, positions: Ids, groups: Ids, ids: Ids, out: Records) -> None:
+        """Read the groups `chosen` and fill `out[positions]`; `groups` holds the group of each position."""
         chunks = self._file.read_row_groups(chosen.tolist(), columns=[_COLUMN])[_COLUMN].chunks
-        found = [self._bytes_of(chunk) for chunk in chunks]
-        records = np.concatenate(found) if len(found) > 1 else found[0]
+        parts = [self._bytes_of(chunk) for chunk in chunks]
+        records = np.concatenate(parts) if len(parts) > 1 else parts[0]
         before = np.concatenate([[0], np.cumsum(np.diff(self._starts)[chosen])])
-        out[places] = records[before[np.searchsorted(chosen, groups)] + ids[places] - self._starts[groups]]
+        out[positions] = records[before[np.searchsorted(chosen, groups)] + ids[positions] - self._starts[groups]]

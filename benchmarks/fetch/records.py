@@ -1,4 +1,4 @@
-"""The stored records of an index in one precision, read plainly: what peers are fed and results are checked against."""
+"""Records of one precision of an index, read with plain file reads: the input of peers and the expected results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from storage_formats.format.manifest import Manifest
 
 
 class StoredRecords:
-    """Where the records of `precision` lie: record i of a shard at i x record_bytes (SPEC.md section 6)."""
+    """Locates records of `precision`: record i of a shard is at offset i x record_bytes (SPEC.md section 6)."""
 
     def __init__(self, root: Path, precision: str) -> None:
         self.root = root
@@ -36,49 +36,49 @@ class StoredRecords:
 
     @property
     def block_bytes(self) -> int:
-        """Length of a decoded block."""
+        """Bytes of a decoded block."""
         tokens, width = self.spec.block_shape
         return tokens * width * int(BF16.itemsize)
 
     @cached_property
     def sector_bytes(self) -> int:
-        """What direct reads must be aligned to: the logical block size of the device; a page where it is not told."""
+        """Alignment of direct reads: the device's logical block size, or a page if it is unknown."""
         return logical_block_bytes(self.root) or PAGE_BYTES
 
     @property
     def direct_bytes(self) -> int:
-        """Length of a record in whole sectors: the block size of the device's ceiling."""
+        """Bytes of a record rounded up to whole sectors: the block size of the device's runs."""
         return -(-self.record_bytes // self.sector_bytes) * self.sector_bytes
 
     @property
     def array_path(self) -> Path:
-        """The Zarr array."""
+        """Directory of the Zarr array."""
         return self._layout.token_array(self.precision)
 
     def files(self) -> list[Path]:
-        """Shard files, in the order of their rows."""
+        """Shard files in row order."""
         return [self.shard_path(shard) for shard in range(self.spec.shards)]
 
     def shard_path(self, shard: int) -> Path:
         return self._layout.token_shard(self.precision, shard, record_ndim=len(self.codec.record_shape))
 
     def shards(self) -> Iterator[tuple[int, Records]]:
-        """(first row, uint8 [k, record_bytes]) of each shard."""
+        """First row and records, uint8 [k, record_bytes], of each shard."""
         for shard in range(self.spec.shards):
             rows = self.spec.shard_rows(shard)
             data = np.fromfile(self.shard_path(shard), dtype=np.uint8, count=len(rows) * self.record_bytes)
             yield rows.start, data.reshape(len(rows), self.record_bytes)
 
     def read(self, ids: Ids) -> Records:
-        """uint8 [k, record_bytes] of `ids`, one plain read each."""
+        """Records of `ids`, uint8 [k, record_bytes], with one plain read each."""
         out = np.empty((len(ids), self.record_bytes), dtype=np.uint8)
-        for place, (shard, position) in enumerate(zip(*np.divmod(ids, self.spec.shard_size), strict=True)):
+        for row, (shard, position) in enumerate(zip(*np.divmod(ids, self.spec.shard_size), strict=True)):
             offset = int(position) * self.record_bytes
-            out[place] = np.fromfile(self.shard_path(int(shard)), dtype=np.uint8, count=out.shape[1], offset=offset)
+            out[row] = np.fromfile(self.shard_path(int(shard)), dtype=np.uint8, count=out.shape[1], offset=offset)
         return out
 
-    def asked_bytes(self, ids: Ids) -> tuple[int, int]:
-        """(bytes of the records of `ids`, bytes of all pages that they touch), each record and page counted once."""
+    def requested_bytes(self, ids: Ids) -> tuple[int, int]:
+        """Bytes of the records of `ids`, and bytes of the pages that they touch; each record and page counts once."""
         rows = np.unique(ids)
         first, last = self._pages(rows)
         seen = np.concatenate([[-1], last[:-1]])
@@ -86,7 +86,7 @@ class StoredRecords:
         return len(rows) * self.record_bytes, int(pages) * PAGE_BYTES
 
     def _pages(self, rows: Ids) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First and last page of each of the ascending `rows`, numbered through all shards."""
+        """First and last page of each row; `rows` ascend, and pages are numbered across all shards."""
         shards, positions = np.divmod(rows, self.spec.shard_size)
         base = shards * (-(-self.spec.shard_size * self.record_bytes // PAGE_BYTES) + 1)
         offsets = positions * self.record_bytes

@@ -1,7 +1,7 @@
-"""Runs the entries of a section in turn and keeps every run, with the reason where it does not count.
+"""Runs the entries of a section in turn and keeps every run, with the reason if the run is discarded.
 
-A cold run counts when at most 1 % of the subject's pages were in the page cache right before it, and when the kernel
-counted nearly all the asked bytes as read from storage during it.
+A cold run is valid if at most 1 % of the subject's pages were in the page cache right before it, and if the kernel
+counted nearly all requested bytes as read from storage during it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.fetch import page_cache
 from benchmarks.fetch.fio import Fio, measure_with_fio
-from benchmarks.fetch.plan import Entry, Section, companion
+from benchmarks.fetch.plan import PEER_BLOCKS, PEER_SECONDS, Entry, Section, same_size_label
 from benchmarks.fetch.records import StoredRecords
 from benchmarks.fetch.subjects import PEERS, Subject, subject_class
 from benchmarks.fetch.worker_process import WorkerError, WorkerProcess
@@ -23,13 +23,13 @@ from storage_formats.errors import EdjeError
 Measurement: TypeAlias = dict[str, Any]
 Say: TypeAlias = Callable[[str], None]
 FIO = "fio"
-_PROBE_BLOCKS = 256  # of a run that tells how slow a peer is
-_READ_AT_LEAST = 0.9  # of the asked bytes, in a cold run
+_TRIAL_BLOCKS = 256  # of the first trial run, which estimates how slow a peer is
+_READ_AT_LEAST = 0.9  # of the requested bytes, in a cold run
 
 
 @dataclass
 class Runner:
-    """Everything that the runs on one precision of one index share."""
+    """Measures entries on one precision of one index."""
 
     source: StoredRecords
     copies: Path
@@ -39,39 +39,40 @@ class Runner:
     say: Say
 
     def prepare(self, name: str) -> None:
-        """Make a peer's copy of the records, if it reads one. Raises WorkerError."""
+        """Write a peer's copy of the records, if it reads a copy. Raises WorkerError."""
         folder = self._folder(name)
         if subject_class(name).copies and not folder.exists():
-            self.say(f"{self.source.precision}: making the copy for {name}")
+            self.say(f"{self.source.precision}: writing the copy for {name}")
             folder.mkdir(parents=True)
             with WorkerProcess(self._job(Entry(name, name, Workload("", "random", 1, 1)), None, 0)) as worker:
                 worker.wait(3600)
 
-    def within_time(self, section: Section, judged: str) -> Section:
-        """The section with fewer blocks for peers that would take too long, each beside as many for the judged reader.
+    def within_time(self, section: Section, primary: str) -> Section:
+        """The section with fewer blocks for peers that would take too long.
 
-        What a reader makes of a call depends on how many blocks it asks for.
+        Each such peer gets a run of the primary reader with as many blocks, because throughput depends on the number
+        of blocks per call.
         """
         entries: list[Entry] = []
-        ours = next((entry for entry in section.entries if entry.label == judged), None)
+        primary_entry = next((entry for entry in section.entries if entry.label == primary), None)
         for entry in section.entries:
             entries.append(fitted := self._within_time(entry))
-            if ours is not None and fitted is not entry:
-                label = companion(judged, entry.label)
-                entries.append(replace(ours, label=label, workload=fitted.workload))
+            if primary_entry is not None and fitted is not entry:
+                label = same_size_label(primary, entry.label)
+                entries.append(replace(primary_entry, label=label, workload=fitted.workload))
         return replace(section, entries=tuple(entries))
 
     def run(self, section: Section) -> dict[str, list[Measurement]]:
-        """Measurements of each entry, by its label, a repeat each."""
+        """Run every entry once per repeat; returns the measurements by label."""
         entries = section.entries
-        found: dict[str, list[Measurement]] = {entry.label: [] for entry in entries}
+        runs: dict[str, list[Measurement]] = {entry.label: [] for entry in entries}
         for repeat in range(self.repeats):
             turn = repeat % len(entries)
             for entry in (*entries[turn:], *entries[:turn]):
                 run = {"repeat": repeat, **self._measure(entry, repeat)}
-                found[entry.label].append(run)
+                runs[entry.label].append(run)
                 self.say(f"{section.name} {self.source.precision} {repeat + 1}/{self.repeats}  {_line(entry, run)}")
-        return found
+        return runs
 
     def _measure(self, entry: Entry, seed: int) -> Measurement:
         if entry.subject == FIO:
@@ -81,43 +82,52 @@ class Runner:
             return {"resident": None, "discarded": None, **run}
         try:
             if entry.workload.cache == "warm":
-                self._put_cache_in_order(entry)  # so that the warm-up is warm too: what it imports depends on that
+                self._prepare_page_cache(entry)  # a warm-up on cold files would import other modules
             with WorkerProcess(self._job(entry, entry.workload, seed)) as worker:
                 worker.wait()
-                resident = self._put_cache_in_order(entry)
+                resident = self._prepare_page_cache(entry)
                 if reason := _wrong_state(entry.workload, resident):
                     return {"resident": resident, "discarded": reason}
-                run = worker.run(self.seconds * 10 + 120)
+                run = worker.run(max(self.seconds, PEER_SECONDS) * 10 + 120)
         except WorkerError as error:
             return self._failed(entry, str(error))
         if run["wrong_blocks"]:
             return self._failed(entry, f"{run['wrong_blocks']} of the checked blocks were wrong")
         return {"resident": resident, "discarded": _not_cold(entry, run), **run}
 
-    def _put_cache_in_order(self, entry: Entry) -> float | None:
-        """Fraction of the subject's pages that are resident afterwards; None for one that reads no file."""
+    def _prepare_page_cache(self, entry: Entry) -> float | None:
+        """Evict or load the subject's files; returns the resident fraction, or None if it reads no file."""
         files = self._subject(entry).files()
         if not files:
             return None
         return page_cache.evict(files) if entry.workload.cache == "cold" else page_cache.load(files)
 
     def _within_time(self, entry: Entry) -> Entry:
-        """The entry, with fewer blocks where one call for all would take a peer longer than a run may."""
+        """The entry with fewer blocks if it is a peer that would take too long to fetch all in one call."""
         workload = entry.workload
-        if entry.subject not in PEERS or workload.pool < workload.blocks or workload.blocks <= _PROBE_BLOCKS:
+        if entry.subject not in PEERS or workload.pool < workload.blocks or workload.blocks <= _TRIAL_BLOCKS:
             return entry
-        probe = self._measure(replace(entry, workload=_shorter(workload, _PROBE_BLOCKS)), seed=self.repeats)
-        if probe["discarded"]:
-            self.say(f"{entry.label}: its trial is DISCARDED, {probe['discarded']}")
-        blocks = int(probe["blocks"] / probe["seconds"] * self.seconds) if "seconds" in probe else _PROBE_BLOCKS
+        blocks = self._affordable_blocks(entry, _TRIAL_BLOCKS)
+        if _TRIAL_BLOCKS < blocks < PEER_BLOCKS:  # rates of few blocks mislead, so estimate again with more
+            blocks = self._affordable_blocks(entry, min(blocks, workload.blocks))
         if blocks >= workload.blocks:
             return entry
-        blocks = max(blocks, _PROBE_BLOCKS)
-        self.say(f"{entry.label} fetches {blocks:,} blocks of {workload.blocks:,}, to take {self.seconds:g} s a run")
+        self.say(f"{entry.label} fetches {blocks:,} blocks of {workload.blocks:,} per run, because it is slow")
         return replace(entry, workload=_shorter(workload, blocks))
 
+    def _affordable_blocks(self, entry: Entry, trial_blocks: int) -> int:
+        """Blocks that fit into `seconds` by a trial run; at least `PEER_BLOCKS`, or those of `PEER_SECONDS`."""
+        trial = self._measure(replace(entry, workload=_shorter(entry.workload, trial_blocks)), seed=self.repeats)
+        if trial["discarded"]:
+            self.say(f"{entry.label}: its trial run is DISCARDED, {trial['discarded']}")
+        if "seconds" not in trial:
+            return PEER_BLOCKS
+        blocks_per_s = trial["blocks"] / trial["seconds"]
+        least = min(PEER_BLOCKS, int(blocks_per_s * PEER_SECONDS))
+        return max(int(blocks_per_s * self.seconds), least, _TRIAL_BLOCKS)
+
     def _failed(self, entry: Entry, reason: str) -> Measurement:
-        """A peer's failure is a run that does not count; our own ends everything."""
+        """A failed run of a peer is discarded; a failure of the primary reader ends the benchmark."""
         if entry.subject in PEERS:
             return {"resident": None, "discarded": f"failed: {reason}"}
         raise EdjeError(f"a run of {entry.label} ({entry.workload.name}) failed: {reason}")
@@ -131,14 +141,14 @@ class Runner:
             "options": entry.options,
             "workload": None if workload is None else asdict(workload),
             "seed": seed,
-            "max_seconds": self.seconds,
+            "max_seconds": max(self.seconds, PEER_SECONDS),
         }
 
     def _subject(self, entry: Entry) -> Subject:
         return subject_class(entry.subject)(self.source, self._folder(entry.subject), entry.options)
 
     def _folder(self, name: str) -> Path:
-        """Where a peer's copy is; both memory maps read the same."""
+        """Folder of a peer's copy; both memory maps read the same copy."""
         return self.copies / name.split(" ")[0]
 
 
@@ -147,7 +157,7 @@ def _shorter(workload: Workload, blocks: int) -> Workload:
 
 
 def _wrong_state(workload: Workload, resident: float | None) -> str | None:
-    """Why the page cache is not as the workload wants it; None if it is."""
+    """Why the page cache is in the wrong state for the workload; None if it is right."""
     if resident is None or workload.cache == "capped":
         return None
     if workload.cache == "cold" and resident > page_cache.COLD:
@@ -158,15 +168,17 @@ def _wrong_state(workload: Workload, resident: float | None) -> str | None:
 
 
 def _not_cold(entry: Entry, run: Measurement) -> str | None:
-    """Why a finished run was not cold after all; None if it was, or was not meant to be."""
-    if entry.workload.cache != "cold" or run["read_bytes"] >= _READ_AT_LEAST * run["asked_bytes"]:
+    """Why a finished run was not cold; None if it was, or did not need to be."""
+    if entry.workload.cache != "cold" or run["read_bytes"] >= _READ_AT_LEAST * run["requested_bytes"]:
         return None
-    return f"not cold: only {run['read_bytes'] / run['asked_bytes']:.0%} of the asked bytes were counted as read"
+    return (
+        f"not cold: only {run['read_bytes'] / run['requested_bytes']:.0%} of the requested bytes were counted as read"
+    )
 
 
 def _line(entry: Entry, run: Measurement) -> str:
-    """A run, for people."""
+    """A run as a line of text."""
     if run["discarded"]:
         return f"{entry.label}: DISCARDED, {run['discarded']}"
     rate = run["blocks"] / run["seconds"]
-    return f"{entry.label}: {rate:,.0f} blocks/s, {run['cpu_seconds'] / run['blocks'] * 1e6:.0f} us CPU a block"
+    return f"{entry.label}: {rate:,.0f} blocks/s, {run['cpu_seconds'] / run['blocks'] * 1e6:.0f} us CPU per block"

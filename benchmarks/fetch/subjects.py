@@ -1,4 +1,4 @@
-"""Everything that can be asked for blocks, behind one interface, and the list of them by name."""
+"""Everything that is measured, behind one interface, and its lookup by name."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from storage_formats.token_store import TokenStore
 
 
 class Subject(ABC):
-    """One way to fetch. Peers give stored records; the reader of this project gives decoded blocks, which is more.
+    """One way to fetch. Peers return stored records; the reader of this project also decodes them.
 
     Attributes:
-        package: distribution that must be installed; None for those that need nothing more.
-        copies: whether it reads a copy of the records, made by `prepare` in a folder of its own.
-        setting: how it was set up, for reports.
+        package: distribution that must be installed; None if the dependencies of this project suffice.
+        copies: whether it reads a copy of the records, which `prepare` writes into a folder of its own.
+        setting: its configuration, for reports.
     """
 
     package: ClassVar[str | None] = None
@@ -41,43 +41,43 @@ class Subject(ABC):
 
     @property
     def output_bytes(self) -> int:
-        """Bytes that it gives for a block."""
+        """Bytes returned per block."""
         return self.source.record_bytes
 
     @classmethod
     def copy_bytes(cls, rows: int, record_bytes: int) -> int:
-        """Length of its copy, at most."""
+        """Largest possible size of its copy."""
         return int(rows * record_bytes * 1.05) if cls.copies else 0
 
     def prepare(self) -> None:
-        """Write its copy of the records into `folder`."""
+        """Write a copy of the records into `folder`."""
         raise NotImplementedError(f"{type(self).__name__} reads the index itself")
 
     def files(self) -> list[Path]:
-        """What it reads from."""
+        """The files that it reads."""
         if self.copies:
             return sorted(path for path in self.folder.rglob("*") if path.is_file())
         return self.source.files()
 
     @abstractmethod
     def open(self) -> None:
-        """Get ready to fetch."""
+        """Prepare to fetch."""
 
     @abstractmethod
     def fetch(self, ids: Ids, out: Records) -> Records:
-        """uint8 [k, output_bytes] of the rows `ids`, in their order: `out`, or an array of the subject's own."""
+        """Fetch the rows `ids` in their order, uint8 [k, output_bytes]: returns `out` or an array of its own."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything, mapped pages included."""
+        """Release everything, including mapped pages."""
 
     def expected(self, ids: Ids) -> Records:
-        """What `fetch` should give, from plain reads."""
+        """What `fetch` should return, from plain reads."""
         return self.source.read(ids)
 
 
 class EdjeSubject(Subject):
-    """`TokenStore.fetch`, into a touched buffer, decoded to bfloat16. Option `engine`."""
+    """`TokenStore.fetch` into a touched buffer, decoded to bfloat16. Option: `engine`."""
 
     setting = "TokenStore.fetch into a buffer, decoded to bfloat16"
 
@@ -100,9 +100,9 @@ class EdjeSubject(Subject):
 
 
 class MemcpySubject(Subject):
-    """Plain copies of as many bytes, by as many threads as the codecs use; reads no file."""
+    """Plain copies of as many bytes, on as many threads as the codecs use. It reads no file."""
 
-    setting = "memmove(3) between touched buffers, one part a thread"
+    setting = "memmove(3) between touched buffers, one part per thread"
 
     @property
     def output_bytes(self) -> int:
@@ -112,16 +112,16 @@ class MemcpySubject(Subject):
         return []
 
     def open(self) -> None:
-        self._from = np.ones(0, dtype=np.uint8)
+        self._source_bytes = np.ones(0, dtype=np.uint8)
         self._threads = default_threads()
         self._pool = ThreadPoolExecutor(self._threads)
 
     def fetch(self, ids: Ids, out: Records) -> Records:
-        if len(self._from) < out.nbytes:
-            self._from = np.ones(out.nbytes, dtype=np.uint8)
+        if len(self._source_bytes) < out.nbytes:
+            self._source_bytes = np.ones(out.nbytes, dtype=np.uint8)
         cuts = np.linspace(0, out.nbytes, self._threads + 1, dtype=np.int64).tolist()
-        target, origin = out.ctypes.data, self._from.ctypes.data
-        list(self._pool.map(lambda at: ctypes.memmove(target + at[0], origin + at[0], at[1]), _parts(cuts)))
+        target, origin = out.ctypes.data, self._source_bytes.ctypes.data
+        list(self._pool.map(lambda part: ctypes.memmove(target + part[0], origin + part[0], part[1]), _parts(cuts)))
         return out
 
     def close(self) -> None:
@@ -132,11 +132,11 @@ class MemcpySubject(Subject):
 
 
 def _parts(cuts: list[int]) -> list[tuple[int, int]]:
-    """(start, length) between neighbouring cuts."""
+    """Start and length of the part between each two neighbouring cuts."""
     return [(start, stop - start) for start, stop in itertools.pairwise(cuts)]
 
 
-_HOME = {
+_CLASSES = {
     "edje": "subjects:EdjeSubject",
     "memcpy": "subjects:MemcpySubject",
     "direct probe": "direct_probe:DirectProbe",
@@ -150,20 +150,19 @@ _HOME = {
     "hdf5": "peers_databases:Hdf5Peer",
     "parquet": "peers_databases:ParquetPeer",
 }
-PEERS = tuple(name for name in _HOME if name not in ("edje", "memcpy", "direct probe"))
-"""Names of the other readers, in the order of reports."""
+PEERS = tuple(name for name in _CLASSES if name not in ("edje", "memcpy", "direct probe"))
+"""Names of the peers, in report order."""
 
 
 def subject_class(name: str) -> type[Subject]:
-    """The class of a subject, by its name."""
-    module, _, attribute = _HOME[name].partition(":")
-    found = getattr(import_module(f"benchmarks.fetch.{module}"), attribute)
-    subject: type[Subject] = found
+    """The class of the subject called `name`."""
+    module, _, attribute = _CLASSES[name].partition(":")
+    subject: type[Subject] = getattr(import_module(f"benchmarks.fetch.{module}"), attribute)
     return subject
 
 
 def installed_version(name: str) -> str | None:
-    """Version of the package that a subject needs; "" where it needs none, None where it is absent."""
+    """Version of the package that a subject needs; "" if it needs none, None if the package is absent."""
     package = subject_class(name).package
     if package is None:
         return ""

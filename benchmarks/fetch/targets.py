@@ -1,4 +1,7 @@
-"""The marks that the reader is held to, and whether it meets them. A mark whose peer was not measured is left out."""
+"""The project's own targets for the reader, and whether a report meets them.
+
+A target is left out if its peer was not measured.
+"""
 
 from __future__ import annotations
 
@@ -6,70 +9,75 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.fetch.plan import companion
+from benchmarks.fetch.plan import same_size_label
 from benchmarks.fetch.runner import Measurement
-from benchmarks.fetch.summary import cpu_per_block, kept, median_latency, page_amplification, paired_ratio, rate
+from benchmarks.fetch.summary import cpu_per_block, median_latency, page_amplification, paired_ratio, rate, valid_runs
 
 Runs = dict[str, list[Measurement]]
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A ratio, or figure, of `section` that must be at least, or at most, `target`.
+class Target:
+    """A figure of the reader in `section`, or its ratio to `against`, that must be at least or at most `bound`.
 
-    `against` is the label to compare with; None where the figure stands for itself.
+    `against` is the label of the entry to compare with; None for a figure of the reader alone. `precisions` limits the
+    target to these precisions.
     """
 
     text: str
     section: str
     against: str | None
-    target: float
+    bound: float
     at_least: bool
     measure: Callable[[Measurement], float] = rate
     precisions: tuple[str, ...] | None = None
 
 
-MARKS = (
-    Mark("cold random, of the device's rate", "cold random", "device", 0.9, True),
-    Mark("cold contiguous, of the device's sequential rate", "cold contiguous", "device", 0.9, True),
-    Mark("cold random, of np.memmap", "cold random", "np.memmap", 8.0, True),
-    Mark("cold random, of TensorStore", "cold random", "tensorstore", 1.0, True),
-    Mark("CPU a block, cold random, of TensorStore", "cold random", "tensorstore", 0.5, False, cpu_per_block),
-    Mark("cold random, of Lance", "cold random", "lance", 5.0, True),
-    Mark("cold random, of zarr-python", "cold random", "zarr-python", 20.0, True),
-    Mark("warm random, of memcpy", "warm random", "memcpy", 0.6, True, precisions=("bf16",)),
-    Mark("warm random, of TensorStore", "warm random", "tensorstore", 4.0, True, precisions=("bf16",)),
-    Mark("cold query, p50, of the device", "cold queries", "device", 1.5, False, median_latency, ("fp8",)),
-    Mark("bytes read, of the asked pages", "cold random", None, 1.05, False, page_amplification, ("bf16",)),
+TARGETS = (
+    Target("cold random, relative to the device", "cold random", "device", 0.9, True),
+    Target("cold contiguous, relative to the device reading sequentially", "cold contiguous", "device", 0.9, True),
+    Target("cold random, relative to np.memmap", "cold random", "np.memmap", 8.0, True),
+    Target("cold random, relative to TensorStore", "cold random", "tensorstore", 1.0, True),
+    Target(
+        "CPU per block, cold random, relative to TensorStore", "cold random", "tensorstore", 0.5, False, cpu_per_block
+    ),
+    Target("cold random, relative to Lance", "cold random", "lance", 5.0, True),
+    Target("cold random, relative to zarr-python", "cold random", "zarr-python", 20.0, True),
+    Target("warm random, relative to memcpy", "warm random", "memcpy", 0.6, True, precisions=("bf16",)),
+    Target("warm random, relative to TensorStore", "warm random", "tensorstore", 4.0, True, precisions=("bf16",)),
+    Target("cold query, p50, relative to the device", "cold queries", "device", 1.5, False, median_latency, ("fp8",)),
+    Target(
+        "bytes read, relative to the requested pages", "cold random", None, 1.05, False, page_amplification, ("bf16",)
+    ),
 )
 
 
-def judge(precision: str, sections: dict[str, Runs], judged: str) -> list[dict[str, Any]]:
-    """Each mark that applies to `precision`, with what was measured and whether it is met."""
-    return list(_judged(precision, sections, judged))
+def judge(precision: str, sections: dict[str, Runs], primary: str) -> list[dict[str, Any]]:
+    """Each target that applies to `precision`, with the measured value and whether it is met."""
+    return list(_judgements(precision, sections, primary))
 
 
-def _judged(precision: str, sections: dict[str, Runs], judged: str) -> Iterator[dict[str, Any]]:
-    for mark in MARKS:
-        runs = sections.get(mark.section, {})
-        if judged not in runs or (mark.precisions and precision not in mark.precisions):
+def _judgements(precision: str, sections: dict[str, Runs], primary: str) -> Iterator[dict[str, Any]]:
+    for target in TARGETS:
+        runs = sections.get(target.section, {})
+        if primary not in runs or (target.precisions and precision not in target.precisions):
             continue
-        value = _value(mark, runs, judged)
+        value = _value(target, runs, primary)
         if value is None:
             continue
         yield {
-            "mark": mark.text,
+            "name": target.text,
             "precision": precision,
-            "against": mark.against,
-            "target": f"{'at least' if mark.at_least else 'at most'} {mark.target:g}",
+            "against": target.against,
+            "bound": f"{'at least' if target.at_least else 'at most'} {target.bound:g}",
             "measured": value,
-            "met": value >= mark.target if mark.at_least else value <= mark.target,
+            "met": value >= target.bound if target.at_least else value <= target.bound,
         }
 
 
-def _value(mark: Mark, runs: Runs, judged: str) -> float | None:
-    if mark.against is not None:
-        ours = runs.get(companion(judged, mark.against), runs[judged])
-        return paired_ratio(ours, runs.get(mark.against, []), mark.measure)
-    values = sorted(mark.measure(run) for run in kept(runs[judged]))
+def _value(target: Target, runs: Runs, primary: str) -> float | None:
+    if target.against is not None:
+        primary_runs = runs.get(same_size_label(primary, target.against), runs[primary])
+        return paired_ratio(primary_runs, runs.get(target.against, []), target.measure)
+    values = sorted(target.measure(run) for run in valid_runs(runs[primary]))
     return values[len(values) // 2] if values else None

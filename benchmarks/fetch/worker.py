@@ -1,7 +1,7 @@
-"""One run of one subject, in a process of its own: `python -m benchmarks.fetch.worker`.
+"""One run of one subject in a process of its own: `python -m benchmarks.fetch.worker`.
 
-A job comes as a line of JSON on standard input. The worker opens everything, says that it is ready, waits for a line,
-so that the page cache can be put in order meanwhile, runs, and answers with a line of JSON.
+The worker reads a job as one line of JSON from standard input, opens and warms up the subject, and reports that it is
+ready. The parent then prepares the page cache and sends a line. The worker runs and answers with one line of JSON.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from benchmarks.fetch.workloads import Ids, Workload, draw_calls
 from storage_formats.codecs import Records
 from storage_formats.reading.memory import aligned_bytes
 
-_WARM_UP = 1024  # blocks: enough that whatever a large call alone imports or compiles is there
-_CHECKED = 32  # blocks of the last call that are compared with plain reads
+_WARM_UP = 1024  # blocks: a call large enough to import and compile what only large calls need
+_CHECKED = 32  # blocks of the first reader's last call that are compared with plain reads
 
 
 def main() -> None:
-    """Serve one job."""
+    """Run one job from standard input."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not pass for an answer
+    os.dup2(2, 1)  # libraries may print to stdout, which must not look like an answer
     job = json.loads(sys.stdin.readline())
     source = StoredRecords(Path(job["root"]), job["precision"])
     subject = subject_class(job["subject"])(source, Path(job["folder"]), job["options"])
@@ -44,13 +44,13 @@ def main() -> None:
         run.warm_up()
         print(json.dumps({"ready": True}), file=answers, flush=True)
         if not sys.stdin.readline():
-            return  # nobody waits any more
+            return  # the parent has gone
         answer = run.measure()
     print(json.dumps(answer), file=answers, flush=True)
 
 
 class Run:
-    """The calls of a workload, shared by its readers."""
+    """The calls of a workload, divided among its reader threads."""
 
     def __init__(self, subject: Subject, workload: Workload, calls: list[Ids], max_seconds: float) -> None:
         self._subject = subject
@@ -62,60 +62,65 @@ class Run:
         self._pool = ThreadPoolExecutor(workload.threads)
 
     def warm_up(self) -> None:
-        """Import and compile what the first call would; leave no page mapped unless the run is a warm one."""
+        """Import and compile what the first call needs; unless the run is warm, leave no page mapped."""
         self._subject.open()
         if self._workload.cache == "warm":
             self._run()
             return
-        ids = self._others()
+        ids = self._unused_rows()
         self._subject.fetch(ids, self._buffers[0][: len(ids)])
         self._subject.close()
         self._subject.open()
 
-    def _others(self) -> Ids:
-        """Rows that no call asks for: what a host or a drive has cached of them helps no run."""
+    def _unused_rows(self) -> Ids:
+        """Rows that no call requests, so that the warm-up caches nothing that a run reads."""
         count = min(_WARM_UP, len(self._calls[0]))
-        others = np.setdiff1d(np.arange(self._subject.source.rows), np.concatenate(self._calls))
-        chosen: Ids = np.random.default_rng(0).permutation(others)[:count]
+        unused = np.setdiff1d(np.arange(self._subject.source.rows), np.concatenate(self._calls))
+        chosen: Ids = np.random.default_rng(0).permutation(unused)[:count]
         return chosen if len(chosen) else self._calls[0][:count]
 
     def measure(self) -> dict[str, Any]:
-        """Cost of the calls, seconds of each, and how many of the checked blocks were wrong."""
+        """Cost and latencies of all calls, and how many of the checked blocks were wrong."""
         root = self._subject.source.root
         before = Counters.now(root)
         shares = self._run()
         cost = Counters.now(root).since(before)
         fetched = np.concatenate([ids for share in shares for ids in share.calls])
-        asked, pages = self._subject.source.asked_bytes(fetched)
+        requested, pages = self._subject.source.requested_bytes(fetched)
         first = shares[0]
         checked = first.calls[-1][:_CHECKED]
-        wrong = (first.found[: len(checked)] != self._subject.expected(checked)).any(axis=1)
+        wrong = (first.records[: len(checked)] != self._subject.expected(checked)).any(axis=1)
         self._subject.close()
-        found = {"blocks": len(fetched), "asked_bytes": asked, "page_bytes": pages, "wrong_blocks": int(wrong.sum())}
-        return {**cost, **found, "latencies": [round(value, 7) for share in shares for value in share.seconds]}
+        counts = {
+            "blocks": len(fetched),
+            "requested_bytes": requested,
+            "page_bytes": pages,
+            "wrong_blocks": int(wrong.sum()),
+        }
+        return {**cost, **counts, "latencies": [round(value, 7) for share in shares for value in share.seconds]}
 
     def _run(self) -> list[_Share]:
-        """What each reader did; the first has at least one call."""
+        """Run all readers; returns the share of each. The first has at least one call."""
         deadline = time.perf_counter() + self._max_seconds
         readers = self._workload.threads
         parts = [self._calls[reader::readers] for reader in range(readers)]
         return list(self._pool.map(self._read, parts, self._buffers, [deadline] * readers))
 
     def _read(self, calls: list[Ids], buffer: Records, deadline: float) -> _Share:
-        """One reader's calls, until they are done or time is up; always the first."""
+        """Make one reader's calls until they are done or time is up; the first call is always made."""
         seconds: list[float] = []
-        found = buffer[:0]
+        records = buffer[:0]
         for ids in calls:
             started = time.perf_counter()
             if seconds and started > deadline:
                 break
-            found = self._subject.fetch(ids, buffer[: len(ids)])
+            records = self._subject.fetch(ids, buffer[: len(ids)])
             seconds.append(time.perf_counter() - started)
-        return _Share(seconds, calls[: len(seconds)], found)
+        return _Share(seconds, calls[: len(seconds)], records)
 
 
 def _touched(shape: tuple[int, int]) -> Records:
-    """Memory from a page on, all of it there: what every subject reads into."""
+    """Page-aligned memory with every page touched; every subject reads into such a buffer."""
     buffer = aligned_bytes(shape[0] * shape[1]).reshape(shape)
     buffer.fill(1)
     return buffer
@@ -123,11 +128,11 @@ def _touched(shape: tuple[int, int]) -> Records:
 
 @dataclass(frozen=True)
 class _Share:
-    """What one reader did: seconds and ids of each call, and what the last of them gave."""
+    """Seconds and ids of each call of one reader, and the records of its last call."""
 
     seconds: list[float]
     calls: list[Ids]
-    found: Records
+    records: Records
 
 
 if __name__ == "__main__":

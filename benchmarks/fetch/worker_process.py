@@ -1,4 +1,4 @@
-"""The parent's end of a worker: start it, wait until it is ready, let it run, take its answer."""
+"""The parent's side of a worker: start it, wait until it is ready, let it run, read its answer."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import threading
 from types import TracebackType
 from typing import Any, Self
 
-_START_SECONDS = 600.0  # a warm run, or the copy for a peer, is made before the worker says anything
+_START_SECONDS = 600.0  # covers a warm run before the first answer
 
 
 def child_environment() -> dict[str, str]:
-    """Environment in which a child process finds the same packages as this one, installed or not."""
+    """Environment in which a child process finds the same packages as this one, even if they are not installed."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
 class WorkerError(Exception):
-    """A worker died, or took too long."""
+    """A worker died or took too long."""
 
 
 class WorkerProcess:
-    """A worker with its job. A context manager: leaving it ends the process."""
+    """A worker with its job. It is a context manager, whose exit ends the process."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  closed by __exit__
@@ -36,7 +36,7 @@ class WorkerProcess:
             text=True,
             env=child_environment(),
         )
-        self._late = False
+        self._timed_out = False
         self._send(json.dumps(job))
 
     def __enter__(self) -> Self:
@@ -50,22 +50,22 @@ class WorkerProcess:
         self._errors.close()
 
     def wait(self, seconds: float = _START_SECONDS) -> dict[str, Any]:
-        """The next answer. Raises WorkerError after `seconds`, or when the worker dies."""
+        """Return the next answer. Raises WorkerError after `seconds` or if the worker dies."""
         assert self._process.stdout is not None
         timer = threading.Timer(seconds, self._kill)
-        timer.daemon = True  # a signal may arrive at any line, and this process then ends without it
+        timer.daemon = True  # a signal may arrive at any line, and the timer must not keep the process alive
         try:
             timer.start()
             line = self._process.stdout.readline()
         finally:
             timer.cancel()
         if not line:
-            raise WorkerError(f"took more than {seconds:.0f} s" if self._late else self._last_words())
+            raise WorkerError(f"took more than {seconds:.0f} s" if self._timed_out else self._failure())
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def run(self, seconds: float) -> dict[str, Any]:
-        """Let a worker that is ready go, and wait for its answer."""
+        """Start the run of a worker that is ready, and wait for its answer."""
         self._send("go")
         return self.wait(seconds)
 
@@ -75,13 +75,13 @@ class WorkerProcess:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
-            raise WorkerError(self._last_words()) from error
+            raise WorkerError(self._failure()) from error
 
     def _kill(self) -> None:
-        self._late = True
+        self._timed_out = True
         self._process.kill()
 
-    def _last_words(self) -> str:
+    def _failure(self) -> str:
         code = self._process.wait()
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""Which blocks are fetched, in what calls: functions of a seed, so that every subject is asked for the same ones."""
+"""The row ids of each call. They depend on a seed alone, so that every subject fetches the same rows."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Ids: TypeAlias = NDArray[np.int64]
 Pattern: TypeAlias = Literal["random", "contiguous", "listed"]
 CacheState: TypeAlias = Literal["cold", "warm", "capped"]
 
-_IVF_PROBES = 32  # lists that a query of the index visits: edje_index.indexing.faiss_index
+_IVF_PROBES = 32  # lists that a query visits: edje_index.indexing.faiss_index
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one run asks for.
+    """The requests of one run.
 
     Attributes:
-        name: what it is called in reports.
-        pattern: "random" rows, "contiguous" rows, or "listed": rows of few inverted lists a call, as if the index
-            were stored in the order of its lists (simulated: lists of equal length, as many as FAISS would make).
-        blocks: blocks in all, none twice.
-        pool: blocks a call.
-        cache: state of the page cache before the run: "cold", "warm", or "capped": whatever a full read has left
-            in memory that is too small for it.
-        threads: readers that share the calls.
+        name: name in reports.
+        pattern: "random" rows, "contiguous" rows, or "listed": rows of a few inverted lists per call, as if the index
+            were stored in list order (simulated by lists of equal length, as many as FAISS would make).
+        blocks: number of blocks in all calls; no row is requested twice.
+        pool: blocks per call.
+        cache: page cache before the run: "cold", "warm", or "capped", the state after a full read with too little
+            memory to hold it.
+        threads: reader threads that divide the calls among them.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Workload:
 
 
 def draw_calls(workload: Workload, rows: int, seed: int) -> list[Ids]:
-    """Row ids of each call; no row appears twice in a run, so a cold run stays cold."""
+    """Row ids of each call. No row appears twice in a run, so a cold run stays cold."""
     rng = np.random.default_rng([seed, workload.blocks, workload.pool])
     if workload.pattern == "listed":
         return _listed_calls(workload, rows, rng)
@@ -53,7 +53,7 @@ def draw_calls(workload: Workload, rows: int, seed: int) -> list[Ids]:
 
 
 def _listed_calls(workload: Workload, rows: int, rng: np.random.Generator) -> list[Ids]:
-    """Calls of `pool` rows out of a few runs of neighbouring rows each; no run serves two calls."""
+    """Calls of `pool` rows from a few runs of neighbouring rows; no two calls share a run."""
     lists = min(rows, 4 * math.isqrt(rows))
     length = rows // lists
     probes = max(min(_IVF_PROBES, lists), math.ceil(workload.pool / length))

@@ -16,7 +16,7 @@ from benchmarks.fetch import plan
 from tests.conftest import REPO
 
 EMPTY_RUN = {"repeat", "discarded", "resident"}
-FULL_RUN = EMPTY_RUN | {"blocks", "seconds", "cpu_seconds", "read_bytes", "asked_bytes", "page_bytes", "latencies"}
+FULL_RUN = EMPTY_RUN | {"blocks", "seconds", "cpu_seconds", "read_bytes", "requested_bytes", "page_bytes", "latencies"}
 
 
 @pytest.fixture
@@ -65,12 +65,13 @@ def test_cold_fetches_from_a_synthetic_index(index, bench_run, tmp_path, monkeyp
     monkeypatch.setattr(plan, "DEPTHS", (1, 4))
     monkeypatch.setattr(plan, "READERS", (1, 2))
     options = ["--synthetic", 40, "--cold", "--repeats", 1, "--precision", "fp8", "--scratch", tmp_path / "s"]
+    options += ["--targets"]
     code, out, err = bench_run("fetch", *options, "--report", tmp_path / "r", "--json")
     assert code == 0, err
     report = json.loads(out)
     check_runs(report)
     assert set(report) == {
-        *("environment", "settings", "ceiling", "skipped", "precisions", "marks", "joint_encoder", "verdict")
+        *("environment", "settings", "device", "notes", "precisions", "targets", "joint_encoder", "verdict")
     }
     entry = report["precisions"]["fp8"]
     assert set(entry["sections"]) == {*("cold random", "cold contiguous", "cold queries", "cold sweep", "cold readers")}
@@ -81,7 +82,12 @@ def test_cold_fetches_from_a_synthetic_index(index, bench_run, tmp_path, monkeyp
     assert len(report["verdict"]) == 1
     assert list((tmp_path / "s").iterdir()) == []
     (text,) = (tmp_path / "r").glob("*.md")
-    for words in ("## Verdict", "## Marks", "cold random, of the device's rate", "20 random blocks in one call, cold"):
+    for words in (
+        "## Verdict",
+        "## Targets",
+        "cold random, relative to the device",
+        "20 random blocks in one call, cold",
+    ):
         assert words in text.read_text()
     assert str(tmp_path) not in text.with_suffix(".json").read_text()
 
@@ -94,18 +100,23 @@ def test_with_a_model_the_verdict_says_what_is_needed(index, bench_run, tmp_path
     options = ["--warm", "--repeats", 1, "--model", model, "--scratch", tmp_path / "s", "--pool", 8]
     code, out, err = bench_run("fetch", index, *options)
     assert code == 0, err
-    assert "warm fetches feed" in out
-    assert "your joint encoder (batch" in out
+    assert "warm fetches deliver" in out
+    assert "pairs/s that the joint encoder (batch" in out
+    assert "met " not in out.lower()  # targets are shown only with --targets
+    assert "warning: bf16 holds 1.2 MB" in out
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "name an INDEX, or give --synthetic"),
+        ([], "give either INDEX or --synthetic N"),
         (["--synthetic", 10], "--synthetic needs --scratch"),
         (["--synthetic", 10**9, "--scratch", "s"], "GB free and the benchmark needs 5"),
         (["--synthetic", 10, "--scratch", "s", "--precision", "fp7"], "fp7"),
-        (["--synthetic", 10, "--scratch", "s", "--engine", "steam"], "no engine 'steam' here; there are: auto, "),
+        (
+            ["--synthetic", 10, "--scratch", "s", "--engine", "steam"],
+            "engine 'steam' is not available",
+        ),
         (["nowhere"], "no index at nowhere"),
         (["--synthetic", 10, "--scratch", "s", "--memory-cap", 1000], "is less than a run needs"),
         (["--synthetic", 10, "--scratch", "s", "--memory-cap", 10**15], "has no effect"),
@@ -123,7 +134,7 @@ def test_wrong_usage_is_refused_before_anything_is_written(bench_run, tmp_path, 
 def test_a_precision_that_the_index_lacks_is_refused(bench_run, index, tmp_path):
     code, _, err = bench_run("fetch", index, "--precision", "nvfp4", "--scratch", tmp_path)
     assert code == 2
-    assert "'edje-index quantize --to nvfp4' adds it" in err
+    assert "does not store 'nvfp4'; it stores bf16, fp8" in err
 
 
 def test_nothing_is_left_behind_when_it_is_stopped(index, tmp_path):
@@ -140,7 +151,7 @@ def test_nothing_is_left_behind_when_it_is_stopped(index, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_ballast_holds_memory_until_it_is_let_go():
+def test_memory_pressure_holds_memory_until_stdin_ends():
     command = [sys.executable, "-m", "benchmarks.fetch.memory_pressure", str(200 << 20)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO) as process:
         assert process.stdout.readline().strip() in ("locked", "touched, not locked")

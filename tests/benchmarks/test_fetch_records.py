@@ -33,6 +33,6 @@ def test_asked_pages_are_counted_once(index, precision, ids):
         for row in ids
         for page in range(row % 128 * size // 4096, (row % 128 * size + size - 1) // 4096 + 1)
     }
-    assert source.asked_bytes(np.array(ids)) == (len(set(ids)) * size, len(touched) * 4096)
+    assert source.requested_bytes(np.array(ids)) == (len(set(ids)) * size, len(touched) * 4096)
     assert source.direct_bytes % source.sector_bytes == 0
     assert 0 <= source.direct_bytes - size < source.sector_bytes

@@ -36,7 +36,7 @@ def test_a_cold_run_reads_the_asked_pages_from_the_disk(runner):
         assert run["discarded"] is None
         assert run["resident"] <= page_cache.COLD
         assert run["blocks"] == 100
-        assert run["asked_bytes"] == run["page_bytes"] == 100 * 4096
+        assert run["requested_bytes"] == run["page_bytes"] == 100 * 4096
         assert run["read_bytes"] >= 100 * 4096
         assert run["seconds"] > 0
         assert run["cpu_seconds"] > 0
@@ -89,7 +89,8 @@ def test_a_failing_peer_is_declared_and_our_own_failure_ends_the_benchmark(runne
 
 
 def test_a_slow_peer_fetches_fewer_blocks(runner, said, monkeypatch):
-    monkeypatch.setattr("benchmarks.fetch.runner._PROBE_BLOCKS", 8)
+    monkeypatch.setattr("benchmarks.fetch.runner._TRIAL_BLOCKS", 8)
+    monkeypatch.setattr("benchmarks.fetch.runner.PEER_BLOCKS", 8)
     runner.prepare("np.memmap")
     hasty, ours = replace(runner, seconds=1e-6), Entry("edje", "edje", COLD)
     section = hasty.within_time(Section("s", "s", (ours, Entry("np.memmap", "np.memmap", COLD))), "edje")
@@ -101,7 +102,19 @@ def test_a_slow_peer_fetches_fewer_blocks(runner, said, monkeypatch):
     }
     untouched = Section("s", "s", (ours,))
     assert hasty.within_time(untouched, "edje") == untouched
-    assert any(line.startswith("np.memmap fetches 8 blocks of 100") for line in said)
+    assert any(line.startswith("np.memmap fetches 8 blocks of 100 per run") for line in said)
+
+
+def test_a_peer_fetches_enough_blocks_even_if_it_is_slow(runner, monkeypatch):
+    monkeypatch.setattr("benchmarks.fetch.runner._TRIAL_BLOCKS", 8)
+    monkeypatch.setattr("benchmarks.fetch.runner.PEER_BLOCKS", 60)
+    runner.prepare("np.memmap")
+    hasty, peer = replace(runner, seconds=1e-6), Entry("np.memmap", "np.memmap", COLD)
+    (fitted,) = hasty.within_time(Section("s", "s", (peer,)), "edje").entries
+    assert fitted.workload.blocks == 60
+    monkeypatch.setattr("benchmarks.fetch.runner.PEER_SECONDS", 1e-6)
+    (fitted,) = hasty.within_time(Section("s", "s", (peer,)), "edje").entries
+    assert fitted.workload.blocks == 8
 
 
 def test_subjects_take_turns(runner, said):

@@ -22,7 +22,7 @@ def series(draw, least=1):
             "cpu_seconds": draw(positive),
             "read_bytes": 8192,
             "page_bytes": 4096,
-            "asked_bytes": 2048,
+            "requested_bytes": 2048,
             "latencies": draw(st.lists(positive, min_size=1, max_size=5)),
         }
         for repeat in range(draw(st.integers(least, 6)))
@@ -64,7 +64,7 @@ def test_figures_are_in_order(runs):
 
 def run(seconds, repeat=0, **changes):
     fixed = {"discarded": None, "blocks": 100, "cpu_seconds": seconds / 2}
-    read = {"read_bytes": 4096, "page_bytes": 4096, "asked_bytes": 4000}
+    read = {"read_bytes": 4096, "page_bytes": 4096, "requested_bytes": 4000}
     return {"repeat": repeat, "seconds": seconds, "latencies": [seconds], **fixed, **read, **changes}
 
 
@@ -76,33 +76,48 @@ def test_ratios_are_of_the_same_repeat():
     assert page_amplification(ours[0]) == 1.0 < amplification(ours[0])
 
 
-def test_marks_say_what_is_met_and_leave_out_what_was_not_measured():
+def test_targets_are_judged_if_their_peer_was_measured():
     sections = {
         "cold random": {"edje": [run(1.0)], "device": [run(0.8)], "lance": [run(6.0)], "tensorstore": [run(1.5)]},
         "warm random": {"edje": [run(1.0)], "memcpy": [run(0.7)]},
     }
-    marks = {mark["mark"]: mark for mark in judge("bf16", sections, "edje")}
-    assert set(marks) == {
-        "cold random, of the device's rate",
-        "cold random, of TensorStore",
-        "CPU a block, cold random, of TensorStore",
-        "cold random, of Lance",
-        "warm random, of memcpy",
-        "bytes read, of the asked pages",
+    targets = {target["name"]: target for target in judge("bf16", sections, "edje")}
+    assert set(targets) == {
+        "cold random, relative to the device",
+        "cold random, relative to TensorStore",
+        "CPU per block, cold random, relative to TensorStore",
+        "cold random, relative to Lance",
+        "warm random, relative to memcpy",
+        "bytes read, relative to the requested pages",
     }
-    met = {name for name, mark in marks.items() if mark["met"]}
+    met = {name for name, target in targets.items() if target["met"]}
     assert met == {
-        "cold random, of TensorStore",
-        "cold random, of Lance",
-        "warm random, of memcpy",
-        "bytes read, of the asked pages",
+        "cold random, relative to TensorStore",
+        "cold random, relative to Lance",
+        "warm random, relative to memcpy",
+        "bytes read, relative to the requested pages",
     }
     sections["cold random"]["edje, as many as lance"] = [run(3.0)]
-    assert {mark["mark"]: mark for mark in judge("bf16", sections, "edje")}["cold random, of Lance"]["measured"] == 2
-    assert "warm random, of memcpy" not in {mark["mark"] for mark in judge("fp8", sections, "edje")}
+    targets = {target["name"]: target for target in judge("bf16", sections, "edje")}
+    assert targets["cold random, relative to Lance"]["measured"] == 2
+    assert "warm random, relative to memcpy" not in {target["name"] for target in judge("fp8", sections, "edje")}
 
 
 def test_every_discarded_run_is_listed():
     entries = {"edje": {"runs": [run(1.0, 0), run(1.0, 1, discarded="not cold: 9.0% ...")]}}
     report = {"precisions": {"bf16": {"sections": {"cold random": {"entries": entries}}}}}
     assert discarded(report) == ["bf16, cold random, edje, repeat 2: not cold: 9.0% ..."]
+
+
+@pytest.mark.parametrize("values", [(3.2, 7.9), (0.9, 1.4), (0.2, 80.0), (1000.0, 1001.0)])
+def test_a_logarithmic_axis_always_has_numbers(values):
+    from benchmarks.fetch.plots import _plain_log
+    from edje_index.evaluation.plots import new_figure
+
+    figure, axes = new_figure("title", "x", "y")
+    axes.plot(values, (0, 1))
+    _plain_log(axes)
+    figure.canvas.draw()
+    low, high = axes.get_xlim()
+    labels = [tick.get_text() for tick in axes.get_xticklabels() if low <= tick.get_position()[0] <= high]
+    assert len([label for label in labels if label]) >= 2

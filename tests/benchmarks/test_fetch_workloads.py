@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.fetch.plan import Cast, FetchBench, plan_sections
+from benchmarks.fetch.plan import FetchBench, Participants, plan_sections
 from benchmarks.fetch.workloads import Workload, draw_calls
 
 
@@ -49,13 +49,13 @@ def test_rows_in_list_order_lie_in_few_runs():
 
 
 def test_a_plan_never_asks_for_more_than_half_the_rows_and_labels_are_unique():
-    cast = Cast("fio", ("np.memmap", "tensorstore"), ("auto", "buffered"))
+    participants = Participants("fio", ("np.memmap", "tensorstore"), ("auto", "buffered"))
     for rows in (2, 50, 300, 1_000_000):
-        sections = plan_sections(FetchBench(scratch=None, memory_cap=1 << 30), rows, cast)
+        sections = plan_sections(FetchBench(scratch=None, memory_cap=1 << 30), rows, participants)
         assert len({section.name for section in sections}) == len(sections)
         for section in sections:
             labels = [entry.label for entry in section.entries]
             assert len(set(labels)) == len(labels)
             assert all(1 <= entry.workload.blocks <= rows / 2 for entry in section.entries)
             assert all(entry.workload.pool <= entry.workload.blocks for entry in section.entries)
-    assert cast.judged == "edje auto"
+    assert participants.primary == "edje auto"

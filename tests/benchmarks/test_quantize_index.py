@@ -19,5 +19,5 @@ def test_bytes_moved_are_those_of_both_precisions(tmp_path):
     assert set(report["ratios"]) == {"quantize / cp", "quantize with start / cp"}
     assert report["ratios"]["quantize with start / cp"] < report["ratios"]["quantize / cp"]
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UsageError, match="another precision"):
+    with pytest.raises(UsageError, match="choose another precision"):
         bench_quantize_index(QuantizeBench(tmp_path, rows=40, to="bf16"))

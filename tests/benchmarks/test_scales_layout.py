@@ -31,5 +31,5 @@ def test_the_report(tmp_path):
     assert read["record"] > read["memory"]
     assert report["per_million_images"]["memory"]["memory_gb"] == pytest.approx(1.536)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UsageError, match="give more --rows"):
+    with pytest.raises(UsageError, match="choose more rows"):
         bench_scales_layout(tmp_path, rows=10, blocks=11, repeats=1)
