@@ -1,4 +1,4 @@
-"""Errors of the models, and the one-line message about a missing extra of the package."""
+"""Errors about models and model hubs, and the one-line message about a missing extra of the package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelError(EdjeError):
 
 
 class HubUnreachableError(ModelError):
-    """Weights, configuration or a tokenizer would have to be downloaded, and could not be."""
+    """Weights, a configuration or a tokenizer are not in the local cache and cannot be downloaded."""
 
 
 class MissingExtraError(EdjeError, ImportError):

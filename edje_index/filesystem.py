@@ -1,11 +1,11 @@
-"""Small JSON files, and folders that appear whole or not at all."""
+"""Small JSON files, and folders that appear complete or not at all."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,37 +14,41 @@ from edje_index.errors import ModelError
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON for machines and people: sorted keys, indented, a newline at the end."""
+    """Write JSON with sorted keys, indented, with a newline at the end."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def read_versioned(folder: Path, name: str, what: str, form: str, version: int) -> dict[str, Any]:
-    """The JSON object that a folder says of itself in its file `name`, its `format` being `form`.
+def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int]) -> dict[str, Any]:
+    """Read the JSON file that describes the folder it lies in.
+
+    Args:
+        path: the file.
+        kind: kind of folder, for messages: "model bundle".
+        form: required value of its ``format``.
+        versions: accepted values of its ``format_version``.
 
     Raises:
-        ModelError: no such file, something else in it, or another `format_version`; `what` the folder should be is
-            named.
+        ModelError: the file is missing or unreadable, or it has another format or version.
     """
-    path = folder / name
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ModelError(f"{folder} is not a {what}: it holds no {name}") from error
+        raise ModelError(f"{path.parent} is not a {kind}: it holds no {path.name}") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict) or content.get("format") != form:
-        raise ModelError(f"{path} does not describe a {what}")
-    if content.get("format_version") != version:
+        raise ModelError(f"{path} does not describe a {kind}: its format is not {form!r}")
+    if content.get("format_version") not in versions:
         raise ModelError(
-            f"the {what} {folder} has format version {content.get('format_version')}; this program reads version "
-            f"{version}: use a matching release, or make it anew"
+            f"the {kind} {path.parent} has format version {content.get('format_version')}; this release reads version "
+            f"{' and '.join(map(str, versions))}: use a matching release, or write the folder again"
         )
     return content
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A private folder to fill, which becomes ``out`` when the block ends well and is removed otherwise.
+    """Yield a temporary folder to fill. It is renamed to ``out`` if the block succeeds, and removed if it fails.
 
     Raises:
         ModelError: ``out`` exists.
@@ -63,7 +67,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _make_readable(folder: Path) -> None:
-    """Temporary folders and safetensors files begin as the owner's alone; a result is read by others too."""
+    """Let all users read: temporary folders and safetensors files are created for their owner only."""
     folder.chmod(0o755)
     for path in folder.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)

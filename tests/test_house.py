@@ -165,7 +165,7 @@ def test_no_function_is_long():
 
 MAX_PARAMETERS = 6
 COMMAND_LINE = ("pipelines/cli/", "benchmarks/cli", "benchmarks/commands/")  # a parameter is an option there
-KNOWN_MANY_PARAMETERS = {"storage_formats/codecs/kernels.py", "edje_index/recipes/contrastive/command.py"}
+KNOWN_MANY_PARAMETERS = {"storage_formats/codecs/kernels.py"}
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
@@ -195,9 +195,6 @@ KNOWN_TO_NAME_FLAGS = {
     "edje_index/evaluation/evaluate.py",
     "edje_index/evaluation/token_sources.py",
     "edje_index/models/devices.py",
-    "edje_index/recipes/base_towers/wheels.py",
-    "edje_index/recipes/contrastive/command.py",
-    "edje_index/recipes/contrastive/train.py",
     "edje_index/search/token_index.py",
     "edje_index/training/config.py",
     "edje_index/training/data/negatives.py",

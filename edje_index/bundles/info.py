@@ -161,7 +161,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
         ModelError: not a bundle, one of another version, or a file changed by hand.
     """
     folder = Path(path)
-    content = read_versioned(folder, INFO_FILE, "model bundle", FORMAT, FORMAT_VERSION)
+    content = read_versioned(folder / INFO_FILE, "model bundle", form=FORMAT, versions=[FORMAT_VERSION])
     try:
         info = BundleInfo(
             path=folder,

@@ -1,4 +1,4 @@
-"""Recipes of the demo model: contrastive heads, base towers from the package index, packed bundles.
+"""How the demo model was made: base towers from the package index, contrastive heads, packed bundles.
 
-Nothing outside this package and the command line needs it.
+Only the command line imports this package.
 """

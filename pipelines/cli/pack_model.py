@@ -35,9 +35,9 @@ def carry_model(bundle: Path, out: Path, towers: Path, fresh: str, max_mb: float
     Example:
       edje-index carry-model trained models/flickr8k --towers towers
     """
-    from edje_index.recipes.packing.pack import carry_model as pack
+    from edje_index.recipes.packing.pack import pack_model as pack
 
-    result = pack(bundle, towers, out, fresh=fresh, max_bytes=int(max_mb * 1e6))
+    result = pack(bundle, towers, out, new_tensors=fresh, max_bytes=int(max_mb * 1e6))
     if as_json:
         packings = {name: {"tensors": count, "bytes": size} for name, (count, size) in result.packings.items()}
         record = {"out": str(out), "bytes": result.size, "fingerprint": result.fingerprint, "packings": packings}
@@ -63,9 +63,9 @@ def unpack_model(carried: Path, out: Path, towers: Path, as_json: bool) -> None:
     Example:
       edje-index unpack-model models/flickr8k model --towers towers
     """
-    from edje_index.recipes.packing.unpack import assemble_bundle
+    from edje_index.recipes.packing.unpack import unpack_model as unpack
 
-    info = assemble_bundle(carried, towers, out)
+    info = unpack(carried, towers, out)
     if as_json:
         print_json(
             {"bundle": str(out), "vision": info.vision_name, "fingerprint": info.fingerprint, "trained": info.trained}

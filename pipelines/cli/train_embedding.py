@@ -51,9 +51,9 @@ def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) ->
         vit_base_patch14_dinov2:dinov2.safetensors --text-tower minilm --tune-text 2 --out dual
     """
     from edje_index.captions.reading import check_apart, read_captions
-    from edje_index.recipes.contrastive.command import Reports
-    from edje_index.recipes.contrastive.command import train_embedding as train
-    from edje_index.recipes.contrastive.config import DualConfig
+    from edje_index.recipes.contrastive.config import ContrastiveConfig
+    from edje_index.recipes.contrastive.embedding_model import EmbeddingRequest
+    from edje_index.recipes.contrastive.embedding_model import train_embedding as train
     from pipelines.progress.display import progress_display
     from pipelines.progress.events import StatusMessage, progress_callback
 
@@ -65,9 +65,11 @@ def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) ->
     names = ("towers", "image_tower", "text_tower", "image_size")
     sources = _sources(*(options.pop(name) for name in names))
     cache = options.pop("cache") or out.with_name(f"{out.name}.features")
+    request = EmbeddingRequest(data, dev, sources, ContrastiveConfig(**options), out, cache)
     with progress_display() as on_event:
-        reports = Reports(progress_callback(on_event), lambda record: on_event(StatusMessage(_describe_epoch(record))))
-        result = train(data, dev, sources, DualConfig(**options), out, cache, reports)
+        result = train(
+            request, progress_callback(on_event), lambda record: on_event(StatusMessage(_describe_epoch(record)))
+        )
     if result.unreadable:
         note(f"note: {result.unreadable} images could not be read and were left out")
     if as_json:
@@ -88,7 +90,7 @@ def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) ->
 
 def _sources(towers: Path | None, image_tower: str | None, text_tower: Path | None, image_size: int) -> Any:
     from edje_index.recipes.base_towers.names import IMAGE_TOWER, TEXT_TOWER, TIMM_NAME, WEIGHTS
-    from edje_index.recipes.contrastive.config import DualSources
+    from edje_index.recipes.contrastive.config import TowerSources
 
     if towers is not None:
         image_tower = image_tower or f"{TIMM_NAME}:{towers / IMAGE_TOWER / WEIGHTS}"
@@ -98,7 +100,7 @@ def _sources(towers: Path | None, image_tower: str | None, text_tower: Path | No
     name, _, weights = image_tower.partition(":")
     if not weights:
         raise UsageError(f"--image-tower is TIMM_NAME:WEIGHTS, not {image_tower!r}")
-    return DualSources(name, Path(weights), text_tower, image_size)
+    return TowerSources(name, Path(weights), text_tower, image_size)
 
 
 def _describe_epoch(record: Mapping[str, Any]) -> str:

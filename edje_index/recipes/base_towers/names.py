@@ -1,4 +1,4 @@
-"""Names in the folder of towers that ``fetch`` writes."""
+"""File and folder names of the base towers that ``fetch_towers`` writes."""
 
 IMAGE_TOWER, TEXT_TOWER = "dinov2_vits14", "minilm_l6_h384"
 WEIGHTS, NOTICE = "model.safetensors", "NOTICE"

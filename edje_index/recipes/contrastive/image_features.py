@@ -1,16 +1,16 @@
-"""What the frozen image tower makes of all pictures, computed once and kept: a pass that resumes where it stopped.
+"""Features of all images from the frozen image tower, computed once and cached. An interrupted pass resumes.
 
-    CACHE/<key>.f32     float32 [images, d], rows in the order of the captions; NaN where a picture cannot be read
-    CACHE/<key>.seen    int64 [images, 2], time and size of each file when its row was made
+    CACHE/<key>.f32     float32 [images, d], rows in the order of the captions; NaN for an unreadable image
+    CACHE/<key>.seen    int64 [images, 2], modification time and size of each file when its row was computed
 
-The key covers the tower's weights, the preprocessing and the list of pictures.
+The key is a hash of the tower's weights, the preprocessing and the list of images.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, decode_rgb
 from edje_index.images.preprocessing import Preprocessor
 from edje_index.models.clip_model import ClipConfig
+from edje_index.progress import OnProgress
 
 BATCH = 32
 DECODE_THREADS = 4
@@ -30,83 +31,81 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True)
 class PooledTower:
-    """The frozen part of an open_clip timm image tower: from pixels to what its head takes.
+    """The frozen part of an open_clip timm image tower: from pixels to the input of its head.
 
     Attributes:
-        trunk: the timm model, which pools.
-        config: of the whole model.
+        trunk: the timm model, pooling included.
+        config: configuration of the whole model.
     """
 
     trunk: torch.nn.Module
     config: ClipConfig
 
-    def key(self, pictures: Sequence[Path]) -> str:
-        """SHA-256 of all that decides the features."""
+    def key(self, images: Sequence[Path]) -> str:
+        """The first 32 hex digits of a SHA-256 over everything that determines the features."""
         digest = hashlib.sha256(json.dumps(self.config.preprocess, sort_keys=True).encode())
         for name, tensor in sorted(self.trunk.state_dict().items()):
             digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-        for picture in pictures:
-            digest.update(str(picture).encode(errors="surrogateescape") + b"\0")
+        for image in images:
+            digest.update(str(image).encode(errors="surrogateescape") + b"\0")
         return digest.hexdigest()[:32]
 
 
-def image_features(
-    tower: PooledTower, pictures: Sequence[Path], cache: Path, on_progress: Callable[[int, int], None]
-) -> Floats:
-    """Features of pictures, float32 [n, d]; rows of those that cannot be read are NaN.
+def image_features(tower: PooledTower, images: Sequence[Path], cache: Path, on_progress: OnProgress) -> Floats:
+    """Features of images, float32 [n, d]; the rows of unreadable images are NaN.
 
     Args:
-        tower: what makes them.
-        pictures: paths of image files.
-        cache: folder where features are kept; of a file that is as it was they are not made again.
-        on_progress: (pictures done, pictures).
+        tower: the frozen tower.
+        images: paths of image files.
+        cache: folder that keeps the features; those of unchanged files are reused.
+        on_progress: called after each batch.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    path = cache / f"{tower.key(pictures)}.f32"
-    shape = (len(pictures), int(tower.trunk.num_features))  # type: ignore[arg-type]
+    path = cache / f"{tower.key(images)}.f32"
+    shape = (len(images), int(tower.trunk.num_features))  # type: ignore[arg-type]
     if not path.exists() or path.stat().st_size != 4 * shape[0] * shape[1]:
-        path.with_suffix(".seen").unlink(missing_ok=True)  # it would vouch for rows that are gone
-    seen = _mapped(path.with_suffix(".seen"), np.int64, (len(pictures), 2))
+        path.with_suffix(".seen").unlink(missing_ok=True)  # its rows are gone
+    seen = _mapped(path.with_suffix(".seen"), np.int64, (len(images), 2))
     features = _mapped(path, np.float32, shape)
-    stamps = np.array([_stamp(picture) for picture in pictures], dtype=np.int64).reshape(-1, 2)
-    left = np.flatnonzero((seen != stamps).any(axis=1))
-    for start, pixels in _batches(tower.config, [pictures[at] for at in left.tolist()]):
-        rows = left[start : start + len(pixels)]
+    stamps = np.array([_stamp(image) for image in images], dtype=np.int64).reshape(-1, 2)
+    stale = np.flatnonzero((seen != stamps).any(axis=1))
+    for start, pixels in _batches(tower.config, [images[row] for row in stale.tolist()]):
+        rows = stale[start : start + len(pixels)]
         features[rows] = _encode(tower.trunk, pixels)
         features.flush()
         seen[rows] = stamps[rows]
         seen.flush()
-        on_progress(len(pictures) - len(left) + start + len(pixels), len(pictures))
-    found = np.array(features)
-    found[(stamps == 0).all(axis=1)] = np.nan
-    return found
+        on_progress("images", len(images) - len(stale) + start + len(pixels), len(images))
+    result = np.array(features)
+    result[(stamps == 0).all(axis=1)] = np.nan
+    return result
 
 
 def _mapped(path: Path, dtype: type[Any], shape: tuple[int, int]) -> np.memmap[Any, Any]:
-    """The array that `path` holds, or a new one of zeros."""
+    """The array in the file `path`, or a new one of zeros."""
     return np.memmap(path, dtype, mode="r+" if path.exists() else "w+", shape=shape)
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """What changes when a file does (nanoseconds, bytes); of one that is not there as of one never seen: (0, 0)."""
+    """Modification time in nanoseconds and size in bytes; (0, 0), the value of an unseen file, if it is missing."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return (0, 0)
-    return (found.st_mtime_ns, found.st_size)
+    return (status.st_mtime_ns, status.st_size)
 
 
-def _batches(config: ClipConfig, pictures: Sequence[Path]) -> Iterator[tuple[int, list[torch.Tensor | None]]]:
-    """Decoded ahead of the model by one batch."""
+def _batches(config: ClipConfig, images: Sequence[Path]) -> Iterator[tuple[int, list[torch.Tensor | None]]]:
+    """Start and pixels of each batch, decoded one batch ahead of the model."""
     prepare = Preprocessor(config)
     with ThreadPoolExecutor(DECODE_THREADS) as pool:
 
         def submit(start: int) -> list[Any]:
-            return [pool.submit(_pixels, path, prepare) for path in pictures[start : start + BATCH]]
+            return [pool.submit(_pixels, path, prepare) for path in images[start : start + BATCH]]
 
-        coming = submit(0)
-        for start in range(0, len(pictures), BATCH):
-            current, coming = coming, submit(start + BATCH)
+        next_batch = submit(0)
+        for start in range(0, len(images), BATCH):
+            current, next_batch = next_batch, submit(start + BATCH)
             yield start, [future.result() for future in current]
 
 
@@ -119,8 +118,8 @@ def _pixels(path: Path, prepare: Preprocessor) -> torch.Tensor | None:
 
 @torch.inference_mode()
 def _encode(trunk: torch.nn.Module, pixels: list[torch.Tensor | None]) -> Floats:
-    found = [p for p in pixels if p is not None]
+    readable = [p for p in pixels if p is not None]
     features = np.full((len(pixels), int(trunk.num_features)), np.nan, np.float32)  # type: ignore[arg-type]
-    if found:
-        features[[p is not None for p in pixels]] = trunk(torch.stack(found)).numpy()
+    if readable:
+        features[[p is not None for p in pixels]] = trunk(torch.stack(readable)).numpy()
     return features

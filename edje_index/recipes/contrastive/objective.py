@@ -1,11 +1,11 @@
-"""The contrastive loss: symmetric InfoNCE, with captions of the same image never against each other."""
+"""The contrastive loss: symmetric InfoNCE in which captions of the same image are no negatives of each other."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional
 
-MAX_SCALE = 100.0  # of the similarities, as in CLIP
+MAX_SCALE = 100.0  # upper bound of 1 / temperature, as in CLIP
 
 
 def contrastive_loss(
@@ -14,11 +14,10 @@ def contrastive_loss(
     """Mean of image-to-text and text-to-image cross-entropy over a batch of pairs.
 
     Args:
-        images: image embeddings [b, e], of any length.
+        images: image embeddings [b, e], of any norm.
         texts: embeddings of one caption each [b, e].
-        log_scale: logarithm of what cosines are multiplied by (1 / temperature), a scalar.
-        image_ids: which image each pair is of, int64 [b]. Other pairs of the same image are no negatives: they
-            are left out of the sums.
+        log_scale: log(1 / temperature), a scalar.
+        image_ids: image of each pair, int64 [b]. Other pairs of the same image are left out of the sums.
     """
     similarities = functional.normalize(images, dim=-1) @ functional.normalize(texts, dim=-1).T
     logits = log_scale.exp().clamp(max=MAX_SCALE) * similarities

@@ -1,20 +1,23 @@
-"""What the frozen part of the text tower makes of all captions, computed once.
+"""Features of all captions from the frozen part of the text tower, computed once.
 
-With no layer tuned that is one pooled vector a caption; else the hidden states of its tokens below the tuned layers,
-in float16.
+If no layer is tuned, a caption has one pooled vector. Otherwise it has the float16 hidden states of its tokens below
+the tuned layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from edje_index.progress import OnProgress
+
 BATCH = 128
-OnProgress = Callable[[int, int], None]
+_TOKENIZER_BATCH = 4096
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class TextFeatures:
 
     Attributes:
         values: pooled float32 [b, d], or hidden states float32 [b, t, d].
-        mask: bool [b, t], which tokens are there; None for pooled features.
+        mask: bool [b, t], true for tokens and false for padding; None for pooled features.
     """
 
     values: torch.Tensor
@@ -35,71 +38,77 @@ class CaptionFeatures:
     """Features of c captions.
 
     Attributes:
-        values: pooled float32 [c, d], or hidden states of all their tokens, one caption after another, float16 [s, d].
-        starts: tokens of caption i are starts[i] up to starts[i + 1], int64 [c + 1]; None for pooled features.
+        values: pooled float32 [c, d], or the hidden states of all tokens, caption after caption, float16 [s, d].
+        starts: int64 [c + 1]; caption i has the tokens starts[i] to starts[i + 1]. None for pooled features.
     """
 
-    values: np.ndarray[Any, np.dtype[Any]]
+    values: Array
     starts: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
     def __len__(self) -> int:
         return len(self.values) if self.starts is None else len(self.starts) - 1
 
     def batch(self, captions: torch.Tensor) -> TextFeatures:
-        """Those of some captions, by number."""
+        """Features of the captions with these indices, padded to the longest."""
         rows = captions.numpy()
         if self.starts is None:
             return TextFeatures(torch.from_numpy(self.values[rows]))
         lengths = self.starts[rows + 1] - self.starts[rows]
-        place = np.arange(lengths.max())
-        mask = place < lengths[:, None]
+        positions = np.arange(lengths.max())
+        mask = positions < lengths[:, None]
         hidden = np.zeros((*mask.shape, self.values.shape[1]), np.float32)
-        hidden[mask] = self.values[(self.starts[rows][:, None] + place)[mask]]
+        hidden[mask] = self.values[(self.starts[rows][:, None] + positions)[mask]]
         return TextFeatures(torch.from_numpy(hidden), torch.from_numpy(mask))
 
 
-@torch.inference_mode()
-def caption_features(
-    text: Any, tokenizer: Any, captions: Sequence[str], tune_text: int, on_progress: OnProgress
-) -> CaptionFeatures:
-    """Run the frozen layers of an open_clip Hugging Face text tower over captions.
+@dataclass(frozen=True)
+class FrozenTextTower:
+    """The frozen layers of a text tower.
 
-    Args:
-        text: ``open_clip.hf_model.HFTextEncoder``.
-        tokenizer: its tokenizer, as open_clip calls it.
-        captions: c texts.
-        tune_text: layers at the top that are left out.
-        on_progress: (captions done, captions).
+    Attributes:
+        encoder: ``open_clip.hf_model.HFTextEncoder``.
+        tokenizer: open_clip's tokenizer of it.
+        tuned_layers: number of layers at the top that are trained, and therefore not run here.
     """
-    ids = _token_ids(tokenizer, captions)
-    lengths = (ids != text.config.pad_token_id).sum(1)
-    width = int(text.config.hidden_size)
+
+    encoder: Any
+    tokenizer: Any
+    tuned_layers: int
+
+    def token_ids(self, captions: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Token ids [c, t], padded to the context length."""
+        starts = range(0, len(captions), _TOKENIZER_BATCH)
+        return np.concatenate([self.tokenizer(list(captions[i : i + _TOKENIZER_BATCH])).numpy() for i in starts])
+
+    @torch.inference_mode()
+    def hidden(self, token_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Hidden states [b, t, d] below the tuned layers."""
+        output = self.encoder.transformer(input_ids=token_ids, attention_mask=mask.long(), output_hidden_states=True)
+        states: tuple[torch.Tensor, ...] = output.hidden_states
+        return states[len(states) - 1 - self.tuned_layers]
+
+
+def caption_features(tower: FrozenTextTower, captions: Sequence[str], on_progress: OnProgress) -> CaptionFeatures:
+    """Run the frozen layers of a text tower over captions."""
+    token_ids = tower.token_ids(captions)
+    padding_id, width = tower.encoder.config.pad_token_id, int(tower.encoder.config.hidden_size)
+    lengths = (token_ids != padding_id).sum(1)
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    pooled = np.zeros((len(captions) if not tune_text else 0, width), np.float32)
-    states = np.zeros((starts[-1] if tune_text else 0, width), np.float16)
-    order = np.argsort(lengths, kind="stable")  # captions of about one length together: little padding
-    for begin in range(0, len(order), BATCH):
-        rows = order[begin : begin + BATCH]
-        words = torch.from_numpy(ids[rows, : lengths[rows].max()])
-        mask = words != text.config.pad_token_id
-        hidden = _hidden(text.transformer, words, mask, tune_text)
-        if tune_text:
-            for row, values, length in zip(rows, hidden.numpy(), lengths[rows], strict=True):
-                states[starts[row] : starts[row + 1]] = values[:length]
+    values = (
+        np.zeros((starts[-1], width), np.float16)
+        if tower.tuned_layers
+        else np.zeros((len(captions), width), np.float32)
+    )
+    by_length = np.argsort(lengths, kind="stable")  # similar lengths share a batch, so there is little padding
+    for begin in range(0, len(by_length), BATCH):
+        rows = by_length[begin : begin + BATCH]
+        ids = torch.from_numpy(token_ids[rows, : lengths[rows].max()])
+        mask = ids != padding_id
+        hidden = tower.hidden(ids, mask)
+        if tower.tuned_layers:
+            for row, states in zip(rows, hidden.numpy(), strict=True):
+                values[starts[row] : starts[row + 1]] = states[: lengths[row]]
         else:
-            pooled[rows] = ((hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)).numpy()
-        on_progress(begin + len(rows), len(order))
-    return CaptionFeatures(states, starts) if tune_text else CaptionFeatures(pooled)
-
-
-def _token_ids(tokenizer: Any, captions: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    parts = [tokenizer(list(captions[i : i + 4096])).numpy() for i in range(0, len(captions), 4096)]
-    result: np.ndarray[Any, np.dtype[np.int64]] = np.concatenate(parts)
-    return result
-
-
-def _hidden(transformer: Any, words: torch.Tensor, mask: torch.Tensor, tune_text: int) -> torch.Tensor:
-    """Hidden states [b, t, d] below the last ``tune_text`` layers."""
-    output = transformer(input_ids=words, attention_mask=mask.long(), output_hidden_states=True)
-    states: tuple[torch.Tensor, ...] = output.hidden_states
-    return states[len(states) - 1 - tune_text]
+            values[rows] = ((hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)).numpy()
+        on_progress("captions", begin + len(rows), len(by_length))
+    return CaptionFeatures(values, starts if tower.tuned_layers else None)

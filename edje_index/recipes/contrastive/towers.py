@@ -1,7 +1,7 @@
-"""The open_clip model around two towers: its configuration, its weights before training, and its folder.
+"""The open_clip model built from two towers: its configuration, its weights before training, and its folder.
 
-The image tower is pooled by its class token and projected by timm's ``Mlp`` (Linear, GELU, Linear), the text tower
-by the mean of its tokens and open_clip's ``mlp`` projection (the same without biases).
+The image tower is pooled by its class token and projected by timm's ``Mlp`` (Linear, GELU, Linear). The text tower is
+pooled by the mean of its tokens and projected by open_clip's ``mlp`` (the same layers without biases).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.clip_model import HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig, build_clip
 from edje_index.models.text_tower import save_text_tokenizer, text_tokenizer
 from edje_index.models.weights import State, assign_weights, read_weights, save_weights
-from edje_index.recipes.contrastive.config import DualSources
+from edje_index.recipes.contrastive.config import TowerSources
 
 prepare_torchvision()
 
 import timm  # noqa: E402
 from timm.models.vision_transformer import checkpoint_filter_fn  # noqa: E402
 
-CONTEXT_LENGTH = 64  # tokens of a text; longer ones are cut
+CONTEXT_LENGTH = 64  # tokens per text; longer texts are truncated
 TEXT_WEIGHTS = "model.safetensors"
-# What decides a BERT's output but for its weights: the rest of config.json differs between versions of transformers.
+# Fields of config.json that determine a BERT's output; the others differ between versions of transformers.
 _BERT_FIELDS = (
     "attention_probs_dropout_prob", "hidden_act", "hidden_dropout_prob", "hidden_size", "initializer_range",
     "intermediate_size", "layer_norm_eps", "max_position_embeddings", "model_type", "num_attention_heads",
@@ -37,14 +37,14 @@ _BERT_FIELDS = (
 
 
 @dataclass
-class DualModel:
+class ContrastiveModel:
     """An open_clip model with a timm image tower and a Hugging Face text tower.
 
     Attributes:
         clip: ``open_clip.CustomTextCLIP``.
-        config: what it was built from.
-        tokenizer: of the text tower.
-        text_config: the text tower's ``config.json``.
+        config: its configuration.
+        tokenizer: tokenizer of the text tower.
+        text_config: ``config.json`` of the text tower.
     """
 
     clip: Any
@@ -53,10 +53,10 @@ class DualModel:
     text_config: dict[str, Any]
 
     def save(self, out: Path) -> None:
-        """Write the new folder ``out``, which ``load_clip("local-dir:OUT")`` opens.
+        """Write the new folder ``out``; ``load_clip("local-dir:OUT")`` opens it.
 
         Raises:
-            ModelError: it exists.
+            ModelError: ``out`` exists.
         """
         with new_folder(out) as folder:
             self.config.write(folder)
@@ -66,11 +66,11 @@ class DualModel:
             write_json(folder / HF_TEXT_FOLDER / "config.json", self.text_config)
 
 
-def start_model(sources: DualSources, embed_dim: int, seed: int) -> DualModel:
-    """The towers with their weights and heads at random, decided by ``seed``.
+def start_model(sources: TowerSources, embed_dim: int, seed: int) -> ContrastiveModel:
+    """The towers with their weights, and heads with random weights drawn with ``seed``.
 
     Raises:
-        ModelError: a tower is not there, or of another kind.
+        ModelError: a tower is missing or of another kind.
     """
     text_config = _text_config(sources.text)
     config = clip_config(sources, embed_dim)
@@ -79,11 +79,11 @@ def start_model(sources: DualSources, embed_dim: int, seed: int) -> DualModel:
         clip: Any = build_clip(config, sources.text)
     _load_image_weights(clip.visual.trunk, sources.image_weights)
     _load_text_weights(clip.text.transformer, sources.text / TEXT_WEIGHTS)
-    return DualModel(clip, config, text_tokenizer(config, sources.text), text_config)
+    return ContrastiveModel(clip, config, text_tokenizer(config, sources.text), text_config)
 
 
-def clip_config(sources: DualSources, embed_dim: int) -> ClipConfig:
-    """open_clip's configuration of the pair; pictures are prepared as the timm model was trained."""
+def clip_config(sources: TowerSources, embed_dim: int) -> ClipConfig:
+    """open_clip's configuration of both towers; the preprocessing is that of the timm model's training."""
     vision = {
         "image_size": sources.image_size,
         "timm_model_name": sources.image_name,
@@ -100,14 +100,14 @@ def clip_config(sources: DualSources, embed_dim: int) -> ClipConfig:
         "hf_pooler_type": "mean_pooler",
         "hf_proj_type": "mlp",
     }
-    trained: Any = timm.get_pretrained_cfg(sources.image_name)
-    if trained is None:
+    pretrained: Any = timm.get_pretrained_cfg(sources.image_name)
+    if pretrained is None:
         raise ModelError(f"timm {timm.__version__} knows no model {sources.image_name!r}; see timm.list_models()")
     preprocess = {
         "size": [sources.image_size, sources.image_size],
         "mode": "RGB",
-        "mean": list(trained.mean),
-        "std": list(trained.std),
+        "mean": list(pretrained.mean),
+        "std": list(pretrained.std),
         "interpolation": "bicubic",
         "resize_mode": "shortest",
         "fill_color": 0,
@@ -121,7 +121,10 @@ def _text_config(folder: Path) -> dict[str, Any]:
         values = json.loads((folder / "config.json").read_text())
         return {name: values[name] for name in _BERT_FIELDS if name in values}
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{folder} is not the folder of a Hugging Face BERT: {error}") from error
+        raise ModelError(
+            f"{folder} is not the folder of a Hugging Face BERT: {error}; give one with config.json, its weights and "
+            "its tokenizer"
+        ) from error
 
 
 def _load_image_weights(trunk: Any, path: Path) -> None:
@@ -129,19 +132,19 @@ def _load_image_weights(trunk: Any, path: Path) -> None:
     try:
         fitted = checkpoint_filter_fn(state, trunk)
     except (KeyError, RuntimeError) as error:
-        raise ModelError(f"the weights {path} are not those of {type(trunk).__name__}: {error}") from error
+        raise ModelError(f"the weights {path} do not fit {type(trunk).__name__}: {error}") from error
     assign_weights(trunk, fitted, str(path))
 
 
 def _load_text_weights(transformer: torch.nn.Module, path: Path) -> None:
-    """All but the pooler, which a mean over tokens does not need."""
+    """Load all weights but the pooler's, which a mean over tokens does not need."""
     state = {name.removeprefix("bert."): tensor.float() for name, tensor in _read(path).items()}
-    left_out = ("pooler.", "cls.", "embeddings.position_ids")
-    kept = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
-    assign_weights(transformer, kept, str(path))
+    unused = ("pooler.", "cls.", "embeddings.position_ids")
+    used = {name: tensor for name, tensor in state.items() if not name.startswith(unused)}
+    assign_weights(transformer, used, str(path))
 
 
 def _read(path: Path) -> State:
     if not path.is_file():
-        raise ModelError(f"no weights at {path}; 'edje-index fetch-towers' gets some")
+        raise ModelError(f"no weights at {path}; 'edje-index fetch-towers' downloads both towers")
     return read_weights(path)

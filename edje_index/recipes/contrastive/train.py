@@ -1,6 +1,6 @@
-"""Training of the heads: a loop over all captions, the best epoch on a development set kept.
+"""The training loop of the heads. It keeps the weights of the best epoch on a development set.
 
-The same data, seed, versions and number of threads give the same weights.
+The same data, seed, library versions and number of threads give the same weights.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,13 @@ import torch
 from torch.nn import functional
 
 from edje_index.errors import ModelError
-from edje_index.recipes.contrastive.config import DualConfig
+from edje_index.recipes.contrastive.config import ContrastiveConfig
 from edje_index.recipes.contrastive.heads import Heads
 from edje_index.recipes.contrastive.objective import contrastive_loss
 from edje_index.recipes.contrastive.text_features import CaptionFeatures
 
 CUTOFFS = (1, 5, 10, 50)
-WARMUP = 0.03  # of all steps
+WARMUP = 0.03  # share of all steps
 CLIP_NORM = 1.0
 EVALUATION_BATCH = 512
 OnRecord = Callable[[Mapping[str, Any]], None]
@@ -31,12 +31,12 @@ OnRecord = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class PairFeatures:
-    """Images n with their captions c, as features.
+    """Features of n images and of their c captions.
 
     Attributes:
         images: float32 [n, d].
-        captions: of c captions.
-        image_of: number of each caption's image, int64 [c].
+        captions: features of the c captions.
+        image_of: index of each caption's image, int64 [c].
     """
 
     images: torch.Tensor
@@ -44,40 +44,42 @@ class PairFeatures:
     image_of: torch.Tensor
 
 
-@dataclass
-class Training:
-    """What a training came to.
+@dataclass(frozen=True)
+class HeadTraining:
+    """The outcome of a training.
 
     Attributes:
-        epoch: whose weights were kept, counted from 1.
-        recalls: on the development set, by direction and cut-off (``t2i`` R@1, ... in percent); empty without one.
-        seconds: of the loop.
+        epoch: epoch whose weights were kept, counted from 1.
+        recalls: recall on the development set in percent, by direction (``t2i``, ``i2t``) and cut-off (``R@1``, ...);
+            empty if there is no development set.
+        seconds: duration of the loop.
     """
 
-    epoch: int = 0
-    recalls: dict[str, dict[str, float]] = field(default_factory=dict)
-    seconds: float = 0.0
+    epoch: int
+    recalls: dict[str, dict[str, float]]
+    seconds: float
 
 
 def train_heads(
-    heads: Heads, data: PairFeatures, dev: PairFeatures | None, config: DualConfig, on_record: OnRecord
-) -> Training:
+    heads: Heads, data: PairFeatures, dev: PairFeatures | None, config: ContrastiveConfig, on_record: OnRecord
+) -> HeadTraining:
     """Train ``heads`` in place.
 
     Args:
-        heads: their parameters are trained, and nothing else.
-        data: to train on.
-        dev: to choose the epoch by (mean of R@1 and R@10 in both directions); None keeps the last.
-        config: how.
-        on_record: gets one record an epoch.
+        heads: the trained parameters; nothing else changes.
+        data: features to train on.
+        dev: features to choose the epoch by (mean of R@1 and R@10 in both directions); None keeps the last epoch.
+        config: how to train.
+        on_record: called with one record per epoch.
 
     Raises:
-        ModelError: fewer captions than a batch, or a loss that is not finite.
+        ModelError: there are fewer captions than a batch, or the loss is not finite.
     """
     if len(data.captions) < config.batch_size:
-        raise ModelError(f"{len(data.captions)} captions do not fill a batch of {config.batch_size}: make it smaller")
+        raise ModelError(f"{len(data.captions)} captions do not fill a batch of {config.batch_size}: lower batch_size")
     started = time.monotonic()
-    best, result, kept = -1.0, Training(), copy.deepcopy(heads.state_dict())
+    best_quality, best_epoch, best_recalls = -1.0, 0, dict[str, dict[str, float]]()
+    best_state = copy.deepcopy(heads.state_dict())
     heads.requires_grad_(True)
     heads.standardise(data.images)
     optimizer = torch.optim.AdamW(heads.groups(config.lr, config.text_lr, config.weight_decay))
@@ -88,34 +90,33 @@ def train_heads(
             loss = _epoch(heads, data, config, schedule)
             recalls = {} if dev is None else recall(heads, dev)
             quality = _quality(recalls) if recalls else float(epoch)
-            if quality > best:
-                best, kept = quality, copy.deepcopy(heads.state_dict())
-                result = Training(epoch, recalls)
+            if quality > best_quality:
+                best_quality, best_epoch, best_recalls = quality, epoch, recalls
+                best_state = copy.deepcopy(heads.state_dict())
             on_record({"epoch": epoch, "loss": loss, "seconds": time.monotonic() - started, **_flat(recalls)})
-    heads.load_state_dict(kept)
+    heads.load_state_dict(best_state)
     heads.requires_grad_(False)
     heads.fold()
-    result.seconds = time.monotonic() - started
-    return result
+    return HeadTraining(best_epoch, best_recalls, time.monotonic() - started)
 
 
 @torch.inference_mode()
 def recall(heads: Heads, data: PairFeatures) -> dict[str, dict[str, float]]:
-    """Recall in percent at CUTOFFS, text to image (``t2i``) and image to text (``i2t``: the best of its captions)."""
+    """Recall in percent at each of CUTOFFS: text to image (``t2i``), and image to its best caption (``i2t``)."""
     images = functional.normalize(heads.image_embedding(data.images), dim=-1)
     batches = torch.split(torch.arange(len(data.captions)), EVALUATION_BATCH)
     texts = torch.cat([heads.text_embedding(data.captions.batch(batch)) for batch in batches])
     similarities = functional.normalize(texts, dim=-1) @ images.T
-    own = similarities.gather(1, data.image_of[:, None])
-    to_image = (similarities > own).sum(1)
-    best = torch.full((len(images),), -torch.inf).scatter_reduce(0, data.image_of, own[:, 0], "amax")
-    to_text = (similarities > best).sum(0)[best.isfinite()]
-    ranks = {"t2i": to_image, "i2t": to_text}
+    positives = similarities.gather(1, data.image_of[:, None])
+    image_ranks = (similarities > positives).sum(1)
+    best = torch.full((len(images),), -torch.inf).scatter_reduce(0, data.image_of, positives[:, 0], "amax")
+    caption_ranks = (similarities > best).sum(0)[best.isfinite()]
+    ranks = {"t2i": image_ranks, "i2t": caption_ranks}
     return {name: {f"R@{k}": 100 * float((rank < k).double().mean()) for k in CUTOFFS} for name, rank in ranks.items()}
 
 
-def _epoch(heads: Heads, data: PairFeatures, config: DualConfig, schedule: _Schedule) -> float:
-    """One pass over all captions in random order; returns the mean loss."""
+def _epoch(heads: Heads, data: PairFeatures, config: ContrastiveConfig, schedule: _Schedule) -> float:
+    """Train on all captions once, in random order; returns the mean loss."""
     heads.train()
     losses = []
     order = torch.randperm(len(data.captions))
@@ -129,14 +130,14 @@ def _epoch(heads: Heads, data: PairFeatures, config: DualConfig, schedule: _Sche
             loss = contrastive_loss(images, texts, heads.log_scale, rows)
             losses.append(float(loss.detach()))
             if not math.isfinite(losses[-1]):
-                raise ModelError("the loss is not finite: lower --lr")
+                raise ModelError(f"the loss is {losses[-1]}: lower the learning rate")
             schedule.step(loss)
     heads.eval()
     return float(np.mean(losses))
 
 
 class _Schedule:
-    """Linear warm-up, then a cosine to 0; every group has its own peak."""
+    """Steps an optimiser with a linear warm-up, then a cosine to 0, from each group's own peak learning rate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self.optimizer = optimizer
@@ -157,13 +158,13 @@ class _Schedule:
 
 
 def _quality(recalls: Mapping[str, Mapping[str, float]]) -> float:
-    return float(np.mean([found[key] for found in recalls.values() for key in ("R@1", "R@10")]))
+    return float(np.mean([by_cutoff[key] for by_cutoff in recalls.values() for key in ("R@1", "R@10")]))
 
 
 def _flat(recalls: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    return {f"{direction} {key}": value for direction, found in recalls.items() for key, value in found.items()}
+    return {f"{direction} {key}": value for direction, by_cutoff in recalls.items() for key, value in by_cutoff.items()}
 
 
 def captions_of(counts: Sequence[int]) -> torch.Tensor:
-    """Number of each caption's image, int64, from the number of captions that each image has."""
+    """Index of each caption's image, int64, given the number of captions per image."""
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))

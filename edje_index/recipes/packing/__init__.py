@@ -1,13 +1,13 @@
-"""A trained bundle small enough for a repository: what differs from the base towers, and nothing else.
+"""Packing of a trained bundle into a folder small enough for a repository.
 
-``carry`` packs a bundle into such a folder, ``assemble`` makes the bundle again from it and the towers of
-``edje-index fetch-towers``; ``tensors`` is how one tensor is packed. The folder:
+A packed model holds only what differs from the base towers. ``pack`` writes it, ``unpack`` makes the bundle again from
+it and the folder of ``edje-index fetch-towers``, and ``tensors`` packs one tensor. The folder:
 
-    carried.json          how every tensor is packed, the hashes of the towers' weights
+    carried.json          packing of every tensor, hashes of the base towers' weights
     weights.safetensors   the packed tensors
-    bundle/...            every file of the bundle that holds no weights, bundle.json among them
-    MODEL_CARD.md         what the model is: data, licence, figures
+    bundle/...            every file of the bundle that holds no weights, bundle.json included
+    MODEL_CARD.md         data, licence and figures of the model
 
-Packing rounds. The bundle to evaluate and to publish is therefore the one that comes out of ``assemble``: its
-fingerprint is in ``bundle/bundle.json``, and ``assemble`` fails where it does not come to the same bytes.
+Packing rounds, so evaluate and publish the unpacked bundle. ``bundle/bundle.json`` holds its fingerprint, and unpacking
+fails if the result has another.
 """

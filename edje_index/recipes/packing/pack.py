@@ -1,4 +1,4 @@
-"""From a trained bundle to the folder that a repository carries."""
+"""``pack_model``: from a trained bundle to a folder small enough for a repository."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder, write_json
 from edje_index.recipes.packing.bases import WEIGHT_FILES, BaseTowers
 from edje_index.recipes.packing.card import model_card
-from edje_index.recipes.packing.tensors import FP16, FRESH, Array, pack
+from edje_index.recipes.packing.tensors import FP16, NEW_TENSOR_PACKINGS, Array, pack_tensor
 from edje_index.recipes.packing.unpack import (
     BUNDLE_FOLDER,
     CARD_FILE,
-    CARRIED_FILE,
     FORMAT,
     FORMAT_VERSION,
-    PACKED_FILE,
-    Packed,
+    PACKING_FILE,
+    TENSORS_FILE,
+    PackedTensors,
     write_weights,
 )
 
@@ -33,14 +33,14 @@ MAX_BYTES = 25_000_000
 
 
 @dataclass(frozen=True)
-class CarriedModel:
-    """What was packed.
+class PackedModel:
+    """A packed model.
 
     Attributes:
         out: its folder.
         size: bytes of the whole folder.
-        packings: way of packing to (tensors, bytes).
-        fingerprint: of the bundle that ``assemble_bundle`` makes of it.
+        packings: name of a packing to (number of tensors, bytes).
+        fingerprint: fingerprint of the bundle that ``unpack_model`` makes of it.
     """
 
     out: Path
@@ -49,74 +49,77 @@ class CarriedModel:
     fingerprint: str
 
 
-def carry_model(
-    bundle: str | Path, towers: str | Path, out: str | Path, *, fresh: str = FP16, max_bytes: int = MAX_BYTES
-) -> CarriedModel:
-    """Pack a bundle into the new folder ``out``.
+def pack_model(
+    bundle: str | Path, towers: str | Path, out: str | Path, *, new_tensors: str = FP16, max_bytes: int = MAX_BYTES
+) -> PackedModel:
+    """Pack a bundle into a new folder.
 
     Args:
-        bundle: a bundle whose towers began as the base towers.
-        towers: folder of ``fetch_towers``.
+        bundle: a bundle whose towers were initialised from the base towers.
+        towers: folder that ``fetch_towers`` wrote.
         out: new folder.
-        fresh: ``fp16`` or ``int8`` for large tensors that no tower has.
-        max_bytes: larger folders are refused.
+        new_tensors: ``fp16`` or ``int8``, the packing of large tensors that no tower has.
+        max_bytes: a larger folder is refused.
 
     Raises:
-        ModelError: not a sound bundle, no towers, ``out`` exists, or more than ``max_bytes``.
+        ModelError: ``bundle`` is not a sound bundle, a tower is missing, ``out`` exists, or it would hold more than
+            ``max_bytes``.
     """
-    if fresh not in FRESH:
-        raise ModelError(f"large new tensors are packed as one of {', '.join(FRESH)}, not {fresh!r}")
+    if new_tensors not in NEW_TENSOR_PACKINGS:
+        raise ModelError(f"unknown packing {new_tensors!r} of new tensors: use {' or '.join(NEW_TENSOR_PACKINGS)}")
     info = read_bundle_info(bundle)
     verify_files(info)
     bases = BaseTowers.read(Path(towers))
-    packed, packings = _packed(info, bases, fresh)
+    tensors, packings = _pack_tensors(info, bases, new_tensors)
     with new_folder(Path(out)) as folder:
-        save_file(dict(packed.arrays), folder / PACKED_FILE)
-        write_json(folder / CARRIED_FILE, _account(packed, bases))
-        assembled = _copy_rest(info, packed, bases, folder / BUNDLE_FOLDER)
-        (folder / CARD_FILE).write_text(model_card(assembled))
+        save_file(dict(tensors.arrays), folder / TENSORS_FILE)
+        write_json(folder / PACKING_FILE, _description(tensors, bases))
+        unpacked = _copy_other_files(info, tensors, bases, folder / BUNDLE_FOLDER)
+        (folder / CARD_FILE).write_text(model_card(unpacked))
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         if size > max_bytes:
             raise ModelError(
                 f"the packed model takes {size / 1e6:.1f} MB, more than {max_bytes / 1e6:.1f} MB "
-                f"({_largest(packings)}): pack new tensors as int8, train a narrower adapter, or freeze the words"
+                f"({_sizes(packings)}): pack new tensors as int8, train a narrower adapter, or freeze the word vectors"
             )
-    return CarriedModel(Path(out), size, packings, assembled.fingerprint)
+    return PackedModel(Path(out), size, packings, unpacked.fingerprint)
 
 
-def _packed(info: BundleInfo, bases: BaseTowers, fresh: str) -> tuple[Packed, dict[str, tuple[int, int]]]:
+def _pack_tensors(
+    info: BundleInfo, bases: BaseTowers, new_tensors: str
+) -> tuple[PackedTensors, dict[str, tuple[int, int]]]:
     arrays: dict[str, Array] = {}
-    index: dict[str, dict[str, dict[str, Any]]] = {}
+    records: dict[str, dict[str, dict[str, Any]]] = {}
     totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for file in WEIGHT_FILES:
-        index[file] = {}
+        records[file] = {}
         for name, tensor in sorted(load_file(info.path / file).items()):
-            packing, parts = pack(tensor, bases.find(file, name, tensor.shape), fresh)
-            index[file][name] = {"packing": packing, "shape": list(tensor.shape)}
+            packing, parts = pack_tensor(tensor, bases.find(file, name, tensor.shape), new_tensors)
+            records[file][name] = {"packing": packing, "shape": list(tensor.shape)}
             arrays.update({f"{file}:{name}:{part}": np.ascontiguousarray(value) for part, value in parts.items()})
             totals[packing][0] += 1
             totals[packing][1] += sum(value.nbytes for value in parts.values())
-    return Packed(arrays, index), {name: (count, size) for name, (count, size) in sorted(totals.items())}
+    return PackedTensors(arrays, records), {name: (count, size) for name, (count, size) in sorted(totals.items())}
 
 
-def _account(packed: Packed, bases: BaseTowers) -> dict[str, Any]:
+def _description(tensors: PackedTensors, bases: BaseTowers) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "towers": bases.digests,
-        "tensors": packed.index,
+        "tensors": tensors.records,
     }
 
 
-def _copy_rest(info: BundleInfo, packed: Packed, bases: BaseTowers, folder: Path) -> BundleInfo:
-    """Files without weights, and ``bundle.json`` of the bundle that will be assembled."""
+def _copy_other_files(info: BundleInfo, tensors: PackedTensors, bases: BaseTowers, folder: Path) -> BundleInfo:
+    """Copy the files without weights, and write the ``bundle.json`` of the unpacked bundle, which is returned."""
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch) / "bundle"
         for name in info.files:
             (whole / name).parent.mkdir(parents=True, exist_ok=True)
             if name not in WEIGHT_FILES:
                 shutil.copyfile(info.path / name, whole / name)
-        write_weights(packed, bases, whole)
+        write_weights(tensors, bases, whole)
         described = describe_bundle(
             whole,
             vision=info.vision,
@@ -132,5 +135,5 @@ def _copy_rest(info: BundleInfo, packed: Packed, bases: BaseTowers, folder: Path
     return described
 
 
-def _largest(packings: dict[str, tuple[int, int]]) -> str:
+def _sizes(packings: dict[str, tuple[int, int]]) -> str:
     return ", ".join(f"{name} {size / 1e6:.1f} MB" for name, (_, size) in packings.items() if size)

@@ -1,13 +1,13 @@
-"""Packing of one float32 tensor, with or without a base: the tower's tensor that training began with.
+"""Packing of one tensor, with or without a base: the tower's tensor that training started from.
 
-    base     equal to the base in every number: nothing is stored
-    delta8   rows that differ from the base, as int8 differences with one float32 scale a row (largest value / 127)
-    int8     no base: int8 with one float32 scale a row
+    base     equal to the base: nothing is stored
+    delta8   rows that differ from the base, as int8 differences with one float32 scale per row (largest value / 127)
+    int8     no base: int8 with one float32 scale per row
     fp16     no base: rounded to float16
-    raw      biases, norms, tables of up to RAW_ELEMENTS numbers and whatever is not float32: as it is
+    raw      stored unchanged: biases, norms, tensors of at most RAW_ELEMENTS numbers, and types other than float32
 
-A base may have fewer rows (words were added): those beyond it count as zeros. Unpacking multiplies and adds in float32,
-number by number, so that it gives the same bits on every machine.
+A base may have fewer rows than the tensor, for example if tokens were added to a vocabulary; the missing rows count as
+zeros. Unpacking multiplies and adds in float32, element by element, so every machine computes the same bits.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 import numpy as np
 
 BASE, DELTA8, INT8, FP16, RAW = "base", "delta8", "int8", "fp16", "raw"
-FRESH = (FP16, INT8)
+NEW_TENSOR_PACKINGS = (FP16, INT8)
 RAW_ELEMENTS = 1 << 17
 _LARGEST = 127
 Array = np.ndarray[Any, np.dtype[Any]]
 Parts = dict[str, Array]
 
 
-def pack(tensor: Array, base: Array | None, fresh: str) -> tuple[str, Parts]:
-    """How a tensor is packed, and the arrays that it takes.
+def pack_tensor(tensor: Array, base: Array | None, new_tensors: str) -> tuple[str, Parts]:
+    """Choose a packing and return its name and arrays.
 
     Args:
-        tensor: to pack.
-        base: [r', ...] where the tensor is [r, ...], r' at most r; None for a tensor that no tower has.
-        fresh: ``fp16`` or ``int8``, for large tensors without a base.
+        tensor: [r, ...].
+        base: [r', ...] with r' at most r; None for a tensor that no tower has.
+        new_tensors: ``fp16`` or ``int8``, the packing of large tensors without a base.
     """
     if base is not None and tensor.shape == base.shape and np.array_equal(tensor, base):
         return BASE, {}
@@ -42,17 +42,17 @@ def pack(tensor: Array, base: Array | None, fresh: str) -> tuple[str, Parts]:
         changed = np.flatnonzero(difference.any(axis=1))
         codes, scales = _quantised(difference[changed])
         return DELTA8, {"rows": changed.astype(np.int32), "codes": codes, "scales": scales}
-    if fresh == FP16:
+    if new_tensors == FP16:
         return FP16, {"values": tensor.astype(np.float16)}
     codes, scales = _quantised(_rows(tensor))
     return INT8, {"codes": codes, "scales": scales}
 
 
-def unpack(packing: str, parts: Mapping[str, Array], shape: tuple[int, ...], base: Array | None) -> Array:
-    """The tensor that ``pack`` rounded to, of ``shape``.
+def unpack_tensor(packing: str, parts: Mapping[str, Array], *, shape: tuple[int, ...], base: Array | None) -> Array:
+    """The tensor of ``shape`` that ``pack_tensor`` rounded to.
 
     Raises:
-        ValueError, KeyError: arrays that do not make such a tensor.
+        ValueError, KeyError: the arrays do not make such a tensor.
     """
     if packing == RAW:
         return parts["values"].reshape(shape)
@@ -61,7 +61,7 @@ def unpack(packing: str, parts: Mapping[str, Array], shape: tuple[int, ...], bas
     if packing == INT8:
         return (parts["codes"].astype(np.float32) * parts["scales"][:, None]).reshape(shape)
     if base is None:
-        raise ValueError("no base tensor")
+        raise ValueError(f"packing {packing!r} needs a base tensor")
     result = _extended(base, shape)
     if packing == DELTA8:
         _rows(result)[parts["rows"]] += parts["codes"].astype(np.float32) * parts["scales"][:, None]
@@ -71,21 +71,21 @@ def unpack(packing: str, parts: Mapping[str, Array], shape: tuple[int, ...], bas
 
 
 def _rows(tensor: Array) -> Array:
-    """As a matrix; a view."""
+    """A view of the tensor as a matrix."""
     return tensor.reshape(len(tensor), -1)
 
 
 def _extended(base: Array, shape: tuple[int, ...]) -> Array:
-    """A copy of ``base`` with rows of zeros to ``shape``."""
+    """A copy of ``base``, filled up with rows of zeros to ``shape``."""
     if base.shape[1:] != shape[1:] or len(base) > shape[0]:
-        raise ValueError(f"a base of shape {list(base.shape)} for a tensor of shape {list(shape)}")
+        raise ValueError(f"a base of shape {list(base.shape)} does not fit a tensor of shape {list(shape)}")
     result = np.zeros(shape, base.dtype)
     result[: len(base)] = base
     return result
 
 
 def _quantised(rows: Array) -> tuple[Array, Array]:
-    """int8 codes and float32 scales of float32 rows [r, k]."""
+    """Quantise float32 rows [r, k] to int8 codes [r, k] and float32 scales [r]."""
     scales = (np.abs(rows).max(axis=1, initial=0) / _LARGEST).astype(np.float32)
     divisors = np.where(scales > 0, scales, 1)[:, None]
     return np.clip(np.rint(rows / divisors), -_LARGEST, _LARGEST).astype(np.int8), scales

@@ -1,4 +1,4 @@
-"""From a carried folder and the base towers to an ordinary bundle, the same bytes wherever it is made."""
+"""``unpack_model``: from a packed model and the base towers to a bundle, the same bytes on every machine."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from edje_index.bundles.info import BundleInfo, read_bundle_info, verify_files
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder, read_versioned
 from edje_index.recipes.packing.bases import BaseTowers
-from edje_index.recipes.packing.tensors import Array, unpack
+from edje_index.recipes.packing.tensors import Array, unpack_tensor
 
+# Stored names: the first release called a packed model a "carried" one.
 FORMAT, FORMAT_VERSION = "edje-carried-model", 1
-CARRIED_FILE, PACKED_FILE, CARD_FILE = "carried.json", "weights.safetensors", "MODEL_CARD.md"
+PACKING_FILE, TENSORS_FILE, CARD_FILE = "carried.json", "weights.safetensors", "MODEL_CARD.md"
 BUNDLE_FOLDER = "bundle"
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedTensors:
     """The packed tensors of a bundle.
 
     Attributes:
         arrays: ``<file>:<tensor>:<part>`` to array.
-        index: file of the bundle to tensor to ``{"packing", "shape"}``.
+        records: file of the bundle to tensor name to ``{"packing", "shape"}``.
     """
 
     arrays: Mapping[str, Array]
-    index: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    records: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
     def parts(self, file: str, name: str) -> dict[str, Array]:
         """The arrays of one tensor."""
@@ -41,51 +42,52 @@ class Packed:
         return {key.removeprefix(prefix): value for key, value in self.arrays.items() if key.startswith(prefix)}
 
 
-def assemble_bundle(carried: str | Path, towers: str | Path, out: str | Path) -> BundleInfo:
-    """Write the bundle that a carried folder stands for as the new folder ``out``.
+def unpack_model(packed: str | Path, towers: str | Path, out: str | Path) -> BundleInfo:
+    """Write the bundle of a packed model.
 
     Args:
-        carried: what ``carry_model`` wrote.
-        towers: folder of ``fetch_towers``.
-        out: new folder.
+        packed: folder that ``pack_model`` wrote.
+        towers: folder that ``fetch_towers`` wrote.
+        out: new folder for the bundle.
 
     Raises:
-        ModelError: not such a folder, other towers than it was packed with, ``out`` exists, or files that do not come
-            to the recorded fingerprint.
+        ModelError: ``packed`` is not a packed model, it was packed with other towers, ``out`` exists, or the bundle
+            does not have the recorded fingerprint.
     """
-    folder = Path(carried)
-    account, packed = _read(folder)
+    folder = Path(packed)
+    description, tensors = _read(folder)
     bases = BaseTowers.read(Path(towers))
-    if bases.digests != account["towers"]:
+    if bases.digests != description["towers"]:
         raise ModelError(
             f"{folder} was packed with other base towers than those in {towers}: "
-            "get them with 'edje-index fetch-towers'"
+            "download the right ones with 'edje-index fetch-towers'"
         )
     with new_folder(Path(out)) as staging:
         shutil.copytree(folder / BUNDLE_FOLDER, staging, dirs_exist_ok=True)
         try:
-            write_weights(packed, bases, staging)
+            write_weights(tensors, bases, staging)
         except (KeyError, ValueError, TypeError) as error:
             raise ModelError(f"{folder} is damaged ({error!r}): copy the whole folder again") from error
         verify_files(read_bundle_info(staging))
     return read_bundle_info(out)
 
 
-def write_weights(packed: Packed, bases: BaseTowers, folder: Path) -> None:
-    """Unpack every tensor into the bundle's files of weights."""
-    for file, tensors in packed.index.items():
+def write_weights(tensors: PackedTensors, bases: BaseTowers, folder: Path) -> None:
+    """Unpack all tensors into the weight files of the bundle in ``folder``."""
+    for file, records in tensors.records.items():
         state = {}
-        for name, record in tensors.items():
+        for name, record in records.items():
             shape = tuple(int(n) for n in record["shape"])
             base = bases.find(file, name, shape)
-            state[name] = np.ascontiguousarray(unpack(record["packing"], packed.parts(file, name), shape, base))
+            tensor = unpack_tensor(record["packing"], tensors.parts(file, name), shape=shape, base=base)
+            state[name] = np.ascontiguousarray(tensor)
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         save_file(state, folder / file)
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], Packed]:
-    account = read_versioned(folder, CARRIED_FILE, "carried model", FORMAT, FORMAT_VERSION)
+def _read(folder: Path) -> tuple[dict[str, Any], PackedTensors]:
+    description = read_versioned(folder / PACKING_FILE, "packed model", form=FORMAT, versions=[FORMAT_VERSION])
     try:
-        return account, Packed(load_file(folder / PACKED_FILE), account["tensors"])
+        return description, PackedTensors(load_file(folder / TENSORS_FILE), description["tensors"])
     except (OSError, SafetensorError, KeyError) as error:
-        raise ModelError(f"cannot read {folder / PACKED_FILE}: {error}; copy the whole folder again") from error
+        raise ModelError(f"cannot read {folder / TENSORS_FILE}: {error}; copy the whole folder again") from error

@@ -36,7 +36,7 @@ def test_members_of_a_wheel_are_read_by_their_names(tmp_path):
 
 
 def test_a_changed_member_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="sha256 differs"):
+    with pytest.raises(ModelError, match="SHA-256 differs"):
         read_members(wheel_with(tmp_path, b"other", b"weights"), tmp_path)
 
 
@@ -81,7 +81,7 @@ def graph_of(names: list[str], linear: dict[str, np.ndarray], named: dict[str, n
 
 def test_another_graph_is_refused():
     graph = graph_of([], {"/backbone/other/MatMul": np.eye(2, dtype=np.float32)}, {})
-    with pytest.raises(ModelError, match="not the export of DINOv2"):
+    with pytest.raises(ModelError, match="not the expected export of DINOv2"):
         timm_state(graph)
 
 

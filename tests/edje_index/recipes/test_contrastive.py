@@ -1,4 +1,4 @@
-"""The dual encoder: its loss, its frozen passes, and that what was trained is what open_clip computes."""
+"""The embedding model: its loss, its frozen passes, and that what was trained is what open_clip computes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from edje_index.errors import ModelError
 from edje_index.models.clip_model import WEIGHTS_FILE, load_clip
 from edje_index.models.text_tower import TextTower, text_tokenizer
 from edje_index.models.vision_tower import vision_tower
-from edje_index.recipes.contrastive.command import Reports, train_embedding
-from edje_index.recipes.contrastive.config import DualConfig
+from edje_index.recipes.contrastive.config import ContrastiveConfig
+from edje_index.recipes.contrastive.embedding_model import EmbeddingRequest, train_embedding
 from edje_index.recipes.contrastive.heads import Heads
 from edje_index.recipes.contrastive.image_features import PooledTower, image_features
 from edje_index.recipes.contrastive.objective import contrastive_loss
-from edje_index.recipes.contrastive.text_features import CaptionFeatures, caption_features
+from edje_index.recipes.contrastive.text_features import CaptionFeatures, FrozenTextTower, caption_features
 from edje_index.recipes.contrastive.towers import start_model
 from edje_index.recipes.contrastive.train import PairFeatures, captions_of, recall, train_heads
 from storage_formats.errors import UsageError
-from tests.edje_index.dual_towers import coloured_items, tiny_sources
+from tests.edje_index.tiny_towers import coloured_items, tiny_sources
 
-SMALL = DualConfig(embed_dim=12, epochs=4, batch_size=8, lr=1e-2)
+SMALL = ContrastiveConfig(embed_dim=12, epochs=4, batch_size=8, lr=1e-2)
 
 
 def quiet(*_):
@@ -68,7 +68,7 @@ def test_loss_is_the_formula():
 def test_features_and_heads_are_open_clips_text_tower(sources, tuned):
     model = start_model(sources, 12, seed=0)
     captions = ["red picture", "a thing", "a green thing number twelve and more"]
-    features = caption_features(model.clip.text, model.tokenizer, captions, tuned, quiet)
+    features = caption_features(FrozenTextTower(model.clip.text, model.tokenizer, tuned), captions, quiet)
     heads = Heads(model.clip, tuned)
     with torch.inference_mode():
         ours = heads.text_embedding(features.batch(torch.tensor([2, 0, 1])))
@@ -87,9 +87,9 @@ def test_folded_standardisation_changes_nothing(sources):
 
 
 def test_trained_model_is_the_one_that_open_clip_and_the_bundle_use(sources, items, tmp_path):
-    out = tmp_path / "dual"
-    config = DualConfig(embed_dim=12, epochs=30, batch_size=16, lr=3e-2, image_dropout=0, text_dropout=0)
-    result = train_embedding(items, items, sources, config, out, tmp_path / "cache", Reports(quiet, quiet))
+    out = tmp_path / "model"
+    config = ContrastiveConfig(embed_dim=12, epochs=30, batch_size=16, lr=3e-2, image_dropout=0, text_dropout=0)
+    result = train_embedding(EmbeddingRequest(items, items, sources, config, out, tmp_path / "cache"), quiet, quiet)
     assert result.images == len(items)
     log = [json.loads(line) for line in (out / "training.jsonl").read_text().splitlines()]
     assert [record["epoch"] for record in log[1:]] == list(range(1, 31))
@@ -110,12 +110,12 @@ def test_trained_model_is_the_one_that_open_clip_and_the_bundle_use(sources, ite
 
 def test_plain_open_clip_takes_the_folder(sources, tmp_path):
     model = start_model(sources, 12, seed=0)
-    model.save(tmp_path / "dual")
-    config = json.loads((tmp_path / "dual" / "open_clip_config.json").read_text())["model_cfg"]
-    config["text_cfg"]["hf_model_name"] = str(tmp_path / "dual" / "hf_text")
+    model.save(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "open_clip_config.json").read_text())["model_cfg"]
+    config["text_cfg"]["hf_model_name"] = str(tmp_path / "model" / "hf_text")
     plain = open_clip.CustomTextCLIP(**config)
     plain.visual.set_input_size(config["vision_cfg"]["image_size"])
-    open_clip.load_checkpoint(plain, str(tmp_path / "dual" / WEIGHTS_FILE))
+    open_clip.load_checkpoint(plain, str(tmp_path / "model" / WEIGHTS_FILE))
     plain.eval()
     pixels = torch.randn(2, 3, 64, 64)
     with torch.inference_mode():
@@ -125,16 +125,16 @@ def test_plain_open_clip_takes_the_folder(sources, tmp_path):
 def test_same_seed_same_weights(sources, items, tmp_path):
     weights = []
     for name in ("a", "b"):
-        train_embedding(items, [], sources, SMALL, tmp_path / name, tmp_path / "cache", Reports(quiet, quiet))
+        train_embedding(EmbeddingRequest(items, [], sources, SMALL, tmp_path / name, tmp_path / "cache"), quiet, quiet)
         weights.append((tmp_path / name / WEIGHTS_FILE).read_bytes())
     assert weights[0] == weights[1]
 
 
 def test_only_heads_and_tuned_layers_are_trained(sources, items, tmp_path):
-    config = DualConfig(embed_dim=12, epochs=1, batch_size=8, tune_text=1)
-    train_embedding(items, [], sources, config, tmp_path / "dual", tmp_path / "cache", Reports(quiet, quiet))
+    config = ContrastiveConfig(embed_dim=12, epochs=1, batch_size=8, tune_text=1)
+    train_embedding(EmbeddingRequest(items, [], sources, config, tmp_path / "model", tmp_path / "cache"), quiet, quiet)
     before = start_model(sources, 12, seed=0).clip.state_dict()
-    after = load_clip(f"local-dir:{tmp_path / 'dual'}", None)[0].state_dict()
+    after = load_clip(f"local-dir:{tmp_path / 'model'}", None)[0].state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     trained = ("visual.head.", "text.proj.", "text.transformer.encoder.layer.1.", "logit_scale")
     assert changed
@@ -151,14 +151,14 @@ def test_features_resume_where_they_stopped(sources, items, tmp_path):
     class Stopped(Exception):
         pass
 
-    def stop(done, _):
+    def stop(_, done, __):
         if done >= 32:
             raise Stopped
 
     with pytest.raises(Stopped):
         image_features(tower, paths, tmp_path / "parts", stop)
     seen = []
-    again = image_features(tower, paths, tmp_path / "parts", lambda done, _: seen.append(done))
+    again = image_features(tower, paths, tmp_path / "parts", lambda _, done, __: seen.append(done))
     assert seen == [64, 80]
     np.testing.assert_array_equal(again, whole)
 
@@ -175,7 +175,7 @@ def test_features_are_made_anew_of_pictures_that_changed_or_came_later(sources, 
     shutil.copy(items[3].path, paths[0])
     paths[1].unlink()
     seen = []
-    second = image_features(tower, paths, tmp_path / "cache", lambda done, of: seen.append((done, of)))
+    second = image_features(tower, paths, tmp_path / "cache", lambda _, done, total: seen.append((done, total)))
     assert seen == [(3, 3)]
     fresh = image_features(tower, paths, tmp_path / "other", quiet)
     np.testing.assert_allclose(second, fresh, atol=1e-5)
@@ -190,7 +190,8 @@ def test_pictures_that_cannot_be_read_are_left_out(sources, items, tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no picture")
     bad = [*items, type(items[0])("broken.png", broken, ("a broken thing",), None, "broken.png")]
-    result = train_embedding(bad, [], sources, SMALL, tmp_path / "dual", tmp_path / "cache", Reports(quiet, quiet))
+    request = EmbeddingRequest(bad, [], sources, SMALL, tmp_path / "model", tmp_path / "cache")
+    result = train_embedding(request, quiet, quiet)
     assert (result.images, result.unreadable) == (16, 1)
 
 
@@ -214,12 +215,14 @@ def test_recall_counts_both_directions():
 
 
 def test_refusals(sources, items, tmp_path):
-    reports = Reports(quiet, quiet)
     data = PairFeatures(torch.zeros(1, 64), CaptionFeatures(np.zeros((1, 16), np.float32)), captions_of([1]))
     heads = Heads(start_model(sources, 12, 0).clip, 0)
     with pytest.raises(ModelError, match="do not fill a batch"):
         train_heads(heads, data, None, SMALL, quiet)
+    with pytest.raises(UsageError, match="lr must be positive, got 0"):
+        ContrastiveConfig(lr=0)
+    too_many = EmbeddingRequest(items, [], sources, ContrastiveConfig(tune_text=3), tmp_path / "o", tmp_path / "c")
     with pytest.raises(UsageError, match="the text tower has 2"):
-        train_embedding(items, [], sources, DualConfig(tune_text=3), tmp_path / "o", tmp_path / "c", reports)
+        train_embedding(too_many, quiet, quiet)
     with pytest.raises(ModelError, match="exists already"):
-        train_embedding(items, [], sources, SMALL, tmp_path, tmp_path / "c", reports)
+        train_embedding(EmbeddingRequest(items, [], sources, SMALL, tmp_path, tmp_path / "c"), quiet, quiet)

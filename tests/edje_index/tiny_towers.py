@@ -6,22 +6,26 @@ import json
 from pathlib import Path
 
 import numpy as np
-import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 
 from edje_index.bundles.random_tokenizer import untrained_tokenizer
 from edje_index.captions.reading import CaptionedImage
+from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.joint_encoder import JointEncoder, bert_config
-from edje_index.recipes.contrastive.config import DualSources
+from edje_index.recipes.contrastive.config import TowerSources
+
+prepare_torchvision()
+
+import timm  # noqa: E402
 
 IMAGE_NAME = "test_vit"
 IMAGE_SIZE = 64
 COLOURS = {"red": (200, 30, 30), "green": (30, 180, 40), "blue": (20, 40, 220), "white": (240, 240, 240)}
 
 
-def tiny_sources(folder: Path) -> DualSources:
+def tiny_sources(folder: Path) -> TowerSources:
     """Weights files of both towers."""
     torch.manual_seed(0)
     trunk = timm.create_model(IMAGE_NAME, num_classes=0)
@@ -43,7 +47,7 @@ def tiny_sources(folder: Path) -> DualSources:
     (text / "config.json").write_text(json.dumps(config))
     joint = JointEncoder(bert_config(config), tokenizer, 8)
     save_file({k: v.clone() for k, v in joint.language_model.bert.state_dict().items()}, text / "model.safetensors")
-    return DualSources(IMAGE_NAME, folder / "image.safetensors", text, IMAGE_SIZE)
+    return TowerSources(IMAGE_NAME, folder / "image.safetensors", text, IMAGE_SIZE)
 
 
 def coloured_items(folder: Path, count: int) -> list[CaptionedImage]:
