@@ -14,9 +14,17 @@ class EdjeError(Exception):
 
 
 class UsageError(EdjeError):
-    """The request cannot be served as it was made: a wrong option, a refused plan, not an index."""
+    """The request cannot be served as it was made: a wrong option, a refused plan, not an index. Exit code 2.
+
+    Attributes:
+        parameter: name of the parameter that is wrong, if it is one; the command line adds the option to the message.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class IncompleteIndexError(EdjeError):

@@ -1,4 +1,4 @@
-"""The command line, `edje-index`. The only package that imports click; each command is loaded when it is asked for."""
+"""The command line, `edje-index`. Every command is imported when it is used."""
 
 from __future__ import annotations
 

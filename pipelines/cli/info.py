@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from pipelines.cli.output import json_option, print_json
+from pipelines.cli.output import json_option, print_json, print_line
+from pipelines.progress.wording import counted, human_bytes
 from storage_formats.format.layout import Layout
 
 
@@ -15,9 +16,10 @@ from storage_formats.format.layout import Layout
 @click.argument("index", type=click.Path(path_type=Path))
 @json_option
 def info(index: Path, as_json: bool) -> None:
-    """Show what INDEX holds, or how far it is.
+    """Show what INDEX contains, or how far its build has come.
 
-    What it was made of and with, where every input went, and its size; of a begun index, the shards that are finished.
+    Shows the counts of inputs, the size, the precisions, and the model that built the index. For an unfinished index,
+    shows how many shards are finished.
 
     \b
     Examples:
@@ -28,12 +30,12 @@ def info(index: Path, as_json: bool) -> None:
     if as_json:
         print_json(value)
     else:
-        for name, shown in _lines(value):
-            click.echo(f"{name:<14}{shown}")
+        for name, text in _lines(value):
+            print_line(f"{name:<14}{text}")
 
 
 def describe_index(root: Path) -> dict[str, Any]:
-    """What is known of a finished or begun index. EdjeError where there is none."""
+    """The contents of a finished or begun index as a JSON object. Raises EdjeError if there is no index."""
     from pipelines.planning.plan import read_plan
 
     if not Layout(root).manifest.exists() and (plan := read_plan(root)) is not None:
@@ -85,13 +87,12 @@ def _finished_shards(root: Path, shards: int, plan: str) -> int:
 
 
 def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
-    """The part of the description that people ask for first."""
-    from pipelines.progress.wording import human_bytes
-
+    """The most important part of the description, as pairs of name and text."""
     m, d = value["block_shape"]
     lines = [("index", value["index"]), ("state", value["state"])]
     if value["state"] == "begun":
-        lines.append(("shards", f"{value['finished_shards']:,} of {value['shards']:,} finished; build again to resume"))
+        finished = f"{value['finished_shards']:,} of {value['shards']:,} finished"
+        lines.append(("shards", f"{finished}; run 'build' again to resume"))
     else:
         counts = value["counts"]
         failed = "".join(f", {reason} {count:,}" for reason, count in counts["failed"].items())
@@ -100,16 +101,16 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
             ("indexed", f"{counts['indexed']:,}"),
             ("duplicates", f"{counts['duplicates']:,}"),
             ("failed", f"{counts['failed_total']:,}{failed}"),
-            ("shards", f"{value['shards']:,} of {value['shard_size']:,} rows"),
+            ("shards", f"{value['shards']:,} of {value['shard_size']:,} rows each"),
             ("size", human_bytes(value["bytes"])),
-            ("search", f"{value['ann'].get('kind')}, {value['ann'].get('vectors', 0):,} vectors"),
+            ("search", f"{value['ann'].get('kind')}, {counted(value['ann'].get('vectors', 0), 'vector')}"),
         ]
     model = value["model"]
     untrained = "" if model.get("trained", True) else ", untrained"
     return [
         *lines,
-        ("tokens", f"{m} x {d}, {', '.join(value['precisions'])}"),
-        ("embeddings", f"{value['embed_dim']}, float32"),
+        ("tokens", f"{m} x {d} per image, {', '.join(value['precisions'])}"),
+        ("embeddings", f"{value['embed_dim']} dimensions, float32"),
         ("model", f"{model.get('vision', 'unknown')}{untrained}, {model['fingerprint']}"),
         ("plan", value["plan"]),
     ]

@@ -1,62 +1,74 @@
-"""The group of commands, and what becomes of errors: one line, an exit code, never a traceback."""
+"""The command line: its commands, and how errors become one line and an exit code."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 
 import click
+from click.shell_completion import shell_complete
 
 from edje_index import __version__
 from edje_index.errors import missing_extra
+from pipelines.cli.lazy_group import LazyGroup
 from pipelines.engines.base import describe_error
+from pipelines.progress.wording import printable
 from storage_formats.errors import EdjeError, UsageError
 
-COMMANDS = {
-    "build": "pipelines.cli.build:build",
-    "info": "pipelines.cli.info:info",
-    "verify": "pipelines.cli.verify:verify",
-    "quantize": "pipelines.cli.quantize:quantize",
-    "search": "pipelines.cli.search:search",
-    "eval": "pipelines.cli.eval_command:evaluate",
-    "train": "pipelines.cli.train:train",
-    "init-model": "pipelines.cli.init_model:init_model",
-    "import-checkpoint": "pipelines.cli.import_checkpoint:import_checkpoint",
-    "train-embedding": "pipelines.cli.train_embedding:train_embedding",
-    "fetch-towers": "pipelines.cli.fetch_towers:fetch_towers",
-    "carry-model": "pipelines.cli.pack_model:carry_model",
-    "unpack-model": "pipelines.cli.pack_model:unpack_model",
-    "bench": "benchmarks.cli:bench",
+_PROGRAM = "edje-index"
+_COMPLETION = "_EDJE_INDEX_COMPLETE"  # the variable that click's completion scripts set
+_BROKEN_PIPE = 128 + signal.SIGPIPE  # the exit code of a program that SIGPIPE ends
+
+SECTIONS = {
+    "Index": {
+        "build": "pipelines.cli.build:build",
+        "quantize": "pipelines.cli.quantize:quantize",
+        "verify": "pipelines.cli.verify:verify",
+        "info": "pipelines.cli.info:info",
+    },
+    "Search": {
+        "search": "pipelines.cli.search:search",
+    },
+    "Train and measure": {
+        "train": "pipelines.cli.train:train",
+        "eval": "pipelines.cli.eval_command:evaluate",
+    },
+    "Models": {
+        "model": "pipelines.cli.models.group:model",
+    },
+    "Benchmarks": {
+        "bench": "benchmarks.cli:bench",
+    },
 }
-"""Name of each command, in the order of the help text, and where it is."""
+"""Commands by heading, in the order of the help text, and where each is defined."""
+
+OLD_NAMES = {
+    "init-model": "pipelines.cli.models.init_model:init_model",
+    "import-checkpoint": "pipelines.cli.models.import_checkpoint:import_checkpoint",
+    "fetch-towers": "pipelines.cli.models.fetch_towers:fetch_towers",
+    "carry-model": "pipelines.cli.models.packing:pack",
+    "unpack-model": "pipelines.cli.models.packing:unpack",
+    "train-embedding": "pipelines.cli.train_embedding:train_embedding",
+}
+"""Earlier names of `model` commands. They keep working and are not listed."""
 
 
-class LazyGroup(click.Group):
-    """A group that imports a command's module when the command, or its help, is asked for."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, attribute = COMMANDS[cmd_name].partition(":")
-        command = getattr(importlib.import_module(module), attribute)
-        assert isinstance(command, click.Command)
-        return command
-
-
-def _print_version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
-    if wanted:
+def _print_version(ctx: click.Context, _option: click.Parameter, requested: bool) -> None:
+    if requested:
         click.echo(f"edje-index {__version__}")
         ctx.exit()
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=LazyGroup,
+    sections=SECTIONS,
+    hidden=OLD_NAMES,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
 )
@@ -65,25 +77,40 @@ def cli() -> None:
 
     \b
     First steps:
-      edje-index init-model model             a model bundle of random weights, to try things out
+      edje-index model init model             write a model with random weights, to try the commands
       edje-index build photos --out photos.edje --model model
       edje-index search photos.edje "a dog on a beach"
 
-    Results go to standard output, everything else to standard error. Exit codes: 0 fine, 1 problems found or
-    work failed, 2 wrong usage.
+    Results go to standard output; logs and progress go to standard error. Exit codes: 0 success, 1 problems found
+    or work failed, 2 wrong usage.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    if completion := os.environ.get(_COMPLETION):
+        return shell_complete(cli, {}, _PROGRAM, _COMPLETION, completion)
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        code = cli.main(arguments, prog_name="edje-index", standalone_mode=False)
+        code = _run(arguments)
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
-    except BrokenPipeError:  # the reader of a pipe has enough
+        return code
+    except BrokenPipeError:
+        # Python flushes standard output once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _BROKEN_PIPE
+
+
+def _run(arguments: list[str]) -> int:
+    # Not `cli.main`: it turns a broken pipe into a SystemExit that cannot be told from others.
+    try:
+        with cli.make_context(_PROGRAM, list(arguments)) as context:
+            code = cli.invoke(context)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except BrokenPipeError:
+        raise
     except BaseException as raised:
         command = next((argument for argument in arguments if not argument.startswith("-")), "")
         error = missing_extra(raised, preferred=command) or raised
@@ -93,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of whatever ended a command."""
+    """Exit code and message of an error that ended a command."""
     if isinstance(error, click.ClickException):
         hint = ""
         if isinstance(error, click.UsageError) and error.ctx is not None:
@@ -103,16 +130,14 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return 1, "interrupted"
-    if isinstance(error, SystemExit):
-        return (error.code, "") if isinstance(error.code, int) else (1, str(error.code or ""))
     if isinstance(error, OSError) and error.strerror:
         return 1, describe_error(error)
-    return 1, f"unexpected {describe_error(error)}; run again with EDJE_DEBUG=1 to see where"
+    return 1, f"unexpected {describe_error(error)}; run again with EDJE_DEBUG=1 to see the traceback"
 
 
 def _report(error: BaseException, message: str, code: int, *, as_json: bool) -> None:
     if os.environ.get("EDJE_DEBUG"):
         traceback.print_exception(error)
+    click.echo(f"error: {printable(message)}", err=True)
     if as_json:
         click.echo(json.dumps({"error": message, "exit_code": code}))
-    click.echo(f"error: {message}", err=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.output import json_option, note, print_json
+from pipelines.cli.output import json_option, note, print_json, print_line
+from pipelines.progress.wording import counted
 
 
 @click.command()
@@ -16,8 +17,8 @@ from pipelines.cli.output import json_option, note, print_json
 def verify(index: Path, as_json: bool) -> int:
     """Check every file of INDEX.
 
-    Reads every file and checks checksums, rows and counts. If zarr is installed, also checks that it opens
-    the arrays. Exits with code 1 if there is a problem.
+    Reads every file and checks checksums, rows and counts. If zarr is installed, also checks that it opens the
+    arrays. The exit code is 1 if there is a problem.
 
     \b
     Examples:
@@ -32,5 +33,5 @@ def verify(index: Path, as_json: bool) -> int:
     for problem in problems:
         note(f"{problem.path}: {problem.message}")
     if not as_json:
-        click.echo(f"{index}: {f'{len(problems)} problems' if problems else 'sound'}")
+        print_line(f"{index}: {counted(len(problems), 'problem') if problems else 'sound'}")
     return 1 if problems else 0

@@ -3,36 +3,84 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
-import sys
 
 import click
 import pytest
 
-from pipelines.cli.main import COMMANDS, cli
+from pipelines.cli.lazy_group import LazyGroup
+from pipelines.cli.main import OLD_NAMES, SECTIONS, cli
+from pipelines.cli.models.group import model
+from storage_formats.errors import UsageError
+from tests.command_line import command, environment
+
+TOP = [name for section in SECTIONS.values() for name in section]
+GROUPS = {"model": model}
+PATHS = [[name] for name in TOP if name not in ("model", "bench")]
+PATHS += [["model", name] for name in model.list_commands(None)] + [[name] for name in OLD_NAMES]
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "bench"])
-def test_every_command_explains_itself_with_examples(run, name):
-    code, out, err = run(name, "--help")
+@pytest.mark.parametrize("path", PATHS, ids=" ".join)
+def test_every_command_explains_itself_with_examples(run, path):
+    code, out, err = run(*path, "--help")
     assert (code, err) == (0, "")
-    assert "Usage: edje-index " + name in out
+    assert "Usage: edje-index " + " ".join(path) in out
     assert "Example" in out
-    command = cli.get_command(None, name)
+    group = GROUPS[path[0]] if len(path) > 1 else cli
+    command = group.get_command(None, path[-1])
     assert command.help.splitlines()[0].endswith(".")
     assert all(option.help for option in command.params if isinstance(option, click.Option))
 
 
-def test_the_group_lists_all_commands_in_order(run):
-    _, out, _ = run("--help")
-    listed = [line.split()[0] for line in out.partition("Commands:")[2].strip().splitlines()]
-    assert listed == list(COMMANDS)
+def listed_commands(help_text):
+    """Heading to command names in a help text."""
+    sections, names = {}, []
+    for line in help_text.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            names = sections.setdefault(line[:-1], [])
+        elif line.startswith("  ") and line[2] not in " -":
+            names.append(line.split()[0])
+    return sections
+
+
+def test_the_help_lists_commands_under_headings_and_no_old_names(run):
+    sections = listed_commands(run("--help")[1])
+    assert {heading: sections[heading] for heading in SECTIONS} == {
+        "Index": ["build", "quantize", "verify", "info"],
+        "Search": ["search"],
+        "Train and measure": ["train", "eval"],
+        "Models": ["model"],
+        "Benchmarks": ["bench"],
+    }
+    assert not set(OLD_NAMES) & set(TOP)
+
+
+def test_the_model_group_lists_its_commands(run):
+    sections = listed_commands(run("model", "--help")[1])
+    assert sections["Bundles"] == ["show", "init", "import", "pack", "unpack"]
+    assert sections["Towers"] == ["fetch-towers", "train-embedding"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("init-model", "init"),
+        ("import-checkpoint", "import"),
+        ("fetch-towers", "fetch-towers"),
+        ("carry-model", "pack"),
+        ("unpack-model", "unpack"),
+        ("train-embedding", "train-embedding"),
+    ],
+)
+def test_old_names_are_the_same_commands(old, new):
+    assert cli.get_command(None, old) is model.get_command(None, new)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["build", "photos", "--out", "index"], "init-model"),
+        (["build", "photos", "--out", "index"], "model init"),
         (["build", "--out", "index"], "SOURCE"),
         (["build", "photos", "--out", "index", "--batch-size", "0"], "batch-size"),
         (["build", "photos", "--out", "index", "--engine", "spark"], "engine"),
@@ -61,10 +109,10 @@ def test_an_error_with_json_is_an_object_too(run, tmp_path):
 
 
 def test_a_surprise_is_one_line_with_a_way_to_see_more(run, monkeypatch):
-    monkeypatch.setitem(COMMANDS, "info", "tests.pipelines.test_cli:broken")
+    monkeypatch.setitem(cli._listed, "info", "tests.pipelines.test_cli:broken")
     code, out, err = run("info", "--help")
     assert (code, out) == (1, "")
-    assert err == "error: unexpected AssertionError; run again with EDJE_DEBUG=1 to see where\n"
+    assert err == "error: unexpected AssertionError; run again with EDJE_DEBUG=1 to see the traceback\n"
     monkeypatch.setenv("EDJE_DEBUG", "1")
     assert "Traceback" in run("info", "--help")[2]
 
@@ -72,11 +120,51 @@ def test_a_surprise_is_one_line_with_a_way_to_see_more(run, monkeypatch):
 broken = "not a command"
 
 
-def test_a_reader_that_closes_its_pipe_causes_no_noise():
+@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["verify", "INDEX", "--json"]])
+def test_a_closed_pipe_ends_the_program_quietly(arguments):
+    errors = b"" if "INDEX" not in arguments else b"error: there is no index at INDEX\n"
+    with subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == errors
+        assert process.wait() == 128 + signal.SIGPIPE
+
+
+def test_shell_completion_works():
     done = subprocess.run(
-        f"{sys.executable} -m pipelines.cli --help | head -c 1", shell=True, capture_output=True, text=True, check=False
+        command(),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**environment(), "_EDJE_INDEX_COMPLETE": "bash_source"},
     )
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "complete" in done.stdout
+
+
+def test_names_in_messages_cannot_drive_the_terminal(run):
+    _, _, err = run("info", "no\x1b[31mwhere")
+    assert err == "error: there is no index at no\\x1b[31mwhere\n"
+
+
+def test_the_command_line_names_the_option_of_a_wrong_parameter():
+    @click.command()
+    @click.argument("index")
+    @click.option("--shard-size", "-s", "size")
+    def command(index, size):
+        raise UsageError(f"{size} is odd", parameter=index)
+
+    group = LazyGroup(name="top", sections={"All": {"run": ""}})
+    group.get_command = lambda ctx, name: command
+    for parameter, message in [
+        ("size", "--shard-size: 3 is odd"),
+        ("index", "INDEX: 3 is odd"),
+        ("other", "3 is odd"),
+    ]:
+        with pytest.raises(UsageError) as caught:
+            group.main(["run", parameter, "-s", "3"], standalone_mode=False)
+        assert str(caught.value) == message
 
 
 def test_version(run):

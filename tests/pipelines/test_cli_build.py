@@ -43,7 +43,7 @@ def test_a_build_accounts_for_every_input(run, build, index):
     assert result["bottleneck"] in ("decode", "model", "write")
     assert result["already_finished"] is False
     assert "ignored 1 other file: .txt 1" in err
-    assert "1 inputs failed: not-an-image 1" in err
+    assert "1 input failed: not-an-image 1" in err
     assert not Layout(index).build.exists()
     rows = read_rows(index).to_pylist()
     assert [row["status"] for row in rows].count("indexed") == 8
@@ -55,7 +55,7 @@ def test_the_same_command_again_does_nothing_and_says_so(run, build, index):
     before = {path: path.stat().st_mtime_ns for path in index.rglob("*")}
     code, out, _ = run(*build)
     assert code == 0
-    assert "is finished already; nothing was done" in out
+    assert "is already finished; nothing was done" in out
     assert json.loads(run(*build, "--json")[1])["already_finished"] is True
     assert {path: path.stat().st_mtime_ns for path in index.rglob("*")} == before
 

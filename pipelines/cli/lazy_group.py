@@ -1,0 +1,72 @@
+"""Groups of commands that are imported when they are used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from storage_formats.errors import UsageError
+
+Sections = Mapping[str, Mapping[str, str]]
+"""Heading to commands; a command's name to where it is defined: "module:attribute"."""
+
+
+class LazyGroup(click.Group):
+    """A group that imports the module of a command only when the command or its help is needed.
+
+    Args:
+        sections: commands under the headings of the help text.
+        hidden: commands that work but do not appear in the help text.
+    """
+
+    def __init__(self, *, sections: Sections, hidden: Mapping[str, str] | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._sections = sections
+        self._listed = {name: target for section in sections.values() for name, target in section.items()}
+        self._hidden = hidden or {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._listed)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        target = self._listed.get(cmd_name) or self._hidden.get(cmd_name)
+        if target is None:
+            return None
+        module, _, attribute = target.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = formatter.width - 6 - max(map(len, self._listed))
+        column = max(map(len, self._listed))
+        for heading, section in self._sections.items():
+            rows = []
+            for name in section:
+                command = self.get_command(ctx, name)
+                assert command is not None
+                rows.append((name.ljust(column), command.get_short_help_str(width)))
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. A UsageError about one of its parameters gets the name of the option."""
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            parameters = command.params if command is not None else []
+            option = next((parameter for parameter in parameters if parameter.name == error.parameter), None)
+            if option is None:
+                raise
+            raise UsageError(f"{_spelling(option)}: {error}") from error
+
+
+def _spelling(parameter: click.Parameter) -> str:
+    """A parameter as the user writes it: its long option, or the name of the argument in the usage line."""
+    if isinstance(parameter, click.Argument):
+        return (parameter.name or "").upper()
+    return max(parameter.opts, key=len)

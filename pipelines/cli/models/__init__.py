@@ -1,0 +1,3 @@
+"""The commands of `edje-index model`."""
+
+from __future__ import annotations

