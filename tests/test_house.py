@@ -190,8 +190,6 @@ def test_public_functions_have_few_parameters():
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 KNOWN_TO_NAME_FLAGS = {
     "edje_index/bundles/import_checkpoint.py",
-    "edje_index/captions/matching.py",
-    "edje_index/captions/reading.py",
     "edje_index/evaluation/evaluate.py",
     "edje_index/evaluation/token_sources.py",
     "edje_index/models/devices.py",

@@ -1,1 +1,1 @@
-"""Caption files: their formats, their records, and the index row of each captioned image."""
+"""Captions: files of captions in common formats, and the index rows of the images they describe."""

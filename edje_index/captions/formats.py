@@ -1,50 +1,47 @@
-"""The forms that files of captions have, each as a stream of records. ``captions`` says which there are."""
+"""Readers of caption files, one per format. `edje_index.captions.reading` describes the formats."""
 
 from __future__ import annotations
 
-import json
 import os
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edje_index.captions.record import (
+    CAPTION_KEYS,
+    ID_KEY,
+    IMAGE_KEYS,
+    SPLIT_KEY,
+    CaptionRecord,
+    RecordError,
+    caption_record,
+    caption_value,
+    captions,
+    decode_text,
+    file_name,
+    karpathy_record,
+    optional_text,
+    parse_json,
+)
 from edje_index.images.inputs import display_path
 from storage_formats.errors import UsageError
 
-IMAGE_KEYS = ("image", "path", "image_path", "file_name", "filename", "filepath")
-CAPTION_KEYS = ("captions", "caption", "text")
-_ID_KEY, _SPLIT_KEY = "image_id", "split"
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 _PARQUET_BATCH = 4096
 
 
-@dataclass(frozen=True)
-class CaptionRecord:
-    """What one line, or its like, says; `path` only where the image has no name of its own (a member of a tar)."""
-
-    image: str
-    captions: tuple[str, ...]
-    split: str | None = None
-    image_id: str | None = None
-    path: Path | None = None
-
-
-class _Fault(Exception):
-    """A record is not what it has to be; the reader knows its place."""
-
-
 def read_records(path: Path) -> Iterator[CaptionRecord]:
-    """The records of a file, in its order.
+    """Read the records of a file in its order.
 
     Raises:
-        UsageError: with the place of the first fault.
+        UsageError: the file cannot be read or a record is malformed; the message names the first bad record.
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        known = ", ".join(sorted(_READERS))
-        raise UsageError(f"{path}: captions are read from files ending in {known}; this is none of them")
+        raise UsageError(f"cannot read captions from {path}: its name must end in one of {', '.join(sorted(_READERS))}")
     try:
         yield from reader(path)
     except OSError as error:
@@ -55,71 +52,65 @@ def _json_lines(path: Path) -> Iterator[CaptionRecord]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _placed(path, f"line {number}", _json_line, line)
-
-
-def _json_line(line: bytes) -> CaptionRecord:
-    return _record(_parsed(line))
+                with _located(path, f"line {number}"):
+                    record = caption_record(parse_json(line))
+                yield record
 
 
 def _json_file(path: Path) -> Iterator[CaptionRecord]:
-    content = _placed(path, "", _parsed, path.read_bytes())
+    with _located(path):
+        content = parse_json(path.read_bytes())
     if isinstance(content, list):
-        yield from _each(path, "item", content, _record)
+        yield from _convert_each(path, "item", content, caption_record)
     elif isinstance(content, dict) and isinstance(content.get("images"), list):
         if "annotations" in content:
             yield from _coco(path, content)
         else:
-            yield from _each(path, "images", content["images"], _karpathy)
+            yield from _convert_each(path, "images", content["images"], karpathy_record)
     else:
         raise UsageError(
-            f"{path} is neither a list of images with captions, nor Karpathy's file ('images' with 'sentences'), "
-            "nor COCO's ('images' and 'annotations')"
+            f"{path} is neither a list of images with captions, nor a Karpathy file ('images' with 'sentences'), "
+            "nor a COCO file ('images' and 'annotations')"
         )
 
 
-def _each(path: Path, name: str, values: list[Any], convert: Callable[[Any], CaptionRecord]) -> Iterator[CaptionRecord]:
+def _convert_each(
+    path: Path, name: str, values: list[Any], convert: Callable[[Any], CaptionRecord]
+) -> Iterator[CaptionRecord]:
     for number, value in enumerate(values, 1):
-        yield _placed(path, f"{name} {number}", convert, value)
-
-
-def _karpathy(value: Any) -> CaptionRecord:
-    """An element of Karpathy's "images": https://cs.stanford.edu/people/karpathy/deepimagesent/."""
-    name = _text(value, "filename")
-    sentences = value.get("sentences")
-    if not isinstance(sentences, list):
-        raise _Fault("it has no list of 'sentences'")
-    number = value.get("cocoid", value.get("imgid"))
-    return CaptionRecord(
-        image=os.path.join(_text(value, "filepath"), name) if "filepath" in value else name,
-        captions=_captions([sentence.get("raw") if isinstance(sentence, dict) else None for sentence in sentences]),
-        split=_optional(value.get(_SPLIT_KEY)),
-        image_id=_optional(number),
-    )
+        with _located(path, f"{name} {number}"):
+            record = convert(value)
+        yield record
 
 
 def _coco(path: Path, content: Mapping[str, Any]) -> Iterator[CaptionRecord]:
-    """COCO's caption annotations: https://cocodataset.org/#format-data, section 4."""
-    said: dict[Any, list[Any]] = {}
-
-    def collect(value: Any) -> None:
-        if not isinstance(value, dict) or not isinstance(value.get("image_id"), int | str) or "caption" not in value:
-            raise _Fault("it has no 'image_id' and 'caption'")
-        said.setdefault(value["image_id"], []).append(value["caption"])
+    """COCO caption annotations: https://cocodataset.org/#format-data, section 4."""
+    texts_by_image = _coco_annotations(path, content["annotations"])
 
     def convert(value: Any) -> CaptionRecord:
-        name = _text(value, "file_name")
-        captions = said.pop(value.get("id"), [])
-        return CaptionRecord(name, _captions(captions), image_id=_optional(value.get("id")))
+        name = file_name(value, "file_name")
+        texts = texts_by_image.pop(value.get("id"), [])
+        return CaptionRecord(name, captions(texts), image_id=optional_text(value.get("id")))
 
-    annotations = content["annotations"]
+    yield from _convert_each(path, "images", content["images"], convert)
+    if texts_by_image:
+        raise UsageError(
+            f"{path}: {len(texts_by_image)} captioned images are missing from its 'images', for example "
+            f"{next(iter(texts_by_image))}"
+        )
+
+
+def _coco_annotations(path: Path, annotations: Any) -> dict[Any, list[Any]]:
+    """Captions by image identifier."""
     if not isinstance(annotations, list):
-        raise UsageError(f"{path}: 'annotations' is no list")
+        raise UsageError(f"{path}: 'annotations' is not a list")
+    texts_by_image: dict[Any, list[Any]] = {}
     for number, value in enumerate(annotations, 1):
-        _placed(path, f"annotations {number}", collect, value)
-    yield from _each(path, "images", content["images"], convert)
-    if said:
-        raise UsageError(f"{path}: {len(said)} captioned images are not among its 'images', such as {next(iter(said))}")
+        with _located(path, f"annotations {number}"):
+            if not (isinstance(value, dict) and isinstance(value.get("image_id"), int | str) and "caption" in value):
+                raise RecordError("it has no 'image_id' and 'caption'")
+            texts_by_image.setdefault(value["image_id"], []).append(value["caption"])
+    return texts_by_image
 
 
 def _parquet(path: Path) -> Iterator[CaptionRecord]:
@@ -129,15 +120,16 @@ def _parquet(path: Path) -> Iterator[CaptionRecord]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            columns = [
-                name for name in (*IMAGE_KEYS, *CAPTION_KEYS, _ID_KEY, _SPLIT_KEY) if name in file.schema_arrow.names
-            ]
+            known = (*IMAGE_KEYS, *CAPTION_KEYS, ID_KEY, SPLIT_KEY)
+            columns = [name for name in known if name in file.schema_arrow.names]
             for batch in file.iter_batches(_PARQUET_BATCH, columns=columns):
                 for value in batch.to_pylist():
                     number += 1
-                    yield _placed(path, f"row {number}", _record, value)
+                    with _located(path, f"row {number}"):
+                        record = caption_record(value)
+                    yield record
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no sound Parquet file (after row {number}): {error}") from error
+        raise UsageError(f"{path} is a damaged Parquet file (after row {number}): {error}") from error
 
 
 @dataclass
@@ -153,31 +145,33 @@ def _webdataset(path: Path) -> Iterator[CaptionRecord]:
     tar = display_path(os.path.abspath(os.fsencode(path)))
     for key, sample in _samples(path).items():
         if sample.images:
-            yield _placed(path, f"sample {key}", _of_sample, tar, key, sample)
+            with _located(path, f"sample {key}"):
+                record = _sample_record(tar, key, sample)
+            yield record
 
 
-def _of_sample(tar: str, key: str, sample: _Sample) -> CaptionRecord:
+def _sample_record(tar: str, key: str, sample: _Sample) -> CaptionRecord:
     if len(sample.images) > 1:
-        raise _Fault(f"it has {len(sample.images)} images: {', '.join(sample.images)}")
-    value: Any = {} if sample.json is None else _parsed(sample.json)
+        raise RecordError(f"it has {len(sample.images)} images: {', '.join(sample.images)}")
+    value: Any = {} if sample.json is None else parse_json(sample.json)
     if not isinstance(value, dict):
-        raise _Fault("its .json is no object")
+        raise RecordError("its .json is no object")
     if sample.text is not None:
-        value[CAPTION_KEYS[0]] = [line for line in _decoded(sample.text).splitlines() if line.strip()]
+        value[CAPTION_KEYS[0]] = [line for line in decode_text(sample.text).splitlines() if line.strip()]
     if not any(name in value for name in CAPTION_KEYS):
-        raise _Fault("it has neither a .txt nor a .json with 'captions' or 'caption'")
-    name = sample.images[0]
+        raise RecordError("it has neither a .txt nor a .json with 'captions' or 'caption'")
+    member = sample.images[0]
     return CaptionRecord(
-        image=name,
-        captions=_captions(_said(value)),
-        split=_optional(value.get(_SPLIT_KEY)),
+        image=member,
+        captions=captions(caption_value(value)),
+        split=optional_text(value.get(SPLIT_KEY)),
         image_id=key,
-        path=Path(f"{tar}!{name}"),
+        path=Path(f"{tar}!{member}"),
     )
 
 
 def _samples(path: Path) -> dict[str, _Sample]:
-    """Key (a member's name up to the first point of its last part) to what there is of it, in the tar's order."""
+    """The samples of a shard in its order, by key: a member's path up to the first dot of its base name."""
     samples: dict[str, _Sample] = {}
     try:
         with tarfile.open(path, "r:") as tar:
@@ -195,93 +189,26 @@ def _samples(path: Path) -> dict[str, _Sample]:
                     setattr(sample, "text" if suffix.lower() == "txt" else "json", data.read())
             _check_end(path, tar)
     except tarfile.TarError as error:
-        raise UsageError(f"{path} is no sound uncompressed tar: {error}; make or copy it anew") from error
+        raise UsageError(f"{path} is not a sound uncompressed tar file: {error}; make or copy it again") from error
     return samples
 
 
 def _check_end(path: Path, tar: tarfile.TarFile) -> None:
-    """`tarfile` takes a damaged header for the end; the real end is a block of zeros."""
+    """Check for the block of zeros that ends a tar file: `tarfile` takes a damaged header for the end."""
     with path.open("rb") as file:
         file.seek(tar.offset)
         marker = file.read(tarfile.BLOCKSIZE)
     if len(marker) < tarfile.BLOCKSIZE or marker.strip(b"\0"):
-        raise UsageError(f"{path} is cut off or damaged at byte {tar.offset}; make or copy it anew")
+        raise UsageError(f"{path} is truncated or damaged at byte {tar.offset}; make or copy it again")
 
 
-def _record(value: Any) -> CaptionRecord:
-    """One of our own objects."""
-    if not isinstance(value, dict):
-        raise _Fault("it is no JSON object")
-    key = next((key for key in IMAGE_KEYS if value.get(key) is not None), IMAGE_KEYS[0])
-    return CaptionRecord(
-        image=_text(value, key),
-        captions=_captions(_said(value)),
-        split=_optional(value.get(_SPLIT_KEY)),
-        image_id=_optional(value.get(_ID_KEY)),
-    )
-
-
-def _captions(value: Any) -> tuple[str, ...]:
-    said = [value] if isinstance(value, str) else value
-    if not isinstance(said, list) or not said:
-        raise _Fault("it has no captions ('captions': a list of strings, or 'caption': a string)")
-    if not all(isinstance(caption, str) and caption.strip() for caption in said):
-        raise _Fault("one of its captions is blank, or no text; take it out")
-    if not all(map(_is_text, said)):
-        raise _Fault("one of its captions has half of a surrogate pair, which is no text; take it out")
-    return tuple(caption.strip() for caption in said)
-
-
-def _is_text(value: str) -> bool:
-    """False for half of a surrogate pair, which a JSON escape can make."""
+@contextmanager
+def _located(path: Path, position: str = "") -> Iterator[None]:
+    """Turn a `RecordError` into a `UsageError` that names the file and the position in it."""
     try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _text(value: Any, key: str) -> str:
-    text = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(text, str) or not text:
-        raise _Fault(f"it has no '{key}' that is a file name")
-    try:
-        valid = b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:  # half of a surrogate pair, from a JSON escape
-        valid = False
-    if not valid:
-        raise _Fault(f"its '{key}' {text!r} is no possible file name")
-    return text
-
-
-def _said(value: Mapping[str, Any]) -> Any:
-    return next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None)
-
-
-def _optional(value: Any) -> str | None:
-    return None if value is None else str(value)
-
-
-def _parsed(data: bytes) -> Any:
-    try:
-        return json.loads(_decoded(data))
-    except (ValueError, RecursionError) as error:
-        raise _Fault(f"it is no JSON: {error}") from error
-
-
-def _decoded(data: bytes) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _Fault(f"it is not UTF-8: {error}") from error
-
-
-def _placed(path: Path, place: str, read: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of `read(*arguments)`; its fault as an error that names the place."""
-    try:
-        return read(*arguments)
-    except _Fault as fault:
-        raise UsageError(f"{path}{', ' if place else ''}{place}: {fault}") from fault
+        yield
+    except RecordError as error:
+        raise UsageError(f"{path}{', ' if position else ''}{position}: {error}") from error
 
 
 _READERS: dict[str, Callable[[Path], Iterator[CaptionRecord]]] = {

@@ -1,12 +1,13 @@
-"""Captions of images, read from the files that people have them in.
+"""Captions of images, read from files in common formats.
 
-    *.jsonl, *.ndjson   a line an image: {"image": name, "captions": [...] or "caption": "...", "split"?, "image_id"?}
-    *.json              the same objects in one list; Karpathy's split files (COCO, Flickr8k, Flickr30k: "images" with
-                        "sentences"); COCO's caption files ("images" and "annotations")
+    *.jsonl, *.ndjson   one line per image: {"image": name, "captions": [...]}, or "caption": "..." for a single one,
+                        and optionally "split" and "image_id"
+    *.json              the same objects in one list; Karpathy split files (COCO, Flickr8k, Flickr30k: "images" with
+                        "sentences"); COCO caption files ("images" and "annotations")
     *.parquet           columns of the same names
-    *.tar               a WebDataset shard: KEY.jpg with KEY.txt (a caption a line) or KEY.json (the same object)
+    *.tar               a WebDataset shard: KEY.jpg with KEY.txt (one caption per line) or KEY.json (the same object)
 
-The forms themselves are in ``caption_formats``. Lines about the same image become one item.
+Records about the same image become one item.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edje_index.captions.formats import CaptionRecord, read_records
+from edje_index.captions.formats import read_records
+from edje_index.captions.record import CaptionRecord
 from storage_formats.errors import UsageError
 
-# Karpathy's COCO file: images of the validation set that everybody trains on.
+# "restval" in Karpathy's COCO split: validation images that are used for training by convention.
 _PARTS_OF_SPLIT = {"train": frozenset({"train", "restval"})}
 
 
 @dataclass(frozen=True)
 class CaptionedImage:
-    """One image with what people said of it.
+    """One image and its captions.
 
     Attributes:
-        image: its name as the file of captions has it.
+        image: name of the image in the caption file.
         path: absolute path, or "<tar>!<member>".
         captions: at least one, none blank.
-        split: as the file says; None where it says nothing.
-        image_id: the file's own identifier, else `image`.
+        split: split in the caption file; None if it names none.
+        image_id: identifier in the caption file; `image` if it has none.
     """
 
     image: str
@@ -43,25 +45,25 @@ class CaptionedImage:
 
 
 def read_captions(path: str | Path, images: str | Path | None = None, split: str | None = None) -> list[CaptionedImage]:
-    """Read a file of captions, in its order.
+    """Read a caption file, in its order.
 
     Args:
-        path: the file; its suffix says what it is.
-        images: folder that relative image names begin at; the file's own folder where it is None.
-        split: keep this split alone; "train" takes Karpathy's "restval" with it.
+        path: the file; its suffix names the format.
+        images: base directory of relative image paths; default: the directory of `path`.
+        split: read this split only; "train" includes Karpathy's "restval".
 
     Raises:
-        UsageError: the file cannot be read or has another form (with the place of the first fault), or it holds
+        UsageError: the file cannot be read, has another form (the message names the first bad record), or holds
             nothing of `split`.
     """
     file = Path(path)
     folder = Path(os.path.abspath(file.parent if images is None else images))
     if images is not None and not folder.is_dir():
-        raise UsageError(f"{images} is no folder of images")
+        raise UsageError(f"there is no folder of images at {images}")
     items = _merged(_item(record, folder) for record in read_records(file))
     if not items:
         raise UsageError(f"{file} holds no captions")
-    return items if split is None else _only(items, split, file)
+    return items if split is None else _of_split(items, split, file)
 
 
 def _item(record: CaptionRecord, folder: Path) -> CaptionedImage:
@@ -76,31 +78,35 @@ def _item(record: CaptionRecord, folder: Path) -> CaptionedImage:
 
 
 def _merged(items: Iterable[CaptionedImage]) -> list[CaptionedImage]:
-    """One item for an image and split, at its first place, with all its captions."""
-    found: dict[tuple[Path, str | None], CaptionedImage] = {}
+    """Merge the captions of items with the same image and split, at the position of the first."""
+    merged: dict[tuple[Path, str | None], CaptionedImage] = {}
     for item in items:
         key = (item.path, item.split)
-        known = found.get(key)
-        found[key] = item if known is None else replace(known, captions=known.captions + item.captions)
-    return list(found.values())
+        first = merged.get(key)
+        merged[key] = item if first is None else replace(first, captions=first.captions + item.captions)
+    return list(merged.values())
 
 
-def _only(items: list[CaptionedImage], split: str, file: Path) -> list[CaptionedImage]:
-    wanted = _PARTS_OF_SPLIT.get(split, frozenset({split}))
-    kept = [item for item in items if item.split in wanted]
+def _of_split(items: list[CaptionedImage], split: str, file: Path) -> list[CaptionedImage]:
+    parts = _PARTS_OF_SPLIT.get(split, frozenset({split}))
+    kept = [item for item in items if item.split in parts]
     if not kept:
         names = sorted({item.split for item in items if item.split is not None})
-        said = f"its splits: {', '.join(names)}" if names else "it names no splits, so leave the split out"
-        raise UsageError(f"{file} holds nothing of split '{split}'; {said}")
+        advice = f"its splits are {', '.join(names)}" if names else "it names no splits, so leave the split out"
+        raise UsageError(f"{file} holds nothing of split '{split}'; {advice}")
     return kept
 
 
-def check_apart(trained: Iterable[CaptionedImage], dev: Iterable[CaptionedImage]) -> None:
-    """UsageError where images of `dev` are trained on: what is chosen by them would be chosen by heart."""
-    known = {item.path for item in trained}
-    shared = [item.image for item in dev if item.path in known]
+def check_apart(train: Iterable[CaptionedImage], dev: Iterable[CaptionedImage]) -> None:
+    """Check that no image is in both sets: choosing by images of the training set rewards overfitting.
+
+    Raises:
+        UsageError: an image is in both.
+    """
+    train_paths = {item.path for item in train}
+    shared = [item.image for item in dev if item.path in train_paths]
     if shared:
         raise UsageError(
-            f"{len(shared):,} images of --dev are trained on too, {shared[0]} for one: name the parts with --split and "
-            "--dev-split, or give other files"
+            f"{len(shared):,} images of the development set are trained on too, for example {shared[0]}: "
+            "give separate caption files, or a split for each set"
         )

@@ -46,7 +46,7 @@ def timm_state(onnx_graph: bytes) -> State:
     weights to other image sizes.
 
     Raises:
-        ModelError: the package ``onnx`` is not installed, or the graph is not that export.
+        ModelError: the graph is not that export.
     """
     arrays = _named_arrays(onnx_graph)
     try:

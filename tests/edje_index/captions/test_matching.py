@@ -31,12 +31,12 @@ def index(tmp_path: Path) -> Path:
 
 
 def rename(index: Path, row: int, uri: str, raw: bytes | None = None) -> None:
-    shard, place = divmod(row, SPEC.shard_size)
+    shard, offset = divmod(row, SPEC.shard_size)
     table = read_shard_rows(Layout(index), shard)
     for name, value in (("uri", uri), ("uri_raw", raw)):
         column = table.column_names.index(name)
         values = table[name].to_pylist()
-        values[place] = value
+        values[offset] = value
         table = table.set_column(column, name, pa.array(values, table.schema.field(name).type))
     write_rows(Layout(index).rows_file(shard), table)
 
@@ -58,7 +58,7 @@ def test_a_duplicate_of_a_failed_row_failed_like_it(tmp_path):
 
 
 def test_nothing_in_common_is_an_error_that_shows_both_sides(index):
-    with pytest.raises(UsageError, match=r"none of the 2 captioned images.*/else/1\.jpg.*/photos/0\.jpg.*--images"):
+    with pytest.raises(UsageError, match=r"none of the 2 captioned images.*/else/1\.jpg.*/photos/0\.jpg.*folder"):
         match_rows(index, items("/else/1.jpg", "/else/2.jpg"))
     assert match_items(index, items("/else/1.jpg"), allow_none=True).rows.tolist() == [-1]
     assert match_items(index, [], allow_none=True).rows.tolist() == []

@@ -51,7 +51,7 @@ def test_images_may_lie_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert read_captions("c.jsonl", images="photos") == found
     assert read_captions("c.jsonl")[0].path == tmp_path / "x/a.jpg"
-    with pytest.raises(UsageError, match="no folder"):
+    with pytest.raises(UsageError, match="no folder of images"):
         read_captions(file, images=tmp_path / "nowhere")
 
 

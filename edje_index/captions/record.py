@@ -1,0 +1,128 @@
+"""Checks and converts one caption record: a JSON object or table row about one image."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+IMAGE_KEYS = ("image", "path", "image_path", "file_name", "filename", "filepath")
+CAPTION_KEYS = ("captions", "caption", "text")
+ID_KEY, SPLIT_KEY = "image_id", "split"
+
+
+@dataclass(frozen=True)
+class CaptionRecord:
+    """Captions of one image as its file has them.
+
+    Attributes:
+        image: name of the image.
+        captions: at least one, none blank.
+        split: as in the file; None if it names none.
+        image_id: as in the file; None if it names none.
+        path: "<tar>!<member>" for an image inside a tar file; None for an image with a path of its own.
+    """
+
+    image: str
+    captions: tuple[str, ...]
+    split: str | None = None
+    image_id: str | None = None
+    path: Path | None = None
+
+
+class RecordError(Exception):
+    """A record has the wrong form. The reader of the file adds where it is."""
+
+
+def caption_record(value: Any) -> CaptionRecord:
+    """Convert an object with an image name, captions and, optionally, a split and an identifier."""
+    if not isinstance(value, dict):
+        raise RecordError("it is no JSON object")
+    image_key = next((key for key in IMAGE_KEYS if value.get(key) is not None), IMAGE_KEYS[0])
+    return CaptionRecord(
+        image=file_name(value, image_key),
+        captions=captions(caption_value(value)),
+        split=optional_text(value.get(SPLIT_KEY)),
+        image_id=optional_text(value.get(ID_KEY)),
+    )
+
+
+def karpathy_record(value: Any) -> CaptionRecord:
+    """Convert an element of "images" in a Karpathy split file.
+
+    Format: https://cs.stanford.edu/people/karpathy/deepimagesent/.
+    """
+    name = file_name(value, "filename")
+    sentences = value.get("sentences")
+    if not isinstance(sentences, list):
+        raise RecordError("it has no list of 'sentences'")
+    return CaptionRecord(
+        image=os.path.join(file_name(value, "filepath"), name) if "filepath" in value else name,
+        captions=captions([sentence.get("raw") if isinstance(sentence, dict) else None for sentence in sentences]),
+        split=optional_text(value.get(SPLIT_KEY)),
+        image_id=optional_text(value.get("cocoid", value.get("imgid"))),
+    )
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON text in UTF-8."""
+    try:
+        return json.loads(decode_text(data))
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"it is no JSON: {error}") from error
+
+
+def decode_text(data: bytes) -> str:
+    """Decode UTF-8, with or without a byte-order mark."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecordError(f"it is not UTF-8: {error}") from error
+
+
+def caption_value(value: Mapping[str, Any]) -> Any:
+    """The value of the first caption key that is set; None if none is."""
+    return next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None)
+
+
+def captions(value: Any) -> tuple[str, ...]:
+    """Check one caption or a list of captions, and strip surrounding white space."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts:
+        raise RecordError("it has no captions ('captions': a list of strings, or 'caption': a string)")
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise RecordError("one of its captions is blank, or no text; remove it")
+    if not all(map(_is_encodable, texts)):
+        raise RecordError("one of its captions has half of a surrogate pair, which is no text; remove it")
+    return tuple(text.strip() for text in texts)
+
+
+def file_name(value: Any, key: str) -> str:
+    """Check that ``value[key]`` is a possible file name."""
+    text = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(text, str) or not text:
+        raise RecordError(f"it has no '{key}' that is a file name")
+    try:
+        possible = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair, from a JSON escape
+        possible = False
+    if not possible:
+        raise RecordError(f"its '{key}' {text!r} is no possible file name")
+    return text
+
+
+def optional_text(value: Any) -> str | None:
+    """The value as text; None stays None."""
+    return None if value is None else str(value)
+
+
+def _is_encodable(text: str) -> bool:
+    """Whether the text has a UTF-8 form; half of a surrogate pair, which a JSON escape can make, has none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
