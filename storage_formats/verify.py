@@ -97,7 +97,7 @@ def _add(left: Counts, right: Counts) -> Counts:
 
 
 def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
-    """Check that the Zarr documents are those of SPEC.md, and that zarr-python, if installed, reads the same meaning."""
+    """Check that the Zarr documents are those of SPEC.md, and that zarr-python, if installed, opens them."""
     expected: dict[Path, dict[str, Any]] = {
         layout.tokens / "zarr.json": group_metadata(),
         layout.embeddings / "zarr.json": embedding_array_metadata(spec),
