@@ -1,8 +1,7 @@
-"""Engines that read records of shard files, behind one interface.
+"""Ways to read records of shard files, behind one interface.
 
-`base` defines the interface. `buffered`, `mapped` and `queued` are the engines; `queued` uses the kernel interfaces in
-`ring` (io_uring) and `aio`. `engine_selection` chooses an engine for each read, and `destination` turns records into
-blocks. `files`, `memory`, `page_cache` and `admission` support these.
+`base` says what an engine is; `buffered`, `mapped` and `queued` are the engines, over `ring` and `aio`; `choice`
+picks among them; `landing` brings records to blocks; `files`, `memory`, `page_cache` and `admission` serve these.
 """
 
 from __future__ import annotations
