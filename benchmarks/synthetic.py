@@ -13,7 +13,7 @@ from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.rows import RowRecord, rows_table
+from storage_formats.format.rows import RowEntry, rows_table
 from storage_formats.writing.publish import Provenance, begin_index, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
 
@@ -49,5 +49,5 @@ def _write_shard(out: Path, spec: IndexSpec, shard: int, seed: int, plan: str) -
             embeddings = rng.standard_normal((count, spec.embed_dim), dtype=np.float32)
             embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
             writer.put(np.arange(start, start + count), tokens, embeddings)
-        table = rows_table([RowRecord(row, f"synthetic:{row}") for row in rows])
+        table = rows_table([RowEntry(row, f"synthetic:{row}") for row in rows])
         return writer.commit(table, plan, {})

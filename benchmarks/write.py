@@ -21,7 +21,7 @@ from benchmarks.environment import environment
 from storage_formats.atomic import fsync_paths
 from storage_formats.codecs import BF16, Blocks
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.rows import RowRecord, rows_table
+from storage_formats.format.rows import RowEntry, rows_table
 from storage_formats.writing.publish import begin_index
 from storage_formats.writing.shard_writer import ShardWriter
 
@@ -68,7 +68,7 @@ def _timed(write: Callable[[Path], None], path: Path) -> float:
 def _edje(spec: IndexSpec, blocks: Blocks) -> Callable[[Path], None]:
     embeddings = np.ones((BATCH, spec.embed_dim), dtype=np.float32)
     tables = [
-        rows_table([RowRecord(row, f"/photos/{row:08d}.jpg") for row in spec.shard_rows(shard)])
+        rows_table([RowEntry(row, f"/photos/{row:08d}.jpg") for row in spec.shard_rows(shard)])
         for shard in range(spec.shards)
     ]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from storage_formats.codecs import codec, precisions
-    from storage_formats.errors import CorruptIndexError, EdjeError, IncompleteIndexError, UsageError
+    from storage_formats.errors import CorruptIndexError, EdjeError, IncompleteIndexError, RowIdError, UsageError
     from storage_formats.format.layout import IndexSpec
     from storage_formats.format.manifest import Manifest
     from storage_formats.format.rows import read_rows
@@ -26,6 +26,7 @@ _HOME = {
     "IndexSpec": "storage_formats.format.layout",
     "Manifest": "storage_formats.format.manifest",
     "Problem": "storage_formats.verify",
+    "RowIdError": "storage_formats.errors",
     "ShardWriter": "storage_formats.writing.shard_writer",
     "TokenStore": "storage_formats.token_store",
     "UsageError": "storage_formats.errors",
@@ -42,6 +43,7 @@ __all__ = [
     "IndexSpec",
     "Manifest",
     "Problem",
+    "RowIdError",
     "ShardWriter",
     "TokenStore",
     "UsageError",

@@ -1,4 +1,4 @@
-"""Durable writes: flush to the device, rename into place, flush the folder."""
+"""Durable writes: flush the file to the device, rename it into place, flush the directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file's bytes, or a folder's entries, to the device."""
+    """Flush the bytes of a file, or the entries of a directory, to the device."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -22,15 +22,18 @@ def fsync_path(path: Path) -> None:
 
 
 def fsync_paths(paths: Iterable[Path]) -> None:
-    """Flush each distinct file or folder once, side by side: a journalling file system then commits them together."""
+    """Flush each distinct path once, in parallel, so that a journalling file system commits them together."""
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(fsync_path, set(paths)))
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Put `data` at `path` so that a crash leaves the old file or the new one, whole.
+    """Replace the file at `path` by `data`, so that a crash leaves either the old file or the new one complete.
 
-    The parent folder is made where it is missing. Raises OSError as the operating system gives it.
+    Makes the parent directory if it is missing.
+
+    Raises:
+        OSError: the operating system cannot write the file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -48,6 +51,6 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """`write_bytes_atomic` of `value` as JSON: sorted keys, two spaces, UTF-8."""
+    """Write `value` as JSON with `write_bytes_atomic`: sorted keys, indented by two spaces, UTF-8."""
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     write_bytes_atomic(path, text.encode())

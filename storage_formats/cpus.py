@@ -1,4 +1,4 @@
-"""CPUs that this process may use."""
+"""The number of CPUs that this process may use."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cpus() -> int:
-    """CPUs of this process' affinity, and no more than the quota of its container (cgroup v2)."""
+    """Number of CPUs in this process's affinity, limited by the quota of its container (cgroup v2)."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cpus, _quota(_QUOTA) or cpus)
 
 
-@functools.cache  # asked on each fetch, and a container's quota stays
+@functools.cache  # called for each fetch, and the quota of a container does not change
 def _quota(path: Path) -> int | None:
-    """Whole CPUs, at least 1, that a ``cpu.max`` allows; None where it sets no bound."""
+    """Number of whole CPUs that a `cpu.max` file allows, at least 1; None if it sets no limit."""
     try:
         allowed, _, period = path.read_text().strip().partition(" ")
     except OSError:

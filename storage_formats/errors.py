@@ -1,23 +1,25 @@
 """Errors that a user of an index can meet, grouped by what a handler would do about them.
 
-Every message says what is wrong and what to do next. The command line prints the message alone and
-ends with ``exit_code``.
+Every message says what is wrong and what to do. The command line prints the message on one line and exits with
+`exit_code`.
 """
 
 from __future__ import annotations
 
 
 class EdjeError(Exception):
-    """Base of every expected error: something outside the program is wrong. Exit code 1."""
+    """Base class of all expected errors: something outside the program is wrong. Exit code 1."""
 
     exit_code = 1
 
 
 class UsageError(EdjeError):
-    """The request cannot be served as it was made: a wrong option, a refused plan, not an index. Exit code 2.
+    """The request is invalid: a wrong argument, a plan that cannot be carried out, a path without an index.
+
+    Exit code 2.
 
     Attributes:
-        parameter: name of the parameter that is wrong, if it is one; the command line adds the option to the message.
+        parameter: name of the wrong parameter, if there is one. The command line adds its option to the message.
     """
 
     exit_code = 2
@@ -27,8 +29,12 @@ class UsageError(EdjeError):
         self.parameter = parameter
 
 
+class RowIdError(UsageError, IndexError):
+    """A row id is out of range. Also an `IndexError`."""
+
+
 class IncompleteIndexError(EdjeError):
-    """The index was begun and not finished; running the same build again resumes it."""
+    """The build of the index has not finished. The same build command resumes it."""
 
 
 class CorruptIndexError(EdjeError):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,18 +19,31 @@ from storage_formats.codecs.base import check_out
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
-from storage_formats.reading.base import Batch
-from storage_formats.reading.destination import Landing, StraightLanding, landing, read_batch
-from storage_formats.reading.engine_selection import Engines, StoreFiles
+from storage_formats.reading.base import Batch, DestinationFactory
+from storage_formats.reading.destination import block_destinations, read_batch, record_destinations
+from storage_formats.reading.engine_selection import ReadEngines, StoreFiles
 from storage_formats.reading.memory import aligned_blocks, aligned_bytes, copy_memory
+from storage_formats.row_ids import RowIds, check_row_ids
 
-RowIds = Sequence[int] | NDArray[np.integer]
+if TYPE_CHECKING:
+    from storage_formats.torch_conversion import Tensor
+
+__all__ = ["RowIds", "TokenStore"]
 
 
 class TokenStore:
     """The token blocks of an index in one precision. Thread-safe.
 
-    Opening reads `index.json` alone: cost and memory do not depend on the number of rows.
+    Opening reads only `index.json`, so its time and memory do not depend on the number of rows. Use `open` to make a
+    store; it is also a context manager that closes itself.
+
+    Example:
+        >>> from storage_formats import TokenStore
+        >>> from storage_formats.example import example_index
+        >>> with TokenStore.open(example_index(), precision="fp8") as store:
+        ...     blocks = store.fetch([3, 1, 3])
+        >>> blocks.shape, str(blocks.dtype)
+        ((3, 4, 8), 'bfloat16')
     """
 
     def __init__(self, root: str | Path, manifest: Manifest, precision: str, engine: str = "auto") -> None:
@@ -38,22 +51,30 @@ class TokenStore:
         self._codec: Codec = codec(precision, manifest.spec.block_shape)
         path = functools.partial(Layout(Path(root)).token_shard, precision, record_ndim=len(self._codec.record_shape))
         files = StoreFiles(path, self._codec.record_bytes, self._spec.shard_size, self._spec.rows)
-        self._engines = Engines(files, engine)
+        self._engines = ReadEngines(files, engine)
         self.precision = precision
 
     @classmethod
     def open(cls, root: str | Path, precision: str = "bf16", engine: str = "auto") -> TokenStore:
-        """The store of the index at `root`.
+        """Open the store of the index at `root`.
 
         Args:
-            root: the index.
-            precision: one that the index holds; blocks are bfloat16 whatever it is.
-            engine: how to read, one of `storage_formats.reading.engines()`, or `auto`, which goes by what the page
-                cache holds.
+            root: directory of the index.
+            precision: a precision that the index holds. Blocks are bfloat16 in every precision.
+            engine: read engine, one of `storage_formats.reading.engines()`. `auto` selects an engine for each read
+                by the state of the page cache.
 
         Raises:
-            UsageError: no index there, it does not hold `precision`, or `engine` does not work on this machine.
-            IncompleteIndexError, CorruptIndexError: as `Manifest.load`.
+            UsageError: there is no index at `root`, it does not hold `precision`, or `engine` does not work here.
+            IncompleteIndexError: the build of the index has not finished.
+            CorruptIndexError: `index.json` is damaged.
+
+        Example:
+            >>> from storage_formats import TokenStore
+            >>> from storage_formats.example import example_index
+            >>> store = TokenStore.open(example_index())
+            >>> len(store), store.block_shape, store.precision
+            (10, (4, 8), 'bf16')
         """
         manifest = Manifest.load(root)
         if precision not in manifest.spec.precisions:
@@ -67,97 +88,187 @@ class TokenStore:
 
     @property
     def record_bytes(self) -> int:
-        """Length of a block as it is stored."""
+        """Length of a stored block in bytes."""
         return self._codec.record_bytes
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """(m, d), tokens of a block and their width."""
+        """(m, d), tokens per block and values per token."""
         return self._spec.block_shape
 
-    def fetch(self, row_ids: RowIds, out: Blocks | None = None) -> Blocks:
-        """Blocks of `row_ids`, in their order; any number, any order, duplicates allowed.
+    @overload
+    def fetch(self, row_ids: RowIds, out: Blocks | None = None) -> Blocks: ...
+
+    @overload
+    def fetch(self, row_ids: RowIds, out: Blocks | None = None, *, as_torch: Literal[True]) -> Tensor: ...
+
+    def fetch(self, row_ids: RowIds, out: Blocks | None = None, *, as_torch: bool = False) -> Blocks | Tensor:
+        """Read the blocks of `row_ids`, in their order.
 
         Args:
-            row_ids: [k], 0 <= id < len(self).
-            out: bfloat16 [k, m, d], C-contiguous, to read into, best from `empty`; made where it is None.
+            row_ids: [k], 0 <= id < len(self), in any order; duplicates are allowed.
+            out: bfloat16 [k, m, d], C-contiguous, to read into. Memory from `empty` is fastest. None allocates it.
+            as_torch: return a torch.bfloat16 tensor. It shares memory with `out`, if that is given.
 
         Returns:
-            ml_dtypes.bfloat16 [k, m, d]. The block of a hole (a failed or duplicate input) is all NaN: see `holes`.
+            ml_dtypes.bfloat16 [k, m, d], or a tensor of that shape. The block of a hole (a failed or duplicate input)
+            is all NaN; see `holes`.
 
         Raises:
-            UsageError: an id outside the store, or `out` of another shape or type.
+            RowIdError: a row id is out of range. It is an `IndexError`.
+            UsageError: `row_ids` is not a flat sequence of integers, `out` has another shape or type, or PyTorch is
+                not installed.
             CorruptIndexError: a shard file is missing or too short.
+
+        Example:
+            >>> from storage_formats import TokenStore
+            >>> from storage_formats.example import example_index
+            >>> store = TokenStore.open(example_index())
+            >>> store.fetch([7, 0, 7]).shape
+            (3, 4, 8)
+            >>> out = store.empty(2)
+            >>> store.fetch([5, 6], out=out) is out
+            True
+            >>> store.fetch([5, 6], as_torch=True).dtype
+            torch.bfloat16
         """
-        ids = self._check_ids(row_ids)
+        ids = check_row_ids(row_ids, len(self))
         out = self.empty(len(ids)) if out is None else check_out(out, len(ids), self.block_shape)
-        if not len(ids):
+        if len(ids):
+            self._read(ids, block_destinations(self._codec, out, self._engines.buffers), out)
+        if not as_torch:
             return out
-        self._read(ids, landing(self._codec, out, self._engines.buffers), out)
-        return out
+        from storage_formats.torch_conversion import to_tensor
+
+        return to_tensor(out)
 
     def fetch_records(self, row_ids: RowIds, out: Records | None = None) -> Records:
-        """As `fetch`, without decoding: uint8 [k, record_bytes], for whoever decodes elsewhere (on a GPU).
+        """Read the records of `row_ids` without decoding them, for example to decode them on a GPU.
 
-        `out` must be C-contiguous; where it begins at a page, records of whole sectors are read straight into it.
+        Args:
+            row_ids: [k], as in `fetch`.
+            out: uint8 [k, record_bytes], C-contiguous, to read into. Records of whole sectors are read directly into
+                memory that starts at a page boundary. None allocates it.
+
+        Returns:
+            uint8 [k, record_bytes].
+
+        Raises:
+            RowIdError, UsageError, CorruptIndexError: as `fetch`.
+
+        Example:
+            >>> from storage_formats import TokenStore
+            >>> from storage_formats.example import example_index
+            >>> TokenStore.open(example_index(), "fp8").fetch_records([2, 4]).shape
+            (2, 36)
         """
-        ids = self._check_ids(row_ids)
+        ids = check_row_ids(row_ids, len(self))
         shape = (len(ids), self._codec.record_bytes)
         if out is None:
             out = aligned_bytes(shape[0] * shape[1]).reshape(shape)
         if out.dtype != np.uint8 or out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
-            wanted = f"a writeable C-contiguous uint8 array of shape {list(shape)}"
-            raise UsageError(f"out must be {wanted}, got {out.dtype} {list(out.shape)}")
+            raise UsageError(
+                f"out must be a writeable C-contiguous uint8 array of shape {list(shape)}, "
+                f"got {out.dtype} {list(out.shape)}"
+            )
         if len(ids):
-            self._read(ids, StraightLanding(out), out)
+            self._read(ids, record_destinations(out), out)
         return out
 
     def empty(self, count: int) -> Blocks:
-        """Memory for `count` blocks, bfloat16 [count, m, d], of any content: an `out` for `fetch`, to use again.
+        """Uninitialised memory for `count` blocks, bfloat16 [count, m, d], to pass to `fetch` as `out` repeatedly.
 
-        It is aligned, so that `bf16` blocks are read straight into it; into other arrays they may have to be copied.
+        It is page-aligned, so that `bf16` blocks are read directly into it; other arrays may cost a copy.
+
+        Example:
+            >>> from storage_formats import TokenStore
+            >>> from storage_formats.example import example_index
+            >>> TokenStore.open(example_index()).empty(100).shape
+            (100, 4, 8)
         """
         return aligned_blocks(count, self.block_shape)
 
     def prefetch(self, row_ids: RowIds) -> None:
-        """Have the kernel begin to read blocks into the page cache, where `fetch` finds them; returns meanwhile.
+        """Have the kernel read blocks into the page cache, for a later `fetch`. Returns before it has finished.
 
-        For a few hundred rows that will be asked for soon. More than the device's queue takes make it wait; to
-        read large batches ahead use `iter_fetch`. Does nothing on systems that cannot be told (macOS).
+        Suited to a few hundred rows that are needed soon; more than the device's queue holds make this call wait.
+        Use `iter_fetch` to read large batches ahead. Does nothing on systems without such a call (macOS).
+
+        Args:
+            row_ids: [k], as in `fetch`.
+
+        Raises:
+            RowIdError, UsageError, CorruptIndexError: as `fetch`.
+
+        Example:
+            >>> from storage_formats import TokenStore
+            >>> from storage_formats.example import example_index
+            >>> TokenStore.open(example_index()).prefetch([0, 1, 2])
         """
-        ids = self._check_ids(row_ids)
+        ids = check_row_ids(row_ids, len(self))
         if len(ids):
             self._engines.announce(self._batch(ids)[0])
 
     def iter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> Iterator[Blocks]:
-        """The blocks of each batch of row ids, in order; the next ones are read while the caller works on one.
+        """Iterate over the blocks of each batch of row ids; the next batches are read in the background.
 
-        One background thread reads. At most `ahead` batches of blocks exist beside the one that the caller has;
-        each is an array of its own, which the caller may keep. Ending early and errors end the thread; an error is
-        raised where its batch would have come.
+        One background thread reads. It ends when the iteration ends, early or not. An error is raised when its batch
+        is due.
+
+        Args:
+            batches: row ids of each batch, as in `fetch`.
+            ahead: maximum number of batches in memory besides the one that the caller has, at least 1.
+
+        Yields:
+            ml_dtypes.bfloat16 [k, m, d] for each batch: a new array, which the caller may keep.
 
         Raises:
-            UsageError, CorruptIndexError: as `fetch`.
+            RowIdError, UsageError, CorruptIndexError: as `fetch`.
+
+        Example:
+            >>> from storage_formats import TokenStore
+            >>> from storage_formats.example import example_index
+            >>> store = TokenStore.open(example_index())
+            >>> [len(blocks) for blocks in store.iter_fetch([[0, 1, 2], [3], []])]
+            [3, 1, 0]
         """
-        with _Ahead(self, batches, ahead) as results:
-            for result in results:
-                yield result.result()
+        with _ReadAhead(self, batches, ahead) as futures:
+            for future in futures:
+                yield future.result()
 
     async def aiter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> AsyncIterator[Blocks]:
-        """As `iter_fetch`, for `async for`: the event loop runs while blocks are read."""
-        with _Ahead(self, batches, ahead) as results:
-            for result in results:
-                yield await asyncio.wrap_future(result)
+        """As `iter_fetch`, for `async for`. The event loop runs while blocks are read.
+
+        Example:
+            >>> import asyncio
+            >>> from storage_formats import TokenStore
+            >>> from storage_formats.example import example_index
+            >>> async def count_blocks():
+            ...     store = TokenStore.open(example_index())
+            ...     return sum([len(blocks) async for blocks in store.aiter_fetch([[0, 1, 2], [3]])])
+            >>> asyncio.run(count_blocks())
+            4
+        """
+        with _ReadAhead(self, batches, ahead) as futures:
+            for future in futures:
+                yield await asyncio.wrap_future(future)
 
     def holes(self, blocks: Blocks) -> NDArray[np.bool_]:
-        """Which of `blocks` [k, m, d], as `fetch` gave them, are holes -> [k].
+        """Which of the fetched `blocks` [k, m, d] are holes, bool [k].
 
-        An encoder never stores a NaN, so the first element tells (SPEC.md section 6).
+        A stored block never contains a NaN, so the first element of each block decides (SPEC.md section 6).
+
+        Example:
+            >>> from storage_formats import TokenStore
+            >>> from storage_formats.example import example_index
+            >>> store = TokenStore.open(example_index())
+            >>> store.holes(store.fetch([0, 9]))
+            array([False,  True])
         """
         return np.isnan(blocks[:, 0, 0].astype(np.float32))
 
     def close(self) -> None:
-        """Close the shard files and give back memory; the store may be used again afterwards."""
+        """Close the shard files and free memory. The store can be used again afterwards."""
         self._engines.close()
 
     def __enter__(self) -> Self:
@@ -168,34 +279,27 @@ class TokenStore:
     ) -> None:
         self.close()
 
-    def _read(self, ids: NDArray[np.int64], where: Landing, out: NDArray[Any]) -> None:
-        """Read each row once and copy rows of `out` [k, ...] that are asked for again."""
-        batch, copies, originals = self._batch(ids)
+    def _read(self, ids: NDArray[np.int64], destinations: DestinationFactory, out: NDArray[Any]) -> None:
+        """Read each distinct row once, and copy the rows of `out` [k, ...] for duplicate ids."""
+        batch, duplicates, originals = self._batch(ids)
         for engine, part in self._engines.split(batch):
-            read_batch(engine, part, where)
-        if len(copies):
-            size, first = out.strides[0], out.ctypes.data
-            copy_memory(first + originals * size, first + copies * size, size)
-
-    def _check_ids(self, row_ids: RowIds) -> NDArray[np.int64]:
-        ids = np.asarray(row_ids)
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise UsageError(f"row ids must be a flat sequence of integers, got {ids.dtype} {list(ids.shape)}")
-        if ids.size and (ids.min() < 0 or ids.max() >= len(self)):
-            raise UsageError(f"row ids must be in 0..{len(self) - 1}, got {ids.min()}..{ids.max()}")
-        return ids.astype(np.int64)
+            read_batch(engine, part, destinations)
+        if len(duplicates):
+            size, start = out.strides[0], out.ctypes.data
+            copy_memory(start + originals * size, start + duplicates * size, size)
 
     def _batch(self, ids: NDArray[np.int64]) -> tuple[Batch, NDArray[np.int64], NDArray[np.int64]]:
-        """(each row once, places of repeated ones, where those stand first)."""
+        """(batch of distinct rows, indices into `ids` of duplicates, indices of their first occurrences)."""
         order = np.argsort(ids, kind="stable")
-        first = np.concatenate([[True], np.diff(ids[order]) > 0])
-        places = order[first]
-        shards, positions = np.divmod(ids[places], self._spec.shard_size)
-        return Batch(shards, positions, places), order[~first], places[np.cumsum(first) - 1][~first]
+        is_first = np.concatenate([[True], np.diff(ids[order]) > 0])
+        first_indices = order[is_first]
+        shards, positions = np.divmod(ids[first_indices], self._spec.shard_size)
+        originals = first_indices[np.cumsum(is_first) - 1][~is_first]
+        return Batch(shards, positions, first_indices), order[~is_first], originals
 
 
-class _Ahead:
-    """Fetches of batches, begun in a background thread before their turn. Iterates over futures in order."""
+class _ReadAhead:
+    """Fetches batches in a background thread before they are needed. Iterates over futures, in order."""
 
     def __init__(self, store: TokenStore, batches: Iterable[RowIds], ahead: int) -> None:
         if ahead < 1:
@@ -207,8 +311,8 @@ class _Ahead:
 
     def __iter__(self) -> Iterator[Future[Blocks]]:
         pending: deque[Future[Blocks]] = deque()
-        for batch in self._batches:
-            pending.append(self._thread.submit(self._store.fetch, batch))
+        for row_ids in self._batches:
+            pending.append(self._thread.submit(self._store.fetch, row_ids))
             if len(pending) > self._ahead:
                 yield pending.popleft()
         yield from pending

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.rows import DUPLICATE, RowRecord, rows_table
+from storage_formats.format.rows import DUPLICATE, RowEntry, rows_table
 from storage_formats.writing.publish import Provenance, begin_index, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
 
@@ -43,7 +43,7 @@ def write_random_index(
     receipts = []
     for shard in range(spec.shards):
         rows = np.array(spec.shard_rows(shard))
-        records = [RowRecord(int(row), f"/photos/{row}.jpg", size=row, content_hash=f"{row:064x}") for row in rows]
+        records = [RowEntry(int(row), f"/photos/{row}.jpg", size=row, content_hash=f"{row:064x}") for row in rows]
         for record in records:
             if record.row_id in failed:
                 record.fail("truncated", "ends early")

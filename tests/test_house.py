@@ -19,7 +19,8 @@ HOMES = {
     "ray": ["pipelines/engines/ray_engine.py", "pipelines/engines/ray_train.py"],
     "faiss": ["edje_index/indexing/faiss_index.py"],
     "click": ["pipelines/cli", "benchmarks/cli.py", "benchmarks/commands"],
-    "torch": ["edje_index", "benchmarks"],
+    # storage_formats stays light: the one module that converts blocks to tensors imports torch when it is called.
+    "torch": ["storage_formats/torch_conversion.py", "edje_index", "benchmarks"],
     "open_clip": ["edje_index"],
     "transformers": ["edje_index"],
     "rich": ["pipelines"],

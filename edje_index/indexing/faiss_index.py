@@ -17,7 +17,7 @@ from edje_index.errors import ModelError
 from storage_formats.atomic import fsync_path, fsync_paths
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import FileRecord
+from storage_formats.format.manifest import FileEntry
 from storage_formats.reading.embeddings import iter_embeddings
 
 FLAT_LIMIT = 100_000
@@ -48,7 +48,7 @@ def build_ann(root: str | Path, spec: IndexSpec) -> dict[str, Any]:
         "kind": "flat" if spec.rows <= FLAT_LIMIT else "ivf-flat",
         "metric": "inner-product",
         "vectors": int(index.ntotal),
-        "files": [FileRecord.of(layout, layout.ann_index).to_json()],
+        "files": [FileEntry.of(layout, layout.ann_index).to_json()],
     }
 
 

@@ -25,7 +25,7 @@ from edje_index.images.inputs import InputRef, read_bytes, read_inputs
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, RowRecord, rows_table
+from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, RowEntry, rows_table
 from storage_formats.writing.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -142,12 +142,12 @@ class _Image:
     """One input on its way through a shard; `pixels` is set while it waits for the model."""
 
     ref: InputRef
-    record: RowRecord
+    record: RowEntry
     pixels: torch.Tensor | None = None
 
 
-def _row_record(row_id: int, ref: InputRef) -> RowRecord:
-    record = RowRecord(row_id, ref.uri, _raw_name(ref), size=ref.size, content_hash=ref.content_hash)
+def _row_record(row_id: int, ref: InputRef) -> RowEntry:
+    record = RowEntry(row_id, ref.uri, _raw_name(ref), size=ref.size, content_hash=ref.content_hash)
     if ref.problem is not None:
         record.fail(ref.problem, "found while planning")
     elif ref.duplicate_of is not None:
@@ -227,7 +227,7 @@ def _timed(stages: dict[str, float], stage: str) -> Iterator[None]:
     stages[stage] += time.perf_counter() - started
 
 
-def _progress(shard: int, records: list[RowRecord], done: int, stages: dict[str, float]) -> StageProgress:
+def _progress(shard: int, records: list[RowEntry], done: int, stages: dict[str, float]) -> StageProgress:
     finished = records[:done]
     return StageProgress(
         shard=shard,

@@ -1,4 +1,4 @@
-"""The registry of token precisions. Adding one is one module with a codec class, and its name here."""
+"""The registry of token precisions. A new precision is one module with a codec class and one entry here."""
 
 from __future__ import annotations
 
@@ -22,29 +22,55 @@ __all__ = ["BF16", "Blocks", "Codec", "Records", "codec", "fill_record", "precis
 DEFAULT_BLOCK_SHAPE = (64, 384)
 
 _CODECS: dict[str, Callable[[tuple[int, int]], Codec]] = {
-    entry.name: entry
-    for entry in (BF16Codec, FP16Codec, Int8Codec, FP8Codec, MXFP8Codec, NVFP4Codec, MXFP4Codec, Sign1Codec)
+    codec_class.name: codec_class
+    for codec_class in (BF16Codec, FP16Codec, Int8Codec, FP8Codec, MXFP8Codec, NVFP4Codec, MXFP4Codec, Sign1Codec)
 }
 
 
 def precisions() -> tuple[str, ...]:
-    """Names of every precision that this version reads and writes, the most faithful first."""
+    """Names of all precisions that this version reads and writes, from the most accurate to the smallest.
+
+    Example:
+        >>> from storage_formats import precisions
+        >>> precisions()
+        ('bf16', 'fp16', 'int8', 'fp8', 'mxfp8', 'nvfp4', 'mxfp4', 'sign1')
+    """
     return tuple(_CODECS)
 
 
 def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Codec:
-    """The codec of precision `name` for blocks of `block_shape` (m, d).
+    """The codec of a precision, which encodes bfloat16 blocks to records and decodes them.
 
-    UsageError for an unknown name, and for a width that the precision cannot group.
+    Args:
+        name: one of `precisions()`.
+        block_shape: (m, d), tokens per block and values per token.
+
+    Returns:
+        A `storage_formats.codecs.base.Codec`: `.encode(blocks)` takes ml_dtypes.bfloat16 [k, m, d] and returns uint8
+        [k, record_bytes]; `.decode(records, out=None)` is its inverse.
+
+    Raises:
+        UsageError: the name is unknown, or d is not a multiple of the precision's group size.
+
+    Example:
+        >>> import ml_dtypes, numpy as np
+        >>> from storage_formats import codec
+        >>> blocks = np.linspace(-1, 1, 2 * 64 * 384).reshape(2, 64, 384).astype(ml_dtypes.bfloat16)
+        >>> fp8 = codec("fp8")
+        >>> records = fp8.encode(blocks)
+        >>> records.shape, records.dtype
+        ((2, 24640), dtype('uint8'))
+        >>> fp8.decode(records).shape
+        (2, 64, 384)
     """
     try:
         return _CODECS[name](block_shape)
     except KeyError:
-        raise UsageError(f"unknown precision '{name}'; known: {', '.join(_CODECS)}") from None
+        raise UsageError(f"unknown precision '{name}'; choose one of: {', '.join(_CODECS)}") from None
 
 
 def fill_record(codec: Codec) -> Records:
-    """The bytes of a hole: the fill value repeated, uint8 [1, record_bytes]."""
+    """The record of a hole: the fill value repeated, uint8 [1, record_bytes]."""
     value = np.array(codec.fill_value, dtype=np.dtype(codec.zarr_dtype).newbyteorder("<"))
     count = codec.record_bytes // value.itemsize
     return np.full((1, count), value).view(np.uint8)

@@ -1,4 +1,4 @@
-"""What a token precision is: a fixed-length record for each block, and its conversions."""
+"""The interface of a token precision: a record of fixed length per block, and the conversions."""
 
 from __future__ import annotations
 
@@ -10,34 +10,48 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.errors import UsageError
+from storage_formats.row_ids import as_indices
 
 BFloat16: TypeAlias = Any  # ml_dtypes.bfloat16 has no stub that NDArray accepts
 Blocks: TypeAlias = NDArray[BFloat16]
 """Token blocks, ml_dtypes.bfloat16 [k, m, d]."""
 Records: TypeAlias = NDArray[np.uint8]
 """Encoded blocks, uint8 [k, record_bytes]."""
-Rows: TypeAlias = Sequence[int] | NDArray[np.integer]
-"""Places of records in an array of records, [k]."""
+Indices: TypeAlias = Sequence[int] | NDArray[np.integer]
+"""Indices or byte offsets, [k]."""
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class Codec(Protocol):
-    """One precision for blocks of one shape.
+    """One precision for blocks of one shape. Thread-safe.
 
-    Conversions are defined for every input. Finite blocks decode to finite blocks. What is not finite is stored as
-    NaN, with all that shares its scale, and a block of NaN so becomes the bytes of a hole (`bf16` keeps all bits).
-    `threads` is the number of threads to use at most, by default `threads.default_threads()`; the result does not
-    depend on it.
+    Conversions accept every input. Finite blocks decode to finite blocks. A value that is not finite is stored as
+    NaN, together with all values that share its scale; a block of NaN therefore becomes the bytes of a hole.
+    (`bf16` keeps all bits.)
+
+    `threads` is the maximum number of threads, by default `threads.default_threads()`. The result does not depend
+    on it.
 
     Attributes:
-        name: the precision's name, also its folder under `tokens/`.
-        logical_dtype: what the stored bits mean.
-        block_shape: (m, d).
-        record_bytes: length of a record, scales included.
-        record_shape: shape of a record as its Zarr array shows it.
+        name: name of the precision and of its directory under `tokens/`.
+        logical_dtype: meaning of the stored bits.
+        block_shape: (m, d), tokens per block and values per token.
+        record_bytes: length of a record in bytes, scales included.
+        record_shape: shape of a record in its Zarr array.
         zarr_dtype: core Zarr v3 data type of that array.
-        fill_value: its fill value; a record of it decodes to NaN.
+        fill_value: fill value of that array; a record of fill values decodes to NaN.
+
+    Example:
+        >>> import ml_dtypes, numpy as np
+        >>> from storage_formats import codec
+        >>> fp8 = codec("fp8", block_shape=(2, 4))
+        >>> blocks = np.ones((3, 2, 4), ml_dtypes.bfloat16)
+        >>> records = fp8.encode(blocks)
+        >>> records.shape
+        (3, 10)
+        >>> bool((fp8.decode(records) == blocks).all())
+        True
     """
 
     name: str
@@ -49,35 +63,49 @@ class Codec(Protocol):
     fill_value: int
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
-        """bf16 [k, m, d] -> uint8 [k, record_bytes]; may share memory with `blocks`."""
+        """Encode bf16 [k, m, d] to uint8 [k, record_bytes], which may share memory with `blocks`."""
         ...
 
     def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
-        """uint8 [k, record_bytes] -> bf16 [k, m, d], into `out` where it is given."""
+        """Decode uint8 [k, record_bytes] to bf16 [k, m, d], into `out` if given."""
         ...
 
     def decode_rows(
-        self, records: Records, rows: Rows, out: Blocks | None = None, threads: int | None = None
+        self, records: Records, rows: Indices, out: Blocks | None = None, threads: int | None = None
     ) -> Blocks:
-        """Decode `records[rows]` in one pass, without a copy of them: bf16 [k, m, d], into `out` where it is given.
+        """Decode `records[rows]` to bf16 [k, m, d] without copying the records, into `out` if given.
 
-        `records` [n, record_bytes] must be C-contiguous, as a mapped shard is. UsageError for a row outside it.
+        Args:
+            records: uint8 [n, record_bytes], C-contiguous, for example a mapped shard.
+            rows: [k], indices of records.
+            out: bf16 [k, m, d].
+            threads: maximum number of threads.
+
+        Raises:
+            UsageError: a row is out of range, or an array has the wrong type or shape.
         """
         ...
 
     def scatter(
-        self, memory: NDArray[np.uint8], starts: Rows, out: Blocks, places: Rows, threads: int | None = None
+        self, memory: NDArray[np.uint8], offsets: Indices, out: Blocks, indices: Indices, threads: int | None = None
     ) -> None:
-        """Decode the record from byte `starts[i]` of `memory` on to `out[places[i]]`: from where it was read to.
+        """Decode the record at byte `offsets[i]` of `memory` into `out[indices[i]]`, for every i.
 
-        `memory` is contiguous uint8 [bytes], `out` bf16 [n, m, d]; `starts` and `places` are [k], these distinct.
-        UsageError for a record or a place outside.
+        Args:
+            memory: uint8 [bytes], contiguous.
+            offsets: [k], byte offsets of records.
+            out: bf16 [n, m, d].
+            indices: [k], distinct indices of blocks of `out`.
+            threads: maximum number of threads.
+
+        Raises:
+            UsageError: an offset or an index is out of range, or an array has the wrong type or shape.
         """
         ...
 
 
 def check_blocks(blocks: Blocks, block_shape: tuple[int, int]) -> Blocks:
-    """`blocks` as a contiguous array; UsageError unless it is bfloat16 [k, *block_shape]."""
+    """`blocks` as a contiguous array. UsageError unless it is bfloat16 [k, *block_shape]."""
     if blocks.dtype != BF16 or blocks.ndim != 3 or blocks.shape[1:] != block_shape:
         raise UsageError(
             f"blocks must be bfloat16 [k, {block_shape[0]}, {block_shape[1]}], got {blocks.dtype} {list(blocks.shape)}"
@@ -86,43 +114,47 @@ def check_blocks(blocks: Blocks, block_shape: tuple[int, int]) -> Blocks:
 
 
 def check_records(records: Records, record_bytes: int) -> Records:
-    """`records` as a contiguous array; UsageError unless it is uint8 [k, record_bytes]."""
+    """`records` as a contiguous array. UsageError unless it is uint8 [k, record_bytes]."""
     if records.dtype != np.uint8 or records.ndim != 2 or records.shape[1] != record_bytes:
         raise UsageError(f"records must be uint8 [k, {record_bytes}], got {records.dtype} {list(records.shape)}")
     return np.ascontiguousarray(records)
 
 
-def check_rows(rows: Rows, count: int, name: str = "rows") -> NDArray[np.int64]:
-    """`rows` as int64 [k]; UsageError unless all are within 0..count - 1."""
-    places = np.asarray(rows)
-    if places.ndim != 1 or (places.size and places.dtype.kind not in "iu"):
-        raise UsageError(f"{name} must be a flat sequence of integers, got {places.dtype} {list(places.shape)}")
-    if places.size and (places.min() < 0 or places.max() >= count):
-        raise UsageError(f"{name} must be in 0..{count - 1}, got {places.min()}..{places.max()}")
-    return np.ascontiguousarray(places, dtype=np.int64)
-
-
-def check_moves(
-    memory: NDArray[np.uint8], record_bytes: int, starts: Rows, count: int, places: Rows
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(starts, places) as int64 [k]; UsageError unless records and places are within `memory` and 0..count - 1."""
-    if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
-        raise UsageError(f"memory must be contiguous uint8 [bytes], got {memory.dtype} {list(memory.shape)}")
-    begins, ends = check_rows(starts, len(memory) - record_bytes + 1, "starts"), check_rows(places, count, "places")
-    if len(begins) != len(ends):
-        raise UsageError(f"there are {len(begins)} records for {len(ends)} places")
-    return begins, ends
-
-
-def check_gathered(records: Records, record_bytes: int) -> Records:
-    """`records`; UsageError unless it is C-contiguous uint8 [k, record_bytes]: a copy might be of a whole shard."""
+def check_contiguous_records(records: Records, record_bytes: int) -> Records:
+    """As `check_records`, but UsageError instead of a copy if `records` is not contiguous."""
     if not records.flags.c_contiguous:
-        raise UsageError("records to gather from must be C-contiguous; pass a contiguous copy")
+        raise UsageError("records must be C-contiguous; pass numpy.ascontiguousarray(records)")
     return np.asarray(check_records(records, record_bytes))
 
 
+def check_indices(indices: Indices, count: int, name: str = "rows") -> NDArray[np.int64]:
+    """`indices` as int64 [k]. UsageError unless all are in 0..count - 1."""
+    checked = as_indices(indices, name)
+    if checked.size and (checked.min() < 0 or checked.max() >= count):
+        raise UsageError(f"{name} must be in 0..{count - 1}, got {checked.min()}..{checked.max()}")
+    return np.ascontiguousarray(checked, dtype=np.int64)
+
+
+def check_moves(
+    memory: NDArray[np.uint8], record_bytes: int, offsets: Indices, count: int, indices: Indices
+) -> NDArray[np.int64]:
+    """`offsets` and `indices` as int64 [2, k].
+
+    UsageError unless all records lie within `memory` and all indices are in 0..count - 1.
+    """
+    if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
+        raise UsageError(f"memory must be contiguous uint8 [bytes], got {memory.dtype} {list(memory.shape)}")
+    record_offsets = check_indices(offsets, len(memory) - record_bytes + 1, "offsets")
+    block_indices = check_indices(indices, count, "indices")
+    if len(record_offsets) != len(block_indices):
+        raise UsageError(
+            f"offsets and indices must have the same length, got {len(record_offsets)} and {len(block_indices)}"
+        )
+    return np.stack([record_offsets, block_indices])
+
+
 def check_out(out: Blocks | None, count: int, block_shape: tuple[int, int]) -> Blocks:
-    """`out`, or a new array, for `count` blocks; UsageError unless it is writeable C-contiguous bfloat16."""
+    """`out`, or a new array, for `count` blocks. UsageError unless it is writeable C-contiguous bfloat16."""
     shape = (count, *block_shape)
     if out is None:
         return np.empty(shape, dtype=BF16)

@@ -1,13 +1,15 @@
-"""`bf16`: the block itself. Record: m x d bfloat16, little endian, tokens in order; 2 m d bytes.
+"""`bf16`: the block itself.
 
-Bit layout of an element (Google, "BFloat16: the secret to high performance on Cloud TPUs", 2019): the upper half
-of an IEEE 754 binary32, that is sign 1, exponent 8 (bias 127), fraction 7. Encoding and decoding keep every bit,
-NaN payloads included, and use NumPy alone.
+A record holds m x d bfloat16 values, little endian, tokens in order: 2 m d bytes.
+
+A bfloat16 (Google, "BFloat16: the secret to high performance on Cloud TPUs", 2019) is the upper half of an IEEE 754
+binary32: sign 1, exponent 8 (bias 127), fraction 7. Encoding and decoding keep every bit, NaN payloads included, and
+need only NumPy.
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec
 >>> blocks = np.linspace(-3, 3, 2 * 64 * 384).reshape(2, 64, 384).astype(ml_dtypes.bfloat16)
->>> values = codec("bf16").encode(blocks).view("<u2").reshape(-1, 64, 384)  # as a reader gives them
+>>> values = codec("bf16").encode(blocks).view("<u2").reshape(-1, 64, 384)  # as Zarr readers return them
 >>> tokens = (values.astype(np.uint32) << 16).view(np.float32)
 >>> np.array_equal(tokens, blocks)
 True
@@ -21,20 +23,20 @@ from numpy.typing import NDArray
 from storage_formats.codecs.base import (
     BF16,
     Blocks,
+    Indices,
     Records,
-    Rows,
     check_blocks,
-    check_gathered,
+    check_contiguous_records,
+    check_indices,
     check_moves,
     check_out,
     check_records,
-    check_rows,
 )
 from storage_formats.codecs.threads import run_chunks
 
 
 class BF16Codec:
-    """The stored bits are the block's own. See `storage_formats.codecs.base.Codec`."""
+    """Stores the bits of the block unchanged. See `storage_formats.codecs.base.Codec`."""
 
     name = "bf16"
     logical_dtype = "bfloat16"
@@ -47,7 +49,7 @@ class BF16Codec:
         self.record_bytes = 2 * block_shape[0] * block_shape[1]
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
-        """bf16 [k, m, d] -> uint8 [k, record_bytes], a view of `blocks` where that is contiguous."""
+        """bf16 [k, m, d] -> uint8 [k, record_bytes], a view of `blocks` if that is contiguous."""
         blocks = check_blocks(blocks, self.block_shape)
         return blocks.view("u1").reshape(len(blocks), self.record_bytes)
 
@@ -59,26 +61,26 @@ class BF16Codec:
         return out
 
     def decode_rows(
-        self, records: Records, rows: Rows, out: Blocks | None = None, threads: int | None = None
+        self, records: Records, rows: Indices, out: Blocks | None = None, threads: int | None = None
     ) -> Blocks:
-        """`records[rows]` as bf16 [k, m, d], a copy; see `storage_formats.codecs.base.Codec`."""
-        places = check_rows(rows, len(records))
-        records = check_gathered(records, self.record_bytes)
-        out = check_out(out, len(places), self.block_shape)
+        """`records[rows]` as bf16 [k, m, d], a copy. See `storage_formats.codecs.base.Codec`."""
+        indices = check_indices(rows, len(records))
+        records = check_contiguous_records(records, self.record_bytes)
+        out = check_out(out, len(indices), self.block_shape)
         copies = out.view(np.uint8).reshape(-1, self.record_bytes)
 
         def gather(start: int, stop: int) -> None:
-            # "clip" because NumPy gathers into a buffer of its own first where it has to look for wrong rows
-            np.take(records, places[start:stop], axis=0, out=copies[start:stop], mode="clip")
+            # The other modes of take() gather into a temporary buffer, because an index may be out of range.
+            np.take(records, indices[start:stop], axis=0, out=copies[start:stop], mode="clip")
 
-        run_chunks(gather, len(places), self.record_bytes, threads)
+        run_chunks(gather, len(indices), self.record_bytes, threads)
         return out
 
     def scatter(
-        self, memory: NDArray[np.uint8], starts: Rows, out: Blocks, places: Rows, threads: int | None = None
+        self, memory: NDArray[np.uint8], offsets: Indices, out: Blocks, indices: Indices, threads: int | None = None
     ) -> None:
-        """The record from byte `starts[i]` of `memory` on as block `out[places[i]]`; see `base.Codec`."""
-        begins, ends = check_moves(memory, self.record_bytes, starts, len(out), places)
+        """Copy the record at byte `offsets[i]` of `memory` to `out[indices[i]]`. See `codecs.base.Codec`."""
+        moves = check_moves(memory, self.record_bytes, offsets, len(out), indices)
         copies = check_out(out, len(out), self.block_shape).view(np.uint8).reshape(-1, self.record_bytes)
-        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            copies[end] = memory[begin : begin + self.record_bytes]
+        for offset, index in moves.T.tolist():
+            copies[index] = memory[offset : offset + self.record_bytes]

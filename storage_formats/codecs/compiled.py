@@ -1,38 +1,41 @@
-"""What the compiled codecs share: checks, flat views and threads around a pair of kernels."""
+"""Base class of the compiled codecs: checks, flat views and threads around an encoder and a decoder kernel."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs.base import (
     Blocks,
+    Indices,
     Records,
-    Rows,
     check_blocks,
-    check_gathered,
+    check_contiguous_records,
+    check_indices,
     check_moves,
     check_out,
     check_records,
-    check_rows,
 )
 from storage_formats.codecs.minifloat import NAN_CODE
 from storage_formats.codecs.threads import run_chunks
 
-Bits = NDArray[np.uint16]
-"""Flat bits of bfloat16 numbers."""
-Bytes = NDArray[np.uint8]
-"""Flat bytes of records."""
-Moves = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""(starts, places): the record from byte `starts[i]` on becomes block `places[i]`."""
+Bits: TypeAlias = NDArray[np.uint16]
+"""Bits of bfloat16 values, flat."""
+Bytes: TypeAlias = NDArray[np.uint8]
+"""Bytes of records, flat."""
+Moves: TypeAlias = NDArray[np.int64]
+"""[2, k]: the record at byte `moves[0, i]` becomes block `moves[1, i]`."""
+Span: TypeAlias = tuple[int, int]
+"""(start, stop)"""
 
 
 class CompiledCodec(ABC):
-    """A precision whose records are bytes: codes of all tokens first, then their scales. See `base.Codec`.
+    """A precision that is converted by compiled kernels. See `storage_formats.codecs.base.Codec`.
 
-    The methods of a subclass import `storage_formats.codecs.kernels`, and with it Numba, when they are called.
+    Subclasses import `storage_formats.codecs.kernels`, and with it Numba, at the first conversion.
     """
 
     name: str
@@ -47,43 +50,51 @@ class CompiledCodec(ABC):
         self.record_shape: tuple[int, ...] = (record_bytes,)
 
     @abstractmethod
-    def _encode(self, bits: Bits, records: Bytes, start: int, stop: int) -> None:
-        """Encode blocks [start, stop)."""
+    def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
+        """Encode the blocks of `span`."""
 
     @abstractmethod
-    def _decode(self, records: Bytes, moves: Moves, bits: Bits, start: int, stop: int) -> None:
-        """Decode the records at bytes `starts[start:stop]` to blocks `places[start:stop]`."""
+    def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
+        """Decode the records of the columns `span` of `moves`."""
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
         """bf16 [k, m, d] -> uint8 [k, record_bytes]."""
         blocks = check_blocks(blocks, self.block_shape)
         records = np.empty((len(blocks), self.record_bytes), dtype=np.uint8)
         bits, flat = blocks.view(np.uint16).reshape(-1), records.reshape(-1)
-        run_chunks(lambda start, stop: self._encode(bits, flat, start, stop), len(blocks), 2 * self.values, threads)
+
+        def encode(start: int, stop: int) -> None:
+            self._encode(bits, flat, (start, stop))
+
+        run_chunks(encode, len(blocks), 2 * self.values, threads)
         return records
 
     def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
-        """uint8 [k, record_bytes] -> bf16 [k, m, d], into `out` where it is given."""
+        """uint8 [k, record_bytes] -> bf16 [k, m, d], into `out` if given."""
         records = check_records(records, self.record_bytes)
         return self.decode_rows(records, np.arange(len(records)), out, threads)
 
     def decode_rows(
-        self, records: Records, rows: Rows, out: Blocks | None = None, threads: int | None = None
+        self, records: Records, rows: Indices, out: Blocks | None = None, threads: int | None = None
     ) -> Blocks:
-        """`records[rows]` as bf16 [k, m, d], into `out` where it is given; see `base.Codec`."""
-        checked = check_rows(rows, len(records))
-        out = check_out(out, len(checked), self.block_shape)
-        flat = check_gathered(records, self.record_bytes).reshape(-1)
-        self._convert(flat, (checked * self.record_bytes, np.arange(len(checked))), out, threads)
+        """`records[rows]` as bf16 [k, m, d], into `out` if given. See `storage_formats.codecs.base.Codec`."""
+        indices = check_indices(rows, len(records))
+        out = check_out(out, len(indices), self.block_shape)
+        flat = check_contiguous_records(records, self.record_bytes).reshape(-1)
+        self._convert(flat, np.stack([indices * self.record_bytes, np.arange(len(indices))]), out, threads)
         return out
 
-    def scatter(self, memory: Bytes, starts: Rows, out: Blocks, places: Rows, threads: int | None = None) -> None:
-        """The record from byte `starts[i]` of `memory` on as block `out[places[i]]`; see `base.Codec`."""
-        moves = check_moves(memory, self.record_bytes, starts, len(out), places)
+    def scatter(
+        self, memory: Bytes, offsets: Indices, out: Blocks, indices: Indices, threads: int | None = None
+    ) -> None:
+        """Decode the record at byte `offsets[i]` of `memory` into `out[indices[i]]`. See `codecs.base.Codec`."""
+        moves = check_moves(memory, self.record_bytes, offsets, len(out), indices)
         self._convert(memory, moves, check_out(out, len(out), self.block_shape), threads)
 
     def _convert(self, memory: Bytes, moves: Moves, out: Blocks, threads: int | None) -> None:
         bits = out.view(np.uint16).reshape(-1)
-        run_chunks(
-            lambda start, stop: self._decode(memory, moves, bits, start, stop), len(moves[0]), 2 * self.values, threads
-        )
+
+        def decode(start: int, stop: int) -> None:
+            self._decode(memory, moves, bits, (start, stop))
+
+        run_chunks(decode, moves.shape[1], 2 * self.values, threads)

@@ -1,7 +1,7 @@
-"""Codecs whose groups of numbers share a one-byte scale: fp8, mxfp8, mxfp4, nvfp4.
+"""Codecs in which a group of values shares a one-byte scale: fp8, mxfp8, mxfp4, nvfp4.
 
-A number is code x scale. The product of an E4M3 or E2M1 code and an E8M0 or E4M3 scale has at most 8 significant
-bits, so it is a bfloat16: decoding rounds nothing, save where the result is subnormal.
+A value is code x scale. The product of an E4M3 or E2M1 code and an E8M0 or E4M3 scale has at most 8 significant
+bits, so bfloat16 holds it exactly unless the result is subnormal.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs.base import BF16
-from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec, Moves
+from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec, Moves, Span
 from storage_formats.codecs.minifloat import CANONICAL_NAN, E4M3, NAN_CODE, MiniFloat
 from storage_formats.errors import UsageError
 
 LARGEST_INPUT = 15 * 2.0**124
-"""Magnitudes above it are encoded as it: E4M3 would round them to 2**128, which is no bfloat16."""
+"""Larger magnitudes are encoded as this one: E4M3 would round them to 2**128, which bfloat16 cannot hold."""
 
 
 class GroupScaledCodec(CompiledCodec):
-    """Minifloat codes, two a byte where they have four bits, then the scales of all groups, in order.
+    """Minifloat codes, two per byte if they have four bits, followed by the scales of all groups in order.
 
     Attributes:
-        element: type of the codes.
+        element: number format of the codes.
         scale_values: value of every scale code, float32 [256], NaN at 0xFF.
-        group: consecutive numbers of a token that share a scale.
+        group: number of consecutive values of a token that share a scale.
     """
 
     element: MiniFloat
@@ -37,8 +37,8 @@ class GroupScaledCodec(CompiledCodec):
         m, d = block_shape
         if d % group:
             raise UsageError(
-                f"{self.name} shares a scale among {group} numbers of a token and {d} (blocks of {m} x {d}) "
-                f"is no multiple of {group}; use fp8 or int8, which take any width"
+                f"precision '{self.name}' needs a token width that is a multiple of {group}, "
+                f"got {d} (blocks of {m} x {d}); use fp8 or int8, which take any width"
             )
         self.group = group
         self.codes_bytes = m * d if self.element is E4M3 else m * d // 2
@@ -47,33 +47,33 @@ class GroupScaledCodec(CompiledCodec):
     @staticmethod
     @abstractmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Scale code of a group by its largest magnitude, which is finite."""
+        """Scale codes of groups by their largest magnitudes, which are finite."""
 
-    def _encode(self, bits: Bits, records: Bytes, start: int, stop: int) -> None:
+    def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
         from storage_formats.codecs import kernels
 
-        if self.element is E4M3:  # its scales are powers of two: multiplying by their inverses is exact
+        if self.element is E4M3:  # with scales that are powers of two, so multiplying by the inverse is exact
             encode = kernels.encode_e4m3_tokens if self.group == self.block_shape[1] else kernels.encode_e4m3
-            encode(bits, self._scale_table(), 1 / self.scale_values, records, self._shape, start, stop)
+            encode(bits, self._scale_table(), 1 / self.scale_values, records, self._geometry, span)
         else:
-            kernels.encode_e2m1(bits, self._scale_table(), self.scale_values, records, self._shape, start, stop)
+            kernels.encode_e2m1(bits, self._scale_table(), self.scale_values, records, self._geometry, span)
 
-    def _decode(self, records: Bytes, moves: Moves, bits: Bits, start: int, stop: int) -> None:
+    def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
         from storage_formats.codecs import kernels
 
         if self.element is E4M3:
-            kernels.decode_e4m3(records, *moves, self._products(), bits, self._shape, start, stop)
+            kernels.decode_e4m3(records, moves, self._products(), bits, self._geometry, span)
         else:
-            kernels.decode_e2m1(records, *moves, self._pairs(), bits.view(np.uint32), self._shape, start, stop)
+            kernels.decode_e2m1(records, moves, self._pairs(), bits.view(np.uint32), self._geometry, span)
 
     @property
-    def _shape(self) -> tuple[int, int, int]:
+    def _geometry(self) -> tuple[int, int, int]:
         return (self.values, self.block_shape[1], self.group)
 
     @classmethod
     @functools.cache
     def _scale_table(cls) -> NDArray[np.uint8]:
-        """Scale code by bits of a bfloat16 magnitude, uint8 [32768]; NaN for what is not finite."""
+        """Scale code for the bits of every bfloat16 magnitude, uint8 [32768]; the NaN code if it is not finite."""
         magnitudes = np.arange(0x8000, dtype=np.uint16).view(BF16).astype(np.float32)
         finite = np.isfinite(magnitudes)
         table = np.full(len(magnitudes), NAN_CODE, dtype=np.uint8)
@@ -83,15 +83,15 @@ class GroupScaledCodec(CompiledCodec):
     @classmethod
     @functools.cache
     def _products(cls) -> NDArray[np.uint16]:
-        """Bits of scale x code, uint16 [256 * codes]."""
-        with np.errstate(over="ignore"):  # scales that no encoder writes
+        """bfloat16 bits of every scale x code, uint16 [256 * codes]."""
+        with np.errstate(over="ignore"):  # with scales that no encoder writes
             products = (cls.scale_values[:, None] * cls.element.values).astype(BF16)
         return np.where(np.isnan(products), np.uint16(CANONICAL_NAN), products.view(np.uint16)).reshape(-1)
 
     @classmethod
     @functools.cache
     def _pairs(cls) -> NDArray[np.uint32]:
-        """Bits of the two products of scale and byte, the low half's first, uint32 [256 * 256]."""
+        """bfloat16 bits of the two values of every scale and byte, the low half first, uint32 [256 * 256]."""
         products = cls._products().reshape(256, -1).astype(np.uint32)
         byte = np.arange(256)
         return (products[:, byte & 15] | (products[:, byte >> 4] << np.uint32(16))).reshape(-1)

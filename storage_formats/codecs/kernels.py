@@ -1,112 +1,72 @@
-"""Compiled kernels of the codecs. Importing this module imports Numba; the codecs do so when they first convert.
+"""Compiled kernels of the codecs. The codecs import this module, and with it Numba, at their first conversion.
 
-Every kernel takes flat arrays and runs on blocks [start, stop) without the GIL: callers bring their own threads.
-Of a block's `shape` (values, width, group) the first is m x d, the second d, and the third how many numbers share
-a scale. Decoders write block `places[i]` of `bits` from the record that begins at byte `starts[i]` of `records`.
+A kernel runs on one thread and releases the GIL; callers bring their own threads. It takes flat arrays and:
 
-Kernels have one signature each, so that processes which fill Numba's cache at once write the same files, and stand
-in one module, because that cache notices changes of a kernel's own file only. Indices are unsigned, which spares
-Numba's handling of negative ones and lets LLVM vectorise; parts of arrays are given by their first index and not
-as slices, which Numba counts references of. Mind that an unsigned and a signed integer make a float in Numba.
+- `geometry` (values, width, group): values per block (m x d), values per token (d), values that share a scale;
+- `span` (start, stop): encoders convert blocks [start, stop); decoders convert columns [start, stop) of `moves`;
+- `moves`, int64 [2, k], for decoders: the record that starts at byte `moves[0, i]` of `records` becomes block
+  `moves[1, i]` of the output.
+
+All kernels and their helpers are in one module because Numba's cache notices changes only in a kernel's own file.
+Indices are unsigned: this avoids Numba's handling of negative indices and lets LLVM vectorise. Parts of arrays are
+given by their first index because Numba counts references of slices. In Numba, the sum of an unsigned and a signed
+integer is a float.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from storage_formats.codecs.kernel_compiler import inlined, input_array, kernel, output_array, types
 
 U8: TypeAlias = NDArray[np.uint8]
 U16: TypeAlias = NDArray[np.uint16]
 U32: TypeAlias = NDArray[np.uint32]
 U64: TypeAlias = NDArray[np.uint64]
 F32: TypeAlias = NDArray[np.float32]
-Places: TypeAlias = NDArray[np.int64]
+Moves: TypeAlias = NDArray[np.int64]
 Index: TypeAlias = np.uint64
-Shape: TypeAlias = tuple[Index, Index, Index]
+Geometry: TypeAlias = tuple[Index, Index, Index]
+Span: TypeAlias = tuple[Index, Index]
 
-types: Any = numba.types
-_njit: Any = functools.partial(numba.njit, nogil=True, error_model="numpy")
-
-
-class Kernel:
-    """A function compiled for one signature when it is first called, and kept on disk where that is possible."""
-
-    def __init__(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self._function = function
-        self._signature = types.void(*arguments)
-
-    def __call__(self, *arguments: Any) -> None:
-        self._compiled(*arguments)
-
-    @functools.cached_property
-    def _compiled(self) -> Callable[..., None]:
-        try:
-            return self._compile(cache=True)
-        except (RuntimeError, OSError):  # no folder to write to: a read-only installation and home
-            return self._compile(cache=False)
-
-    def _compile(self, *, cache: bool) -> Callable[..., None]:
-        compiled: Callable[..., None] = _njit(self._signature, cache=cache)(self._function)
-        return compiled
+_GEOMETRY = types.UniTuple(types.uint64, 3)
+_MOVES = input_array(types.int64, 2)
+_SPAN = types.UniTuple(types.uint64, 2)
 
 
-def _kernel(*arguments: Any) -> Callable[[Callable[..., None]], Kernel]:
-    return lambda function: Kernel(function, arguments)
-
-
-def _inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = _njit(function)
-    return compiled
-
-
-def _input(number: Any) -> Any:
-    return types.Array(number, 1, "C", readonly=True, aligned=False)
-
-
-def _output(number: Any) -> Any:
-    return types.Array(number, 1, "C", aligned=False)
-
-
-_SHAPE = types.UniTuple(types.uint64, 3)
-_PLACES = _input(types.int64)
-_SPAN = (types.uint64, types.uint64)
-
-
-@_inlined
+@inlined
 def _float(bits: np.uint32) -> Any:
     return np.uint32(bits).view(np.float32)
 
 
-@_inlined
+@inlined
 def _bits(number: np.float32) -> Any:
     return np.float32(number).view(np.uint32)
 
 
-@_inlined
+@inlined
 def _bf16(bits: np.uint16) -> Any:
     return _float(np.uint32(np.uint32(bits) << np.uint32(16)))
 
 
-@_inlined
+@inlined
 def _rounded_bf16(number: np.float32) -> np.uint16:
-    """Bits of the nearest bfloat16, ties to even; one NaN."""
+    """Bits of the nearest bfloat16, ties to even. Every NaN gives 0x7FC0."""
     bits = _bits(number)
     even = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
     return np.uint16(rounded) if number == number else np.uint16(0x7FC0)
 
 
-@_inlined
+@inlined
 def _minifloat_code(number: np.float32, fraction_bits: int, bias: int, largest: float) -> np.uint32:
-    """Code of |number| in a `MiniFloat`, rounded to nearest even and saturated.
+    """Code of |number| in a `MiniFloat`, rounded to nearest, ties to even, and saturated.
 
-    Normal results are rounded in the bits of the float32. Subnormal ones are rounded by adding the float32 whose
-    last bit has their weight; the low bits of the sum are the code.
+    Normal results are rounded in the bits of the float32. Subnormal results are rounded by adding the float32 whose
+    last bit has the weight of the smallest subnormal; the low bits of the sum are the code.
     """
     magnitude = min(abs(number), np.float32(largest))
     bits = _bits(magnitude)
@@ -119,63 +79,66 @@ def _minifloat_code(number: np.float32, fraction_bits: int, bias: int, largest: 
     return subnormal if magnitude < np.float32(2.0 ** (1 - bias)) else normal
 
 
-@_inlined
+@inlined
 def _largest_magnitude(bits: U16, first: Index, count: Index) -> int:
-    """Bits of the largest magnitude: bfloat16 bits are in the order of their numbers, infinity and NaN last."""
+    """Bits of the largest magnitude. The bits of magnitudes sort like their values; infinity and NaN are last."""
     largest = np.uint16(0)
-    for place in range(count):
-        largest = max(largest, np.uint16(bits[first + place] & np.uint16(0x7FFF)))
+    for i in range(count):
+        largest = max(largest, np.uint16(bits[first + i] & np.uint16(0x7FFF)))
     return int(largest)
 
 
-@_inlined
+@inlined
 def _choose_scales(
     bits: U16, first: Index, width: Index, group: Index, scale_codes: U8, records: U8, scales_at: Index
 ) -> bool:
-    """Write the scale code of each group of a token; whether one of them is NaN."""
-    poisoned = False
+    """Write the scale code of each group of a token. Returns whether one of them is NaN."""
+    has_nan = False
     for index in range(width // group):
         code = scale_codes[_largest_magnitude(bits, first + index * group, group)]
-        poisoned |= bool(code == np.uint8(0xFF))
+        has_nan |= bool(code == np.uint8(0xFF))
         records[scales_at + index] = code
-    return poisoned
+    return has_nan
 
 
-@_inlined
+@inlined
 def _spread(records: U8, scales_at: Index, group: Index, scale_values: F32, spread: F32) -> None:
-    """The value of each scale code of a token, once for each number of its group."""
+    """Write the value of each scale code of a token, repeated for each number of its group."""
     for index in range(np.uint64(len(spread)) // group):
         value = scale_values[records[scales_at + index]]
-        for place in range(group):
-            spread[index * group + place] = value
+        for i in range(group):
+            spread[index * group + i] = value
 
 
-@_inlined
+@inlined
 def _scale_exponents(records: U8, scales_at: Index, group: Index, exponents: U16) -> bool:
-    """What E8M0 scales add to exponent fields, E4M3's to bfloat16's; whether one could leave bfloat16's range."""
+    """Write what each E8M0 scale adds to the exponent field when an E4M3 code becomes a bfloat16.
+
+    Returns whether a result may leave the range of bfloat16.
+    """
     extreme = False
     for index in range(np.uint64(len(exponents)) // group):
         exponent = np.uint16(np.uint16(records[scales_at + index]) - np.uint16(7))
         extreme |= bool(exponent >= np.uint16(240))
-        for place in range(group):
-            exponents[index * group + place] = np.uint16(exponent << np.uint16(7))
+        for i in range(group):
+            exponents[index * group + i] = np.uint16(exponent << np.uint16(7))
     return extreme
 
 
-@_inlined
+@inlined
 def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
-    """Whether a number of a token is subnormal in E4M3 under its power-of-two scale."""
+    """Whether a number of a token becomes a subnormal E4M3 code under its power-of-two scale."""
     highest = np.uint16(0)
-    for place in range(np.uint64(len(exponents))):
-        magnitude = np.uint16(bits[first + place] & np.uint16(0x7FFF))
-        above = np.uint16(np.uint16(magnitude - exponents[place]) - np.uint16(0x80))
+    for i in range(np.uint64(len(exponents))):
+        magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
+        above = np.uint16(np.uint16(magnitude - exponents[i]) - np.uint16(0x80))
         highest = max(highest, above if magnitude else np.uint16(0))
     return bool(highest > np.uint16(0x7FF - 0x80))
 
 
-@_inlined
+@inlined
 def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
-    """E4M3 code of a number over a power of two, zero or normal: its fields move into place and are rounded."""
+    """E4M3 code of a number divided by a power of two, if the code is zero or normal: shift the fields, then round."""
     magnitude = np.uint16(number & np.uint16(0x7FFF))
     field = np.uint16(magnitude - exponent) if magnitude else np.uint16(0)
     even = np.uint16(field >> np.uint16(4)) & np.uint16(1)
@@ -183,82 +146,82 @@ def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
     return np.uint8(code | np.uint16(np.uint16(number >> np.uint16(8)) & np.uint16(0x80)))
 
 
-@_inlined
+@inlined
 def _magnitude(number: np.uint16) -> Any:
-    """|number|, at most 15 x 2**124: E4M3 would round larger ones to 2**128, which is no bfloat16."""
+    """|number|, at most 15 x 2**124. E4M3 would round larger ones to 2**128, which bfloat16 cannot hold."""
     return _bf16(min(np.uint16(number & np.uint16(0x7FFF)), np.uint16(0x7F70)))
 
 
-@_inlined
+@inlined
 def _rounded_e4m3(number: np.uint16, factor: np.float32) -> Any:
-    """E4M3 code of a number times the inverse of its scale, whatever they are."""
+    """E4M3 code of a number times the inverse of its scale, for all inputs."""
     code = _minifloat_code(_magnitude(number) * factor, 3, 7, 448.0)
     return np.uint8(code | (np.uint32(number >> np.uint16(8)) & np.uint32(0x80)))
 
 
-@_inlined
+@inlined
 def _extremes(bits: U16, first: Index, count: Index) -> Any:
-    """(bits of the largest magnitude, bits of the smallest that is not zero less one, 65535 where all are zero)."""
+    """(bits of the largest magnitude, bits of the smallest nonzero magnitude minus one; 65535 if all are zero)."""
     largest, below_smallest = np.uint16(0), np.uint16(0xFFFF)
-    for place in range(count):
-        magnitude = np.uint16(bits[first + place] & np.uint16(0x7FFF))
+    for i in range(count):
+        magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
         largest = max(largest, magnitude)
         below_smallest = min(below_smallest, np.uint16(magnitude - np.uint16(1)))
     return largest, below_smallest
 
 
-@_inlined
-def _poison(records: U8, codes_at: Index, scales_at: Index, groups: Index, size: Index) -> None:
-    """Set every byte of codes, `size` a group, of the groups of a token whose scale is NaN."""
+@inlined
+def _fill_nan_groups(records: U8, codes_at: Index, scales_at: Index, groups: Index, size: Index) -> None:
+    """Set all code bytes, `size` per group, of the groups of a token whose scale is NaN."""
     for index in range(groups):
         if records[scales_at + index] == np.uint8(0xFF):
-            for place in range(size):
-                records[codes_at + index * size + place] = np.uint8(0xFF)
+            for i in range(size):
+                records[codes_at + index * size + i] = np.uint8(0xFF)
 
 
 _GROUP_ENCODER = (
-    *(_input(types.uint16), _input(types.uint8), _input(types.float32)),
-    *(_output(types.uint8), _SHAPE, *_SPAN),
+    *(input_array(types.uint16), input_array(types.uint8), input_array(types.float32)),
+    *(output_array(types.uint8), _GEOMETRY, _SPAN),
 )
 
 
-@_kernel(*_GROUP_ENCODER)
-def encode_e4m3(
-    bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, shape: Shape, start: Index, stop: Index
-) -> None:
-    """E4M3 codes, then E8M0 scales: `scale_codes` [32768] by bits of the largest magnitude; `inverse_scales` [256].
+@kernel(*_GROUP_ENCODER)
+def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, geometry: Geometry, span: Span) -> None:
+    """E4M3 codes, then E8M0 scales.
 
-    Tokens without subnormal codes, nearly all, take a way without floating point, with the same result.
+    `scale_codes` [32768] maps the bits of a group's largest magnitude to its scale code; `inverse_scales` [256]
+    holds the inverse of each scale. Tokens without subnormal codes take a path without floating point, which gives
+    the same result.
     """
-    values, width, group = shape
+    values, width, group = geometry
     exponents = np.empty(width, dtype=np.uint16)
     factors = np.empty(width, dtype=np.float32)
-    for block in range(start, stop):
+    for block in range(span[0], span[1]):
         codes_at = block * (values + values // group)
         scales_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
-            poisoned = _choose_scales(bits, first, width, group, scale_codes, records, scales_at)
+            has_nan = _choose_scales(bits, first, width, group, scale_codes, records, scales_at)
             extreme = _scale_exponents(records, scales_at, group, exponents)
             if extreme or _has_subnormal_codes(bits, first, exponents):
                 _spread(records, scales_at, group, inverse_scales, factors)
-                for place in range(width):
-                    records[codes_at + place] = _rounded_e4m3(bits[first + place], factors[place])
+                for i in range(width):
+                    records[codes_at + i] = _rounded_e4m3(bits[first + i], factors[i])
             else:
-                for place in range(width):
-                    records[codes_at + place] = _shifted(bits[first + place], exponents[place])
-            if poisoned:
-                _poison(records, codes_at, scales_at, width // group, group)
+                for i in range(width):
+                    records[codes_at + i] = _shifted(bits[first + i], exponents[i])
+            if has_nan:
+                _fill_nan_groups(records, codes_at, scales_at, width // group, group)
             codes_at += width
             scales_at += width // group
 
 
-@_kernel(*_GROUP_ENCODER)
+@kernel(*_GROUP_ENCODER)
 def encode_e4m3_tokens(
-    bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, shape: Shape, start: Index, stop: Index
+    bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, geometry: Geometry, span: Span
 ) -> None:
-    """`encode_e4m3` where the group is the token: one pass finds the scale and whether a code would be subnormal."""
-    values, width, group = shape
-    for block in range(start, stop):
+    """`encode_e4m3` for groups of one token: one pass finds the scale and whether a code is subnormal."""
+    values, width, group = geometry
+    for block in range(span[0], span[1]):
         codes_at = block * (values + values // group)
         scales_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
@@ -268,210 +231,198 @@ def encode_e4m3_tokens(
             exponent = np.uint16(np.uint16(scale) - np.uint16(7))
             shift = np.uint16(exponent << np.uint16(7))
             if scale == np.uint8(0xFF):
-                for place in range(width):
-                    records[codes_at + place] = np.uint8(0xFF)
+                for i in range(width):
+                    records[codes_at + i] = np.uint8(0xFF)
             elif exponent >= np.uint16(240) or np.int64(below_smallest) + 1 < np.int64(shift) + 0x80:
-                for place in range(width):
-                    records[codes_at + place] = _rounded_e4m3(bits[first + place], inverse_scales[scale])
+                for i in range(width):
+                    records[codes_at + i] = _rounded_e4m3(bits[first + i], inverse_scales[scale])
             else:
-                for place in range(width):
-                    records[codes_at + place] = _shifted(bits[first + place], shift)
+                for i in range(width):
+                    records[codes_at + i] = _shifted(bits[first + i], shift)
             codes_at += width
             scales_at += np.uint64(1)
 
 
-@_kernel(*_GROUP_ENCODER)
-def encode_e2m1(
-    bits: U16, scale_codes: U8, scale_values: F32, records: U8, shape: Shape, start: Index, stop: Index
-) -> None:
-    """E2M1 codes, two a byte and the first in the low half, then one-byte scales; `scale_values` [256]."""
-    values, width, group = shape
+@kernel(*_GROUP_ENCODER)
+def encode_e2m1(bits: U16, scale_codes: U8, scale_values: F32, records: U8, geometry: Geometry, span: Span) -> None:
+    """E2M1 codes, two per byte with the first in the low half, then one-byte scales with the values `scale_values`."""
+    values, width, group = geometry
     half = width >> np.uint64(1)
     divisors = np.empty(width, dtype=np.float32)
     nibbles = np.empty(width, dtype=np.uint8)
     pairs = nibbles.view(np.uint16)
-    for block in range(start, stop):
+    for block in range(span[0], span[1]):
         codes_at = block * ((values >> np.uint64(1)) + values // group)
         scales_at = codes_at + (values >> np.uint64(1))
         for first in range(block * values, (block + np.uint64(1)) * values, width):
-            poisoned = _choose_scales(bits, first, width, group, scale_codes, records, scales_at)
+            has_nan = _choose_scales(bits, first, width, group, scale_codes, records, scales_at)
             _spread(records, scales_at, group, scale_values, divisors)
-            for place in range(width):
-                number = bits[first + place]
-                code = _minifloat_code(_magnitude(number) / divisors[place], 1, 1, 6.0)
-                nibbles[place] = np.uint8(code | (np.uint32(number >> np.uint16(12)) & np.uint32(0x08)))
-            for place in range(half):
-                records[codes_at + place] = np.uint8(pairs[place] | (pairs[place] >> np.uint16(4)))
-            if poisoned:
-                _poison(records, codes_at, scales_at, width // group, group >> np.uint64(1))
+            for i in range(width):
+                number = bits[first + i]
+                code = _minifloat_code(_magnitude(number) / divisors[i], 1, 1, 6.0)
+                nibbles[i] = np.uint8(code | (np.uint32(number >> np.uint16(12)) & np.uint32(0x08)))
+            for i in range(half):
+                records[codes_at + i] = np.uint8(pairs[i] | (pairs[i] >> np.uint16(4)))
+            if has_nan:
+                _fill_nan_groups(records, codes_at, scales_at, width // group, group >> np.uint64(1))
             codes_at += half
             scales_at += width // group
 
 
-@_inlined
+@inlined
 def _needs_table(records: U8, codes_at: Index, width: Index) -> bool:
-    """Whether an E4M3 code is subnormal or NaN."""
+    """Whether an E4M3 code of a token is subnormal or NaN."""
     highest = np.uint8(0)
-    for place in range(width):
-        magnitude = np.uint8(records[codes_at + place] & np.uint8(0x7F))
+    for i in range(width):
+        magnitude = np.uint8(records[codes_at + i] & np.uint8(0x7F))
         highest = max(highest, np.uint8(magnitude - np.uint8(0x08)) if magnitude else np.uint8(0))
     return bool(highest > np.uint8(0x7E - 0x08))
 
 
-@_inlined
+@inlined
 def _rescaled(code: np.uint8, exponent: np.uint16) -> Any:
-    """An E4M3 number, zero or normal, times a power of two: its fields move into place and the exponents are added."""
+    """bfloat16 bits of an E4M3 number, zero or normal, times a power of two: shift the fields, add the exponents."""
     magnitude = np.uint16(code & np.uint8(0x7F))
     field = np.uint16(np.uint16(magnitude << np.uint16(4)) + exponent) if magnitude else np.uint16(0)
     return np.uint16(field | np.uint16(np.uint16(code & np.uint8(0x80)) << np.uint16(8)))
 
 
-@_kernel(_input(types.uint8), _PLACES, _PLACES, _input(types.uint16), _output(types.uint16), _SHAPE, *_SPAN)
-def decode_e4m3(
-    records: U8, starts: Places, places: Places, table: U16, bits: U16, shape: Shape, start: Index, stop: Index
-) -> None:
-    """E4M3 codes, then E8M0 scales: `table` [256 scales x 256 codes] has the bfloat16 bits of every product.
+@kernel(input_array(types.uint8), _MOVES, input_array(types.uint16), output_array(types.uint16), _GEOMETRY, _SPAN)
+def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geometry, span: Span) -> None:
+    """E4M3 codes, then E8M0 scales. `table` [256 scales x 256 codes] holds the bfloat16 bits of every product.
 
-    Tokens without subnormal codes, nearly all, take a way that is twice as fast as the table and gives the same.
+    Tokens without subnormal codes take a faster path without the table, which gives the same result.
     """
-    values, width, group = shape
+    values, width, group = geometry
     exponents = np.empty(width, dtype=np.uint16)
-    for item in range(start, stop):
-        block = np.uint64(places[item])
-        codes_at = np.uint64(starts[item])
+    for move in range(span[0], span[1]):
+        block = np.uint64(moves[1, move])
+        codes_at = np.uint64(moves[0, move])
         scales_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
             extreme = _scale_exponents(records, scales_at, group, exponents)
             if extreme or _needs_table(records, codes_at, width):
                 for index in range(width // group):
                     scale = np.uint64(records[scales_at + index]) << np.uint64(8)
-                    for place in range(index * group, (index + np.uint64(1)) * group):
-                        bits[first + place] = table[scale | np.uint64(records[codes_at + place])]
+                    for i in range(index * group, (index + np.uint64(1)) * group):
+                        bits[first + i] = table[scale | np.uint64(records[codes_at + i])]
             else:
-                for place in range(width):
-                    bits[first + place] = _rescaled(records[codes_at + place], exponents[place])
+                for i in range(width):
+                    bits[first + i] = _rescaled(records[codes_at + i], exponents[i])
             codes_at += width
             scales_at += width // group
 
 
-@_kernel(_input(types.uint8), _PLACES, _PLACES, _input(types.uint32), _output(types.uint32), _SHAPE, *_SPAN)
-def decode_e2m1(
-    records: U8, starts: Places, places: Places, table: U32, pairs: U32, shape: Shape, start: Index, stop: Index
-) -> None:
-    """Two E2M1 codes a byte, then one-byte scales: `table` [256 scales x 256 bytes] has the bits of both products."""
-    codes, group = shape[0] >> np.uint64(1), shape[2] >> np.uint64(1)
-    for item in range(start, stop):
-        block = np.uint64(places[item])
-        code_at = np.uint64(starts[item])
+@kernel(input_array(types.uint8), _MOVES, input_array(types.uint32), output_array(types.uint32), _GEOMETRY, _SPAN)
+def decode_e2m1(records: U8, moves: Moves, table: U32, pairs: U32, geometry: Geometry, span: Span) -> None:
+    """Two E2M1 codes per byte, then one-byte scales. `table` [256 scales x 256 bytes] holds both products' bits."""
+    codes, group = geometry[0] >> np.uint64(1), geometry[2] >> np.uint64(1)
+    for move in range(span[0], span[1]):
+        block = np.uint64(moves[1, move])
+        code_at = np.uint64(moves[0, move])
         scales_at = code_at + codes
-        place = block * codes
+        pair = block * codes
         for index in range(codes // group):
             scale = np.uint64(records[scales_at + index]) << np.uint64(8)
             for offset in range(group):
-                pairs[place + offset] = table[scale | np.uint64(records[code_at + offset])]
+                pairs[pair + offset] = table[scale | np.uint64(records[code_at + offset])]
             code_at += group
-            place += group
+            pair += group
 
 
-@_inlined
+@inlined
 def _write_word(records: U8, at: Index, word: np.uint16) -> None:
     records[at] = np.uint8(word)
     records[at + np.uint64(1)] = np.uint8(word >> np.uint16(8))
 
 
-@_inlined
+@inlined
 def _read_word(records: U8, at: Index) -> Any:
     return np.uint16(np.uint16(records[at]) | np.uint16(np.uint16(records[at + np.uint64(1)]) << np.uint16(8)))
 
 
-@_kernel(_input(types.uint8), _PLACES, _PLACES, _input(types.uint16), _output(types.uint16), types.uint64, *_SPAN)
-def translate(
-    records: U8, starts: Places, places: Places, table: U16, out: U16, values: Index, start: Index, stop: Index
-) -> None:
-    """Block `places[i]` of `out` is `table` [65536] of the 16-bit words from byte `starts[i]` of `records` on."""
-    for item in range(start, stop):
-        source, target = np.uint64(starts[item]), np.uint64(places[item]) * values
-        for place in range(values):
-            out[target + place] = table[_read_word(records, source + (place << np.uint64(1)))]
+@kernel(input_array(types.uint8), _MOVES, input_array(types.uint16), output_array(types.uint16), types.uint64, _SPAN)
+def translate(records: U8, moves: Moves, table: U16, out: U16, values: Index, span: Span) -> None:
+    """Replace each 16-bit word of the records by its entry in `table` [65536]; `values` words per record."""
+    for move in range(span[0], span[1]):
+        source, target = np.uint64(moves[0, move]), np.uint64(moves[1, move]) * values
+        for i in range(values):
+            out[target + i] = table[_read_word(records, source + (i << np.uint64(1)))]
 
 
-@_kernel(_input(types.uint16), _input(types.uint16), _output(types.uint8), _SHAPE, *_SPAN)
-def encode_int8(bits: U16, scale_bits: U16, records: U8, shape: Shape, start: Index, stop: Index) -> None:
-    """Integers, then a bfloat16 scale a token: `scale_bits` [32768] by bits of the largest magnitude."""
-    values, width, _ = shape
-    shifter = np.float32(1.5 * 2.0**23)  # its last bit weighs 1: adding it rounds to an integer
-    for block in range(start, stop):
+@kernel(input_array(types.uint16), input_array(types.uint16), output_array(types.uint8), _GEOMETRY, _SPAN)
+def encode_int8(bits: U16, scale_bits: U16, records: U8, geometry: Geometry, span: Span) -> None:
+    """Integers, then one bfloat16 scale per token. `scale_bits` [32768] maps the largest magnitude's bits to it."""
+    values, width, _ = geometry
+    shifter = np.float32(1.5 * 2.0**23)  # its last bit has weight 1, so adding it rounds to an integer
+    for block in range(span[0], span[1]):
         codes_at = block * (values + np.uint64(2) * (values // width))
         scale_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
             scale = scale_bits[_largest_magnitude(bits, first, width)]
             _write_word(records, scale_at, scale)
             divisor = _bf16(scale)
-            for place in range(width):
-                quotient = min(max(_bf16(bits[first + place]) / divisor, np.float32(-127)), np.float32(127))
-                records[codes_at + place] = np.uint8(_bits(quotient + shifter))
+            for i in range(width):
+                quotient = min(max(_bf16(bits[first + i]) / divisor, np.float32(-127)), np.float32(127))
+                records[codes_at + i] = np.uint8(_bits(quotient + shifter))
             if scale == np.uint16(0xFFFF):
-                for place in range(width):
-                    records[codes_at + place] = np.uint8(0xFF)
+                for i in range(width):
+                    records[codes_at + i] = np.uint8(0xFF)
             codes_at += width
             scale_at += np.uint64(2)
 
 
-@_kernel(_input(types.uint8), _PLACES, _PLACES, _output(types.uint16), _SHAPE, *_SPAN)
-def decode_int8(
-    records: U8, starts: Places, places: Places, bits: U16, shape: Shape, start: Index, stop: Index
-) -> None:
-    """Integer times the token's scale: 16 significant bits at most, so exact in float32 and rounded once."""
-    values, width, _ = shape
-    for item in range(start, stop):
-        block = np.uint64(places[item])
-        codes_at = np.uint64(starts[item])
+@kernel(input_array(types.uint8), _MOVES, output_array(types.uint16), _GEOMETRY, _SPAN)
+def decode_int8(records: U8, moves: Moves, bits: U16, geometry: Geometry, span: Span) -> None:
+    """Integer times the token's scale. The product has at most 16 significant bits: exact in float32, rounded once."""
+    values, width, _ = geometry
+    for move in range(span[0], span[1]):
+        block = np.uint64(moves[1, move])
+        codes_at = np.uint64(moves[0, move])
         scale_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
             scale = _bf16(_read_word(records, scale_at))
-            for place in range(width):
-                bits[first + place] = _rounded_bf16(np.float32(np.int8(records[codes_at + place])) * scale)
+            for i in range(width):
+                bits[first + i] = _rounded_bf16(np.float32(np.int8(records[codes_at + i])) * scale)
             codes_at += width
             scale_at += np.uint64(2)
 
 
-@_kernel(_input(types.uint16), _output(types.uint8), _SHAPE, *_SPAN)
-def encode_sign1(bits: U16, records: U8, shape: Shape, start: Index, stop: Index) -> None:
-    """Sign bits, the first in the lowest bit, then a bfloat16 scale a token: the mean magnitude."""
-    values, width, _ = shape
+@kernel(input_array(types.uint16), output_array(types.uint8), _GEOMETRY, _SPAN)
+def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None:
+    """Sign bits, the first in the lowest bit, then one bfloat16 scale per token: the mean magnitude."""
+    values, width, _ = geometry
     size = width >> np.uint64(3)
-    for block in range(start, stop):
+    for block in range(span[0], span[1]):
         codes_at = block * (values // width) * (size + np.uint64(2))
         scale_at = codes_at + (values >> np.uint64(3))
         for first in range(block * values, (block + np.uint64(1)) * values, width):
             total = 0.0
-            for place in range(size):
+            for i in range(size):
                 code = np.uint32(0)
                 for bit in range(np.uint64(8)):
-                    number = bits[first + (place << np.uint64(3)) + bit]
+                    number = bits[first + (i << np.uint64(3)) + bit]
                     code |= np.uint32(np.uint32(number >> np.uint16(15)) << np.uint32(bit))
                     total += np.float64(_bf16(np.uint16(number & np.uint16(0x7FFF))))
-                records[codes_at + place] = np.uint8(code)
+                records[codes_at + i] = np.uint8(code)
             scale = _rounded_bf16(np.float32(total / width))
             if scale >= np.uint16(0x7F80):
                 scale = np.uint16(0xFFFF)
-                for place in range(size):
-                    records[codes_at + place] = np.uint8(0xFF)
+                for i in range(size):
+                    records[codes_at + i] = np.uint8(0xFF)
             _write_word(records, scale_at, scale)
             codes_at += size
             scale_at += np.uint64(2)
 
 
-@_kernel(_input(types.uint8), _PLACES, _PLACES, _input(types.uint64), _output(types.uint64), _SHAPE, *_SPAN)
-def decode_sign1(
-    records: U8, starts: Places, places: Places, table: U64, quads: U64, shape: Shape, start: Index, stop: Index
-) -> None:
-    """The token's scale with the sign bits of each byte: `table` [256 x 2] spreads them over two words of four."""
-    values, width, _ = shape
+@kernel(input_array(types.uint8), _MOVES, input_array(types.uint64), output_array(types.uint64), _GEOMETRY, _SPAN)
+def decode_sign1(records: U8, moves: Moves, table: U64, quads: U64, geometry: Geometry, span: Span) -> None:
+    """The token's scale with each sign bit. `table` [256 x 2] spreads a byte's bits over two words of four numbers."""
+    values, width, _ = geometry
     size = width >> np.uint64(3)
-    for item in range(start, stop):
-        block = np.uint64(places[item])
-        codes_at = np.uint64(starts[item])
+    for move in range(span[0], span[1]):
+        block = np.uint64(moves[1, move])
+        codes_at = np.uint64(moves[0, move])
         scale_at = codes_at + (values >> np.uint64(3))
         quad = (block * values) >> np.uint64(2)
         for _ in range(values // width):
@@ -479,8 +430,8 @@ def decode_sign1(
             nan = np.uint16(scale & np.uint16(0x7FFF)) > np.uint16(0x7F80)
             four = np.uint64(np.uint16(0x7FC0) if nan else scale) * np.uint64(0x0001000100010001)
             signs = np.uint64(0) if nan else np.uint64(0xFFFFFFFFFFFFFFFF)
-            for place in range(size):
-                entry = np.uint64(records[codes_at + place]) << np.uint64(1)
+            for i in range(size):
+                entry = np.uint64(records[codes_at + i]) << np.uint64(1)
                 quads[quad] = four ^ (table[entry] & signs)
                 quads[quad + np.uint64(1)] = four ^ (table[entry | np.uint64(1)] & signs)
                 quad += np.uint64(2)

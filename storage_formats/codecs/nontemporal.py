@@ -1,8 +1,8 @@
-"""When to write answers past the cache.
+"""When to write output with non-temporal stores, which bypass the processor's cache.
 
-An ordinary store first reads the memory that it is about to overwrite, and pushes out of the cache what may be needed.
-A non-temporal one does neither: a large gather of blocks so takes half the time (docs/architecture.md). What is read
-again at once, as the answer to one query, is better left in the cache.
+An ordinary store first reads the memory that it overwrites, and evicts other data from the cache. A non-temporal
+store does neither, which makes large gathers faster (docs/lab/storage.md). Small outputs, such as the candidates of one
+query, should stay in the cache because they are read next.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 LINE_BYTES = 64
-STREAM_FROM = 32 << 20
-"""Bytes of an answer that no usual processor's cache holds."""
+NONTEMPORAL_FROM = 32 << 20
+"""Outputs of at least this many bytes do not fit into the cache of a usual processor."""
 
 
-def streams(total: int, size: int, addresses: NDArray[np.int64] | int) -> bool:
-    """Whether `total` bytes are written past the cache, in pieces of `size` bytes at `addresses`.
+def use_nontemporal(total: int, size: int, addresses: NDArray[np.int64] | int) -> bool:
+    """Whether to write `total` bytes with non-temporal stores, in pieces of `size` bytes at `addresses`.
 
-    Only whole lines of the cache can be: elsewhere ordinary stores are as good.
+    True only for whole cache lines; for other pieces, non-temporal stores gain nothing.
     """
-    return total >= STREAM_FROM and size % LINE_BYTES == 0 and not np.any(np.asarray(addresses) % LINE_BYTES)
+    return total >= NONTEMPORAL_FROM and size % LINE_BYTES == 0 and not np.any(np.asarray(addresses) % LINE_BYTES)

@@ -1,31 +1,31 @@
 """`nvfp4`: NVFP4 (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025) with a fixed second-level scale.
 
-Record of m tokens of width d: m x d / 2 bytes of E2M1 codes (as in `mxfp4`), tokens in order, two a byte with the
-first in the low half; then m x d / 16 bytes of E4M3 scales (as the codes of `fp8`), one for every 16 consecutive
-numbers of a token. 64 x 384: 12,288 + 1,536 = 13,824 bytes. d must be a multiple of 16.
+A record of m tokens of width d holds m x d / 2 bytes of E2M1 codes (see `mxfp4`), tokens in order, two codes per byte
+with the first in the low half, and then m x d / 16 E4M3 scales of one byte (see `fp8`), one per group of 16
+consecutive values of a token. d must be a multiple of 16. A block of 64 x 384 takes 12,288 + 1,536 = 13,824 bytes.
 
-Number = code x scale / 8, exact in bfloat16. The divisor is the format's fp32 second-level scale: 2 ** -3, the same
-for all. Scales then have their full precision for groups whose largest magnitude is 0.012 to 336, and are subnormal
-down to 0.0015; above 336 numbers saturate. A power of two keeps the products exact, and one constant keeps the record
-at 13,824 bytes and independent of every other.
+The value is code x scale / 8, which bfloat16 holds exactly. The factor 1/8 = 2 ** -3 is NVFP4's second-level (fp32)
+scale, here a constant of the format. Scales have full precision for groups whose largest magnitude is between 0.012
+and 336, and are subnormal down to 0.0015. Values above 336 saturate. A power of two keeps the products exact. One
+constant keeps the record at 13,824 bytes and records independent of each other.
 
-An encoder chooses the E4M3 nearest to 8/6 of the group's largest magnitude, at least the smallest, 2 ** -9; quotients
-beyond 6 saturate.
+The encoder takes the E4M3 nearest to 8/6 of the group's largest magnitude, and at least 2 ** -9, the smallest E4M3.
+Quotients above 6 saturate.
 
-NumPy alone decodes the values of the Zarr array:
+The values of the Zarr array can be decoded with NumPy alone:
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec, fill_record
 >>> blocks = np.linspace(-3, 3, 2 * 64 * 384).reshape(2, 64, 384).astype(ml_dtypes.bfloat16)
->>> entry = codec("nvfp4")
->>> values = np.concatenate([entry.encode(blocks), fill_record(entry)])  # as a reader gives them; row 2 is a hole
+>>> nvfp4 = codec("nvfp4")
+>>> values = np.concatenate([nvfp4.encode(blocks), fill_record(nvfp4)])  # as Zarr readers return them; row 2: a hole
 >>> byte = np.arange(256)
 >>> e4m3 = np.where(byte & 120, np.ldexp(8.0 + byte % 8, byte // 8 % 16 - 10), np.ldexp(byte % 8, -9))
 >>> e4m3 = np.where(byte % 128 == 127, np.nan, e4m3) * np.where(byte < 128, 1, -1)
 >>> e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 >>> codes = np.stack([values[:, :12288] & 15, values[:, :12288] >> 4], axis=-1)
 >>> tokens = e2m1[codes].reshape(-1, 1536, 16) * e4m3[values[:, 12288:]][..., None] / 8
->>> np.array_equal(tokens.reshape(-1, 64, 384), entry.decode(values).astype(float), equal_nan=True)
+>>> np.array_equal(tokens.reshape(-1, 64, 384), nvfp4.decode(values).astype(float), equal_nan=True)
 True
 """
 
@@ -41,7 +41,7 @@ SECOND_LEVEL_SCALE = 2.0**-3
 
 
 class NVFP4Codec(GroupScaledCodec):
-    """E2M1 with an E4M3 scale for 16 numbers and the constant `SECOND_LEVEL_SCALE`."""
+    """E2M1 codes with one E4M3 scale per 16 values and the constant `SECOND_LEVEL_SCALE`."""
 
     name = "nvfp4"
     logical_dtype = "nvfp4_e2m1"
@@ -53,6 +53,6 @@ class NVFP4Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """The E4M3 nearest to largest / (6 SECOND_LEVEL_SCALE), saturated at 448, and never zero."""
+        """Codes of the E4M3 nearest to largest / (6 SECOND_LEVEL_SCALE), saturated at 448, and never zero."""
         scales = largest.astype(np.float64) / (E2M1.largest * SECOND_LEVEL_SCALE)
         return np.maximum(E4M3.encode(scales), np.uint8(1))

@@ -1,7 +1,7 @@
-"""The formats in plain NumPy, slow and clear: what the compiled kernels are checked against, bit for bit.
+"""The record formats in plain NumPy. Tests compare the compiled kernels with this module bit for bit.
 
-A second implementation may be checked against it too. It shares with the codecs the definitions of the small types
-(`minifloat`) and the rules for scales, and none of the code that converts.
+Other implementations can be tested against it too. It shares with the codecs the definitions of the small formats
+(`minifloat`) and the scale rules, but no conversion code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def encode(codec: Codec, blocks: Blocks) -> Records:
 
 def decode(codec: Codec, records: Records) -> Blocks:
     """uint8 [k, record_bytes] -> bf16 [k, m, d]."""
-    with np.errstate(over="ignore", invalid="ignore"):  # scales that no encoder writes
+    with np.errstate(over="ignore", invalid="ignore"):  # with scales that no encoder writes
         match codec:
             case GroupScaledCodec():
                 numbers = _decode_groups(codec, records)

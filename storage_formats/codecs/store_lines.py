@@ -1,4 +1,4 @@
-"""Compiled stores past the cache; see `streaming`. Importing this module imports Numba."""
+"""Compiled non-temporal stores; see `nontemporal`. Importing this module imports Numba."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _LINE = ir.VectorType(_WORD, LINE_BYTES // 8)
 
 @intrinsic
 def store_lines(_: Any, target: Any, source: Any, size: Any) -> Any:
-    """Copy `size` bytes, a multiple of `LINE_BYTES`, between addresses, that of `target` aligned to it, past the cache.
+    """Copy `size` bytes from address `source` to address `target` with non-temporal stores.
 
-    The stores are ordered against later ones of the same thread (LLVM Language Reference, "fence").
+    `size` and `target` must be multiples of `LINE_BYTES`. A fence orders the stores before later stores of the same
+    thread (LLVM Language Reference, "fence").
     """
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:

@@ -1,1 +1,1 @@
-"""The format on disk: paths, manifest, rows table, receipts, Zarr metadata, checksums."""
+"""The format of an index: layout, manifest, rows, receipts, Zarr metadata, checksums."""

@@ -1,4 +1,4 @@
-"""CRC-32C (Castagnoli, RFC 3720 appendix B.4), hardware-assisted through google-crc32c."""
+"""CRC-32C (Castagnoli, RFC 3720 appendix B.4), with hardware support through google-crc32c."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _CHUNK_BYTES = 8 << 20
 
 
 def crc32c(data: bytes | NDArray[np.uint8], seed: int = 0) -> int:
-    """CRC-32C of `data`, continuing from `seed`; a contiguous uint8 array is not copied."""
+    """CRC-32C of `data`, continued from `seed`. A contiguous uint8 array is not copied."""
     return int(google_crc32c.extend(seed, data))
 
 
 def crc32c_rows(records: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """CRC-32C of each row of `records` [k, record_bytes] -> [k]."""
+    """CRC-32C of each row of `records` [k, record_bytes], uint32 [k]."""
     return np.fromiter((google_crc32c.value(row) for row in records), dtype="<u4", count=len(records))
 
 
 def crc32c_file(path: Path) -> tuple[int, int]:
-    """(length in bytes, CRC-32C) of a file, read once in 8 MiB pieces."""
+    """(length in bytes, CRC-32C) of a file, which is read once in pieces of 8 MiB."""
     length, crc = 0, 0
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(_CHUNK_BYTES):
@@ -32,5 +32,5 @@ def crc32c_file(path: Path) -> tuple[int, int]:
 
 
 def to_hex(crc: int) -> str:
-    """The spelling of a checksum in JSON files: eight lower-case hexadecimal digits."""
+    """A checksum as it is written in JSON files: eight lower-case hexadecimal digits."""
     return f"{crc:08x}"

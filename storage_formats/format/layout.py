@@ -1,6 +1,6 @@
-"""Every path, name and offset of an index, as pure functions: nothing here touches the disk.
+"""All paths, names and offsets of an index as pure functions, without access to the disk.
 
-The normative text is SPEC.md, sections 3 and 6.
+SPEC.md, sections 3 and 6, is the normative text.
 """
 
 from __future__ import annotations
@@ -13,20 +13,29 @@ from storage_formats.errors import UsageError
 FORMAT = "edje-index"
 FORMAT_VERSION = "1.0"
 PAGE_BYTES = 4096
-INDEX_ENTRY_BYTES = 16  # offset and length, two uint64, of the Zarr sharding codec
+INDEX_ENTRY_BYTES = 16  # offset and length of the Zarr sharding codec, two uint64
 CRC_BYTES = 4
 
 
 @dataclass(frozen=True)
 class IndexSpec:
-    """The numbers that decide the shape of every file of an index.
+    """The shape of an index. It determines the layout of every file.
 
     Attributes:
         rows: number of inputs, holes included.
-        shard_size: rows a shard; the last shard may hold fewer.
-        block_shape: (m, d), tokens of a block and their width.
-        embed_dim: width of the pooled embedding.
-        precisions: names of the token arrays, see `storage_formats.codecs`.
+        shard_size: rows per shard; the last shard may hold fewer.
+        block_shape: (m, d), tokens per block and values per token.
+        embed_dim: width of the embeddings.
+        precisions: names of the precisions, see `storage_formats.precisions`.
+
+    Raises:
+        UsageError: a number is not positive.
+
+    Example:
+        >>> from storage_formats import IndexSpec
+        >>> spec = IndexSpec(rows=2500, shard_size=1024, block_shape=(64, 384), embed_dim=512, precisions=("fp8",))
+        >>> spec.shards, spec.shard_rows(2)
+        (3, range(2048, 2500))
     """
 
     rows: int
@@ -38,7 +47,7 @@ class IndexSpec:
     def __post_init__(self) -> None:
         numbers = (self.rows, self.shard_size, *self.block_shape, self.embed_dim)
         if min(numbers) < 1:
-            raise UsageError(f"an index needs positive rows, shard size, block shape and embedding width, got {self}")
+            raise UsageError(f"rows, shard_size, block_shape and embed_dim must be positive, got {self}")
 
     @property
     def shards(self) -> int:
@@ -48,13 +57,13 @@ class IndexSpec:
     def shard_rows(self, shard: int) -> range:
         """Row ids of `shard`."""
         if not 0 <= shard < self.shards:
-            raise UsageError(f"shard {shard} is outside 0..{self.shards - 1}")
+            raise UsageError(f"shard must be in 0..{self.shards - 1}, got {shard}")
         first = shard * self.shard_size
         return range(first, min(first + self.shard_size, self.rows))
 
 
 def padded_shard_bytes(rows: int, shard_size: int, record_bytes: int) -> tuple[int, int]:
-    """(offset of the shard index, length of the file) of a token shard, in bytes."""
+    """(offset of the shard index, length of the file) of a token shard with `rows` records, in bytes."""
     index_bytes = shard_size * INDEX_ENTRY_BYTES + CRC_BYTES
     total = rows * record_bytes + index_bytes
     total = -(-total // PAGE_BYTES) * PAGE_BYTES
@@ -128,5 +137,5 @@ class Layout:
         return self.build / "receipts" / f"{shard:08d}.json"
 
     def relative(self, path: Path) -> str:
-        """`path` as it is written in manifests: relative to the root, with forward slashes."""
+        """`path` as manifests write it: relative to the root, with forward slashes."""
         return path.relative_to(self.root).as_posix()

@@ -1,4 +1,4 @@
-"""`index.json` and the shard table: what an index is, and every data file it consists of (SPEC.md sections 4, 5)."""
+"""`index.json` and the shard table, which lists all data files of an index (SPEC.md sections 4 and 5)."""
 
 from __future__ import annotations
 
@@ -29,31 +29,37 @@ SHARD_TABLE_SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True)
-class FileRecord:
-    """A committed file: path relative to the index, length in bytes, CRC-32C of its contents."""
+class FileEntry:
+    """A committed file.
+
+    Attributes:
+        path: path relative to the index.
+        bytes: length.
+        crc32c: CRC-32C of the contents.
+    """
 
     path: str
     bytes: int
     crc32c: int
 
     @classmethod
-    def of(cls, layout: Layout, path: Path) -> FileRecord:
-        """The record of a file that is on disk, read once."""
+    def of(cls, layout: Layout, path: Path) -> FileEntry:
+        """The entry of a file on disk, which is read once."""
         length, crc = crc32c_file(path)
         return cls(layout.relative(path), length, crc)
 
     def to_json(self) -> dict[str, Any]:
-        """Checksums are hexadecimal in JSON."""
+        """The entry as a JSON object, with a hexadecimal checksum."""
         return {"path": self.path, "bytes": self.bytes, "crc32c": to_hex(self.crc32c)}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> FileRecord:
+    def from_json(cls, value: dict[str, Any]) -> FileEntry:
         return cls(str(value["path"]), int(value["bytes"]), int(value["crc32c"], 16))
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Where every input went: inputs = indexed + duplicates + failed, the last by reason."""
+    """Numbers of inputs: `inputs` = `indexed` + `duplicates` + the sum of `failed`, which counts by reason."""
 
     inputs: int
     indexed: int
@@ -65,25 +71,33 @@ class Counts:
         return sum(self.failed.values())
 
     def check(self) -> None:
-        """CorruptIndexError unless every input is accounted for."""
-        found = self.indexed + self.duplicates + self.failed_total
-        if found != self.inputs:
+        """CorruptIndexError unless the numbers add up to `inputs`."""
+        total = self.indexed + self.duplicates + self.failed_total
+        if total != self.inputs:
             raise CorruptIndexError(
-                f"{self.inputs} inputs but {self.indexed} indexed + {self.duplicates} duplicates + "
-                f"{self.failed_total} failed = {found}"
+                f"the counts do not add up: {self.indexed} indexed + {self.duplicates} duplicates + "
+                f"{self.failed_total} failed = {total}, but there are {self.inputs} inputs"
             )
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of `index.json`; the fields are described in SPEC.md section 4."""
+    """The contents of `index.json`. SPEC.md section 4 describes the fields.
+
+    Example:
+        >>> from storage_formats import Manifest
+        >>> from storage_formats.example import example_index
+        >>> manifest = Manifest.load(example_index())
+        >>> manifest.spec.block_shape, manifest.counts.indexed, manifest.counts.failed
+        ((4, 8), 9, {'truncated': 1})
+    """
 
     spec: IndexSpec
     counts: Counts
     model: dict[str, Any]
     settings: dict[str, Any]
     plan: str
-    shard_table: FileRecord
+    shard_table: FileEntry
     ann: dict[str, Any]
     created_by: str
     format_version: str = FORMAT_VERSION
@@ -93,9 +107,9 @@ class Manifest:
         """Read the manifest of the index at `root`.
 
         Raises:
-            UsageError: there is no index at `root`, or its format is newer than this version reads.
-            IncompleteIndexError: a build was begun there and has not finished.
-            CorruptIndexError: `index.json` is not what SPEC.md says.
+            UsageError: there is no index at `root`, or its format version is unknown to this version.
+            IncompleteIndexError: the build of the index has not finished.
+            CorruptIndexError: `index.json` is damaged.
         """
         layout = Layout(Path(root))
         try:
@@ -107,7 +121,7 @@ class Manifest:
         return _parse(layout, value)
 
     def write(self, layout: Layout) -> None:
-        """Commit: from this call on the index exists."""
+        """Write `index.json`. This commits the index: it exists from this call on."""
         spec = self.spec
         precisions = [
             {"name": name, "record_bytes": codec(name, spec.block_shape).record_bytes} for name in spec.precisions
@@ -132,21 +146,23 @@ class Manifest:
         write_json_atomic(layout.manifest, {**value, "crc32c": _own_checksum(value)})
 
     def shard_files(self, root: str | Path) -> pa.Table:
-        """The shard table, checked against its own checksum. CorruptIndexError where it does not hold."""
+        """The shard table. CorruptIndexError if it does not match its checksum."""
         path = Path(root) / self.shard_table.path
         try:
             data = path.read_bytes()
         except OSError as error:
             raise CorruptIndexError(f"cannot read the shard table {path}: {error}") from error
         if len(data) != self.shard_table.bytes or crc32c(data) != self.shard_table.crc32c:
-            raise CorruptIndexError(f"the shard table {path} does not match its checksum in index.json")
+            raise CorruptIndexError(
+                f"the shard table {path} does not match its checksum in index.json; restore the file"
+            )
         return pq.read_table(pa.BufferReader(data))
 
 
 def _absent(layout: Layout) -> Exception:
     if layout.plan.exists():
         return IncompleteIndexError(
-            f"{layout.root} was begun and is not finished; run the same build command again to resume it"
+            f"the build of {layout.root} has not finished; run the same build command again to resume it"
         )
     if layout.root.exists():
         return UsageError(f"{layout.root} is not an EDJE index (it has no index.json)")
@@ -154,7 +170,7 @@ def _absent(layout: Layout) -> Exception:
 
 
 def _own_checksum(value: dict[str, Any]) -> str:
-    """CRC-32C of the members in one line, sorted, without `crc32c` itself (SPEC.md section 4)."""
+    """CRC-32C of the members except `crc32c`, as sorted JSON on one line (SPEC.md section 4)."""
     members = {name: member for name, member in value.items() if name != "crc32c"}
     text = json.dumps(members, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return to_hex(crc32c(text.encode()))
@@ -164,43 +180,47 @@ def _parse(layout: Layout, value: Any) -> Manifest:
     where = layout.manifest
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise UsageError(f"{where} is not the manifest of an EDJE index")
-    found = str(value.get("format_version"))
-    if found.split(".")[0] != FORMAT_VERSION.split(".")[0]:
-        raise UsageError(f"{where} has format version {found}, this program reads {FORMAT_VERSION}; upgrade edje-index")
+    format_version = str(value.get("format_version"))
+    if format_version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
+        raise UsageError(
+            f"{where} has format version {format_version}, but this version reads {FORMAT_VERSION}; upgrade edje-index"
+        )
     if value.get("crc32c") != _own_checksum(value):
-        raise CorruptIndexError(f"{where} does not match its own checksum: it was damaged or edited")
+        raise CorruptIndexError(f"{where} does not match its own checksum: it was damaged or edited; restore the file")
     try:
-        m, d = value["block_shape"]
-        spec = IndexSpec(
-            rows=int(value["rows"]),
-            shard_size=int(value["shard_size"]),
-            block_shape=(int(m), int(d)),
-            embed_dim=int(value["embed_dim"]),
-            precisions=tuple(str(entry["name"]) for entry in value["precisions"]),
-        )
-        counts = Counts(**value["counts"])
-        table = FileRecord.from_json(value["shard_table"])
-        manifest = Manifest(
-            spec=spec,
-            counts=counts,
-            model=dict(value["model"]),
-            settings=dict(value["settings"]),
-            plan=str(value["plan"]),
-            shard_table=table,
-            ann=dict(value["ann"]),
-            created_by=str(value["created_by"]),
-            format_version=found,
-        )
+        manifest = _from_members(value)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptIndexError(f"{where} lacks a member or has one of the wrong type: {error!r}") from error
-    counts.check()
-    if counts.inputs != spec.rows or int(value.get("shards", -1)) != spec.shards:
-        raise CorruptIndexError(f"{where}: rows, shards and counts contradict each other")
+        raise CorruptIndexError(f"a member of {where} is missing or has the wrong type: {error!r}") from error
+    manifest.counts.check()
+    if manifest.counts.inputs != manifest.spec.rows or int(value.get("shards", -1)) != manifest.spec.shards:
+        raise CorruptIndexError(f"rows, shards and counts in {where} contradict each other")
     return manifest
 
 
-def write_shard_table(layout: Layout, files: Iterable[tuple[int, FileRecord]]) -> FileRecord:
-    """Write the table of (shard, file) in order and return its own record."""
+def _from_members(value: dict[str, Any]) -> Manifest:
+    m, d = value["block_shape"]
+    spec = IndexSpec(
+        rows=int(value["rows"]),
+        shard_size=int(value["shard_size"]),
+        block_shape=(int(m), int(d)),
+        embed_dim=int(value["embed_dim"]),
+        precisions=tuple(str(precision["name"]) for precision in value["precisions"]),
+    )
+    return Manifest(
+        spec=spec,
+        counts=Counts(**value["counts"]),
+        model=dict(value["model"]),
+        settings=dict(value["settings"]),
+        plan=str(value["plan"]),
+        shard_table=FileEntry.from_json(value["shard_table"]),
+        ann=dict(value["ann"]),
+        created_by=str(value["created_by"]),
+        format_version=str(value["format_version"]),
+    )
+
+
+def write_shard_table(layout: Layout, files: Iterable[tuple[int, FileEntry]]) -> FileEntry:
+    """Write the table of (shard, file), sorted, and return the entry of the table itself."""
     ordered = sorted(files, key=lambda item: (item[0], item[1].path))
     table = pa.table(
         {
@@ -216,12 +236,12 @@ def write_shard_table(layout: Layout, files: Iterable[tuple[int, FileRecord]]) -
     data = sink.getvalue().to_pybytes()
     path = layout.shard_table(crc32c(data))
     write_bytes_atomic(path, data)
-    return FileRecord(layout.relative(path), len(data), crc32c(data))
+    return FileEntry(layout.relative(path), len(data), crc32c(data))
 
 
 def created_by() -> str:
-    """Package and version, as `created_by` of a manifest has it."""
+    """Package and version for the member `created_by` of a manifest."""
     try:
         return f"edje-index {version('edje-index')}"
-    except PackageNotFoundError:  # run from a source tree that is not installed
+    except PackageNotFoundError:  # running from a source tree that is not installed
         return "edje-index"

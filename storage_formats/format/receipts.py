@@ -1,4 +1,4 @@
-"""Receipts: the durable proof that a shard is committed (SPEC.md section 11)."""
+"""Receipts, which record that a shard is committed (SPEC.md section 11)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from storage_formats.atomic import write_json_atomic
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import FileRecord
+from storage_formats.format.manifest import FileEntry
 
 
 @dataclass(frozen=True)
 class ShardReceipt:
-    """What a committed shard holds.
+    """The contents of a committed shard.
 
     Attributes:
-        shard: its number.
-        plan: fingerprint of the plan it belongs to.
-        rows, indexed, duplicates: counts of rows.
-        failed: count of failed rows by reason.
-        files: every file of the shard.
-        seconds: time spent by stage (read, decode, wait, encode, write), summed over threads.
+        shard: shard number.
+        plan: fingerprint of the plan of the shard.
+        rows, indexed, duplicates: numbers of rows.
+        failed: number of failed rows for each reason.
+        files: all files of the shard.
+        seconds: time spent in each stage (read, decode, wait, encode, write), summed over threads.
     """
 
     shard: int
@@ -30,7 +30,7 @@ class ShardReceipt:
     indexed: int
     duplicates: int
     failed: dict[str, int]
-    files: tuple[FileRecord, ...]
+    files: tuple[FileEntry, ...]
     seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
@@ -38,17 +38,20 @@ class ShardReceipt:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ShardReceipt:
-        """Raises KeyError, TypeError or ValueError for anything that `to_json` did not make."""
-        files = tuple(FileRecord.from_json(file) for file in value["files"])
+        """The inverse of `to_json`. KeyError, TypeError or ValueError if `value` is not its result."""
+        files = tuple(FileEntry.from_json(file) for file in value["files"])
         return cls(**{**value, "files": files})
 
     def write(self, layout: Layout) -> None:
-        """Make the shard count."""
+        """Commit the shard: it counts from this call on."""
         write_json_atomic(layout.receipt(self.shard), self.to_json())
 
 
 def read_receipt(layout: Layout, shard: int, plan: str) -> ShardReceipt | None:
-    """The receipt of `shard`; None when there is none, it is of another plan, or a file of it is gone or short."""
+    """The receipt of a shard.
+
+    None if there is no receipt, it belongs to another plan, or a file of the shard is missing or has another length.
+    """
     try:
         receipt = ShardReceipt.from_json(json.loads(layout.receipt(shard).read_bytes()))
     except (OSError, KeyError, TypeError, ValueError):
@@ -56,7 +59,7 @@ def read_receipt(layout: Layout, shard: int, plan: str) -> ShardReceipt | None:
     if receipt.plan != plan or receipt.shard != shard:
         return None
     try:
-        lengths_hold = all((layout.root / file.path).stat().st_size == file.bytes for file in receipt.files)
+        lengths_match = all((layout.root / file.path).stat().st_size == file.bytes for file in receipt.files)
     except OSError:
         return None
-    return receipt if lengths_hold else None
+    return receipt if lengths_match else None

@@ -1,4 +1,4 @@
-"""The rows table: one line an input, in Parquet, one file a shard (SPEC.md section 9)."""
+"""The rows table: one line per input, in Parquet, one file per shard (SPEC.md section 9)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
+from storage_formats.row_ids import RowIds, check_row_ids
 
 INDEXED = "indexed"
 DUPLICATE = "duplicate"
@@ -42,8 +42,8 @@ TIMING_COLUMNS = ("read_seconds", "decode_seconds", "encode_seconds")
 
 
 @dataclass
-class RowRecord:
-    """One line of the table; the fields are the columns of `ROW_SCHEMA`."""
+class RowEntry:
+    """One line of the rows table. The fields are the columns of `ROW_SCHEMA`."""
 
     row_id: int
     uri: str
@@ -61,57 +61,72 @@ class RowRecord:
     encode_seconds: float = 0.0
 
     def fail(self, reason: str, detail: str) -> None:
-        """Turn the row into a failed one."""
+        """Mark the row as failed."""
         self.status, self.reason, self.detail = FAILED, reason, detail
 
 
-def rows_table(records: Sequence[RowRecord]) -> pa.Table:
-    """The table of `records`, in their order."""
-    columns = [pa.array([getattr(record, field.name) for record in records], field.type) for field in ROW_SCHEMA]
+def rows_table(entries: Sequence[RowEntry]) -> pa.Table:
+    """The table of `entries`, in their order, with the columns of `ROW_SCHEMA`."""
+    columns = [pa.array([getattr(entry, field.name) for entry in entries], field.type) for field in ROW_SCHEMA]
     return pa.Table.from_arrays(columns, schema=ROW_SCHEMA)
 
 
 def write_rows(path: Path, table: pa.Table) -> None:
-    """Write one shard's rows; zstd, so that a million paths stay small."""
+    """Write the rows of one shard, compressed with zstd because there may be millions of paths."""
     pq.write_table(table, path, compression="zstd")
 
 
 def read_shard_rows(layout: Layout, shard: int, columns: list[str] | None = None) -> pa.Table:
-    """Rows of one shard in row order. CorruptIndexError where the file is gone or is no such table."""
+    """Rows of one shard in row order.
+
+    Raises:
+        CorruptIndexError: the file is missing or is not a rows table.
+    """
     path = layout.rows_file(shard)
-    expected = ROW_SCHEMA if columns is None else pa.schema([ROW_SCHEMA.field(name) for name in columns])
+    schema = ROW_SCHEMA if columns is None else pa.schema([ROW_SCHEMA.field(name) for name in columns])
     try:
-        return pq.read_table(path, columns=columns, partitioning=None).cast(expected)
-    except (OSError, ValueError, pa.ArrowException) as error:  # damaged names and text are ValueErrors
+        return pq.read_table(path, columns=columns, partitioning=None).cast(schema)
+    except (OSError, ValueError, pa.ArrowException) as error:  # damaged names and text raise ValueError
         raise CorruptIndexError(f"cannot read rows of shard {shard} ({path}): {error}") from error
 
 
-def read_rows(
-    root: str | Path, row_ids: Sequence[int] | NDArray[np.integer] | None = None, columns: list[str] | None = None
-) -> pa.Table:
-    """Rows of an index: those of `row_ids` in that order (duplicates allowed), or all in row order.
+def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:
+    """Rows of an index as a `pyarrow.Table`. Reads only the shards that hold a requested row.
 
-    Only the shards that hold one of `row_ids` are read. Raises UsageError for a row id outside the index.
+    Args:
+        root: directory of the index.
+        row_ids: [k], in any order; duplicates are allowed. None reads all rows, in row order.
+        columns: names of columns, see SPEC.md section 9. None reads all columns.
+
+    Returns:
+        A table of k lines, in the order of `row_ids`.
+
+    Raises:
+        RowIdError: a row id is out of range.
+        UsageError, IncompleteIndexError, CorruptIndexError: as `Manifest.load`.
+
+    Example:
+        >>> from storage_formats import read_rows
+        >>> from storage_formats.example import example_index
+        >>> read_rows(example_index(), [9, 0], columns=["uri", "status"]).to_pylist()
+        [{'uri': '9.jpg', 'status': 'failed'}, {'uri': '0.jpg', 'status': 'indexed'}]
     """
     layout = Layout(Path(root))
     manifest = Manifest.load(root)
     if row_ids is None:
         return pa.concat_tables(read_shard_rows(layout, shard, columns) for shard in range(manifest.spec.shards))
-    ids = np.asarray(row_ids, dtype=np.int64)
-    if ids.size and (ids.min() < 0 or ids.max() >= manifest.spec.rows):
-        raise UsageError(f"row ids must be in 0..{manifest.spec.rows - 1}")
-    shard_of = ids // manifest.spec.shard_size
-    shards, which = np.unique(shard_of, return_inverse=True)
-    if not len(shards):
+    ids = check_row_ids(row_ids, manifest.spec.rows)
+    if not len(ids):
         return ROW_SCHEMA.empty_table().select(columns or ROW_SCHEMA.names)
+    shards, shard_indices = np.unique(ids // manifest.spec.shard_size, return_inverse=True)
     tables = [read_shard_rows(layout, int(shard), columns) for shard in shards]
     starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
-    places = starts[which] + ids % manifest.spec.shard_size
-    return pa.concat_tables(tables).take(pa.array(places))
+    line_indices = starts[shard_indices] + ids % manifest.spec.shard_size
+    return pa.concat_tables(tables).take(pa.array(line_indices))
 
 
 def failures_by_reason(table: pa.Table) -> dict[str, int]:
-    """Count of failed rows for each reason, sorted by reason."""
+    """Number of failed rows for each reason, sorted by reason."""
     reasons = table.filter(pc.equal(table["status"], FAILED))["reason"]
-    counted = {str(item["values"]): int(item["counts"]) for item in pc.value_counts(reasons).to_pylist()}
-    return dict(sorted(counted.items()))
+    counts = {str(item["values"]): int(item["counts"]) for item in pc.value_counts(reasons).to_pylist()}
+    return dict(sorted(counts.items()))

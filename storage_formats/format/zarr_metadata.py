@@ -1,7 +1,7 @@
-"""`zarr.json` of the group and arrays of an index: Zarr v3 core specification and its sharding codec (ZEP 2).
+"""The `zarr.json` documents of an index: Zarr v3 core specification and its sharding codec (ZEP 2).
 
-The documents are fixed by SPEC.md, so they are written here and not left to a library's defaults; `verify`
-and the tests open them with zarr-python, the tests also with TensorStore.
+SPEC.md fixes the documents, so this module writes them itself and does not depend on the defaults of a library.
+`verify` opens them with zarr-python, and the tests also with TensorStore.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
 
 
 def group_metadata() -> dict[str, Any]:
-    """`tokens/zarr.json`."""
+    """Contents of `tokens/zarr.json`."""
     return {"zarr_format": 3, "node_type": "group", "attributes": {"edje": {"format_version": FORMAT_VERSION}}}
 
 
 def token_array_metadata(spec: IndexSpec, precision: str) -> dict[str, Any]:
-    """`tokens/<precision>/zarr.json`."""
-    entry = codec(precision, spec.block_shape)
-    bytes_codec = _LITTLE_ENDIAN if entry.zarr_dtype != "uint8" else {"name": "bytes"}
+    """Contents of `tokens/<precision>/zarr.json`."""
+    token_codec = codec(precision, spec.block_shape)
+    bytes_codec = _LITTLE_ENDIAN if token_codec.zarr_dtype != "uint8" else {"name": "bytes"}
     sharding = {
         "name": "sharding_indexed",
         "configuration": {
-            "chunk_shape": [1, *entry.record_shape],
+            "chunk_shape": [1, *token_codec.record_shape],
             "codecs": [bytes_codec],
             "index_codecs": [_LITTLE_ENDIAN, {"name": "crc32c"}],
             "index_location": "end",
@@ -35,16 +35,16 @@ def token_array_metadata(spec: IndexSpec, precision: str) -> dict[str, Any]:
     attributes = {
         "format_version": FORMAT_VERSION,
         "precision": precision,
-        "logical_dtype": entry.logical_dtype,
+        "logical_dtype": token_codec.logical_dtype,
         "block_shape": list(spec.block_shape),
-        "record_bytes": entry.record_bytes,
+        "record_bytes": token_codec.record_bytes,
     }
-    names = ["row", "token", "channel"] if len(entry.record_shape) == 2 else ["row", "byte"]
+    names = ["row", "token", "channel"] if len(token_codec.record_shape) == 2 else ["row", "byte"]
     return _array(
-        shape=[spec.rows, *entry.record_shape],
-        chunk=[spec.shard_size, *entry.record_shape],
-        data_type=entry.zarr_dtype,
-        fill_value=entry.fill_value,
+        shape=[spec.rows, *token_codec.record_shape],
+        chunk=[spec.shard_size, *token_codec.record_shape],
+        data_type=token_codec.zarr_dtype,
+        fill_value=token_codec.fill_value,
         codecs=[sharding],
         names=names,
         attributes=attributes,
@@ -52,7 +52,7 @@ def token_array_metadata(spec: IndexSpec, precision: str) -> dict[str, Any]:
 
 
 def embedding_array_metadata(spec: IndexSpec) -> dict[str, Any]:
-    """`embeddings/zarr.json`."""
+    """Contents of `embeddings/zarr.json`."""
     return _array(
         shape=[spec.rows, spec.embed_dim],
         chunk=[spec.shard_size, spec.embed_dim],

@@ -1,7 +1,8 @@
-"""Ways to read records of shard files, behind one interface.
+"""Engines that read records of shard files, behind one interface.
 
-`base` says what an engine is; `buffered`, `mapped` and `queued` are the engines, over `ring` and `aio`; `choice`
-picks among them; `landing` brings records to blocks; `files`, `memory`, `page_cache` and `admission` serve these.
+`base` defines the interface. `buffered`, `mapped` and `queued` are the engines; `queued` uses the kernel interfaces in
+`ring` (io_uring) and `aio`. `engine_selection` chooses an engine for each read, and `destination` turns records into
+blocks. `files`, `memory`, `page_cache` and `admission` support these.
 """
 
 from __future__ import annotations

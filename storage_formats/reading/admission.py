@@ -1,8 +1,8 @@
-"""Whether reads past the page cache should go through it instead, for what is read again and again.
+"""When to read a shard through the page cache instead of past it, because it is read repeatedly.
 
-Direct reads are the fastest way to blocks that are read once, and leave nothing for the next reader; memory is
-several times faster than any disk. As whoever rents skis without knowing for how long buys them when the rents have
-added up to the price, a shard is read past the cache until twice its length has been, and then through it.
+Direct reads are the fastest way to blocks that are read once, but they leave nothing in the page cache for later
+reads, and memory is several times faster than a disk. Ski-rental rule: admit a shard to the page cache after direct
+reads of twice its length.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _LENGTHS_BEFORE_CACHING = 2
-_SETTLED_SECONDS = 1.0  # other threads may still be reading what was admitted
+_SETTLED_SECONDS = 1.0  # other threads may still be reading the records that were admitted
 
 
 @dataclass
-class _Shard:
-    past_cache: int = 0
+class _ShardState:
+    direct_bytes: int = 0
     cached_position: int | None = None
     cached_at: float = 0.0
     evictions: int = 0
@@ -28,30 +28,35 @@ class Admission:
     """Decides shard by shard. Thread-safe.
 
     Args:
-        shard_bytes: length of a shard.
+        shard_bytes: length of a shard in bytes.
     """
 
     def __init__(self, shard_bytes: int) -> None:
         self._shard_bytes = shard_bytes
-        self._shards: dict[int, _Shard] = {}
+        self._shards: dict[int, _ShardState] = {}
         self._lock = threading.Lock()
 
     def through_cache(self, shard: int, position: int, size: int, is_resident: Callable[[int, int], bool]) -> bool:
-        """Whether the coming read of `size` bytes, that at `position` among them, should fill the page cache.
+        """Whether the next read of a shard should go through the page cache.
 
-        Where the cache has lost what it was given, as `is_resident(shard, position)` tells, memory is short: then it
-        takes twice as long to the next attempt.
+        If the page cache has evicted an admitted record, memory is short: the threshold of the shard then doubles.
+
+        Args:
+            shard: shard number.
+            position: position of one of the records to read.
+            size: bytes to read.
+            is_resident: whether the record at (shard, position) is in the page cache.
         """
         now = time.monotonic()
         with self._lock:
-            state = self._shards.setdefault(shard, _Shard())
-            kept = state.cached_position
-            if kept is not None and now - state.cached_at > _SETTLED_SECONDS and not is_resident(shard, kept):
-                state.cached_position, state.past_cache = None, 0
+            state = self._shards.setdefault(shard, _ShardState())
+            cached = state.cached_position
+            if cached is not None and now - state.cached_at > _SETTLED_SECONDS and not is_resident(shard, cached):
+                state.cached_position, state.direct_bytes = None, 0
                 state.evictions += 1
-            price = _LENGTHS_BEFORE_CACHING * self._shard_bytes << state.evictions
-            if state.cached_position is None and state.past_cache < price:
-                state.past_cache += size
+            threshold = _LENGTHS_BEFORE_CACHING * self._shard_bytes << state.evictions
+            if state.cached_position is None and state.direct_bytes < threshold:
+                state.direct_bytes += size
                 return False
             state.cached_position, state.cached_at = position, now
             return True

@@ -1,6 +1,6 @@
-"""Linux AIO by its system calls: direct reads in flight from one thread where a sandbox refuses io_uring.
+"""Linux AIO through its system calls: many direct reads in flight from one thread, for sandboxes without io_uring.
 
-The interface is that of `linux/aio_abi.h`. Without direct I/O a request is served while it is handed over.
+The interface is defined in `linux/aio_abi.h`. Without direct I/O, the kernel serves a request while it is submitted.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _REQUEST = np.dtype(
         *(("tag", "u8"), ("key_and_flags", "u8"), ("opcode", "u2"), ("priority", "i2"), ("fd", "u4")),
         *(("address", "u8"), ("length", "u8"), ("offset", "i8"), ("unused", "u8", 2)),
     ]
-)  # little endian, as every architecture above; opcode 0 is a read
+)  # little endian, like all architectures above; opcode 0 is a read
 _COMPLETION = np.dtype([("tag", "u8"), ("request", "u8"), ("result", "i8"), ("result2", "i8")])
 
 
 class AioQueue:
-    """One AIO context; see `queues.Queue`. OSError where the kernel refuses it."""
+    """One AIO context; see `queues.Queue`. OSError if the kernel refuses it."""
 
     def __init__(self, entries: int) -> None:
         self._setup, self._destroy, self._submit, self._getevents = _NUMBERS[platform.machine()]
@@ -55,7 +55,7 @@ class AioQueue:
         while done < len(fds):
             try:
                 done += system_call(self._submit, self._context, len(fds) - done, int(pointers[done:].ctypes.data))
-            except OSError as error:  # of the first one left
+            except OSError as error:  # about the first request that is left
                 self._refused.append((int(tags[done]), -(error.errno or errno.EIO)))
                 done += 1
         self.in_flight += len(fds)
@@ -72,7 +72,7 @@ class AioQueue:
                     self._getevents, self._context, minimum - count, len(free), int(free.ctypes.data), 0
                 )
             except InterruptedError:
-                continue  # by a signal, whose handler has run
+                continue  # a signal came, and its handler has run
         self.in_flight -= count
         done = self._completions[:count]
         tags, results = done["tag"].astype(np.int64), done["result"].astype(np.int64)
@@ -80,13 +80,13 @@ class AioQueue:
 
 
 def _destroy(number: int, context: int, owner: int) -> None:
-    if os.getpid() == owner:  # a fork has no part in it
+    if os.getpid() == owner:  # the context does not belong to a forked child
         system_call(number, context)
 
 
 @functools.cache
 def aio_works() -> bool:
-    """Whether this kernel serves AIO to this process."""
+    """Whether this process can use AIO."""
     if sys.platform != "linux" or platform.machine() not in _NUMBERS:
         return False
     try:

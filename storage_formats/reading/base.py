@@ -1,4 +1,4 @@
-"""What the ways to read share: which records are asked for, where they land, and the interface of an engine."""
+"""Types that the read engines share: the records to read, their destination, and the interface of an engine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs import Records
 
-PIECE_RECORDS = 128  # some milliseconds of a disk; several such pieces are in flight
-RUN_BYTES = 1 << 20  # the kernel cuts WILLNEED at its largest readahead, 4 MiB where it is set high
+PIECE_RECORDS = 128  # a few milliseconds of a disk's time; several such pieces are in flight
+RUN_BYTES = 1 << 20  # the kernel cuts WILLNEED at its largest readahead, which is 4 MiB at most
 
 Ints = NDArray[np.int64]
 Finish = Callable[[], None]
@@ -23,85 +23,102 @@ Finish = Callable[[], None]
 
 @dataclass(frozen=True)
 class Batch:
-    """Records to read, each once, in the order of the files.
+    """Records to read, each once, in file order.
 
     Attributes:
-        shards: [n], ascending.
-        positions: [n], place within the shard, ascending there.
-        places: [n], where the block goes in the answer.
+        shards: [n], ascending shard numbers.
+        positions: [n], position within the shard, ascending within each shard.
+        out_indices: [n], index of the block in the output.
     """
 
     shards: Ints
     positions: Ints
-    places: Ints
+    out_indices: Ints
 
     def __len__(self) -> int:
         return len(self.shards)
 
-    def __getitem__(self, chosen: slice | NDArray[np.bool_]) -> Batch:
-        return Batch(self.shards[chosen], self.positions[chosen], self.places[chosen])
+    def __getitem__(self, selection: slice | NDArray[np.bool_]) -> Batch:
+        return Batch(self.shards[selection], self.positions[selection], self.out_indices[selection])
 
     @functools.cached_property
-    def stretches(self) -> list[tuple[int, int, int]]:
-        """Of each shard its number and which records are its: (shard, start, stop). Not of an empty batch."""
+    def shard_spans(self) -> list[tuple[int, int, int]]:
+        """(shard, start, stop) for each shard: its records are [start, stop) of the batch, which is not empty."""
         if self.shards[0] == self.shards[-1]:
             return [(int(self.shards[0]), 0, len(self))]
         edges = [0, *(np.flatnonzero(np.diff(self.shards)) + 1).tolist(), len(self)]
         return list(zip(self.shards[edges[:-1]].tolist(), edges, edges[1:], strict=False))
 
-    def spread(self, values: list[int]) -> Ints:
-        """One value for each shard to one for each record, [n]."""
-        counts = [stop - start for _, start, stop in self.stretches]
+    def per_record(self, values: list[int]) -> Ints:
+        """Expand one value per shard to one value per record, [n]."""
+        counts = [stop - start for _, start, stop in self.shard_spans]
         return np.repeat(np.array(values, dtype=np.int64), counts)
 
     def pieces(self, length: int) -> list[Batch]:
-        """Consecutive parts of `length` records, the last of fewer."""
+        """Consecutive parts of `length` records; the last may be shorter."""
         return [self[start : start + length] for start in range(0, len(self), length)]
 
 
-class Target(Protocol):
-    """Where the records of a batch go. An engine reads record i into `records[slots[i]]` and calls `finish` in the
-    end, or reads all of them elsewhere and gives them to `take`."""
+class Destination(Protocol):
+    """The destination of the records of one piece.
+
+    An engine either reads record i into `records[record_indices[i]]` and then calls `finish`, or reads all records
+    into its own memory and passes them to `take`.
+    """
 
     direct: bool
-    """Whether what is read into `records` is spared a copy."""
-    slots: Ints
+    """Whether reading into `records` avoids a copy."""
+    record_indices: Ints
 
     @property
     def records(self) -> Records:
-        """Memory for records, made when it is first asked for."""
+        """Memory for records, allocated at the first access."""
         ...
 
-    def take(self, memory: Records, starts: Ints, part: slice, threads: int | None) -> None:
-        """The records `part` of the batch begin at bytes `starts` of `memory`, which is free again afterwards.
+    def take(self, memory: Records, offsets: Ints, part: slice, threads: int | None) -> None:
+        """Take the records `part` of the piece from `memory`, where they start at bytes `offsets`.
 
-        Called once for all, or for parts that together are all. At most `threads` threads work, None: as many as are.
+        The engine may call this once for the whole piece or for parts that cover it. It reuses `memory` afterwards.
+        `threads` is the maximum number of threads; None uses `default_threads()`.
         """
         ...
 
     def finish(self, threads: int | None) -> None:
-        """All have arrived in `records`."""
+        """Process the records, which are all in `records` now."""
         ...
+
+
+DestinationFactory = Callable[[Batch], Destination]
+"""Makes the destination of a piece."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Neighbouring records of a batch that one request reads: `first[j]` to `first[j] + count[j]` of the batch."""
+    """Neighbouring records of a batch that one request reads.
+
+    Attributes:
+        first: [r], index within the batch of the first record of each run.
+        count: [r], number of records of each run.
+    """
 
     first: Ints
     count: Ints
 
     @classmethod
-    def of(cls, batch: Batch, record_bytes: int, *, gap: int = 0, slots: Ints | None = None) -> Runs:
-        """Runs with at most `gap` records that nobody asked for between two, none much longer than `RUN_BYTES`.
+    def of(cls, batch: Batch, record_bytes: int, *, gap: int = 0, record_indices: Ints | None = None) -> Runs:
+        """Split a batch into runs of about `RUN_BYTES` at most.
 
-        Where `slots` are given, a run also stays together in memory.
+        Args:
+            batch: records to read.
+            record_bytes: length of a record.
+            gap: maximum number of unrequested records that a run may read between two requested ones.
+            record_indices: [n], destination of each record in memory; if given, a run is contiguous there as well.
         """
-        apart = (np.diff(batch.shards) != 0) | (np.diff(batch.positions) > 1 + gap)
-        if slots is not None:
-            apart |= np.diff(slots) != 1
+        is_apart = (np.diff(batch.shards) != 0) | (np.diff(batch.positions) > 1 + gap)
+        if record_indices is not None:
+            is_apart |= np.diff(record_indices) != 1
         longest = max(1, RUN_BYTES // record_bytes)
-        edges = np.concatenate([[0], np.flatnonzero(apart) + 1, [len(batch)]])
+        edges = np.concatenate([[0], np.flatnonzero(is_apart) + 1, [len(batch)]])
         if (np.diff(edges) > longest).any():
             parts = [np.arange(start, stop, longest) for start, stop in itertools.pairwise(edges.tolist())]
             edges = np.concatenate([*parts, [len(batch)]])
@@ -109,30 +126,34 @@ class Runs:
 
 
 class Reader(Protocol):
-    """Reads pieces for one caller, several at once."""
+    """Reads pieces for one caller, several at a time."""
 
     piece_records: int
-    """How long pieces are at most."""
+    """Maximum number of records of a piece."""
 
     @property
     def ahead(self) -> int:
-        """How many pieces are worth having in flight, which may depend on those that are."""
+        """Number of pieces worth having in flight. It may depend on the pieces that are in flight now."""
         ...
 
-    def start(self, batch: Batch, target: Target) -> Finish:
-        """Begin to read; the call of what is returned waits for it and has it land. CorruptIndexError from either."""
+    def start(self, batch: Batch, destination: Destination) -> Finish:
+        """Start to read a piece.
+
+        Returns a function that waits until the piece is read and has the destination process it. Both may raise
+        CorruptIndexError.
+        """
         ...
 
 
-class Engine(Protocol):
-    """A way to read. Thread-safe: each `reader()` is of one caller."""
+class ReadEngine(Protocol):
+    """A way to read records. Thread-safe: each `reader()` serves one caller."""
 
     name: str
 
     def reader(self) -> AbstractContextManager[Reader]:
-        """A reader; leaving its context waits until nothing writes to any target, also after an error."""
+        """A reader. Leaving its context waits until nothing writes to a destination, also after an error."""
         ...
 
     def close(self) -> None:
-        """Give back what idle readers keep."""
+        """Free the resources of idle readers."""
         ...

@@ -11,25 +11,25 @@ from dataclasses import dataclass
 
 from storage_formats.codecs import Records
 from storage_formats.errors import CorruptIndexError
-from storage_formats.reading.base import PIECE_RECORDS, Batch, Finish, Ints, Reader, Runs, Target
+from storage_formats.reading.base import PIECE_RECORDS, Batch, Destination, Finish, Ints, Reader, Runs
 from storage_formats.reading.files import ShardFile, ShardFiles, ends_early
 
 _THREADS = 16
 _MAX_IOVECS = 512  # below Linux's IOV_MAX of 1024
-_DECODE_THREADS = 1  # the device takes the time; to hand half a millisecond's work over costs more than it saves
+_DECODE_THREADS = 1  # the device is the bottleneck: more threads would only cost processor time
 
 
 @dataclass(frozen=True)
 class Request:
-    """`count` neighbouring records from `position` of `file` on, for `slots` of the target."""
+    """Neighbouring records from `position` of `file`, with their indices in the destination's `records`."""
 
     file: ShardFile
     position: int
-    slots: list[int]
+    record_indices: list[int]
 
 
 class BufferedEngine:
-    """The kernel is told of the reads of several pieces ahead (WILLNEED), and one thread copies them out."""
+    """Announces the reads of several pieces to the kernel (WILLNEED) and copies the records out on one thread."""
 
     name = "buffered"
 
@@ -38,48 +38,48 @@ class BufferedEngine:
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Reader]:
-        with contextlib.ExitStack() as held:
-            yield _BufferedReader(self._files, held)
+        with contextlib.ExitStack() as held_files:
+            yield _BufferedReader(self._files, held_files)
 
     def announce(self, batch: Batch) -> None:
-        """Have the kernel begin to read `batch` into the page cache."""
+        """Have the kernel start to read `batch` into the page cache."""
         size = self._files.record_bytes
         for piece in batch.pieces(PIECE_RECORDS):
             files = self._files.acquire(piece)
             try:
-                _announce(_requests(piece, piece.places, files, size), size)
+                _announce(_requests(piece, piece.out_indices, files, size), size)
             finally:
                 self._files.release(files)
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Nothing to do: idle readers hold nothing."""
 
 
 class _BufferedReader:
     ahead = 4  # 512 requests of one record
     piece_records = PIECE_RECORDS
 
-    def __init__(self, files: ShardFiles, held: contextlib.ExitStack) -> None:
+    def __init__(self, files: ShardFiles, held_files: contextlib.ExitStack) -> None:
         self._files = files
-        self._held = held
+        self._held_files = held_files
 
-    def start(self, batch: Batch, target: Target) -> Finish:
-        files, let_go = _hold(self._files, batch, self._held)
+    def start(self, batch: Batch, destination: Destination) -> Finish:
+        files, release = _hold(self._files, batch, self._held_files)
         size = self._files.record_bytes
-        requests = _requests(batch, target.slots, files, size)
+        requests = _requests(batch, destination.record_indices, files, size)
         _announce(requests, size)
 
         def finish() -> None:
-            with let_go:
+            with release:
                 for request in requests:
-                    read_fully(request, target.records, size)
-            target.finish(_DECODE_THREADS)
+                    read_fully(request, destination.records, size)
+            destination.finish(_DECODE_THREADS)
 
         return finish
 
 
 class PortableEngine:
-    """Threads that each wait for a read of their own: many in flight without any call that only Linux has."""
+    """Reads on several threads, one read per thread. Needs no call that only Linux has."""
 
     name = "portable"
 
@@ -95,8 +95,8 @@ class PortableEngine:
             if self._threads is None or self._owner != os.getpid():  # threads do not survive a fork
                 self._threads, self._owner = ThreadPoolExecutor(_THREADS, "edje-read"), os.getpid()
             threads = self._threads
-        with contextlib.ExitStack() as held:
-            reader = _ThreadedReader(self._files, threads, held)
+        with contextlib.ExitStack() as held_files:
+            reader = _ThreadedReader(self._files, threads, held_files)
             try:
                 yield reader
             finally:
@@ -113,27 +113,27 @@ class _ThreadedReader:
     ahead = 2
     piece_records = PIECE_RECORDS
 
-    def __init__(self, files: ShardFiles, threads: ThreadPoolExecutor, held: contextlib.ExitStack) -> None:
+    def __init__(self, files: ShardFiles, threads: ThreadPoolExecutor, held_files: contextlib.ExitStack) -> None:
         self._files = files
         self._threads = threads
-        self._held = held
+        self._held_files = held_files
         self._running: set[Future[None]] = set()
 
-    def start(self, batch: Batch, target: Target) -> Finish:
-        files, let_go = _hold(self._files, batch, self._held)
+    def start(self, batch: Batch, destination: Destination) -> Finish:
+        files, release = _hold(self._files, batch, self._held_files)
         size = self._files.record_bytes
-        requests = _requests(batch, target.slots, files, size)
-        records = target.records  # made here: threads that ask at once might each make them
+        requests = _requests(batch, destination.record_indices, files, size)
+        records = destination.records  # allocated here, because several threads could each allocate their own
         futures = [self._threads.submit(read_fully, request, records, size) for request in requests]
         self._running.update(futures)
 
         def finish() -> None:
-            with let_go:
+            with release:
                 wait(futures)
                 self._running.difference_update(futures)
             for future in futures:
                 future.result()
-            target.finish(_DECODE_THREADS)
+            destination.finish(_DECODE_THREADS)
 
         return finish
 
@@ -144,20 +144,20 @@ class _ThreadedReader:
 
 
 def _hold(
-    files: ShardFiles, batch: Batch, held: contextlib.ExitStack
+    files: ShardFiles, batch: Batch, held_files: contextlib.ExitStack
 ) -> tuple[dict[int, ShardFile], contextlib.ExitStack]:
-    """The files of `batch`, and what lets go of them when it is left, or else when `held` is."""
+    """The files of `batch`, and a context that releases them at its exit or at that of `held_files`."""
     acquired = files.acquire(batch)
-    let_go = held.enter_context(contextlib.ExitStack())
-    let_go.callback(files.release, acquired)
-    return acquired, let_go
+    release = held_files.enter_context(contextlib.ExitStack())
+    release.callback(files.release, acquired)
+    return acquired, release
 
 
-def _requests(batch: Batch, slots: Ints, files: dict[int, ShardFile], record_bytes: int) -> list[Request]:
+def _requests(batch: Batch, record_indices: Ints, files: dict[int, ShardFile], record_bytes: int) -> list[Request]:
     runs = Runs.of(batch, record_bytes)
-    places = slots.tolist()
+    indices = record_indices.tolist()
     return [
-        Request(files[shard], position, places[first : first + count])
+        Request(files[shard], position, indices[first : first + count])
         for shard, position, first, count in zip(
             batch.shards[runs.first].tolist(),
             batch.positions[runs.first].tolist(),
@@ -169,29 +169,33 @@ def _requests(batch: Batch, slots: Ints, files: dict[int, ShardFile], record_byt
 
 
 def _announce(requests: list[Request], record_bytes: int) -> None:
-    """Have the kernel begin to read into the page cache, where it can be told; returns at once."""
+    """Have the kernel start to read into the page cache, if the system supports it. Returns at once."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         for request in requests:
-            start, size = request.position * record_bytes, len(request.slots) * record_bytes
+            start, size = request.position * record_bytes, len(request.record_indices) * record_bytes
             os.posix_fadvise(request.file.fd, start, size, os.POSIX_FADV_WILLNEED)
 
 
 def cannot_read(file: ShardFile, error: OSError) -> CorruptIndexError:
-    """The error for a shard that the operating system does not read."""
+    """The error for a shard file that the operating system cannot read."""
     return CorruptIndexError(f"cannot read {file.path}: {error.strerror}; run 'edje-index verify'")
 
 
 def read_fully(request: Request, records: Records, record_bytes: int) -> None:
-    """Read a request however many calls it takes. CorruptIndexError where the file ends or cannot be read."""
-    slots, done = request.slots, 0
-    while done < len(slots) * record_bytes:  # a call may be served in part
+    """Read a request completely; one call may return only a part.
+
+    Raises:
+        CorruptIndexError: the file ends early or cannot be read.
+    """
+    indices, done = request.record_indices, 0
+    while done < len(indices) * record_bytes:
         skip, inside = divmod(done, record_bytes)
-        rest = slots[skip : skip + _MAX_IOVECS]
-        buffers = [records[rest[0]][inside:].data, *(records[slot].data for slot in rest[1:])]
+        rest = indices[skip : skip + _MAX_IOVECS]
+        buffers = [records[rest[0]][inside:].data, *(records[index].data for index in rest[1:])]
         try:
             count = os.preadv(request.file.fd, buffers, request.position * record_bytes + done)
         except OSError as error:
             raise cannot_read(request.file, error) from error
         if not count:
-            raise ends_early(request.file, request.position + len(slots) - 1)
+            raise ends_early(request.file, request.position + len(indices) - 1)
         done += count

@@ -9,13 +9,13 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from storage_formats.codecs.kernels import Kernel, types
+from storage_formats.codecs.kernel_compiler import Kernel, types
 from storage_formats.codecs.store_lines import store_lines
 
 
 @intrinsic
 def _memcpy(_: Any, target: Any, source: Any, size: Any) -> Any:
-    """The C library's memcpy, of addresses."""
+    """The C library's memcpy for addresses."""
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         pointer, word = ir.IntType(8).as_pointer(), ir.IntType(64)
@@ -32,7 +32,7 @@ def _copy(sources: NDArray[np.int64], targets: NDArray[np.int64], size: int, sta
         _memcpy(targets[index], sources[index], size)  # type: ignore[call-arg]
 
 
-def _stream(sources: NDArray[np.int64], targets: NDArray[np.int64], size: int, start: int, stop: int) -> None:
+def _copy_nontemporal(sources: NDArray[np.int64], targets: NDArray[np.int64], size: int, start: int, stop: int) -> None:
     for index in range(start, stop):
         store_lines(targets[index], sources[index], size)  # type: ignore[call-arg]
 
@@ -40,6 +40,7 @@ def _stream(sources: NDArray[np.int64], targets: NDArray[np.int64], size: int, s
 _ADDRESSES = types.Array(types.int64, 1, "C", readonly=True)
 _ARGUMENTS = (_ADDRESSES, _ADDRESSES, types.int64, types.int64, types.int64)
 copy_pieces = Kernel(_copy, _ARGUMENTS)
-"""(sources, targets, size, start, stop): copy `size` bytes between the addresses at [start, stop), without the GIL."""
-stream_pieces = Kernel(_stream, _ARGUMENTS)
-"""The same past the cache: `size` and all of `targets` are multiples of `streaming.LINE_BYTES`."""
+"""(sources, targets, size, start, stop): copy `size` bytes from each address sources[i] to targets[i], for i in
+[start, stop). Releases the GIL."""
+copy_pieces_nontemporal = Kernel(_copy_nontemporal, _ARGUMENTS)
+"""As `copy_pieces`, with non-temporal stores. `size` and all targets are multiples of `nontemporal.LINE_BYTES`."""

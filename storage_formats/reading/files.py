@@ -1,4 +1,4 @@
-"""Open shard files, some hundred at most however many shards there are."""
+"""Open shard files: at most a few hundred, however many shards an index has."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from storage_formats.errors import CorruptIndexError
 from storage_formats.reading.base import Batch, Ints
 from storage_formats.reading.syscalls import sector_bytes
 
-_MOST_OPEN = 256
-_OF_THE_LIMIT = 8  # an evaluation reads three precisions, each cached and direct
+_MAX_OPEN = 256
+_SHARE_OF_LIMIT = 8  # an evaluation reads three precisions, each through the page cache and directly
 
 
 @dataclass
@@ -29,12 +29,12 @@ class ShardFile:
     """An open shard file.
 
     Attributes:
-        fd: its descriptor.
-        size: its length in bytes.
-        path: where it is.
-        readers: how many use it now.
-        resident: which records were in the page cache, with all their pages, when last looked up.
-        resident_at: when that was, `time.monotonic()`.
+        fd: file descriptor.
+        size: length in bytes.
+        path: path of the file.
+        readers: number of readers that use it now.
+        resident: which records had all their pages in the page cache at the last lookup.
+        resident_at: time of that lookup, `time.monotonic()`.
     """
 
     fd: int
@@ -47,7 +47,7 @@ class ShardFile:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def mapped_at(self) -> int:
-        """Address of the file in memory, mapped when first asked for."""
+        """Address of the file in memory. The first call maps it."""
         with self._lock:
             if self._map is None:
                 self._map = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)
@@ -60,25 +60,25 @@ class ShardFile:
 
 @functools.cache
 def open_files() -> int:
-    """Files that a store keeps open, of each kind: a part of what this process may have."""
+    """Number of files of each kind that a store keeps open: a share of this process's limit."""
     try:
         import resource
     except ImportError:  # not on Windows
-        return _MOST_OPEN
+        return _MAX_OPEN
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _MOST_OPEN if limit == resource.RLIM_INFINITY else max(8, min(_MOST_OPEN, limit // _OF_THE_LIMIT))
+    return _MAX_OPEN if limit == resource.RLIM_INFINITY else max(8, min(_MAX_OPEN, limit // _SHARE_OF_LIMIT))
 
 
 class ShardFiles:
-    """Files of one precision, the least recently used closed first and never while a reader holds it. Thread-safe.
+    """Shard files of one precision. Closes the least recently used first, never one that a reader holds. Thread-safe.
 
     Args:
-        path: of a shard's file.
-        record_bytes: length of its records.
-        direct: open for direct I/O, past the page cache, where the file system has it.
+        path: path of the file of a shard.
+        record_bytes: length of a record in bytes.
+        direct: open files for direct I/O, past the page cache, if the file system supports it.
 
     Attributes:
-        sector: what offsets, lengths and memory of reads must be multiples of; known once a file is open.
+        sector: offsets, lengths and memory of reads must be multiples of it. Known once a file is open.
     """
 
     def __init__(self, path: Callable[[int], Path], record_bytes: int, *, direct: bool = False) -> None:
@@ -93,14 +93,18 @@ class ShardFiles:
 
     @property
     def past_cache(self) -> bool:
-        """Whether reads go past the page cache, as far as is known."""
+        """Whether reads bypass the page cache. May turn False once a file is opened."""
         return bool(self._direct)
 
     def acquire(self, batch: Batch) -> dict[int, ShardFile]:
-        """The files of a batch, to be given to `release`. CorruptIndexError: one is missing or ends too early."""
+        """The files of a batch by shard; pass them to `release` afterwards.
+
+        Raises:
+            CorruptIndexError: a file is missing or too short.
+        """
         files: dict[int, ShardFile] = {}
         try:
-            for shard, _, stop in batch.stretches:
+            for shard, _, stop in batch.shard_spans:
                 files[shard] = self._get(shard)
                 position = int(batch.positions[stop - 1])
                 if (position + 1) * self.record_bytes > files[shard].size:
@@ -111,14 +115,14 @@ class ShardFiles:
         return files
 
     def release(self, files: dict[int, ShardFile]) -> None:
-        """Let go of what `acquire` gave."""
+        """Release the files that `acquire` returned."""
         with self._lock:
             for file in files.values():
                 file.readers -= 1
             self._evict(open_files())
 
     def close(self) -> None:
-        """Close all files that nobody holds; they are opened again when needed."""
+        """Close all files that no reader holds. They are opened again when needed."""
         with self._lock:
             self._evict(0)
 
@@ -135,8 +139,8 @@ class ShardFiles:
             fd = self._open_direct(path) if self._direct else os.open(path, self._flags)
             return ShardFile(fd, os.fstat(fd).st_size, path)
         except OSError as error:
-            crowded = error.errno in (errno.EMFILE, errno.ENFILE)
-            advice = "raise the limit of open files (ulimit -n)" if crowded else "run 'edje-index verify'"
+            too_many_files = error.errno in (errno.EMFILE, errno.ENFILE)
+            advice = "raise the limit of open files (ulimit -n)" if too_many_files else "run 'edje-index verify'"
             raise CorruptIndexError(f"cannot open {path}: {error.strerror}; {advice}") from error
 
     def _open_direct(self, path: Path) -> int:
@@ -145,7 +149,7 @@ class ShardFiles:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._direct = 0  # not on this file system
+            self._direct = 0  # this file system has no direct I/O
             return os.open(path, self._flags)
         if self.sector == 1:
             self.sector = sector_bytes(path)
@@ -163,10 +167,10 @@ def _close_all(files: OrderedDict[int, ShardFile]) -> None:
 
 
 def descriptors(files: dict[int, ShardFile], batch: Batch) -> Ints:
-    """The descriptor of each record's file, [n]."""
-    return batch.spread([files[shard].fd for shard, _, _ in batch.stretches])
+    """File descriptor of each record, [n]."""
+    return batch.per_record([files[shard].fd for shard, _, _ in batch.shard_spans])
 
 
 def ends_early(file: ShardFile, position: int) -> CorruptIndexError:
-    """The error for a shard that has no record at `position`."""
-    return CorruptIndexError(f"{file.path} ends before position {position}; run 'edje-index verify'")
+    """The error for a shard file that has no record at `position`."""
+    return CorruptIndexError(f"{file.path} ends before the record at position {position}; run 'edje-index verify'")

@@ -1,7 +1,7 @@
-"""Memory for blocks: page-aligned, in huge pages where it is large, and copied without the GIL.
+"""Memory for blocks: page-aligned, in huge pages if large, and copied without the GIL.
 
-Direct I/O wants aligned memory. Fresh memory costs a page fault for each page, which for a large warm fetch is more
-than copying the blocks; huge pages make that one for 2 MiB.
+Direct I/O requires aligned memory. Fresh memory costs one page fault per page, which for a large fetch from the page
+cache takes longer than copying the blocks; with huge pages there is one fault per 2 MiB.
 """
 
 from __future__ import annotations
@@ -19,82 +19,82 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.codecs import BF16, Blocks
-from storage_formats.codecs.nontemporal import streams
+from storage_formats.codecs.nontemporal import use_nontemporal
 from storage_formats.codecs.threads import run_chunks
 from storage_formats.format.layout import PAGE_BYTES
 
-_HUGE_FROM = 2 << 20
+_HUGE_PAGES_FROM = 2 << 20
 _SMALLEST_BUFFER = 64 << 10
 _KEPT_BYTES = 128 << 20
-_COMPILE_FROM = 32 << 20
+_COMPILED_COPY_FROM = 32 << 20
 
 Bytes = NDArray[np.uint8]
 
 
 def aligned_bytes(size: int) -> Bytes:
-    """New memory, uint8 [size], that starts at a page."""
+    """New memory, uint8 [size], that starts at a page boundary."""
     mapped = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= _HUGE_FROM and hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+    if size >= _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        with contextlib.suppress(OSError):  # the kernel has no huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
     memory: Bytes = np.frombuffer(mapped, dtype=np.uint8, count=size)
     return memory
 
 
 def memory_at(address: int, size: int) -> Bytes:
-    """The memory from `address` on, uint8 [size]: of what is mapped there, which may be only parts of it."""
-    described = {"version": 3, "data": (address, True), "shape": (size,), "typestr": "|u1"}
-    memory: Bytes = np.asarray(SimpleNamespace(__array_interface__=described))
+    """A read-only view of the memory at `address`, uint8 [size]. The caller reads only the parts that are mapped."""
+    interface = {"version": 3, "data": (address, True), "shape": (size,), "typestr": "|u1"}
+    memory: Bytes = np.asarray(SimpleNamespace(__array_interface__=interface))
     return memory
 
 
 def touch(records: Bytes, rows: NDArray[np.int64]) -> None:
-    """Have the memory of `records[rows]` exist before the kernel is to write there; its content is lost.
+    """Write to every page of `records[rows]`, so that the pages exist before the kernel writes to them.
 
-    io_uring hands a request to a worker thread, at many times the cost, where a page of its memory has yet to be made.
+    The contents are lost. Without this, io_uring hands requests for missing pages to a slow worker thread.
     """
     size = records.shape[1]
     records[rows[:, None], np.arange(0, size + PAGE_BYTES, PAGE_BYTES).clip(max=size - 1)] = 0
 
 
 def aligned_blocks(count: int, block_shape: tuple[int, int]) -> Blocks:
-    """New memory for `count` blocks, bfloat16 [count, m, d]."""
+    """New page-aligned memory for `count` blocks, bfloat16 [count, m, d]."""
     size = count * block_shape[0] * block_shape[1] * BF16.itemsize
     blocks: Blocks = aligned_bytes(size).view(BF16).reshape(count, *block_shape)
     return blocks
 
 
 class BufferPool:
-    """Memory that is used again, its pages already there. Thread-safe."""
+    """Buffers that are reused, so that their pages exist already. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: dict[int, list[Bytes]] = {}
-        self._kept = 0
+        self._kept_bytes = 0
 
     def borrow(self, size: int) -> Bytes:
-        """At least `size` bytes, page-aligned, of any content."""
+        """A page-aligned buffer of at least `size` bytes, with arbitrary contents."""
         size = max(_SMALLEST_BUFFER, 1 << (size - 1).bit_length())
         with self._lock:
             if self._free.get(size):
-                self._kept -= size
+                self._kept_bytes -= size
                 return self._free[size].pop()
         buffer = aligned_bytes(size)
         buffer[::PAGE_BYTES] = 0  # see `touch`
         return buffer
 
     def give_back(self, buffer: Bytes) -> None:
-        """Keep `buffer` for another borrower."""
+        """Return a buffer to the pool, which keeps at most 128 MiB."""
         with self._lock:
-            if self._kept + len(buffer) <= _KEPT_BYTES:
-                self._kept += len(buffer)
+            if self._kept_bytes + len(buffer) <= _KEPT_BYTES:
+                self._kept_bytes += len(buffer)
                 self._free.setdefault(len(buffer), []).append(buffer)
 
     def close(self) -> None:
-        """Let the idle buffers go."""
+        """Free the idle buffers."""
         with self._lock:
             self._free.clear()
-            self._kept = 0
+            self._kept_bytes = 0
 
 
 def copy_memory(
@@ -104,28 +104,32 @@ def copy_memory(
     threads: int | None = None,
     total: int | None = None,
 ) -> None:
-    """Copy `size` bytes from each address of `sources` to that of `targets`, on several threads.
+    """Copy `size` bytes from each address in `sources` to the address in `targets`, on several threads.
 
-    `total` is how many bytes that is, or with what is copied before and after it: it decides how to copy.
+    Large copies use a compiled loop, and non-temporal stores if they exceed the processor's cache. Small copies use
+    ctypes, which also releases the GIL: importing Numba takes half a second, and a reader of `bf16` may not need it.
 
-    A compiled loop where there is much to copy, which is 1.3 times as fast and more with threads, and past the cache
-    where it is more than that holds; but Numba takes half a second to import, and readers of `bf16` may not have it.
-    ctypes too lets the GIL go around each copy.
+    Args:
+        sources: [k], addresses to read.
+        targets: [k], addresses to write.
+        size: bytes per address.
+        threads: maximum number of threads; None uses `default_threads()`.
+        total: bytes of the whole operation, if this call copies a part of it. Decides how to copy.
     """
     sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
     total = len(sources) * size if total is None else total
-    compiled = "numba" in sys.modules or total >= _COMPILE_FROM
-    loop = _compiled_loop(streams(total, size, targets)) if compiled else _copy_pieces
+    compiled = "numba" in sys.modules or total >= _COMPILED_COPY_FROM
+    loop = _compiled_loop(use_nontemporal(total, size, targets)) if compiled else _copy_pieces
     run_chunks(lambda start, stop: loop(sources, targets, size, start, stop), len(sources), size, threads)
 
 
 @functools.cache
-def _compiled_loop(past_cache: bool) -> Callable[[NDArray[np.int64], NDArray[np.int64], int, int, int], None]:
+def _compiled_loop(nontemporal: bool) -> Callable[[NDArray[np.int64], NDArray[np.int64], int, int, int], None]:
     try:
-        from storage_formats.reading.copying import copy_pieces, stream_pieces
+        from storage_formats.reading.copying import copy_pieces, copy_pieces_nontemporal
     except ImportError:
         return _copy_pieces
-    return stream_pieces if past_cache else copy_pieces
+    return copy_pieces_nontemporal if nontemporal else copy_pieces
 
 
 def _copy_pieces(sources: NDArray[np.int64], targets: NDArray[np.int64], size: int, start: int, stop: int) -> None:

@@ -1,4 +1,4 @@
-"""Queues of read requests that the kernel serves while the caller does something else."""
+"""Queues of read requests, which the kernel serves while the caller continues."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from numpy.typing import NDArray
 
 from storage_formats.reading.base import PIECE_RECORDS, Ints
 
-ENTRIES = 512  # 64 gave 0.7 of the disk of docs/architecture.md, 256 all of it; four pieces of single records fit
-_FEWEST = PIECE_RECORDS  # where kernels before 5.12 count rings as locked memory, of which users have little
+ENTRIES = 512  # enough to keep a disk busy (docs/lab/storage.md); room for four pieces of single records
+_FEWEST_ENTRIES = PIECE_RECORDS  # kernels before 5.12 count rings as locked memory, which has a small limit
 
 
 class Queue(Protocol):
-    """Used by one thread at a time. `in_flight` counts requests whose completion was not taken."""
+    """A queue of requests, used by one thread at a time. `in_flight` counts completions that were not taken."""
 
     entries: int
     in_flight: int
 
     def put(self, fds: Ints, offsets: Ints, addresses: Ints, lengths: Ints, tags: Ints) -> None:
-        """Start reads, at most `entries - in_flight`; the memory must live until their completions were taken."""
+        """Start reads, at most `entries - in_flight`. The memory must live until their completions are taken."""
         ...
 
     def wait(self, minimum: int) -> tuple[Ints, NDArray[np.int64]]:
-        """Wait for `minimum` completions: (tags, bytes read or a negative errno) of all there are."""
+        """Wait for `minimum` completions. Returns (tags, bytes read or a negative errno) of all completions."""
         ...
 
 
 class QueuePool:
-    """Queues that callers borrow, so that none is made for each fetch; forgotten after a fork. Thread-safe."""
+    """Queues that callers borrow, so that a fetch need not make its own. Emptied after a fork. Thread-safe."""
 
     def __init__(self, make: Callable[[int], Queue]) -> None:
         self._make = make
@@ -42,7 +42,7 @@ class QueuePool:
         self._owner = os.getpid()
 
     def borrow(self) -> Queue:
-        """An idle queue, to be given to `give_back`. OSError: the kernel has no more of them."""
+        """An idle queue; return it with `give_back`. OSError if the kernel has none left."""
         with self._lock:
             if self._owner != os.getpid():
                 self._free, self._owner = [], os.getpid()
@@ -53,14 +53,14 @@ class QueuePool:
         except OSError as error:
             if error.errno != errno.ENOMEM:
                 raise
-            return self._make(_FEWEST)
+            return self._make(_FEWEST_ENTRIES)
 
     def give_back(self, queue: Queue) -> None:
-        """Keep an idle queue for another borrower."""
+        """Return an idle queue to the pool."""
         with self._lock:
             self._free.append(queue)
 
     def close(self) -> None:
-        """Let the idle queues go."""
+        """Free the idle queues."""
         with self._lock:
             self._free.clear()

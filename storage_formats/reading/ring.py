@@ -1,11 +1,10 @@
-"""io_uring by its system calls: many reads in flight from one thread, a NumPy row a request.
+"""io_uring through its system calls: many reads in flight from one thread, one NumPy row per request.
 
-The kernel's interface is two rings in shared memory and one system call (Axboe, "Efficient IO with io_uring", 2019;
-`linux/io_uring.h`). It is used here without a library: requests are filled in by the dozen as columns of a structured
-array, which costs less than one call of a binding each. `liburing` 2026.3.30 from PyPI ends the process with an
-illegal instruction on the machine of docs/architecture.md, and that no caller could fall back from.
+The kernel's interface consists of two rings in shared memory and one system call (Axboe, "Efficient IO with io_uring",
+2019; `linux/io_uring.h`). No library is used: many requests are written at once as columns of a structured array,
+which costs less than one call of a binding per request (docs/lab/storage.md).
 
-No memory barrier is needed: without a polling kernel thread the kernel reads requests within the system call of the
+No memory barrier is needed. Without a polling kernel thread, the kernel reads requests within the system call of the
 thread that wrote them, and completions are read only after a system call that waited for them.
 """
 
@@ -51,9 +50,9 @@ _COMPLETION = np.dtype([("tag", "u8"), ("result", "i4"), ("flags", "u4")])
 
 
 class Ring:
-    """One io_uring with room for `entries` requests. Used by one thread at a time.
+    """One io_uring with room for `entries` requests, used by one thread at a time; see `queues.Queue`.
 
-    OSError where the kernel has none, or a sandbox refuses it.
+    OSError if the kernel has no io_uring or a sandbox refuses it.
     """
 
     def __init__(self, entries: int) -> None:
@@ -62,7 +61,7 @@ class Ring:
         at = {name: int(parameters[name].flat[0]) for name in _PARAMETERS.names or ()}
         if not at["features"] & _FEATURE_SINGLE_MMAP:
             closing()
-            raise OSError(errno.ENOSYS, "io_uring of a kernel before 5.4")
+            raise OSError(errno.ENOSYS, "io_uring needs Linux 5.4 or later")
         self.entries = at["sq_entries"]
         length = max(at["sq_array"] + 4 * self.entries, at["cq_cqes"] + _COMPLETION.itemsize * at["cq_entries"])
         rings = mmap.mmap(self._fd, length, offset=_OFFSET_RINGS)
@@ -81,10 +80,10 @@ class Ring:
     def put(self, fds: Ints, offsets: Ints, addresses: Ints, lengths: Ints, tags: Ints) -> None:
         """Start reads; see `queues.Queue`."""
         tail = int(self._sq_tail[0])
-        places = np.arange(tail, tail + len(fds)) & (self.entries - 1)
+        request_indices = np.arange(tail, tail + len(fds)) & (self.entries - 1)
         columns = (("fd", fds), ("offset", offsets), ("address", addresses), ("length", lengths), ("tag", tags))
         for name, column in columns:
-            self._requests[name][places] = column
+            self._requests[name][request_indices] = column
         self._sq_tail[0] = (tail + len(fds)) & 0xFFFFFFFF
         self._unsubmitted += len(fds)
         self.in_flight += len(fds)
@@ -93,32 +92,32 @@ class Ring:
     def wait(self, minimum: int) -> tuple[Ints, Ints]:
         """Completions; see `queues.Queue`."""
         minimum = min(minimum, self.in_flight, len(self._completions))
-        while self._finished() < minimum:
+        while self._completed() < minimum:
             self._enter(minimum)
-        head, count = int(self._cq_head[0]), self._finished()
+        head, count = int(self._cq_head[0]), self._completed()
         done = self._completions[np.arange(head, head + count) & (len(self._completions) - 1)]
         self._cq_head[0] = (head + count) & 0xFFFFFFFF
         self.in_flight -= count
         return done["tag"].astype(np.int64), done["result"].astype(np.int64)
 
-    def _finished(self) -> int:
+    def _completed(self) -> int:
         return (int(self._cq_tail[0]) - int(self._cq_head[0])) & 0xFFFFFFFF
 
     def _enter(self, minimum: int) -> None:
-        """Hand over what is not yet submitted, and wait for `minimum` completions."""
+        """Submit the requests that are not yet submitted, and wait for `minimum` completions."""
         try:
-            taken = system_call(_ENTER, self._fd, self._unsubmitted, minimum, _ENTER_GETEVENTS, 0, 0)
-            self._unsubmitted -= taken
+            submitted = system_call(_ENTER, self._fd, self._unsubmitted, minimum, _ENTER_GETEVENTS, 0, 0)
+            self._unsubmitted -= submitted
         except InterruptedError:
-            pass  # by a signal, whose handler has run
-        except BlockingIOError:  # no memory for more requests until some are finished
+            pass  # a signal came, and its handler has run
+        except BlockingIOError:  # no memory for more requests until some complete
             if self.in_flight == self._unsubmitted:
                 raise
 
 
 def _set_up(entries: int) -> tuple[int, NDArray[np.void]]:
-    """(descriptor of a new ring, what the kernel says of it)."""
-    for flags in (_SETUP_CLAMP | _SETUP_COOP_TASKRUN, _SETUP_CLAMP):  # the former from Linux 5.19 on
+    """(descriptor of a new ring, the parameters that the kernel returned)."""
+    for flags in (_SETUP_CLAMP | _SETUP_COOP_TASKRUN, _SETUP_CLAMP):  # the first needs Linux 5.19
         parameters = np.zeros(1, dtype=_PARAMETERS)
         parameters["flags"] = flags
         try:
@@ -131,7 +130,7 @@ def _set_up(entries: int) -> tuple[int, NDArray[np.void]]:
 
 @functools.cache
 def io_uring_works() -> bool:
-    """Whether this kernel serves io_uring to this process: containers often refuse it."""
+    """Whether this process can use io_uring. Containers often refuse it."""
     if sys.platform != "linux":
         return False
     try:

@@ -1,4 +1,4 @@
-"""System calls of Linux that Python has no function for."""
+"""Linux system calls for which Python has no function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATX_DIOALIGN = 0x2000
 
 
 def system_call(number: int, *arguments: int) -> int:
-    """Call the kernel, without the GIL. OSError as it reports."""
+    """Make a system call, without the GIL. OSError if it fails."""
     result = _syscall()(number, *(ctypes.c_long(argument) for argument in arguments))
     if result < 0:
         code = ctypes.get_errno()
@@ -25,12 +25,12 @@ def system_call(number: int, *arguments: int) -> int:
 
 
 def sector_bytes(path: Path) -> int:
-    """What offsets, lengths and memory of direct reads of a file must be multiples of: statx(2), else a page."""
+    """Alignment in bytes of offsets, lengths and memory for direct reads of a file, by statx(2); else a page."""
     status = ctypes.create_string_buffer(256)
     statx = getattr(ctypes.CDLL(None), "statx", None)  # glibc 2.28
     if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, status):
         return PAGE_BYTES
-    alignments: tuple[int, int] = struct.unpack_from("=II", status, 0x98)  # of memory, of offsets; 0: not told
+    alignments: tuple[int, int] = struct.unpack_from("=II", status, 0x98)  # of memory, of offsets; 0 if unknown
     return max(alignments) if min(alignments) else PAGE_BYTES
 
 

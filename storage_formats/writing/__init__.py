@@ -1,1 +1,1 @@
-"""Writing an index: shards, staging, commit, conversion between precisions."""
+"""Writing an index: shards, staging, commit, and conversion to other precisions."""

@@ -1,7 +1,7 @@
-"""Further precisions of an index that is finished: a shard at a time, without the model (SPEC.md section 11).
+"""Adding precisions to a finished index, shard by shard and without the model (SPEC.md section 11).
 
 The index stays readable throughout. Shards of a new precision are committed like those of a build, with receipts in
-`build/`; the precision exists once `index.json` names it.
+`build/`. The precision exists once `index.json` names it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from storage_formats.codecs.bf16 import BF16Codec
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.checksum import crc32c_rows
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import FileRecord, Manifest, write_shard_table
+from storage_formats.format.manifest import FileEntry, Manifest, write_shard_table
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.zarr_metadata import token_array_metadata
-from storage_formats.writing.publish import remove_unfinished
+from storage_formats.writing.publish import check_receipts, remove_unfinished
 from storage_formats.writing.shard_writer import open_tokens, stage_tokens
 from storage_formats.writing.staging import StagedFiles
 from storage_formats.writing.token_shard import TokenShardFile
 
 _PIECE_BYTES = 8 << 20
-_HINT_BYTES = 1 << 20  # of a longer one the kernel may take the beginning alone
+_HINT_BYTES = 1 << 20  # the kernel may ignore all but the start of a longer hint
 Piece: TypeAlias = tuple[int, Blocks]
 
 
 class ConversionInterrupted(EdjeError):
-    """The caller asked to stop; the attempt was removed."""
+    """The caller stopped the conversion. The attempt was removed."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class ConversionTask:
     """One shard to convert.
 
     Attributes:
-        root: the index.
-        shard: its number.
+        root: directory of the index.
+        shard: shard number.
         spec: shape of the index.
-        source: precision to read, one that the index holds.
+        source: precision to read, which the index holds.
         targets: precisions to write.
         plan: fingerprint of the conversion.
     """
@@ -67,16 +67,16 @@ def convert_shard(
     on_progress: Callable[[int], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> ShardReceipt:
-    """Read a shard once, check every block, encode it to each target and commit the new files.
+    """Read a shard once, check each block, encode it in each target precision and commit the new files.
 
     Args:
-        task: what to convert.
-        on_progress: called with the number of rows done.
-        should_stop: asked between pieces.
+        task: the shard and the precisions.
+        on_progress: called with the number of converted rows after each piece.
+        should_stop: called between pieces; True stops the conversion.
 
     Raises:
-        CorruptIndexError: a block of the source does not match its checksum; damage is never copied.
-        ConversionInterrupted: `should_stop` said so.
+        CorruptIndexError: a block of the source does not match its checksum. Damage is never copied.
+        ConversionInterrupted: `should_stop` returned True.
         OSError: the index cannot be written.
     """
     layout = Layout(Path(task.root))
@@ -90,7 +90,7 @@ def convert_shard(
         holes = done = 0
         for first, blocks in stack.enter_context(contextlib.closing(_read_ahead(_checked_blocks(task, layout)))):
             if should_stop():
-                raise ConversionInterrupted(f"stopped inside shard {task.shard}")
+                raise ConversionInterrupted(f"the conversion was stopped in shard {task.shard}; run it again to resume")
             kept = np.flatnonzero(~np.isnan(blocks[:, 0, 0].astype(np.float32)))
             for file in files.values():
                 file.put(kept + first, file.codec.encode(blocks if len(kept) == len(blocks) else blocks[kept]))
@@ -106,55 +106,58 @@ def convert_shard(
 
 
 def _read_ahead(pieces: Iterator[Piece]) -> Generator[Piece]:
-    """`pieces`, each made in a thread while the caller works on the one before."""
+    """Iterate over `pieces`; a thread makes the next one while the caller works on the current one."""
     with ThreadPoolExecutor(1, "edje-read") as thread:
-        soon = thread.submit(next, pieces, None)
-        while (piece := soon.result()) is not None:
-            soon = thread.submit(next, pieces, None)
+        next_piece = thread.submit(next, pieces, None)
+        while (piece := next_piece.result()) is not None:
+            next_piece = thread.submit(next, pieces, None)
             yield piece
 
 
 def _checked_blocks(task: ConversionTask, layout: Layout) -> Iterator[Piece]:
-    """(position, blocks) of pieces of the source shard in order, each block checked against its CRC-32C.
+    """(position, blocks) of each piece of the source shard in order. Each block is checked against its CRC-32C.
 
-    A piece is overwritten when the second after it is made: fresh memory would cost a page fault each 4 KiB.
+    Two buffers are used in turn, because fresh memory would cost a page fault per 4 KiB. A piece is therefore
+    overwritten when the second piece after it is made.
     """
-    entry = codec(task.source, task.spec.block_shape)
-    step = max(1, _PIECE_BYTES // entry.record_bytes)
-    spare = [np.empty((step, *task.spec.block_shape), dtype=BF16) for _ in range(2)]
-    for first, records in _checked_records(task, layout, entry, step):
-        if entry.name == BF16Codec.name:
+    source_codec = codec(task.source, task.spec.block_shape)
+    step = max(1, _PIECE_BYTES // source_codec.record_bytes)
+    buffers = [np.empty((step, *task.spec.block_shape), dtype=BF16) for _ in range(2)]
+    for first, records in _checked_records(task, layout, source_codec, step):
+        if source_codec.name == BF16Codec.name:
             yield first, records.view(BF16).reshape(len(records), *task.spec.block_shape)
         else:
-            spare.reverse()
-            yield first, entry.decode(records, spare[0][: len(records)])
+            buffers.reverse()
+            yield first, source_codec.decode(records, buffers[0][: len(records)])
 
 
-def _checked_records(task: ConversionTask, layout: Layout, entry: Codec, step: int) -> Iterator[tuple[int, Records]]:
-    """(position, records) of pieces of `step` rows, in one of two buffers by turns."""
+def _checked_records(
+    task: ConversionTask, layout: Layout, source_codec: Codec, step: int
+) -> Iterator[tuple[int, Records]]:
+    """(position, records) of each piece of `step` rows, in two buffers in turn."""
     rows = len(task.spec.shard_rows(task.shard))
-    path = layout.token_shard(task.source, task.shard, len(entry.record_shape))
-    buffers = [np.empty((min(step, rows), entry.record_bytes), dtype=np.uint8) for _ in range(2)]
+    path = layout.token_shard(task.source, task.shard, len(source_codec.record_shape))
+    buffers = [np.empty((min(step, rows), source_codec.record_bytes), dtype=np.uint8) for _ in range(2)]
     try:
-        sums = np.fromfile(layout.checksums(task.source, task.shard), dtype="<u4")
+        checksums = np.fromfile(layout.checksums(task.source, task.shard), dtype="<u4")
         with open(path, "rb", buffering=0) as file:
             for first in range(0, rows, step):
                 buffers.reverse()
                 records = buffers[0][: rows - first]
-                if not _fill(file, records) or sums.size != rows:
-                    raise CorruptIndexError(f"{path} or its checksums end early; run 'edje-index verify'")
-                for position in np.flatnonzero(crc32c_rows(records) != sums[first : first + len(records)]):
+                if not _fill(file, records) or checksums.size != rows:
+                    raise CorruptIndexError(f"{path} or its file of checksums is too short; run 'edje-index verify'")
+                for position in np.flatnonzero(crc32c_rows(records) != checksums[first : first + len(records)]):
                     row = task.spec.shard_rows(task.shard).start + first + position
                     raise CorruptIndexError(f"the block of row {row} in {path} is damaged; run 'edje-index verify'")
                 yield first, records
-        _announce_next(task, layout, entry)
+        _announce_next(task, layout, source_codec)
     except OSError as error:
         raise CorruptIndexError(f"cannot read shard {task.shard} of '{task.source}': {error}") from error
 
 
-def _announce_next(task: ConversionTask, layout: Layout, entry: Codec) -> None:
-    """Let the device begin the next shard while this one is flushed; only a hint, for whoever converts that."""
-    path = layout.token_shard(task.source, task.shard + 1, len(entry.record_shape))
+def _announce_next(task: ConversionTask, layout: Layout, source_codec: Codec) -> None:
+    """Have the kernel start to read the next shard while this one is flushed."""
+    path = layout.token_shard(task.source, task.shard + 1, len(source_codec.record_shape))
     if hasattr(os, "posix_fadvise") and path.exists():
         with open(path, "rb", buffering=0) as file:
             for offset in range(0, 2 * _PIECE_BYTES, _HINT_BYTES):
@@ -162,7 +165,7 @@ def _announce_next(task: ConversionTask, layout: Layout, entry: Codec) -> None:
 
 
 def _fill(file: FileIO, records: Records) -> bool:
-    """Read the next bytes of `file` into `records`; whether there were enough."""
+    """Read the next bytes of `file` into `records`. Returns False if the file ends before."""
     target, done = records.data.cast("B"), 0
     while count := file.readinto(target[done:]):
         done += count
@@ -170,18 +173,19 @@ def _fill(file: FileIO, records: Records) -> bool:
 
 
 def add_precisions(root: str | Path, targets: Sequence[str], receipts: Sequence[ShardReceipt]) -> Manifest:
-    """Make converted precisions part of the index: metadata, shard table, and last `index.json`.
+    """Add converted precisions to the index: write metadata, the shard table, and last `index.json`.
 
     Args:
-        root: the index.
-        targets: precisions that `receipts` hold, none of them part of the index yet.
-        receipts: one for each shard.
+        root: directory of the index.
+        targets: the converted precisions, which the index does not name yet.
+        receipts: one per shard.
+
+    Raises:
+        CorruptIndexError: a receipt is missing.
     """
     layout = Layout(Path(root))
     manifest = Manifest.load(root)
-    found = sorted(receipt.shard for receipt in receipts)
-    if found != list(range(manifest.spec.shards)):
-        raise CorruptIndexError(f"{manifest.spec.shards} shards are planned, receipts exist for {len(set(found))}")
+    check_receipts(receipts, manifest.spec.shards)
     spec = replace(manifest.spec, precisions=(*manifest.spec.precisions, *targets))
     for name in targets:
         write_json_atomic(layout.token_array(name) / "zarr.json", token_array_metadata(spec, name))
@@ -191,29 +195,31 @@ def add_precisions(root: str | Path, targets: Sequence[str], receipts: Sequence[
 
 
 def drop_precision(root: str | Path, name: str) -> Manifest:
-    """Take a precision out of the index; its files go with `remove_leftovers`.
+    """Remove a precision from the index. `remove_leftovers` then deletes its files.
 
     Raises:
-        UsageError: the index does not hold it, or holds no other.
+        UsageError: the index does not hold the precision, or holds no other.
     """
     layout = Layout(Path(root))
     manifest = Manifest.load(root)
     if name not in manifest.spec.precisions:
-        raise UsageError(f"{root} does not hold '{name}'; it holds: {', '.join(manifest.spec.precisions)}")
+        raise UsageError(
+            f"the index at {root} does not hold precision '{name}'; it holds: {', '.join(manifest.spec.precisions)}"
+        )
     if len(manifest.spec.precisions) == 1:
-        raise UsageError(f"'{name}' is the only precision of {root}; its tokens would be lost")
+        raise UsageError(f"'{name}' is the only precision of {root}; add another precision before dropping it")
     spec = replace(manifest.spec, precisions=tuple(held for held in manifest.spec.precisions if held != name))
     folders = [layout.token_array(name), layout.checksums(name, 0).parent]
-    gone = tuple(f"{layout.relative(folder)}/" for folder in folders)
-    kept = [(shard, file) for shard, file in _table(manifest, root) if not file.path.startswith(gone)]
+    dropped = tuple(f"{layout.relative(folder)}/" for folder in folders)
+    kept = [(shard, file) for shard, file in _table(manifest, root) if not file.path.startswith(dropped)]
     return _replace_manifest(layout, manifest, spec, kept)
 
 
 def remove_leftovers(root: str | Path) -> None:
-    """Delete what `index.json` does not name: dropped precisions, conversions that were given up, `build/`.
+    """Delete files that `index.json` does not name: dropped precisions, abandoned conversions, `build/`.
 
-    A run that dies between a commit and this leaves them for the next; they take room and nothing else. The caller
-    holds the index's lock, and has nothing to resume.
+    A run that dies between a commit and this call leaves them for the next run; they only take space. The caller
+    holds the lock of the index and has nothing to resume.
     """
     layout = Layout(Path(root))
     manifest = Manifest.load(root)
@@ -221,23 +227,23 @@ def remove_leftovers(root: str | Path) -> None:
         for folder in parent.iterdir():
             if folder.name in precisions() and folder.name not in manifest.spec.precisions:
                 shutil.rmtree(folder)
-    named = layout.root / manifest.shard_table.path
-    for table in named.parent.glob("shards-*.parquet"):
-        if table != named:
+    current_table = layout.root / manifest.shard_table.path
+    for table in current_table.parent.glob("shards-*.parquet"):
+        if table != current_table:
             table.unlink()
     remove_unfinished(layout)
     shutil.rmtree(layout.build, ignore_errors=True)
 
 
-def _table(manifest: Manifest, root: str | Path) -> list[tuple[int, FileRecord]]:
+def _table(manifest: Manifest, root: str | Path) -> list[tuple[int, FileEntry]]:
     lines = manifest.shard_files(root).to_pylist()
-    return [(line["shard"], FileRecord(line["path"], line["bytes"], line["crc32c"])) for line in lines]
+    return [(line["shard"], FileEntry(line["path"], line["bytes"], line["crc32c"])) for line in lines]
 
 
 def _replace_manifest(
-    layout: Layout, manifest: Manifest, spec: IndexSpec, files: Sequence[tuple[int, FileRecord]]
+    layout: Layout, manifest: Manifest, spec: IndexSpec, files: Sequence[tuple[int, FileEntry]]
 ) -> Manifest:
-    """Commit another set of precisions."""
+    """Commit the index with another set of precisions."""
     changed = replace(manifest, spec=spec, shard_table=write_shard_table(layout, files))
     changed.write(layout)
     return changed

@@ -1,4 +1,4 @@
-"""Beginning and finishing an index: what stands before the first shard and after the last (SPEC.md section 11)."""
+"""The start and the commit of an index: the steps before the first shard and after the last (SPEC.md section 11)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _UNFINISHED = (
 
 @dataclass(frozen=True)
 class Provenance:
-    """What an index was made with; stored in `index.json` as it is.
+    """How an index was made. `index.json` stores it unchanged.
 
     Attributes:
-        model: at least `fingerprint`, a hash of all that decides the stored bytes.
-        settings: the settings of the build.
+        model: at least `fingerprint`, a hash of everything that determines the stored bytes.
+        settings: settings of the build.
         plan: fingerprint of the build plan.
     """
 
@@ -36,7 +36,7 @@ class Provenance:
 
 
 def begin_index(root: str | Path, spec: IndexSpec) -> None:
-    """Make the folders and Zarr metadata of an index; may be called again, to the same effect."""
+    """Make the directories and Zarr metadata of an index. Repeated calls have no further effect."""
     layout = Layout(Path(root))
     folders = [layout.embeddings, layout.rows, layout.ann, layout.staging, layout.receipt(0).parent]
     for name in spec.precisions:
@@ -51,7 +51,7 @@ def begin_index(root: str | Path, spec: IndexSpec) -> None:
 
 
 def clear_staging(root: str | Path) -> None:
-    """Remove attempts that a crash left behind. Only while no worker writes to this index."""
+    """Remove attempts that a crash left behind. Call it only while no worker writes to this index."""
     layout = Layout(Path(root))
     shutil.rmtree(layout.staging, ignore_errors=True)
     layout.staging.mkdir(parents=True, exist_ok=True)
@@ -59,14 +59,14 @@ def clear_staging(root: str | Path) -> None:
 
 
 def remove_unfinished(layout: Layout) -> None:
-    """Remove what a process that was killed within `atomic.write_bytes_atomic` left of a manifest or of metadata."""
+    """Remove temporary files of manifests and metadata that a killed process left (`atomic.write_bytes_atomic`)."""
     for pattern in _UNFINISHED:
         for path in layout.root.glob(pattern):
             path.unlink()
 
 
 def total_counts(receipts: Sequence[ShardReceipt]) -> Counts:
-    """Sum of the receipts, checked: inputs = indexed + duplicates + failed."""
+    """Sum of the receipts. CorruptIndexError unless inputs = indexed + duplicates + failed."""
     failed: dict[str, int] = {}
     for receipt in receipts:
         for reason, count in receipt.failed.items():
@@ -81,6 +81,15 @@ def total_counts(receipts: Sequence[ShardReceipt]) -> Counts:
     return counts
 
 
+def check_receipts(receipts: Sequence[ShardReceipt], shards: int) -> None:
+    """CorruptIndexError unless there is exactly one receipt for each of `shards` shards."""
+    receipt_shards = sorted(receipt.shard for receipt in receipts)
+    if receipt_shards != list(range(shards)):
+        raise CorruptIndexError(
+            f"{shards} shards need one receipt each, but there are receipts for {len(set(receipt_shards))}"
+        )
+
+
 def finish_index(
     root: str | Path,
     spec: IndexSpec,
@@ -88,16 +97,20 @@ def finish_index(
     provenance: Provenance,
     ann: dict[str, Any],
 ) -> Manifest:
-    """Write the shard table and then `index.json`, the commit point; remove `build/`.
+    """Write the shard table and then `index.json`, which commits the index. Then remove `build/`.
 
     Args:
-        receipts: one for each shard, any order.
+        root: directory of the index.
+        spec: its shape.
+        receipts: one per shard, in any order.
+        provenance: how the index was made.
         ann: description of `ann/`, with `files` as in SPEC.md section 10.
+
+    Raises:
+        CorruptIndexError: a receipt is missing, or the counts do not add up.
     """
     layout = Layout(Path(root))
-    found = sorted(receipt.shard for receipt in receipts)
-    if found != list(range(spec.shards)):
-        raise CorruptIndexError(f"{spec.shards} shards are planned, receipts exist for {len(set(found))}")
+    check_receipts(receipts, spec.shards)
     table = write_shard_table(layout, ((receipt.shard, file) for receipt in receipts for file in receipt.files))
     manifest = Manifest(
         spec=spec,

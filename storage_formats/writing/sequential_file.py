@@ -1,9 +1,8 @@
-"""Writing a large file front to back at the device's speed.
+"""Writing a large file from front to back at the speed of the device.
 
-Direct I/O where the file system has it: the page cache then costs no second copy and loses nothing that readers
-keep in it. Two aligned buffers let the device write one while the caller fills the other. Measured on ext4, 50 MB
-files, each flushed: direct 1.3 to 1.6 GB/s; buffered 1.2 to 1.3, but 0.28 after `posix_fallocate`, so space is
-reserved ahead only for direct I/O.
+Uses direct I/O if the file system supports it: this avoids a copy into the page cache and evicts nothing that readers
+keep there. The device writes one of two aligned buffers while the caller fills the other. Space is reserved in
+advance only for direct I/O, because it slows buffered writes (docs/lab/storage.md).
 """
 
 from __future__ import annotations
@@ -18,13 +17,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-BUFFER_BYTES = 4 << 20  # the fastest of 4 and 12 MiB in the measurement above
+BUFFER_BYTES = 4 << 20
 
 
 class SequentialFile:
-    """A new file of a length known ahead. Not thread-safe.
+    """A new file of known length. Not thread-safe.
 
-    Raises OSError as the operating system gives it, a full disk at the start where space can be reserved.
+    Args:
+        path: path of the file, which must not exist.
+        length: length in bytes.
+
+    Raises:
+        OSError: the file cannot be written. With direct I/O, a full disk is reported before the first write.
     """
 
     def __init__(self, path: Path, length: int) -> None:
@@ -43,24 +47,24 @@ class SequentialFile:
                     raise
 
     def write(self, data: NDArray[np.uint8]) -> None:
-        """Append flat `data`; it may be changed as soon as this returns."""
+        """Append flat `data`, which the caller may change afterwards."""
         done = 0
         while done < len(data):
             count = min(len(data) - done, BUFFER_BYTES - self._filled)
             target = np.frombuffer(self._buffers[0], dtype=np.uint8, count=count, offset=self._filled)
             target[:] = data[done : done + count]
-            del target  # an mmap with a view of it cannot be closed
+            del target  # an mmap cannot be closed while a view of it exists
             done, self._filled = done + count, self._filled + count
             if self._filled == BUFFER_BYTES:
                 self._send()
 
     def flush(self) -> None:
-        """Write what is buffered; fsync is the caller's. With direct I/O the end must be at a page."""
+        """Write the buffered bytes; the caller calls fsync. With direct I/O, the file must end at a page boundary."""
         self._send()
         self._wait()
 
     def close(self) -> None:
-        """Give everything back; what was not flushed is lost. May be called twice."""
+        """Close the file and free the buffers. Bytes that were not flushed are lost. May be called twice."""
         self._thread.shutdown(wait=True)
         if self._fd >= 0:
             os.close(self._fd)
@@ -69,7 +73,7 @@ class SequentialFile:
                 buffer.close()
 
     def _send(self) -> None:
-        """Hand the filled buffer to the writing thread and take the other one."""
+        """Pass the filled buffer to the writing thread and continue with the other one."""
         self._wait()
         if self._filled:
             self._pending = self._thread.submit(_write_all, self._fd, self._buffers[0], self._filled, self._offset)
@@ -84,29 +88,29 @@ class SequentialFile:
 
 
 def _page_aligned_buffer() -> mmap.mmap:
-    """Memory that direct I/O accepts; in huge pages where the system has them, for 4 page faults and not 1,024."""
+    """Memory for direct I/O, in huge pages if available: this takes a few page faults instead of 1,024."""
     buffer = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        with contextlib.suppress(OSError):  # a kernel without huge pages
+        with contextlib.suppress(OSError):  # the kernel has no huge pages
             buffer.madvise(mmap.MADV_HUGEPAGE)
     return buffer
 
 
 def _open_new(path: Path) -> tuple[int, bool]:
-    """(file descriptor, whether it is open for direct I/O)."""
+    """(file descriptor, whether the file is open for direct I/O)."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     if hasattr(os, "O_DIRECT"):  # not on macOS
         try:
             return os.open(path, flags | os.O_DIRECT, 0o644), True
         except OSError as error:
-            if error.errno != errno.EINVAL:  # tmpfs and some network file systems refuse O_DIRECT so
+            if error.errno != errno.EINVAL:  # the error of tmpfs and some network file systems for O_DIRECT
                 raise
-            path.unlink(missing_ok=True)  # Linux may have made the file before refusing
+            path.unlink(missing_ok=True)  # Linux may have created the file before it refused
     return os.open(path, flags, 0o644), False
 
 
 def _write_all(fd: int, buffer: mmap.mmap, length: int, offset: int) -> None:
-    """pwrite until everything is written: one call may write less than it was given."""
+    """Write all bytes; one call of pwrite may write only a part."""
     done = 0
     with memoryview(buffer) as view:
         while done < length:

@@ -1,4 +1,4 @@
-"""One attempt at one shard: private files first, then the commit protocol of SPEC.md section 11."""
+"""One attempt at one shard: private files, then the commit protocol of SPEC.md section 11."""
 
 from __future__ import annotations
 
@@ -20,9 +20,31 @@ from storage_formats.writing.token_shard import TokenShardFile
 
 
 class ShardWriter:
-    """Writes every file of a shard under a private name; `commit` puts them in place durably.
+    """Writes all files of one shard under private names; `commit` moves them into the index durably.
 
-    Leaving the context without `commit` removes the attempt. Not thread-safe.
+    Leaving the context without `commit` removes the attempt. Not thread-safe. `begin_index` must have run before the
+    first shard, and `finish_index` commits the index after the last.
+
+    Args:
+        root: directory of the index.
+        spec: its shape.
+        shard: shard number.
+
+    Example:
+        >>> import tempfile, ml_dtypes, numpy as np
+        >>> from storage_formats import IndexSpec, ShardWriter
+        >>> from storage_formats.format.rows import RowEntry, rows_table
+        >>> from storage_formats.writing.publish import begin_index
+        >>> spec = IndexSpec(rows=2, shard_size=2, block_shape=(4, 8), embed_dim=6)
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     begin_index(root, spec)
+        ...     with ShardWriter(root, spec, shard=0) as writer:
+        ...         tokens = np.ones((2, 4, 8), ml_dtypes.bfloat16)
+        ...         writer.put(np.array([0, 1]), tokens, np.ones((2, 6), np.float32))
+        ...         rows = rows_table([RowEntry(0, "a.jpg"), RowEntry(1, "b.jpg")])
+        ...         receipt = writer.commit(rows, plan="example", seconds={})
+        >>> receipt.indexed, len(receipt.files)
+        (2, 4)
     """
 
     def __init__(self, root: str | Path, spec: IndexSpec, shard: int) -> None:
@@ -36,22 +58,27 @@ class ShardWriter:
         self._files = {name: open_tokens(self._staged, spec, shard, name) for name in spec.precisions}
 
     def put(self, positions: NDArray[np.int64], tokens: Blocks, embeddings: NDArray[np.float32]) -> None:
-        """Add blocks at ascending `positions` within the shard, each after every position put before.
+        """Add blocks to the shard. Positions that are skipped become holes.
 
         Args:
-            positions: [k], 0 <= position < rows of the shard; positions left out become holes.
-            tokens: bfloat16 [k, m, d], finite.
+            positions: [k], 0 <= position < rows of the shard, ascending within the call and from call to call.
+            tokens: ml_dtypes.bfloat16 [k, m, d], finite.
             embeddings: float32 [k, embed_dim], finite.
+
+        Raises:
+            UsageError: positions do not ascend or are out of range, or an array has the wrong shape or type.
+            OSError: the files cannot be written.
         """
         positions = np.asarray(positions, dtype=np.int64)
         if not len(positions):
             return
         ascending = positions[0] >= self._next and bool((np.diff(positions) > 0).all())
         if not ascending or positions[-1] >= len(self._rows):
-            raise UsageError(f"positions of a shard must ascend within 0..{len(self._rows) - 1}, got {positions}")
+            raise UsageError(f"positions must ascend within 0..{len(self._rows) - 1}, got {positions}")
         if tokens.shape[0] != len(positions) or embeddings.shape != (len(positions), self._spec.embed_dim):
             raise UsageError(
-                f"{len(positions)} positions with tokens {list(tokens.shape)} and embeddings {list(embeddings.shape)}"
+                f"{len(positions)} positions need tokens [{len(positions)}, m, d] and embeddings "
+                f"[{len(positions)}, {self._spec.embed_dim}], got {list(tokens.shape)} and {list(embeddings.shape)}"
             )
         self._next = int(positions[-1]) + 1
         self._embeddings[positions] = embeddings
@@ -59,15 +86,19 @@ class ShardWriter:
             file.put(positions, file.codec.encode(tokens))
 
     def commit(self, rows: pa.Table, plan: str, seconds: dict[str, float]) -> ShardReceipt:
-        """Flush, rename into place, flush the folders, then write the receipt.
+        """Flush the files, rename them into the index, flush the directories, then write the receipt.
 
         Args:
-            rows: `storage_formats.format.rows.ROW_SCHEMA`, one line a row of the shard.
+            rows: one line per row of the shard, with the schema `storage_formats.format.rows.ROW_SCHEMA`.
             plan: fingerprint of the build plan.
-            seconds: time spent by stage, recorded in the receipt.
+            seconds: time spent in each stage, for the receipt.
+
+        Raises:
+            UsageError: `rows` has the wrong number of lines.
+            OSError: the files cannot be written.
         """
         if len(rows) != len(self._rows):
-            raise UsageError(f"shard {self._shard} has {len(self._rows)} rows, its table {len(rows)}")
+            raise UsageError(f"shard {self._shard} has {len(self._rows)} rows, but its table has {len(rows)}")
         for name, file in self._files.items():
             stage_tokens(self._staged, self._layout, self._shard, name, file)
         self._staged.add_bytes("embeddings", self._layout.embedding_shard(self._shard), self._embeddings.tobytes())
@@ -90,7 +121,7 @@ class ShardWriter:
         return receipt
 
     def abort(self) -> None:
-        """Remove the attempt; nothing that was committed is touched."""
+        """Remove the attempt. Committed files stay."""
         for file in self._files.values():
             file.close()
         self._staged.remove()
@@ -105,14 +136,14 @@ class ShardWriter:
 
 
 def open_tokens(staged: StagedFiles, spec: IndexSpec, shard: int, precision: str) -> TokenShardFile:
-    """A token file of a shard, to be written in private."""
-    entry = codec(precision, spec.block_shape)
+    """Open the private token file of a shard for one precision."""
+    token_codec = codec(precision, spec.block_shape)
     path = staged.path(f"tokens-{precision}")
-    return TokenShardFile(path, entry, len(spec.shard_rows(shard)), spec.shard_size)
+    return TokenShardFile(path, token_codec, len(spec.shard_rows(shard)), spec.shard_size)
 
 
 def stage_tokens(staged: StagedFiles, layout: Layout, shard: int, precision: str, file: TokenShardFile) -> None:
-    """Finish the token file of a shard and stage it with the checksums of its records."""
+    """Finish the token file of a shard, and stage it together with the checksums of its records."""
     crc, checksums = file.finish()
     file.close()
     final = layout.token_shard(precision, shard, len(file.codec.record_shape))

@@ -1,4 +1,4 @@
-"""One file of a token array: records in order, then padding, then the Zarr shard index (SPEC.md section 6)."""
+"""One file of a token array: the records in order, padding, and the Zarr shard index (SPEC.md section 6)."""
 
 from __future__ import annotations
 
@@ -13,23 +13,34 @@ from storage_formats.format.layout import padded_shard_bytes
 from storage_formats.writing.sequential_file import SequentialFile
 
 ABSENT = np.uint64(2**64 - 1)
-"""Offset and length of an absent inner chunk: Zarr sharding codec, "Binary shard format"."""
+"""Offset and length of an absent inner chunk (Zarr sharding codec, "Binary shard format")."""
 
 
 def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
-    """The shard index for `present` [shard_size]: (offset, length) pairs, uint64, then their CRC-32C."""
+    """The shard index: (offset, length) pairs, uint64, and their CRC-32C.
+
+    Args:
+        present: bool [shard_size], whether the position holds a record.
+        record_bytes: length of a record.
+    """
     entries = np.full((len(present), 2), ABSENT, dtype="<u8")
-    places = np.flatnonzero(present).astype("<u8")
-    entries[present, 0] = places * np.uint64(record_bytes)
+    positions = np.flatnonzero(present).astype("<u8")
+    entries[present, 0] = positions * np.uint64(record_bytes)
     entries[present, 1] = record_bytes
     data = entries.tobytes()
     return data + crc32c(data).to_bytes(4, "little")
 
 
 class TokenShardFile:
-    """Writes a shard file front to back, with the checksum of each record and of the whole file.
+    """Writes a shard file from front to back and computes the checksums of its records and of the file.
 
     Not thread-safe. The caller renames the file (`ShardWriter.commit`).
+
+    Args:
+        path: path of the file, which must not exist.
+        codec: codec of the records.
+        rows: rows of the shard.
+        shard_size: rows of a full shard.
     """
 
     def __init__(self, path: Path, codec: Codec, rows: int, shard_size: int) -> None:
@@ -45,15 +56,16 @@ class TokenShardFile:
         self._file = SequentialFile(path, self.length)
 
     def put(self, positions: NDArray[np.int64], records: Records) -> None:
-        """Write `records` [k, record_bytes] at ascending `positions` [k], in as few pieces as those have runs."""
+        """Write `records` [k, record_bytes] at ascending `positions` [k]. Positions that are skipped become holes."""
         for run in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(positions) > 1) + 1):
             if len(run):
                 self._append(int(positions[run[0]]), records[run[0] : run[-1] + 1])
 
     def finish(self) -> tuple[int, NDArray[np.uint32]]:
-        """Fill the rest with holes, add padding and index, and write what is buffered.
+        """Fill the remaining positions with holes, write padding and shard index, and flush the buffers.
 
-        Returns (CRC-32C of the file, CRC-32C of each record [rows]).
+        Returns:
+            (CRC-32C of the file, CRC-32C of each record [rows]).
         """
         self._fill_to(self._rows)
         end = self._rows * self.codec.record_bytes
@@ -64,7 +76,7 @@ class TokenShardFile:
         return self._crc, self._checksums
 
     def close(self) -> None:
-        """Release the file; may be called twice."""
+        """Close the file. May be called twice."""
         self._file.close()
 
     def _append(self, position: int, records: Records) -> None:

@@ -92,7 +92,7 @@ def test_index_is_readable_and_sound_while_it_is_converted(built):
     convert_shard(ConversionTask(str(root), 1, SPEC, "bf16", ("fp8",), "plan"))
     assert verify_index(root) == []
     assert same_bits(TokenStore.open(root).fetch(range(21)), expected)
-    with pytest.raises(CorruptIndexError, match="3 shards are planned, receipts exist for 0"):
+    with pytest.raises(CorruptIndexError, match="3 shards need one receipt each, but there are receipts for 0"):
         add_precisions(root, ["fp8"], [])
 
 
@@ -114,7 +114,7 @@ def test_dropping(built):
     assert verify_index(root) == []  # a run is under way, which removes them
     with pytest.raises(UsageError, match="only precision"):
         drop_precision(root, "fp8")
-    with pytest.raises(UsageError, match="does not hold 'bf16'"):
+    with pytest.raises(UsageError, match="does not hold precision 'bf16'"):
         drop_precision(root, "bf16")
 
 

@@ -8,7 +8,7 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.errors import CorruptIndexError, RowIdError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
@@ -34,7 +34,7 @@ def test_any_rows_in_any_order(index, rows):
 
 @pytest.mark.parametrize("rows", [[0, 150], [-1], [10**9]])
 def test_rows_that_are_not_there_are_refused(index, rows):
-    with pytest.raises(UsageError, match="the index has 0 to 149"):
+    with pytest.raises(RowIdError, match="the index has 150 rows, 0 to 149"):
         read_embeddings(index, SPEC, np.array(rows))
 
 

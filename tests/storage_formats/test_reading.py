@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import shutil
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -18,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage_formats import CorruptIndexError, TokenStore, UsageError, codec
-from storage_formats.codecs import nontemporal as streaming
+from storage_formats.codecs import nontemporal
 from storage_formats.format.layout import Layout
 from storage_formats.reading import buffered, copying, engines, memory
 from storage_formats.reading.aio import AioQueue, aio_works
 from storage_formats.reading.base import PIECE_RECORDS, Batch, Runs
-from storage_formats.reading.destination import StraightLanding, _Decoded, _Decoding, read_batch
+from storage_formats.reading.destination import DecodedDestination, read_batch, record_destinations
 from storage_formats.reading.files import ShardFiles
 from storage_formats.reading.queues import QueuePool
 from storage_formats.reading.ring import Ring, io_uring_works
@@ -121,34 +123,43 @@ def test_records_are_given_as_stored(built, whole, precision, engine):
         store.fetch_records([0], out=out)
 
 
-@pytest.mark.parametrize(("loop", "size"), [("ctypes", 100), ("compiled", 100), ("streamed", 192), ("streamed", 64)])
+def noting(calls, name, function):
+    """`function`, which also appends `name` to `calls`."""
+    return lambda *arguments: (calls.append(name), function(*arguments))[1]
+
+
+@pytest.mark.parametrize(
+    ("loop", "size"), [("ctypes", 100), ("compiled", 100), ("nontemporal", 192), ("nontemporal", 64)]
+)
 def test_memory_is_copied_piece_by_piece(loop, size, monkeypatch):
-    chosen = {"ctypes": memory._copy_pieces, "compiled": copying.copy_pieces, "streamed": copying.stream_pieces}[loop]
-    called = []
-
-    def compiled_loop(past_cache):
-        called.append("streamed" if past_cache else "compiled")
-        return chosen
-
-    monkeypatch.setattr(memory, "_COMPILE_FROM", 0)
-    monkeypatch.setattr(streaming, "STREAM_FROM", 0)
-    monkeypatch.setattr(memory, "_compiled_loop", compiled_loop)
+    if loop == "ctypes":
+        monkeypatch.delitem(sys.modules, "numba", raising=False)  # as in a process that has not converted yet
+    else:
+        monkeypatch.setattr(memory, "_COMPILED_COPY_FROM", 0)
+    monkeypatch.setattr(nontemporal, "NONTEMPORAL_FROM", 0 if loop == "nontemporal" else 1 << 30)
+    loops_used = []
+    for name in ("copy_pieces", "copy_pieces_nontemporal"):
+        monkeypatch.setattr(copying, name, noting(loops_used, name, getattr(copying, name)))
+    memory._compiled_loop.cache_clear()
+    monkeypatch.setattr(ctypes, "memmove", noting(loops_used, "memmove", ctypes.memmove))
     source = np.random.default_rng(0).integers(0, 256, (50, size), dtype=np.uint8)
     target = memory.aligned_bytes(60 * size).reshape(60, size)
     where = np.random.default_rng(1).permutation(60)[:50]
     memory.copy_memory(source.ctypes.data + np.arange(50) * size, target.ctypes.data + where * size, size, threads=3)
     assert (target[where] == source).all()
     assert not np.delete(target, where, axis=0).any()
-    assert called == ["streamed" if size % 64 == 0 else "compiled"]
+    memory._compiled_loop.cache_clear()
+    expected = {"ctypes": "memmove", "compiled": "copy_pieces", "nontemporal": "copy_pieces_nontemporal"}[loop]
+    assert set(loops_used) == {expected}
 
 
 def test_only_large_answers_of_whole_lines_go_past_the_cache():
-    large = streaming.STREAM_FROM
-    assert streaming.streams(large, 128, 640)
-    assert streaming.streams(large, 128, np.array([64, 0]))
-    assert not streaming.streams(large - 1, 128, 640)
-    assert not streaming.streams(large, 100, 640)
-    assert not streaming.streams(large, 128, np.array([64, 8]))
+    large = nontemporal.NONTEMPORAL_FROM
+    assert nontemporal.use_nontemporal(large, 128, 640)
+    assert nontemporal.use_nontemporal(large, 128, np.array([64, 0]))
+    assert not nontemporal.use_nontemporal(large - 1, 128, 640)
+    assert not nontemporal.use_nontemporal(large, 100, 640)
+    assert not nontemporal.use_nontemporal(large, 128, np.array([64, 8]))
 
 
 def test_memory_for_out_is_aligned(built):
@@ -213,7 +224,8 @@ def test_an_error_leaves_no_file_open(odd, tmp_path, engine, monkeypatch):
 
 def test_threads_read_into_one_buffer(built, monkeypatch):
     """The memory of a piece is made before they begin: `cached_property` has no lock from Python 3.12 on."""
-    monkeypatch.setattr(_Decoded, "records", property(_Decoded.records.func))  # made anew whenever it is asked for
+    allocate = DecodedDestination.records.func
+    monkeypatch.setattr(DecodedDestination, "records", property(allocate))  # allocates at every access
     asked = []
     monkeypatch.setattr(buffered, "read_fully", lambda request, records, size: asked.append(records.ctypes.data))
     TokenStore.open(built[0], "fp8", "portable").fetch(range(0, 60, 3))
@@ -249,24 +261,27 @@ def test_too_many_open_files_are_no_damage(odd, monkeypatch):
         TokenStore.open(odd[0]).fetch([0])
 
 
+def decoded_destination(codec, out, batch):
+    return DecodedDestination(codec, out, batch.out_indices, memory.BufferPool())
+
+
 def test_maps_of_few_shards_are_open_together(many_shards, monkeypatch):
-    monkeypatch.setattr("storage_formats.reading.mapped._SHARDS_AT_ONCE", 2)
+    monkeypatch.setattr("storage_formats.reading.mapped._OPEN_SHARDS", 2)
     monkeypatch.setattr("storage_formats.reading.files.open_files", lambda: 2)
     held, real = [], ShardFiles.acquire
     monkeypatch.setattr(
-        ShardFiles, "acquire", lambda self, batch: held.append(len(batch.stretches)) or real(self, batch)
+        ShardFiles, "acquire", lambda self, batch: held.append(len(batch.shard_spans)) or real(self, batch)
     )
     ids = np.random.default_rng(0).permutation(60)
     store = TokenStore.open(many_shards[0], engine="auto")
     engine = store._engines._engines["mapped"]
     out = store.empty(60)
-    for where in (
-        StraightLanding(out.view(np.uint8).reshape(60, -1)),
-        _Decoding(store._codec, out, memory.BufferPool()),
-    ):
+    raw = record_destinations(out.view(np.uint8).reshape(60, -1))
+    decoded = functools.partial(decoded_destination, store._codec, out)
+    for destinations in (raw, decoded):
         held.clear()
         out[:] = 0
-        read_batch(engine, store._batch(ids)[0], where)
+        read_batch(engine, store._batch(ids)[0], destinations)
         assert same_bits(out, many_shards[1][ids])
         assert max(held) == 2
         assert len(held) == 8  # of 15 shards
@@ -284,7 +299,7 @@ class _Crowd:
     def ahead(self):
         return len(self.flying) + (sum(self.flying) + 64 <= 66)
 
-    def start(self, batch, target):
+    def start(self, batch, destination):
         self.flying.append(self.requests.pop(0))
         self.most = max(self.most, sum(self.flying))
         return lambda: self.flying.pop(0)
@@ -297,7 +312,7 @@ class _Crowd:
 def test_sparse_pieces_after_dense_ones_do_not_overfill_the_queue():
     crowd, count = _Crowd([1] * 3 + [64] * 5), 8
     batch = Batch(np.zeros(count, np.int64), np.arange(count), np.arange(count))
-    read_batch(crowd, batch, StraightLanding(np.zeros((count, 4), np.uint8)))
+    read_batch(crowd, batch, record_destinations(np.zeros((count, 4), np.uint8)))
     assert not crowd.requests
     assert crowd.most <= 66
 
@@ -412,7 +427,7 @@ def test_an_error_leaves_nothing_in_flight(built, monkeypatch, queue):
         QueuePool, "give_back", lambda self, item: (returned.append(item.in_flight), give_back(self, item))
     )
     with monkeypatch.context() as patch:
-        patch.setattr("storage_formats.reading.destination._Decoded.take", lambda *_: 1 // 0)
+        patch.setattr(DecodedDestination, "take", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             store.fetch(range(SPEC.rows))
     assert returned == [0]

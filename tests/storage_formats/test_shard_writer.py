@@ -12,7 +12,7 @@ from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import crc32c, crc32c_file
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.receipts import ShardReceipt, read_receipt
-from storage_formats.format.rows import RowRecord, rows_table
+from storage_formats.format.rows import RowEntry, rows_table
 from storage_formats.writing.publish import Provenance, begin_index, clear_staging, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
 from tests.conftest import random_blocks, write_random_index
@@ -21,7 +21,7 @@ SPEC = IndexSpec(rows=11, shard_size=8, block_shape=(4, 16), embed_dim=6)
 
 
 def table_of(spec: IndexSpec, shard: int, status: str = "indexed"):
-    return rows_table([RowRecord(row, f"/{row}.jpg", status=status) for row in spec.shard_rows(shard)])
+    return rows_table([RowEntry(row, f"/{row}.jpg", status=status) for row in spec.shard_rows(shard)])
 
 
 def commit_shard(root, spec=SPEC, shard=0, seed=0) -> ShardReceipt:
@@ -124,7 +124,7 @@ def test_shapes_must_agree(tmp_path):
     with ShardWriter(tmp_path, SPEC, 0) as writer:
         with pytest.raises(UsageError, match="embeddings"):
             writer.put(np.array([0]), np.zeros((1, 4, 16), ml_dtypes.bfloat16), np.ones((1, 7), np.float32))
-        with pytest.raises(UsageError, match="has 8 rows, its table 3"):
+        with pytest.raises(UsageError, match="has 8 rows, but its table has 3"):
             writer.commit(table_of(SPEC, 1), "plan", {})
 
 
@@ -132,7 +132,7 @@ def test_finishing_needs_every_shard(tmp_path):
     begin_index(tmp_path, SPEC)
     receipt = commit_shard(tmp_path)
     provenance = Provenance({"fingerprint": "f"}, {}, "plan")
-    with pytest.raises(CorruptIndexError, match="2 shards are planned, receipts exist for 1"):
+    with pytest.raises(CorruptIndexError, match="2 shards need one receipt each, but there are receipts for 1"):
         finish_index(tmp_path, SPEC, [receipt], provenance, {})
     assert not Layout(tmp_path).manifest.exists()
 

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_formats import CorruptIndexError, IncompleteIndexError, TokenStore, UsageError
+from storage_formats import CorruptIndexError, IncompleteIndexError, RowIdError, TokenStore, UsageError, read_rows
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
+from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.writing.publish import begin_index
 from tests.conftest import REPO, same_bits, write_random_index
 
@@ -61,10 +62,73 @@ def test_threads_share_a_store(built):
             assert same_bits(blocks, expected[ids])
 
 
-@pytest.mark.parametrize("ids", [[-1], [37], [0.5], [[1]], ["a"]])
-def test_ids_that_are_no_rows_are_refused(built, ids):
-    with pytest.raises(UsageError, match="row ids"):
-        TokenStore.open(built[0]).fetch(ids)
+@pytest.mark.parametrize(
+    ("row_ids", "named"), [([-1], "-1"), ([37], "37"), ([0, 40, -3], r"40 \(and 1 more\)"), ([2**63], str(2**63))]
+)
+def test_row_ids_out_of_range_are_an_index_error_that_names_the_first(built, row_ids, named):
+    store = TokenStore.open(built[0])
+    for call in (store.fetch, store.fetch_records, store.prefetch, lambda ids: list(store.iter_fetch([ids]))):
+        with pytest.raises(IndexError, match=f"row id {named} is out of range: the index has 37 rows, 0 to 36"):
+            call(row_ids)
+    with pytest.raises(RowIdError):
+        read_rows(built[0], row_ids)
+    with pytest.raises(RowIdError):
+        read_embeddings(built[0], SPEC, row_ids)
+
+
+def test_a_row_id_error_is_a_usage_error_of_one_line(built):
+    with pytest.raises(UsageError) as caught:
+        TokenStore.open(built[0]).fetch([99])
+    assert len(str(caught.value).splitlines()) == 1
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("row_ids", "message"),
+    [
+        ([0.5], r"got float64 of shape \[1\]"),
+        (np.array([1.0, 2.0]), r"got float64 of shape \[2\]"),
+        ([[1]], r"got int64 of shape \[1, 1\]"),
+        (np.zeros((0, 2), np.int64), r"got int64 of shape \[0, 2\]"),
+        (5, r"got int64 of shape \[\]"),
+        (["a"], "got <U1"),
+        ([2**70], "got object"),
+        ([[1], [1, 2]], "inhomogeneous"),
+        (np.ones(37, np.bool_), r"got bool of shape \[37\]; select rows by a mask with numpy.flatnonzero"),
+    ],
+)
+def test_row_ids_that_are_not_flat_integers_are_refused(built, row_ids, message):
+    with pytest.raises(UsageError, match=f"row_ids must be a flat sequence of integers.*{message}"):
+        TokenStore.open(built[0]).fetch(row_ids)
+
+
+@pytest.mark.parametrize("row_ids", [[], (), range(0), np.array([]), np.array([], np.uint8)])
+def test_no_row_ids_give_no_blocks(built, row_ids):
+    store = TokenStore.open(built[0])
+    assert store.fetch(row_ids).shape == (0, 4, 16)
+    assert store.fetch(row_ids, as_torch=True).shape == (0, 4, 16)
+    assert read_rows(built[0], row_ids).num_rows == 0
+
+
+def test_a_tensor_holds_the_same_bits_in_the_same_memory(built):
+    torch = pytest.importorskip("torch")
+    root, expected = built
+    store = TokenStore.open(root)
+    tensor = store.fetch([5, 3, 36], as_torch=True)
+    assert (tensor.dtype, tuple(tensor.shape)) == (torch.bfloat16, (3, 4, 16))
+    assert (tensor.view(torch.int16).numpy() == expected[[5, 3, 36]].view(np.int16)).all()
+    assert tensor[1:].isnan().all(), "rows 3 and 36 are holes"
+    assert (tensor[0].float().numpy() == expected[5].astype(np.float32)).all()
+    out = store.empty(2)
+    tensor = store.fetch([1, 2], out=out, as_torch=True)
+    tensor[0, 0, 0] = 7.5
+    assert out[0, 0, 0] == 7.5
+
+
+def test_without_pytorch_a_tensor_is_refused_with_advice(built, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UsageError, match="pip install torch"):
+        TokenStore.open(built[0]).fetch([1], as_torch=True)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.storage_formats.reading_cases import ALL, SPEC, evict, linux
 
 
 def test_unknown_engines_are_refused(built):
-    with pytest.raises(UsageError, match=r"engine 'floppy' .*; give one of: auto, .*portable"):
+    with pytest.raises(UsageError, match=r"engine 'floppy' .*; choose one of: auto, .*portable"):
         TokenStore.open(built[0], engine="floppy")
 
 
@@ -31,7 +31,7 @@ def test_an_engine_that_does_not_work_here_is_refused_by_name_and_left_out_of_au
         monkeypatch.setattr(f"storage_formats.reading.engine_selection.{name}", lambda: False)
     monkeypatch.setattr("storage_formats.reading.engine_selection.engines", engines.__wrapped__)
     assert not {"io_uring", "direct", "sequential"} & set(engines.__wrapped__())
-    with pytest.raises(UsageError, match="does not work here"):
+    with pytest.raises(UsageError, match="does not work on this machine"):
         TokenStore.open(built[0], engine="io_uring")
     assert same_bits(TokenStore.open(built[0]).fetch(range(SPEC.rows)), built[1])
 
@@ -53,8 +53,8 @@ def test_file_systems_without_direct_io_are_read_through_the_cache(built, monkey
             assert same_bits(store.fetch(range(SPEC.rows)), built[1])
 
 
-class TestChoice:
-    """`auto` goes by what the page cache holds."""
+class TestAuto:
+    """`auto` selects by the state of the page cache."""
 
     @staticmethod
     def names(store, ids):
@@ -137,5 +137,5 @@ class TestChoice:
         store.prefetch(range(8, 40))
         assert self.names(store, range(8, 40)) == {"mapped": 32}
         store.prefetch([])
-        with pytest.raises(UsageError, match="row ids"):
+        with pytest.raises(UsageError, match="row id -1 is out of range"):
             store.prefetch([-1])

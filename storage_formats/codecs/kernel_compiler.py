@@ -1,0 +1,65 @@
+"""Compilation of Numba kernels, with a cache on disk. Importing this module imports Numba.
+
+Each kernel has exactly one signature, so processes that fill Numba's cache at the same time write the same files.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numba
+
+types: Any = numba.types
+_njit: Any = functools.partial(numba.njit, nogil=True, error_model="numpy")
+
+
+class Kernel:
+    """A function that is compiled for one signature at its first call. It releases the GIL.
+
+    Compiled code is cached on disk if the installation or the home directory is writeable.
+
+    Args:
+        function: Python source of the kernel; it returns nothing.
+        arguments: Numba types of its arguments.
+    """
+
+    def __init__(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._function = function
+        self._signature = types.void(*arguments)
+
+    def __call__(self, *arguments: Any) -> None:
+        self._compiled(*arguments)
+
+    @functools.cached_property
+    def _compiled(self) -> Callable[..., None]:
+        try:
+            return self._compile(cache=True)
+        except (RuntimeError, OSError):  # neither the installation nor the home directory is writeable
+            return self._compile(cache=False)
+
+    def _compile(self, *, cache: bool) -> Callable[..., None]:
+        compiled: Callable[..., None] = _njit(self._signature, cache=cache)(self._function)
+        return compiled
+
+
+def kernel(*arguments: Any) -> Callable[[Callable[..., None]], Kernel]:
+    """Decorator: a `Kernel` with these argument types."""
+    return lambda function: Kernel(function, arguments)
+
+
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: a function that kernels call."""
+    compiled: Callable[..., Any] = _njit(function)
+    return compiled
+
+
+def input_array(number: Any, ndim: int = 1) -> Any:
+    """Type of a C-contiguous array that a kernel reads, at any address."""
+    return types.Array(number, ndim, "C", readonly=True, aligned=False)
+
+
+def output_array(number: Any) -> Any:
+    """Type of a flat C-contiguous array that a kernel writes, at any address."""
+    return types.Array(number, 1, "C", aligned=False)

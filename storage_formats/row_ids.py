@@ -1,0 +1,43 @@
+"""Validation of row ids and other indices that callers pass in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.errors import RowIdError, UsageError
+
+RowIds: TypeAlias = Sequence[int] | NDArray[np.integer]
+"""Row ids, [k]: any sequence or array of integers."""
+
+
+def check_row_ids(row_ids: RowIds, rows: int) -> NDArray[np.int64]:
+    """`row_ids` as int64 [k].
+
+    Raises:
+        RowIdError: an id is negative, or not below `rows`.
+        UsageError: `row_ids` is not a flat sequence of integers.
+    """
+    ids = as_indices(row_ids, "row_ids")
+    if ids.size and (ids.min() < 0 or ids.max() >= rows):
+        outside = ids[(ids < 0) | (ids >= rows)]
+        others = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
+        raise RowIdError(f"row id {outside[0]}{others} is out of range: the index has {rows} rows, 0 to {rows - 1}")
+    return ids.astype(np.int64)
+
+
+def as_indices(values: Sequence[int] | NDArray[np.integer], name: str) -> NDArray[np.integer]:
+    """`values` as a flat array of integers. UsageError, which names the argument `name`, for anything else."""
+    try:
+        indices = np.asarray(values)
+    except ValueError as error:  # nested sequences of different lengths
+        raise UsageError(f"{name} must be a flat sequence of integers: {error}") from None
+    if indices.ndim == 1 and (indices.dtype.kind in "iu" or not indices.size):
+        return indices
+    hint = "; select rows by a mask with numpy.flatnonzero(mask)" if indices.dtype == np.bool_ else ""
+    raise UsageError(
+        f"{name} must be a flat sequence of integers, got {indices.dtype} of shape {list(indices.shape)}{hint}"
+    )

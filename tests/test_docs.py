@@ -1,0 +1,80 @@
+"""The documentation names commands, options and files that exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from pipelines.cli.main import cli
+from tests.conftest import REPO
+
+GUIDES = [REPO / "README.md", REPO / "CONTRIBUTING.md", REPO / "SECURITY.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [*GUIDES, *sorted((REPO / "docs/lab").glob("*.md"))]
+
+
+def command_lines(text: str) -> list[str]:
+    """Every `edje-index ...` in indented code blocks and inline code, with continued lines joined."""
+    text = text.replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    inline = re.findall(r"`([^`]+)`", text)
+    return [line for line in (*lines, *inline) if line.startswith("edje-index ")]
+
+
+def check_command(line: str) -> None:
+    """Raise click.UsageError if a command or an option of `line` does not exist. Nothing is run."""
+    arguments = shlex.split(line, comments=True)[1:]
+    command: click.Command = cli
+    context = click.Context(command, info_name="edje-index")
+    while isinstance(command, click.Group) and arguments and not arguments[0].startswith("-"):
+        name = arguments.pop(0)
+        if name.isupper():  # a placeholder
+            return
+        subcommand = command.get_command(context, name)
+        if subcommand is None:
+            raise click.UsageError(f"no command '{name}'", context)
+        command, context = subcommand, click.Context(subcommand, context, info_name=name)
+    values, extra, _ = command.make_parser(context).parse_args(arguments)
+    if extra:
+        raise click.UsageError(f"unexpected arguments {extra}", context)
+    for parameter in command.params:
+        if isinstance(parameter.type, click.Choice) and parameter.name in values:
+            given = values[parameter.name]
+            for value in given if isinstance(given, list | tuple) else [given]:
+                parameter.type.convert(value, parameter, context)
+
+
+EXAMPLES = [(page, line) for page in GUIDES for line in command_lines(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "line"), EXAMPLES, ids=lambda value: value.name if isinstance(value, Path) else value)
+def test_every_command_line_has_existing_options(page, line):
+    check_command(line)
+
+
+def test_there_are_command_lines_to_check():
+    assert len(EXAMPLES) > 25
+
+
+@pytest.mark.parametrize("line", ["edje-index sail x", "edje-index info --tall x", "edje-index model init a b"])
+def test_the_check_rejects_what_does_not_exist(line):
+    with pytest.raises(click.UsageError):
+        check_command(line)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_to_a_file(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_anchor_names_a_heading(page):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+        headings = re.findall(r"^#+ (.+)$", (page.parent / target if target else page).read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in anchors, f"{page.name} links to #{anchor} of {target}"
