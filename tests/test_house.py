@@ -16,7 +16,7 @@ REPO = Path(__file__).resolve().parents[1]
 ORDER = ["storage_formats", "edje_index", "pipelines", "benchmarks"]
 # The only places that may import a library at all; a folder includes everything below it.
 HOMES = {
-    "ray": ["pipelines/engines/ray_engine.py", "pipelines/engines/ray_train.py"],
+    "ray": ["pipelines/engines/ray_cluster.py", "pipelines/engines/ray_train.py"],
     "faiss": ["edje_index/indexing/faiss_index.py"],
     "click": ["pipelines/cli", "benchmarks/cli.py", "benchmarks/commands"],
     # storage_formats stays light: the one module that converts blocks to tensors imports torch when it is called.
@@ -193,6 +193,7 @@ KNOWN_TO_NAME_FLAGS = {
     "edje_index/bundles/import_checkpoint.py",
     "edje_index/evaluation/evaluate.py",
     "edje_index/evaluation/token_sources.py",
+    "edje_index/models/devices.py",
     "edje_index/search/token_index.py",
     "edje_index/training/config.py",
     "edje_index/training/data/negatives.py",
@@ -200,7 +201,6 @@ KNOWN_TO_NAME_FLAGS = {
     "edje_index/training/loop/train_worker.py",
     "edje_index/training/loop/training_loop.py",
     "edje_index/training/model/start_bundle.py",
-    "pipelines/engines/ray_engine.py",
     "pipelines/jobs/quantization_report.py",
     "pipelines/jobs/train.py",
     "pipelines/jobs/train_inputs.py",

@@ -51,7 +51,7 @@ class Subject(ABC):
 
     def prepare(self) -> None:
         """Write a copy of the records into `folder`."""
-        raise NotImplementedError(f"{type(self).__name__} reads the index and needs no copy")
+        raise NotImplementedError(f"{type(self).__name__} reads the index itself")
 
     def files(self) -> list[Path]:
         """The files that it reads."""

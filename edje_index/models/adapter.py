@@ -1,7 +1,8 @@
-"""Adapters: from the n patch features of the frozen vision tower to the m stored tokens.
+"""Adapters: from the frozen tower's n patch tokens to the m tokens that are stored.
 
-Shape letters: b images, n patches, m stored tokens, d_v width of the tower, d width of the language model.
-Parameters have the names of published checkpoints (``vision_projection.*``), so those weights load unchanged.
+Shape letters: b images, n patches, m stored tokens, d_v the tower's width, d the language model's.
+Names of parameters are those of published checkpoints (``vision_projection.*``), so that their weights
+load as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from edje_index.models.reduction import cluster_tokens, prune_tokens, stride_tok
 COMPRESSED, LOCAL = "compressed", "local"
 STRIDED, CLUSTERED, PRUNED = "strided", "clustered", "pruned"
 PATCHES = "patches"
-PATCH_REDUCTIONS = (STRIDED, CLUSTERED)  # need the patch features only, not the attention
+PATCH_REDUCTIONS = (STRIDED, CLUSTERED)  # of the patch tokens alone
 REDUCTIONS = (*PATCH_REDUCTIONS, PRUNED)
 KINDS = (COMPRESSED, LOCAL, *REDUCTIONS, PATCHES)
 PUBLISHED_HIDDEN_DIM = 8192  # width of the adapters' MLP in the paper
@@ -26,19 +27,19 @@ PUBLISHED_HIDDEN_DIM = 8192  # width of the adapters' MLP in the paper
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Everything that determines an adapter except its weights.
+    """What decides an adapter but for its weights.
 
     Attributes:
         kind: ``compressed`` (learned queries attend to the patches), ``local`` (an MLP on every patch), or a
             training-free reduction followed by that MLP: ``strided``, ``clustered``, ``pruned``. ``patches`` stores
-            the patch features unchanged (d = d_v, hidden_dim 0), to train on and not to re-rank with.
-        num_tokens: m, stored tokens per image; the tower's n for ``local`` and ``patches``.
+            the patch tokens untouched (d = d_v, hidden_dim 0): features to train on, not to re-rank with.
+        num_tokens: m, tokens stored for an image; the tower's n for ``local`` and ``patches``.
         vision_dim: d_v.
         language_dim: d.
-        hidden_dim: width of the MLP. 0 omits the MLP of a training-free kind (then d = d_v).
-        num_heads: heads of the compressing attention; in published adapters, the number of the tower's heads.
-        activation: activation of the MLP, by its name in transformers; in published adapters, the language model's.
-        layer_norm_eps: epsilon of the compressing adapter's norm; in published adapters, the tower's.
+        hidden_dim: width of the MLP. 0 leaves the MLP out of a training-free kind (then d = d_v).
+        num_heads: heads of the compressing attention; published adapters have the tower's number.
+        activation: of the MLP, by its name in transformers; published adapters have the language model's.
+        layer_norm_eps: of the compressing adapter; published adapters have the tower's.
     """
 
     kind: str
@@ -52,25 +53,25 @@ class AdapterConfig:
 
     @property
     def is_feature(self) -> bool:
-        """Whether it has no weights: its tokens are features of the tower's width, to train on."""
+        """Whether nothing in it is learned: its tokens have the tower's width and are there to train on."""
         return self.hidden_dim == 0
 
     def features(self, patches: int) -> AdapterConfig:
-        """Configuration of the features to train this adapter on: all `patches`, or those after its reduction."""
+        """What this adapter is trained on: all of the tower's `patches`, or what a reduction leaves of them."""
         kind, tokens = (self.kind, self.num_tokens) if self.kind in REDUCTIONS else (PATCHES, patches)
         return AdapterConfig(kind, tokens, self.vision_dim, self.vision_dim, hidden_dim=0)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
+        """As plain JSON values."""
         return asdict(self)
 
 
 class Adapter(nn.Module):
-    """Maps patch features [b, n, d_v] to stored tokens [b, m, d].
+    """Patch tokens [b, n, d_v] to stored tokens [b, m, d].
 
     Attributes:
-        config: its configuration.
-        needs_attention: whether ``forward`` also takes the attention that each patch receives [b, n].
+        config: what it was made from.
+        needs_attention: whether ``forward`` wants the attention that patches receive [b, n].
     """
 
     needs_attention = False
@@ -81,7 +82,7 @@ class Adapter(nn.Module):
 
 
 class CompressionAdapter(Adapter):
-    """m learned queries attend to all patches; a residual MLP and a projection to the language width follow."""
+    """m learned queries attend to all patches; then a residual MLP and a projection to the language width."""
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
@@ -95,7 +96,7 @@ class CompressionAdapter(Adapter):
         self.projection = nn.Linear(width, config.language_dim)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """Map [b, n, d_v] to [b, m, d]."""
+        """[b, n, d_v] to [b, m, d]."""
         queries = self.query.expand(patches.shape[0], -1, -1)
         attended, _ = self.attention(queries, self.key(patches), self.value(patches), need_weights=False)
         result: torch.Tensor = self.projection(attended + self.mlp(self.layernorm(attended)))
@@ -103,24 +104,24 @@ class CompressionAdapter(Adapter):
 
 
 class LocalAdapter(Adapter):
-    """The same MLP on every patch: [b, n, d_v] to [b, n, d]."""
+    """The same MLP on every token: [b, n, d_v] to [b, n, d]."""
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
-        # Published checkpoints have the names "0" and "2".
+        # The names "0" and "2" are those of the published checkpoints.
         self.add_module("0", nn.Linear(config.vision_dim, config.hidden_dim))
         self.add_module("1", activation(config.activation))
         self.add_module("2", nn.Linear(config.hidden_dim, config.language_dim))
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """Map [b, n, d_v] to [b, n, d]."""
+        """[b, n, d_v] to [b, n, d]."""
         for layer in self.children():
             patches = layer(patches)
         return patches
 
 
 class ReducedAdapter(Adapter):
-    """A training-free reduction to m tokens, followed by the local MLP unless its width is 0."""
+    """A training-free reduction to m tokens, then the local MLP (or nothing)."""
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
@@ -128,7 +129,7 @@ class ReducedAdapter(Adapter):
         self.local: nn.Module = LocalAdapter(config) if config.hidden_dim else nn.Identity()
 
     def forward(self, patches: torch.Tensor, received: torch.Tensor | None = None) -> torch.Tensor:
-        """Map [b, n, d_v], and for ``pruned`` the attention that each patch receives [b, n], to [b, m, d]."""
+        """[b, n, d_v], and for ``pruned`` the attention received [b, n], to [b, m, d]."""
         result: torch.Tensor = self.local(self._reduce(patches, received))
         return result
 
@@ -140,15 +141,15 @@ class ReducedAdapter(Adapter):
             with torch.autocast(patches.device.type, enabled=False):
                 return cluster_tokens(patches, count)
         if received is None:
-            raise ValueError("a pruned adapter needs the attention that each patch receives")
+            raise ValueError("attention pruning needs the attention that each patch receives")
         return prune_tokens(patches, received, count)
 
 
 class PatchesAdapter(Adapter):
-    """The identity: patch features [b, n, d_v] are stored unchanged. It has no weights."""
+    """Nothing: [b, n, d_v] to the same. It has no weights."""
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """Return [b, n, d_v] unchanged."""
+        """[b, n, d_v] to [b, n, d_v]."""
         return patches
 
 
@@ -168,20 +169,25 @@ def build_adapter(config: AdapterConfig) -> Adapter:
     """An adapter with random weights (torch's default initialisation), in evaluation mode.
 
     Raises:
-        ModelError: a size or name in the configuration is not possible.
+        ModelError: sizes or names that make no adapter.
     """
     _check(config)
-    classes = {COMPRESSED: CompressionAdapter, LOCAL: LocalAdapter, PATCHES: PatchesAdapter}
-    return classes.get(config.kind, ReducedAdapter)(config).eval()
+    if config.kind == COMPRESSED:
+        return CompressionAdapter(config).eval()
+    if config.kind == LOCAL:
+        return LocalAdapter(config).eval()
+    if config.kind == PATCHES:
+        return PatchesAdapter(config).eval()
+    return ReducedAdapter(config).eval()
 
 
 def activation(name: str) -> nn.Module:
     """An activation by its name in transformers (``gelu``, ``gelu_new``, ``relu``, ``silu``, ...).
 
     Raises:
-        ModelError: the name is unknown.
+        ModelError: no such activation.
     """
-    if name == "gelu":  # as in all published models, which then need no transformers
+    if name == "gelu":  # what all released models have; the encoder then runs without transformers
         return nn.GELU()
     from edje_index.models._torchvision_compat import prepare_torchvision
 
@@ -189,26 +195,23 @@ def activation(name: str) -> nn.Module:
     from transformers.activations import ACT2FN
 
     if name not in ACT2FN:
-        raise ModelError(f"unknown activation {name!r}: give one of {', '.join(sorted(ACT2FN))}")
+        raise ModelError(f"unknown activation {name!r}; transformers has {', '.join(sorted(ACT2FN))}")
     module: nn.Module = ACT2FN[name]
     return module
 
 
 def _check(config: AdapterConfig) -> None:
     if config.kind not in KINDS:
-        raise ModelError(f"unknown adapter {config.kind!r}: give one of {', '.join(KINDS)}")
+        raise ModelError(f"unknown adapter {config.kind!r}; one of {', '.join(KINDS)}")
     sizes = (config.num_tokens, config.vision_dim, config.language_dim, config.num_heads)
     if min(sizes) < 1 or config.hidden_dim < 0:
-        raise ModelError(f"all sizes of an adapter must be positive, got {config}")
+        raise ModelError(f"the adapter's sizes must be positive: {config}")
     if config.kind == COMPRESSED and config.vision_dim % config.num_heads:
         raise ModelError(
             f"{config.num_heads} heads do not divide the tower's width {config.vision_dim}; "
             "give the vision tower's own number of heads"
         )
     if config.hidden_dim == 0 and (config.kind in (COMPRESSED, LOCAL) or config.vision_dim != config.language_dim):
-        raise ModelError(
-            f"hidden_dim is 0, which needs a training-free adapter with equal widths, not a {config.kind} one from "
-            f"{config.vision_dim} to {config.language_dim}"
-        )
+        raise ModelError("only a training-free adapter with equal widths can do without a hidden layer")
     if config.kind == PATCHES and config.hidden_dim:
-        raise ModelError(f"a patches adapter stores features unchanged: hidden_dim must be 0, not {config.hidden_dim}")
+        raise ModelError("an adapter of kind 'patches' stores patch tokens as they are: its hidden width must be 0")

@@ -1,4 +1,4 @@
-"""Devices and number types by name, and the CPU threads of torch."""
+"""Devices by name, and the threads of the CPU."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import torch
 
 from edje_index.errors import ModelError
 
-DTYPES = ("auto", "float32", "bfloat16")
-"""Names of the number types of matrix products."""
-
 
 def resolve_device(device: str) -> torch.device:
-    """The device with a name; ``auto`` is CUDA if torch sees a CUDA device, else the CPU.
+    """The device that a name stands for.
 
     Raises:
-        ModelError: there is no such device.
+        ModelError: no such device, or no CUDA here.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -27,25 +24,29 @@ def resolve_device(device: str) -> torch.device:
     except RuntimeError as error:
         raise ModelError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:N") from error
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
-        raise ModelError(f"no device {device}: torch sees {torch.cuda.device_count()} CUDA devices; use device cpu")
+        raise ModelError(f"no device {device}: torch sees {torch.cuda.device_count()} CUDA devices; use --device cpu")
     return target
 
 
+DTYPES = ("auto", "float32", "bfloat16")
+"""Of matrix products, by name."""
+
+
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The number type with a name; ``auto`` is bfloat16 on CUDA and float32 elsewhere.
+    """The number type that a name stands for: auto is bfloat16 on CUDA and float32 elsewhere.
 
     Raises:
-        ModelError: the name is not one of `DTYPES`.
+        ModelError: no such name.
     """
     if dtype not in DTYPES:
-        raise ModelError(f"unknown number type {dtype!r}: give one of {', '.join(DTYPES)}")
+        raise ModelError(f"unknown number type {dtype!r}: one of {', '.join(DTYPES)}")
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
 
 def autocast(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Context in which matrix products are computed in `dtype`. Weights keep their type."""
+    """In which matrix products are of `dtype`; weights stay as they are."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
@@ -53,10 +54,7 @@ def autocast(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractCon
 
 @contextlib.contextmanager
 def threads_kept() -> Iterator[None]:
-    """Context that restores torch's number of CPU threads at its end.
-
-    An image encoder sets the number, and sums of floats depend on it.
-    """
+    """Torch's CPU threads as they were, afterwards: an encoder sets them, and sums of floats depend on them."""
     threads = torch.get_num_threads()
     try:
         yield

@@ -15,7 +15,7 @@ from click.shell_completion import shell_complete
 from edje_index import __version__
 from edje_index.errors import missing_extra
 from pipelines.cli.lazy_group import LazyGroup
-from pipelines.engines.base import describe_error
+from pipelines.engines.base import EngineUnavailableError, describe_error
 from pipelines.progress.wording import printable
 from storage_formats.errors import EdjeError, UsageError
 
@@ -26,7 +26,6 @@ _BROKEN_PIPE = 128 + signal.SIGPIPE  # the exit code of a program that SIGPIPE e
 SECTIONS = {
     "Index": {
         "build": "pipelines.cli.build:build",
-        "import-arrays": "pipelines.cli.import_arrays:import_arrays",
         "quantize": "pipelines.cli.quantize:quantize",
         "verify": "pipelines.cli.verify:verify",
         "info": "pipelines.cli.info:info",
@@ -128,7 +127,8 @@ def _explain(error: BaseException) -> tuple[int, str]:
             hint = f" (see '{error.ctx.command_path} --help')"
         return UsageError.exit_code, error.format_message().rstrip(".") + hint
     if isinstance(error, EdjeError):
-        return error.exit_code, str(error)
+        hint = "; '--engine inline' works without Ray" if isinstance(error, EngineUnavailableError) else ""
+        return error.exit_code, f"{error}{hint}"
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return 1, "interrupted"
     if isinstance(error, OSError) and error.strerror:

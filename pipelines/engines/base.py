@@ -1,7 +1,7 @@
-"""What an execution engine is: tasks in, one outcome for each task out.
+"""The execution engine: it takes tasks and yields one outcome per task.
 
-A worker is built once in the process that will run it and then takes one task after another. Tasks must be
-safe to run again: an engine whose worker process dies runs the task anew on another worker.
+A worker is built once in the process that runs it, and then takes one task after another. Tasks must be safe to
+repeat: if a worker process dies, the engine runs its task again on another worker.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from storage_formats.errors import EdjeError
 
 Task = Any
 Worker = Callable[[Task, Callable[[Any], None], Callable[[], bool]], Any]
-"""`worker(task, on_progress, should_stop) -> result`; raises `TaskInterrupted` when `should_stop()` made it give up."""
+"""`worker(task, on_progress, should_stop) -> result`; raises `TaskInterrupted` if it gives up because of a stop."""
 WorkerFactory = Callable[[], Worker]
-"""Picklable: it travels to the worker's process and is called there."""
+"""Called in the worker's process, so it must be picklable."""
 
 
 class TaskInterrupted(Exception):
-    """Raised by a worker that gave a task up because it was asked to stop."""
+    """Raised by a worker that gives up a task because `should_stop()` is true."""
+
+
+class EngineUnavailableError(EdjeError):
+    """This engine cannot start on this machine, or cannot reach its cluster. Another engine may work."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,11 @@ class TaskDone:
 
 @dataclass(frozen=True)
 class TaskFailure:
-    """The task raised, or its worker died too often.
+    """The task raised an exception, or its worker process died too often.
 
     Attributes:
-        message: one line for people.
-        trace: the worker's traceback, for debugging; empty where there is none.
+        message: one line for the user.
+        trace: the worker's traceback, for debugging; empty if there is none.
     """
 
     task: Task
@@ -63,25 +67,46 @@ class Engine(Protocol):
         on_progress: Callable[[Any], None],
         should_stop: Callable[[], bool],
     ) -> Generator[Outcome, None, None]:
-        """Run every task and yield its outcome, in the order of completion.
+        """Run every task and yield the outcomes in order of completion.
 
-        Close the iterator to end early. When `should_stop()` turns true no further task begins, running ones are
-        asked to give up, and the iterator ends; tasks without an outcome were not done.
+        Close the iterator to end early. Once `should_stop()` returns true, no further task starts, the running tasks
+        are asked to give up, and the iterator ends. A task without an outcome was not done.
 
         Args:
             make_worker: called once in each worker process.
-            tasks: read as workers become free, never all at once.
-            on_progress: receives, in this process, the latest of what the workers report.
-            should_stop: asked often; cheap.
+            tasks: the engine takes the next task when a worker is free.
+            on_progress: called in this process with the latest progress of each worker.
+            should_stop: called often, so it must be fast.
 
         Raises:
-            EdjeError: no worker can be built, or the engine itself broke down.
+            EngineUnavailableError: the engine cannot start.
+            EdjeError: no worker can be built, or the engine broke down.
         """
         ...
 
 
+def build_worker(make_worker: WorkerFactory) -> Worker:
+    """Call `make_worker`; raises EdjeError with the reason if it fails."""
+    try:
+        return make_worker()
+    except Exception as error:
+        raise EdjeError(f"a worker could not start: {describe_error(error)}") from error
+
+
+def run_task(
+    worker: Worker, task: Task, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
+) -> Outcome | None:
+    """Run `task` in this process; None if the worker gave it up because of a stop."""
+    try:
+        return TaskDone(task, worker(task, on_progress, should_stop))
+    except TaskInterrupted:
+        return None
+    except Exception as error:
+        return TaskFailure(task, describe_error(error), "".join(traceback.format_exception(error)))
+
+
 def describe_error(error: BaseException) -> str:
-    """One line about `error` for people: what the operating system says, with the file, or the error's own words."""
+    """`error` as one line for the user: the operating system's reason and the file, or the error's own message."""
     if isinstance(error, EdjeError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -89,8 +114,3 @@ def describe_error(error: BaseException) -> str:
         return f"{error.strerror}:{where}" if where else error.strerror
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def describe_trace(error: BaseException) -> str:
-    """The traceback of `error` as text."""
-    return "".join(traceback.format_exception(error))

@@ -1,21 +1,11 @@
-"""The inline engine: one worker in this process, one task after another."""
+"""The inline engine: one worker in this process, one task at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-from pipelines.engines.base import (
-    Outcome,
-    Task,
-    TaskDone,
-    TaskFailure,
-    TaskInterrupted,
-    WorkerFactory,
-    describe_error,
-    describe_trace,
-)
-from storage_formats.errors import EdjeError
+from pipelines.engines.base import Outcome, Task, WorkerFactory, build_worker, run_task
 
 
 class InlineEngine:
@@ -31,17 +21,11 @@ class InlineEngine:
         on_progress: Callable[[Any], None],
         should_stop: Callable[[], bool],
     ) -> Generator[Outcome, None, None]:
-        try:
-            worker = make_worker()
-        except Exception as error:
-            raise EdjeError(f"a worker could not start: {describe_error(error)}") from error
+        worker = build_worker(make_worker)
         for task in tasks:
             if should_stop():
                 return
-            try:
-                outcome: Outcome = TaskDone(task, worker(task, on_progress, should_stop))
-            except TaskInterrupted:
+            outcome = run_task(worker, task, on_progress, should_stop)
+            if outcome is None:
                 return
-            except Exception as error:
-                outcome = TaskFailure(task, describe_error(error), describe_trace(error))
             yield outcome

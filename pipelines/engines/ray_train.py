@@ -1,7 +1,7 @@
-"""Training on several workers by Ray Train: the same function of a rank, in a process group that Ray sets up.
+"""Training on several workers with Ray Train: each worker runs the same function, in a process group that Ray sets up.
 
-The only module that imports Ray Train. What the group tell goes through the run folder, which every node must see:
-the log that rank 0 writes, the checkpoints that a restarted group goes on from, and a file that asks for a stop.
+The workers and this process communicate through files of the run folder, which every node must see: the log that
+the first worker writes, the checkpoints from which a restarted group resumes, and a file that asks for a stop.
 """
 
 from __future__ import annotations
@@ -15,88 +15,113 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.engines.base import describe_error
-from pipelines.engines.ray_engine import connected_ray
+from pipelines.engines.base import EngineUnavailableError, describe_error
+from pipelines.engines.ray_cluster import connected_ray
 from pipelines.progress.stopping import JobStopped
-from storage_formats.errors import EdjeError
+from storage_formats.errors import EdjeError, UsageError
 
 if TYPE_CHECKING:
+    from ray.train.torch import TorchTrainer
+
     from edje_index.training.loop.train_worker import TrainTask
 
 STOP_FILE = "stop"
 RAY_FOLDER = "ray"
 _POLL_SECONDS = 0.5
-_RESTARTS = 2  # of the whole group, from the last checkpoint, when a worker dies
+_RESTARTS = 2  # if a worker dies, the whole group restarts from the last checkpoint
 
 
 def train_on_ray(
     task: TrainTask,
     workers: int,
+    *,
     address: str | None,
     should_stop: Callable[[], bool],
     on_record: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Train `task` on `workers` group: NCCL on GPUs, one each, else Gloo.
+    """Train `task` on `workers` processes, which communicate by NCCL if each has a GPU, else by Gloo.
 
     Raises:
-        JobStopped: `should_stop()` turned true; all that was done is in the last checkpoint.
+        JobStopped: `should_stop()` returned true; the last checkpoint holds all finished steps.
+        UsageError: the cluster has too little room.
         EdjeError: Ray, or the training on it, failed; the message says why.
     """
+    cpus, gpus = task.runtime.threads or 1, _gpus(task)
+    stop_file = task.runtime.run_dir / STOP_FILE
+    stop_file.unlink(missing_ok=True)
+    try:
+        with connected_ray(address, cpus=cpus * workers, gpus=gpus * workers) as cluster:
+            if (room := cluster.room(cpus=cpus, gpus=gpus)) < workers:
+                raise UsageError(f"the Ray cluster has room for {room} of {workers} workers; train on fewer")
+            fit = _Fit(_make_trainer(task, workers, cpus=cpus, gpus=gpus))
+            records_shown = 0
+            while fit.is_alive():
+                fit.join(_POLL_SECONDS)
+                cluster.check_alive()
+                if should_stop():
+                    stop_file.touch()
+                records_shown = _show_new_record(task.runtime.run_dir, records_shown, on_record)
+    except EngineUnavailableError as unavailable:  # no other engine can train on several workers
+        raise EdjeError(str(unavailable)) from unavailable.__cause__
+    finally:
+        shutil.rmtree(task.runtime.run_dir / RAY_FOLDER, ignore_errors=True)
+    if fit.error is not None:
+        raise EdjeError(f"training on Ray failed: {_cause(fit.error)}") from fit.error
+    if stop_file.exists():
+        stop_file.unlink()
+        raise JobStopped("stopped; the last checkpoint holds all finished steps")
+
+
+def _gpus(task: TrainTask) -> int:
+    """GPUs per worker."""
     from pipelines.planning.machine import cuda_devices
 
-    stop = task.runtime.run_dir / STOP_FILE
-    stop.unlink(missing_ok=True)
-    gpus = 1 if task.runtime.device == "cuda" or (task.runtime.device == "auto" and cuda_devices()) else 0
-    needs = {"CPU": task.runtime.threads or 1, "GPU": gpus}
-    with connected_ray(address, {name: need * workers for name, need in needs.items()}):
-        failures: list[BaseException] = []
-        thread = threading.Thread(target=_fit, args=(task, workers, needs, failures), daemon=True)
-        thread.start()
-        seen = 0
-        while thread.is_alive():
-            thread.join(_POLL_SECONDS)
-            if should_stop():
-                stop.touch()
-            seen = _pass_on(task.runtime.run_dir, seen, on_record)
-    shutil.rmtree(task.runtime.run_dir / RAY_FOLDER, ignore_errors=True)
-    if failures and isinstance(failures[0], ImportError):
-        raise EdjeError("training on Ray needs Ray Train: pip install 'edje-index[train]'") from failures[0]
-    if failures:
-        raise EdjeError(f"training on Ray failed: {_cause(failures[0])}") from failures[0]
-    if stop.exists():
-        stop.unlink()
-        raise JobStopped("stopped; the last checkpoint holds all that was done")
+    device = task.runtime.device
+    return 1 if device == "cuda" or (device == "auto" and cuda_devices()) else 0
 
 
-def _fit(task: TrainTask, workers: int, needs: dict[str, int], failures: list[BaseException]) -> None:
-    """Run Ray's trainer to its end, in a thread of its own: it takes no question in between."""
+def _make_trainer(task: TrainTask, workers: int, *, cpus: int, gpus: int) -> TorchTrainer:
     try:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
+    except ImportError as error:
+        raise EdjeError("training on Ray needs Ray Train; run: pip install 'edje-index[train]'") from error
+    logging.getLogger("ray.train").setLevel(logging.CRITICAL)
+    return TorchTrainer(
+        _worker_loop,
+        train_loop_config={"task": task},
+        torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=workers,
+            use_gpu=gpus > 0,
+            resources_per_worker={"CPU": cpus, **({"GPU": gpus} if gpus else {})},
+        ),
+        run_config=RunConfig(
+            name=uuid.uuid4().hex,  # a new name, because our own checkpoints do the resuming
+            storage_path=str(task.runtime.run_dir / RAY_FOLDER),
+            failure_config=FailureConfig(max_failures=_RESTARTS),
+        ),
+    )
 
-        logging.getLogger("ray.train").setLevel(logging.CRITICAL)
-        trainer = TorchTrainer(
-            _worker_loop,
-            train_loop_config={"task": task},
-            torch_config=TorchConfig(backend="nccl" if needs["GPU"] else "gloo"),
-            scaling_config=ScalingConfig(
-                num_workers=workers,
-                use_gpu=bool(needs["GPU"]),
-                resources_per_worker={name: need for name, need in needs.items() if need},
-            ),
-            run_config=RunConfig(
-                name=uuid.uuid4().hex,  # nothing of Ray's own is gone on from
-                storage_path=str(task.runtime.run_dir / RAY_FOLDER),
-                failure_config=FailureConfig(max_failures=_RESTARTS),
-            ),
-        )
-        trainer.fit()
-    except BaseException as error:  # it is raised again by the thread that waits
-        failures.append(error)
+
+class _Fit(threading.Thread):
+    """Runs `trainer.fit()`, which returns only at the end of the training; `error` is what it raised."""
+
+    def __init__(self, trainer: TorchTrainer) -> None:
+        super().__init__(daemon=True)
+        self._trainer = trainer
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._trainer.fit()
+        except BaseException as error:
+            self.error = error
 
 
 def _worker_loop(config: dict[str, Any]) -> None:
-    """What each of Ray's workers runs."""
+    """Train as one of Ray's workers."""
     from edje_index.training.loop.distributed import WorkerGroup
     from edje_index.training.loop.train_worker import run_worker
     from edje_index.training.loop.training_loop import TrainingStopped
@@ -106,18 +131,18 @@ def _worker_loop(config: dict[str, Any]) -> None:
         run_worker(task, WorkerGroup.of_process_group(), (task.runtime.run_dir / STOP_FILE).exists)
 
 
-def _pass_on(run_dir: Path, seen: int, on_record: Callable[[dict[str, Any]], None]) -> int:
-    """Show the newest line of the log, where there is a new one; returns the number of lines."""
+def _show_new_record(run_dir: Path, records_shown: int, on_record: Callable[[dict[str, Any]], None]) -> int:
+    """Pass on the newest record of the log unless it has been shown; returns the number of records."""
     from edje_index.training.loop.log import read_log
 
     records = read_log(run_dir)
-    if len(records) > seen:
+    if len(records) > records_shown:
         on_record(records[-1])
     return len(records)
 
 
 def _cause(error: BaseException) -> str:
-    """What a worker said, out of the errors that Ray wraps around it."""
+    """The error of the worker itself, without the errors that Ray wraps around it."""
     failures = getattr(error, "worker_failures", None)
     inner = next(iter(failures.values())) if failures else error
     while (cause := getattr(inner, "cause", None) or inner.__cause__) is not None:

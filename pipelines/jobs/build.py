@@ -10,7 +10,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.engines.base import Engine, TaskFailure, TaskInterrupted, Worker, WorkerFactory, describe_error
+from pipelines.engines.base import (
+    Engine,
+    EngineUnavailableError,
+    TaskFailure,
+    TaskInterrupted,
+    Worker,
+    WorkerFactory,
+    describe_error,
+)
 from pipelines.engines.inline import InlineEngine
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.config import BuildConfig
@@ -159,7 +167,7 @@ class _Run:
         self._on_event(self._plan_ready())
         try:
             rates = self._run_shards(engine, should_stop)
-        except (UsageError, JobStopped):
+        except (UsageError, JobStopped, EngineUnavailableError):
             raise
         except EdjeError as error:
             raise JobStopped(f"{error} ({self.standing()})") from error

@@ -92,7 +92,7 @@ def _train(task: TrainTask, request: TrainRequest, on_event: OnEvent, should_sto
         else:
             from pipelines.engines.ray_train import train_on_ray
 
-            train_on_ray(task, request.workers, request.address, should_stop, report)
+            train_on_ray(task, request.workers, address=request.address, should_stop=should_stop, on_record=report)
     except TrainingStopped as error:
         raise JobStopped(str(error)) from error
 

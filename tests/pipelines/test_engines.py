@@ -1,24 +1,22 @@
-"""The contract of an engine, held by every engine, and what Ray adds to it."""
+"""The contract of every engine, and what the Ray engine adds to it."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from pipelines.engines.base import TaskDone, TaskFailure
+from pipelines.engines.base import EngineUnavailableError, TaskDone, TaskFailure
 from pipelines.engines.inline import InlineEngine
-from pipelines.engines.ray_engine import RayEngine
-from pipelines.engines.ray_pool import ATTEMPTS, ActorPool, RayCluster, _Slot, _Work
+from pipelines.engines.ray_engine import ATTEMPTS, RayEngine
 from storage_formats.errors import EdjeError, UsageError
 from tests.pipelines.engine_tasks import FileWorker, Job, Report, broken_worker
 
+SET_FOR_RAY = ["PYTHONPATH", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_TMPDIR"]
 WORKERS = {"inline": 1, "ray": 2}
 
 
@@ -29,45 +27,18 @@ def engine(request):
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    before = psutil.Process().children(recursive=True)  # such as the resource tracker of multiprocessing
+    processes = set(psutil.Process().children(recursive=True))  # such as the resource tracker of multiprocessing
+    variables = {name: os.environ.get(name) for name in SET_FOR_RAY}
     yield
-    assert [child for child in psutil.Process().children(recursive=True) if child not in before] == []
-    assert processes_of_this_run() == []
+    assert set(psutil.Process().children(recursive=True)) <= processes
     assert list(Path("/tmp").glob(f"edje-ray-{os.getpid()}-*")) == []
-
-
-def processes_of_this_run():
-    """Processes that inherited the token of this process's Ray, adopted ones included."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get("RAY_AUTH_TOKEN") == os.environ.get(
-                "RAY_AUTH_TOKEN", ""
-            ):
-                found.append(process)
-    return found
+    assert {name: os.environ.get(name) for name in SET_FOR_RAY} == variables
 
 
 def run(engine, folder, jobs, *, on_progress=lambda _: None, should_stop=lambda: False):
     """Outcomes of `jobs` on workers that leave their traces in `folder`."""
     make_worker = functools.partial(FileWorker, str(folder))
     return engine.run(make_worker, jobs, on_progress=on_progress, should_stop=should_stop)
-
-
-def test_workers_that_no_task_is_left_for_make_room_in_a_cluster():
-    killed = []
-    ray = SimpleNamespace(remote=lambda **_: lambda cls: cls, kill=killed.append)
-    pool = ActorPool(RayCluster(ray), None, iter([]), {"CPU": 1, "GPU": 0})
-    pool._slots = [_Slot("idle"), _Slot("busy", call=1, work=_Work(Job(1)))]
-    pool._hand_out(3)
-    assert killed == ["idle"]
-    assert [slot.actor for slot in pool._slots] == ["busy"]
-
-
-@pytest.mark.parametrize(("asked", "taken"), [(20, 8), (3, 3), (None, 8)])
-def test_no_more_workers_than_a_cluster_has_room_for(asked, taken):
-    ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 17.0})
-    assert RayEngine(asked, cpus=2)._room(RayCluster(ray)) == taken
 
 
 def test_every_task_is_done_once_and_taken_only_when_a_worker_is_free(engine, tmp_path):
@@ -164,26 +135,34 @@ def test_the_death_of_ray_is_one_clear_error_in_bounded_time(tmp_path, capfd, vi
             next(child for child in psutil.Process().children(recursive=True) if child.name() == victim).kill()
 
     outcomes = run(RayEngine(1), tmp_path, [Job(1, "until_stopped")], on_progress=kill)
-    with pytest.raises(EdjeError, match=f"Ray ended in mid-run .its {victim}"):
+    with pytest.raises(EdjeError, match=f"^Ray ended during the run: its {victim} process is gone"):
         list(outcomes)
     assert time.monotonic() - killed_at < 20
     assert capfd.readouterr() == ("", "")
 
 
-def test_ray_listens_on_the_loopback_interface_alone_and_leaves_the_path_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "somewhere")
-    addresses = set()
+def test_a_local_ray_is_private(tmp_path, monkeypatch):
+    """It listens on the loopback interface, asks for a token, and nobody else can enter its folder."""
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # of another cluster, which a local Ray must not join
+    addresses, environments = set(), []
 
     def look(_report):
         for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             addresses.update(c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN)
+            if process.name() == "raylet":
+                folder = Path(process.environ()["RAY_TMPDIR"])
+                environments.append((process.environ()["RAY_AUTH_MODE"], folder.stat().st_mode & 0o777))
 
     list(run(RayEngine(1), tmp_path, [Job(1, "report_slowly")], on_progress=look))
     assert addresses
     assert all(address.endswith("127.0.0.1") for address in addresses)
-    assert os.environ["PYTHONPATH"] == "somewhere"
+    assert set(environments) == {("token", 0o700)}
 
 
-def test_ray_addresses_that_cannot_be_joined_are_refused():
+def test_ray_addresses_that_cannot_be_joined_are_refused(tmp_path):
     with pytest.raises(UsageError, match="host:port"):
         RayEngine(1, address="ray://head:10001")
+    with pytest.raises(
+        EngineUnavailableError, match=r"cannot join the Ray cluster at 127\.0\.0\.1:1: Connection refused"
+    ):
+        list(run(RayEngine(1, address="127.0.0.1:1"), tmp_path, [Job(1)]))
