@@ -80,7 +80,7 @@ def _reap_orphans() -> None:
             return
         if pid == 0:
             time.sleep(0.1)
-    raise EdjeError(f"processes were still running {_ORPHAN_SECONDS:.0f} s after the command ended")
+    raise EdjeError(f"processes were still running {_ORPHAN_SECONDS:.0f} s after the command; stop them and repeat")
 
 
 class _Sampler(threading.Thread):

@@ -137,7 +137,7 @@ def _fetch(path: Path, variant: Variant, ids: NDArray[np.int64], out: Bytes) -> 
             if at + _AHEAD < len(offsets):
                 os.posix_fadvise(fd, offsets[at + _AHEAD], variant.read, os.POSIX_FADV_WILLNEED)
             if os.preadv(fd, [out[at, : variant.read].data], offset) != variant.read:
-                raise EdjeError(f"{path} ended early")
+                raise EdjeError(f"{path} is shorter than its {len(ids)} records; repeat the run")
     finally:
         os.close(fd)
 

@@ -17,13 +17,21 @@ if TYPE_CHECKING:
     from edje_index.bundles.published_checkpoint import PublishedModel, load_published_checkpoint
     from edje_index.bundles.random_bundle import create_untrained_bundle
     from edje_index.errors import HubUnreachableError, ModelError
+    from edje_index.indexing.faiss_index import add_ann
     from edje_index.indexing.image_encoder import ImageEncoder
     from edje_index.models.joint_encoder import JointEncoder
     from edje_index.models.text_tower import TextTower
     from edje_index.models.vision_tower import VisionTower
+    from edje_index.search.late_interaction_search import LateInteractionSearch, TokenHit, max_sim
     from edje_index.search.token_index import TokenIndex
+    from storage_formats.writing.index_writer import IndexWriter
 
 _MODULES = {
+    "IndexWriter": "storage_formats.writing.index_writer",
+    "LateInteractionSearch": "edje_index.search.late_interaction_search",
+    "TokenHit": "edje_index.search.late_interaction_search",
+    "add_ann": "edje_index.indexing.faiss_index",
+    "max_sim": "edje_index.search.late_interaction_search",
     "BundleInfo": "edje_index.bundles.info",
     "HubUnreachableError": "edje_index.errors",
     "ImageEncoder": "edje_index.indexing.image_encoder",
@@ -43,16 +51,21 @@ __all__ = [
     "BundleInfo",
     "HubUnreachableError",
     "ImageEncoder",
+    "IndexWriter",
     "JointEncoder",
+    "LateInteractionSearch",
     "ModelBundle",
     "ModelError",
     "PublishedModel",
     "TextTower",
+    "TokenHit",
     "TokenIndex",
     "VisionTower",
     "__version__",
+    "add_ann",
     "create_untrained_bundle",
     "load_published_checkpoint",
+    "max_sim",
     "read_bundle_info",
 ]
 

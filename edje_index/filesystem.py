@@ -1,4 +1,4 @@
-"""Small JSON files, and folders that appear complete or not at all."""
+"""JSON and JSON Lines files, and folders that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -7,10 +7,47 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edje_index.errors import ModelError
+
+
+@dataclass(frozen=True)
+class JsonLine:
+    """One line of a JSON Lines file.
+
+    Attributes:
+        number: line number, from 1.
+        value: the parsed value; None if the line is not JSON.
+        error: why the line is not JSON; None if it is.
+    """
+
+    number: int
+    value: Any = None
+    error: str | None = None
+
+
+def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") -> Iterator[JsonLine]:
+    """Yield the lines of a JSON Lines file in UTF-8, with or without byte-order mark. Blank lines are skipped.
+
+    Args:
+        path: the file.
+        decode_errors: error handler for bytes that are not UTF-8, as in `bytes.decode`.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip(b" \t\r\n\xef\xbb\xbf"):
+                try:
+                    yield JsonLine(number, json.loads(line.decode("utf-8-sig", decode_errors)))
+                except UnicodeDecodeError as error:
+                    yield JsonLine(number, error=f"it is not UTF-8: {error}")
+                except (ValueError, RecursionError) as error:
+                    yield JsonLine(number, error=f"it is no JSON: {error}")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from storage_formats.format.rows import read_rows
     from storage_formats.token_store import TokenStore
     from storage_formats.verify import Problem, verify_index
+    from storage_formats.writing.index_writer import IndexWriter
     from storage_formats.writing.shard_writer import ShardWriter
 
 _HOME = {
     "CorruptIndexError": "storage_formats.errors",
     "EdjeError": "storage_formats.errors",
     "IncompleteIndexError": "storage_formats.errors",
+    "IndexWriter": "storage_formats.writing.index_writer",
     "IndexSpec": "storage_formats.format.layout",
     "Manifest": "storage_formats.format.manifest",
     "Problem": "storage_formats.verify",
@@ -41,6 +43,7 @@ __all__ = [
     "EdjeError",
     "IncompleteIndexError",
     "IndexSpec",
+    "IndexWriter",
     "Manifest",
     "Problem",
     "RowIdError",

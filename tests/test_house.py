@@ -193,7 +193,6 @@ KNOWN_TO_NAME_FLAGS = {
     "edje_index/bundles/import_checkpoint.py",
     "edje_index/evaluation/evaluate.py",
     "edje_index/evaluation/token_sources.py",
-    "edje_index/models/devices.py",
     "edje_index/search/token_index.py",
     "edje_index/training/config.py",
     "edje_index/training/data/negatives.py",

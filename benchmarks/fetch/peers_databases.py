@@ -50,7 +50,7 @@ class _ArrowPeer(Subject):
 
 
 class LancePeer(_ArrowPeer):
-    """`take` of a Lance dataset, read through io_uring where Lance offers it (Linux)."""
+    """`take` of a Lance dataset, read through io_uring."""
 
     package = "pylance"
     setting = "fixed-size binary column, file+uring://, dataset.take of at most 2 GiB"

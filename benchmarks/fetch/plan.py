@@ -12,7 +12,8 @@ from benchmarks.fetch.workloads import CacheState, Pattern, Workload
 QUERY_POOL = 100  # candidates of one query
 DEVICE_DEPTH = 64
 CAPPED_POOL = 1_000  # blocks per call under memory pressure
-PEER_BLOCKS = 10_000  # a run of a peer fetches at least as many blocks, unless that takes longer than
+# A run of a slow peer fetches at least PEER_BLOCKS, or as many as it fetches in PEER_SECONDS.
+PEER_BLOCKS = 10_000
 PEER_SECONDS = 30.0
 POOLS = (10, 100, 1_000, 10_000, 50_000)
 DEPTHS = (1, 4, 16, 64, 128)

@@ -103,7 +103,8 @@ def _plain_log(axes: Axes) -> None:
 
     axes.set_xscale("log")
     low, high = axes.get_xlim()
-    less_than_a_decade = high < 10 * low  # powers of ten would label at most one tick
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6) if less_than_a_decade else LogLocator())
+    few_decades = LogLocator(subs=(1.0, 2.0, 5.0)) if high < 300 * low else LogLocator()
+    # Within a decade, powers of ten would label at most one tick.
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6) if high < 10 * low else few_decades)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())

@@ -51,7 +51,7 @@ class Subject(ABC):
 
     def prepare(self) -> None:
         """Write a copy of the records into `folder`."""
-        raise NotImplementedError(f"{type(self).__name__} reads the index itself")
+        raise NotImplementedError(f"{type(self).__name__} reads the index and needs no copy")
 
     def files(self) -> list[Path]:
         """The files that it reads."""

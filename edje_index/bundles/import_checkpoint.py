@@ -10,7 +10,7 @@ from edje_index.bundles.info import BundleInfo
 from edje_index.bundles.published_checkpoint import load_published_checkpoint
 from edje_index.errors import ModelError
 from edje_index.models.adapter import LOCAL, Adapter, build_adapter
-from edje_index.models.clip_model import LOCAL_DIR, load_clip
+from edje_index.models.pretrained_clip import LOCAL_DIR, load_clip
 from edje_index.models.text_tower import text_tokenizer
 from edje_index.models.vision_tower import vision_tower
 

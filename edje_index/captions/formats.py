@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +25,9 @@ from edje_index.captions.record import (
     optional_text,
     parse_json,
 )
+from edje_index.filesystem import read_json_lines
 from edje_index.images.inputs import display_path
+from edje_index.images.tar_members import Kind, TarDamage, iter_members
 from storage_formats.errors import UsageError
 
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
@@ -49,12 +50,12 @@ def read_records(path: Path) -> Iterator[CaptionRecord]:
 
 
 def _json_lines(path: Path) -> Iterator[CaptionRecord]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                with _located(path, f"line {number}"):
-                    record = caption_record(parse_json(line))
-                yield record
+    for line in read_json_lines(path):
+        with _located(path, f"line {line.number}"):
+            if line.error is not None:
+                raise RecordError(line.error)
+            record = caption_record(line.value)
+        yield record
 
 
 def _json_file(path: Path) -> Iterator[CaptionRecord]:
@@ -174,32 +175,24 @@ def _samples(path: Path) -> dict[str, _Sample]:
     """The samples of a shard in its order, by key: a member's path up to the first dot of its base name."""
     samples: dict[str, _Sample] = {}
     try:
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                folder, slash, base = member.name.rpartition("/")
+        with path.open("rb") as file:
+            for member in iter_members(file.fileno()):
+                name = os.fsdecode(member.name)
+                folder, slash, base = name.rpartition("/")
                 stem, _, suffix = base.partition(".")
-                if not member.isfile() or not stem:
+                if member.kind != Kind.REGULAR or not stem:
                     continue
                 sample = samples.setdefault(folder + slash + stem, _Sample())
                 if suffix.lower() in _IMAGE_SUFFIXES:
-                    sample.images.append(member.name)
+                    sample.images.append(name)
                 elif suffix.lower() in ("txt", "json"):
-                    data = tar.extractfile(member)
-                    assert data is not None
-                    setattr(sample, "text" if suffix.lower() == "txt" else "json", data.read())
-            _check_end(path, tar)
-    except tarfile.TarError as error:
-        raise UsageError(f"{path} is not a sound uncompressed tar file: {error}; make or copy it again") from error
+                    data = os.pread(file.fileno(), member.size, member.offset)
+                    setattr(sample, "text" if suffix.lower() == "txt" else "json", data)
+    except TarDamage as damage:
+        raise UsageError(
+            f"{path} is not a sound uncompressed tar file: {damage.detail}; make or copy it again"
+        ) from damage
     return samples
-
-
-def _check_end(path: Path, tar: tarfile.TarFile) -> None:
-    """Check for the block of zeros that ends a tar file: `tarfile` takes a damaged header for the end."""
-    with path.open("rb") as file:
-        file.seek(tar.offset)
-        marker = file.read(tarfile.BLOCKSIZE)
-    if len(marker) < tarfile.BLOCKSIZE or marker.strip(b"\0"):
-        raise UsageError(f"{path} is truncated or damaged at byte {tar.offset}; make or copy it again")
 
 
 @contextmanager

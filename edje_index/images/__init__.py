@@ -1,1 +1,1 @@
-"""Images: bytes to checked, upright RGB pictures, and pictures to the input of the vision tower."""
+"""Images: from the bytes of a file to an upright RGB picture, and from a picture to the vision tower's input."""

@@ -1,7 +1,7 @@
-"""What the first bytes of a file say about an image, before any decoder is trusted with them.
+"""Image formats by their first bytes, and the sizes that decoders allocate when they open a file.
 
-Owns the list of formats that are decoded and the sizes that a decoder would allocate for while it is only
-opening a file. Reads nothing but the bytes it is given and loads no imaging library.
+Everything here is read from the given bytes without an imaging library, so that no decoder sees an unknown format or
+a file that declares too many pixels.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 
 HEAD_BYTES = 32
-"""Bytes from the start of a file that `image_format` needs."""
+"""Number of bytes from the start of a file that `image_format` needs."""
 
 _MAGIC = (
     (b"\xff\xd8\xff", "JPEG"),
@@ -41,7 +41,7 @@ _NOT_DECODED = (
 
 
 def image_format(head: bytes) -> str | None:
-    """Pillow's name of the format that `head`, the first `HEAD_BYTES` of a file, opens; None if it is none of ours."""
+    """Pillow's name of a file's format, given its first `HEAD_BYTES`; None if this package does not decode it."""
     for magic, name in _MAGIC:
         if head.startswith(magic):
             return name
@@ -57,17 +57,17 @@ def image_format(head: bytes) -> str | None:
 
 
 def undecoded_format(head: bytes) -> str | None:
-    """Name of a known image format that is not decoded here, for a message; None if `head` is none of those."""
+    """Name, for messages, of a known image format that this package does not decode; None for other bytes."""
     if head[4:8] == b"ftyp":
         return f"ISO media of brand {head[8:12].decode('latin-1')!r} (HEIC?)"
     return next((name for magic, name in _NOT_DECODED if head.startswith(magic)), None)
 
 
 def canvas_size(data: bytes, name: str) -> tuple[int, int] | None:
-    """(width, height) that the decoder of format `name` allocates for on opening; None where it allocates nothing.
+    """(width, height) that the decoder of format `name` allocates when it opens a file; None if it allocates nothing.
 
-    WebP: the container's canvas (VP8X), or the key frame's size. GIF: the logical screen, widened to the
-    first frame, which may reach beyond it. Damaged headers give None: opening them fails by itself.
+    WebP: the canvas of the container (VP8X), or the size of the key frame. GIF: the logical screen, extended to the
+    first frame, which may be larger. A damaged header gives None: opening the file fails anyway.
     """
     try:
         if name == "WEBP":
@@ -80,7 +80,7 @@ def canvas_size(data: bytes, name: str) -> tuple[int, int] | None:
 
 
 def _webp_canvas(data: bytes) -> tuple[int, int] | None:
-    """RFC 9649: sizes less one in 24 bits (VP8X) or 14 bits (VP8L); sizes in 14 bits (VP8)."""
+    """RFC 9649: VP8X stores size - 1 in 24 bits, VP8L size - 1 in 14 bits, VP8 the size in 14 bits."""
     kind = data[12:16]
     if kind == b"VP8X":
         return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
@@ -94,19 +94,19 @@ def _webp_canvas(data: bytes) -> tuple[int, int] | None:
 
 
 def _gif_canvas(data: bytes) -> tuple[int, int]:
-    """GIF89a section 18 (screen) and 20 (frame); the extension blocks between them are skipped."""
+    """GIF89a section 18 (screen) and 20 (frame), without the extension blocks between them."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
-    place = 13 + ((2 << (flags & 7)) * 3 if flags & 0x80 else 0)
-    while data[place] != 0x2C:
-        place += 1
-        if data[place - 1] == 0x21:
-            place = _after_blocks(data, place + 1)
-    left, top, frame_width, frame_height = struct.unpack_from("<HHHH", data, place + 1)
+    offset = 13 + ((2 << (flags & 7)) * 3 if flags & 0x80 else 0)
+    while data[offset] != 0x2C:
+        offset += 1
+        if data[offset - 1] == 0x21:
+            offset = _end_of_sub_blocks(data, offset + 1)
+    left, top, frame_width, frame_height = struct.unpack_from("<HHHH", data, offset + 1)
     return max(width, left + frame_width), max(height, top + frame_height)
 
 
-def _after_blocks(data: bytes, place: int) -> int:
-    """Place after the chain of sub-blocks at `place`: each a length byte and its bytes, ended by a length of 0."""
-    while data[place]:
-        place += 1 + data[place]
-    return place + 1
+def _end_of_sub_blocks(data: bytes, offset: int) -> int:
+    """End of the chain of sub-blocks at `offset`: each is a length byte and its bytes; a length of 0 ends the chain."""
+    while data[offset]:
+        offset += 1 + data[offset]
+    return offset + 1

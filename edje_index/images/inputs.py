@@ -1,4 +1,4 @@
-"""One input of a build: where its bytes are, how to read them, and the list of them that a plan freezes."""
+"""Inputs of a build: where their bytes are, how to read them, and the input lists that a plan stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MAX_INPUT_BYTES = 1 << 30
-"""Larger files are not read: no picture within reach of a tower needs them, and each reader would hold one."""
+"""Larger inputs are rejected to bound the memory of a reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,15 @@ class InputRef:
     """One input of a build.
 
     Attributes:
-        uri: for people and the rows table: absolute path, bytes that are not UTF-8 as %XX; "<tar path>!<member>".
+        uri: name for people and for the rows table: an absolute path, with bytes that are not UTF-8 as %XX, or
+            "<tar path>!<member>".
         path: file to open, as bytes (`os.fsencode`), so that any file name works.
-        offset: where its bytes begin in that file.
-        size: bytes, as seen when the plan was made; None where that is unknown.
-        member: the bytes are [offset, offset + size) of `path`; otherwise the whole file.
-        content_hash: SHA-256, 64 hex digits, where the plan hashed it.
-        duplicate_of: row id of the first input with the same bytes.
-        problem: reason, one of `edje_index.images.decode.REASONS`, why it cannot be encoded, where the plan knows it.
+        offset: offset of its bytes in that file.
+        size: number of bytes when the plan was made; None if unknown.
+        member: if true, the input is the bytes [offset, offset + size) of `path`; otherwise it is the whole file.
+        content_hash: SHA-256, 64 hex digits; None if the plan did not hash it.
+        duplicate_of: row id of the first input with the same bytes; None if it is no duplicate.
+        problem: the reason, one of `edje_index.images.decode.REASONS`, if the plan knows that it cannot be encoded.
     """
 
     uri: str
@@ -45,7 +46,7 @@ class InputRef:
 
 
 def display_path(path: bytes) -> str:
-    """A path as text: UTF-8, other bytes as %XX. For people; two paths may look the same."""
+    """A path as text for people: UTF-8, with other bytes as %XX. Two paths may have the same text."""
     try:
         return path.decode()
     except UnicodeDecodeError:
@@ -54,11 +55,11 @@ def display_path(path: bytes) -> str:
 
 
 def read_bytes(ref: InputRef) -> bytes:
-    """All bytes of an input; never blocks on a pipe or device.
+    """Read all bytes of an input. Never blocks on a pipe or device.
 
     Raises:
-        ImageError: "missing", "unreadable", "empty", "too-many-bytes", "changed-since-plan" (another length than
-            planned), or the problem that the plan found.
+        ImageError: with reason "missing", "unreadable", "empty", "too-many-bytes", "changed-since-plan" (its length
+            differs from the plan's), or the problem in the plan.
     """
     if ref.problem is not None:
         raise ImageError(ref.problem, "found while planning")
@@ -81,19 +82,19 @@ def _read(fd: int, ref: InputRef) -> bytes:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise ImageError("unreadable", "it is not a regular file")
-    found = max(0, min(ref.size or 0, status.st_size - ref.offset)) if ref.member else status.st_size
-    if ref.size is not None and found != ref.size:
-        raise ImageError("changed-since-plan", f"{found} bytes, {ref.size} when the plan was made")
-    if found > MAX_INPUT_BYTES:
-        raise ImageError("too-many-bytes", f"{found} bytes is over the limit of {MAX_INPUT_BYTES}")
-    data = os.pread(fd, found, ref.offset)
-    if len(data) != found:
-        raise ImageError("changed-since-plan", f"{len(data)} bytes where {found} were announced")
+    size = max(0, min(ref.size or 0, status.st_size - ref.offset)) if ref.member else status.st_size
+    if ref.size is not None and size != ref.size:
+        raise ImageError("changed-since-plan", f"{size} bytes, {ref.size} when the plan was made")
+    if size > MAX_INPUT_BYTES:
+        raise ImageError("too-many-bytes", f"{size} bytes is over the limit of {MAX_INPUT_BYTES}")
+    data = os.pread(fd, size, ref.offset)
+    if len(data) != size:
+        raise ImageError("changed-since-plan", f"{len(data)} bytes where {size} were announced")
     return data
 
 
 def input_schema() -> pa.Schema:
-    """Columns of a frozen input list: the fields of `InputRef`; the hash as its 32 bytes."""
+    """Columns of a stored input list: the fields of `InputRef`, with the hash as 32 bytes."""
     import pyarrow as pa
 
     return pa.schema(
@@ -111,21 +112,25 @@ def input_schema() -> pa.Schema:
 
 
 def write_inputs(path: Path, refs: Iterable[InputRef]) -> None:
-    """Write one shard's inputs, in row order, as Parquet. Raises OSError where that is impossible."""
+    """Write the inputs of one shard, in row order, as Parquet.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    kept = list(refs)
-    columns = {field.name: [getattr(ref, field.name) for ref in kept] for field in fields(InputRef)}
-    columns["content_hash"] = [hexed and bytes.fromhex(hexed) for hexed in columns["content_hash"]]
+    inputs = list(refs)
+    columns = {field.name: [getattr(ref, field.name) for ref in inputs] for field in fields(InputRef)}
+    columns["content_hash"] = [digits and bytes.fromhex(digits) for digits in columns["content_hash"]]
     pq.write_table(pa.table(columns, schema=input_schema()), path, compression="zstd")
 
 
 def read_inputs(path: Path) -> list[InputRef]:
-    """The inputs of one shard, as `write_inputs` was given them.
+    """Read the inputs of one shard that `write_inputs` wrote.
 
     Raises:
-        CorruptIndexError: the file is gone, damaged or no such list.
+        CorruptIndexError: the file is missing, damaged or not an input list.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -134,6 +139,6 @@ def read_inputs(path: Path) -> list[InputRef]:
         table = pq.read_table(path, partitioning=None).cast(input_schema())
         columns = {name: table[name].to_pylist() for name in table.column_names}
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise CorruptIndexError(f"cannot read the planned inputs in {path}: {error}; begin the build anew") from error
+        raise CorruptIndexError(f"cannot read the planned inputs in {path}: {error}; start the build again") from error
     columns["content_hash"] = [digest and digest.hex() for digest in columns["content_hash"]]
     return [InputRef(*values) for values in zip(*columns.values(), strict=True)]

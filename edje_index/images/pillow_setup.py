@@ -1,7 +1,7 @@
-"""Pillow, set up once for a program that decodes whatever it is given: its openers, and silence.
+"""One-time setup of Pillow for decoding untrusted files: its openers, without output on the terminal.
 
-What became of an input is said by its row, so neither Pillow's warnings and log nor the lines that libtiff prints
-by itself on damaged files belong on the user's screen.
+The row of an input records what failed. Pillow's warnings and log, and the lines that libtiff prints about damaged
+files, would only clutter the terminal.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ _WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 
 @functools.cache
 def openers() -> dict[str, Any]:
-    """Pillow's opener of each format. Calling one says what is wrong where `Image.open` says "cannot identify"."""
+    """Pillow's opener of each format. An opener reports what is wrong; `Image.open` only says "cannot identify"."""
     Image.init()
-    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # without handlers, its errors would go to stderr
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)  # otherwise its errors go to stderr
     _silence_libtiff()
     return {name: opener for name, (opener, _) in Image.OPEN.items()}
 
 
 def ignore_warnings() -> None:
-    """Let no warning of Pillow's through: a filter of the process, put back where something has replaced it.
+    """Suppress Pillow's warnings for the whole process, again if other code has replaced the filter.
 
-    `warnings.catch_warnings` around each call would not be safe among threads.
+    `warnings.catch_warnings` around each call would not be thread-safe.
     """
     if not warnings.filters or warnings.filters[0] != _WARNINGS:
         warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def _silence_libtiff() -> None:
-    """Take away libtiff's default handlers, which print. Pillow offers no call for it; without /proc they stay."""
+    """Remove libtiff's default handlers, which print. Pillow has no call for it; without /proc nothing changes."""
     with contextlib.suppress(OSError, AttributeError):
         for path in {
             line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libtiff" in line

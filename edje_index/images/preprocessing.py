@@ -1,8 +1,8 @@
-"""From a decoded picture to the tower's input: open_clip's evaluation transform, bit for bit.
+"""From a decoded picture to the input of the tower: open_clip's evaluation transform, bit for bit.
 
-Resizing and cropping are open_clip's. Its last two steps, division by 255 and normalisation, depend
-on nothing but the channel and the byte: they are tabulated (3 x 256 float32 values, made by those very
-steps) and looked up. That is quicker, and starts no torch threads in the threads that decode.
+open_clip resizes and crops. Its last two steps, division by 255 and normalisation, depend only on the channel and the
+byte, so they are replaced by a table of 3 x 256 float32 values that the same steps compute. The table is faster and
+starts no torch threads in the threads that decode.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from edje_index.models.clip_model import ClipConfig, eval_transform
 
 
 class Preprocessor:
-    """Callable from PIL image (RGB) to float32 tensor [3, height, width]. Safe to use from many threads.
+    """Callable from a PIL image (RGB) to a float32 tensor [3, height, width]. Thread-safe.
 
-    Raises ``ImageError`` for a picture so narrow that it cannot be resized.
+    Raises ``ImageError`` for a picture too narrow to be resized.
     """
 
     def __init__(self, config: ClipConfig) -> None:
@@ -40,7 +40,7 @@ class Preprocessor:
         try:
             for step in self._geometry:
                 image = step(image)
-        except ValueError as error:  # the shorter side would come out at no pixel at all
+        except ValueError as error:  # a side would have no pixels
             raise ImageError("extreme-aspect-ratio", f"{width} x {height} pixels cannot be resized: {error}") from error
         return image
 

@@ -1,36 +1,65 @@
-"""The nearest-neighbour index over pooled embeddings: the only place that imports FAISS (SPEC.md section 10).
+"""The nearest-neighbour index over embeddings (SPEC.md section 10). Only this module imports FAISS.
 
-Embeddings have unit norm, so inner product is cosine similarity. Ids are row ids; holes are left out.
+Embeddings have unit norm, so the inner product is the cosine similarity. FAISS ids are row ids; holes are left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.errors import ModelError
+from edje_index.errors import ModelError, name_missing_extra
 from storage_formats.atomic import fsync_path, fsync_paths
-from storage_formats.errors import CorruptIndexError
+from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import FileEntry
+from storage_formats.format.manifest import FileEntry, Manifest
 from storage_formats.reading.embeddings import iter_embeddings
 
 FLAT_LIMIT = 100_000
-"""Up to this many vectors the index is exact: a scan of 100,000 x 768 takes some 10 ms on two cores."""
+"""Largest number of rows with an exact index: a scan of 100,000 x 768 takes about 10 ms on two cores."""
 _TRAINING_VECTORS_PER_LIST = 64  # FAISS warns below 39 (Clustering::min_points_per_centroid)
 _IVF_PROBES = 32
+
+
+@name_missing_extra("search")
+def check_faiss() -> None:
+    """MissingExtraError if FAISS is not installed; for jobs that need it only after hours of work."""
+    import faiss  # noqa: F401
+
+
+def add_ann(root: str | Path) -> Manifest:
+    """Build the nearest-neighbour index of a finished index and commit it with a new `index.json`.
+
+    For indexes that `IndexWriter` wrote, and to replace a damaged file. No other process may change the index at the
+    same time.
+
+    Example:
+        >>> from edje_index import add_ann
+        >>> add_ann("arrays.edje").ann["kind"]
+        'flat'
+
+    Raises:
+        UsageError, IncompleteIndexError, CorruptIndexError: as `Manifest.load`.
+        MissingExtraError: FAISS is not installed.
+    """
+    manifest = Manifest.load(root)
+    with name_missing_extra("search"):
+        changed = replace(manifest, ann=build_ann(root, manifest.spec))
+    changed.write(Layout(Path(root)))
+    return changed
 
 
 def build_ann(root: str | Path, spec: IndexSpec) -> dict[str, Any]:
     """Build `ann/index.faiss` from the committed embeddings and return its description for the manifest.
 
-    Exact (flat) up to `FLAT_LIMIT` rows, inverted lists over unchanged vectors beyond; the same embeddings
-    give the same bytes.
+    The index is exact (flat) up to `FLAT_LIMIT` rows, and has inverted lists of exact vectors above. The same
+    embeddings give the same bytes.
     """
     import faiss
 
@@ -53,12 +82,19 @@ def build_ann(root: str | Path, spec: IndexSpec) -> dict[str, Any]:
 
 
 class AnnIndex:
-    """Nearest rows of a query embedding."""
+    """Finds the rows nearest to a query embedding.
+
+    Raises:
+        UsageError: the index has no nearest-neighbour index.
+        CorruptIndexError: FAISS cannot read it.
+    """
 
     def __init__(self, root: str | Path) -> None:
         import faiss
 
         path = Layout(Path(root)).ann_index
+        if not path.exists():
+            raise UsageError(f"{root} has no nearest-neighbour index; build it with edje_index.add_ann({str(root)!r})")
         try:
             self._index = faiss.read_index(str(path))
         except RuntimeError as error:  # FAISS raises nothing more specific
@@ -68,12 +104,12 @@ class AnnIndex:
         return int(self._index.ntotal)
 
     def nearest(self, query: NDArray[np.float32], k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The at most `k` rows nearest to `query` [embed_dim] -> (row ids, cosine similarities), best first."""
+        """At most `k` rows nearest to `query` [embed_dim] -> (row ids, cosine similarities), best first."""
         if query.shape != (self._index.d,):
-            raise ModelError(f"the model embeds text in {query.shape[-1]} dimensions, the index has {self._index.d}")
+            raise ModelError(f"the query has {query.shape[-1]} dimensions, the embeddings of the index {self._index.d}")
         scores, rows = self._index.search(query[None].astype(np.float32), min(k, len(self)))
-        found = rows[0] >= 0
-        return rows[0][found], scores[0][found]
+        filled = rows[0] >= 0  # FAISS fills up with -1 if the probed lists hold fewer than k vectors
+        return rows[0][filled], scores[0][filled]
 
 
 def _empty_index(root: str | Path, spec: IndexSpec) -> Any:
@@ -91,7 +127,7 @@ def _empty_index(root: str | Path, spec: IndexSpec) -> Any:
 
 
 def _training_sample(root: str | Path, spec: IndexSpec, count: int) -> NDArray[np.float32]:
-    """About `count` vectors, every n-th row of the whole index, so that order in the sources does not matter."""
+    """About `count` vectors, every n-th row of the index, so that the order of the sources does not matter."""
     step = max(1, spec.rows // count)
     return np.concatenate([vectors[rows % step == 0] for rows, vectors in _indexed_vectors(root, spec)])
 

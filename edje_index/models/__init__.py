@@ -1,1 +1,1 @@
-"""Networks and the weights they load: vision and text towers, adapters, joint encoder, devices."""
+"""Networks and their weights: vision and text towers, adapters, the joint encoder, devices."""

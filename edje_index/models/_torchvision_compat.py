@@ -1,13 +1,12 @@
-"""Lets torchvision be imported where its compiled operators do not load.
+"""Workaround that lets torchvision be imported if its compiled operators do not load.
 
-Owns one workaround and nothing else. torchvision 0.28 from some package indexes is a CUDA build
-whose operator library does not load beside a CPU build of torch. Its Python half then fails on
-import, because it registers fake (shape-only) versions of two operators, ``nms`` and ``qnms``, that
-nobody has defined. open_clip and transformers import torchvision, so they fail with it. Neither
-operator is used here: declaring the two schemas, without any implementation, is enough.
+torchvision 0.28 from some package indexes is a CUDA build, and its operator library does not load beside a CPU build
+of torch. Its Python code then fails on import, because it registers fake (shape-only) versions of two undefined
+operators, ``nms`` and ``qnms``. open_clip and transformers import torchvision, so they fail too. This package uses
+neither operator: declaring their schemas, without an implementation, is enough.
 
-Every module that imports torchvision, open_clip, timm or transformers calls
-:func:`prepare_torchvision` first. Where torchvision is sound, or absent, it changes nothing.
+Every module that imports torchvision, open_clip, timm or transformers calls :func:`prepare_torchvision` first. If
+torchvision works or is not installed, the call changes nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from typing import Any
 FAKE_REGISTERED_OPS = ("nms", "qnms")
 SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
-_libraries: list[Any] = []  # a torch.library.Library takes its definitions back when it is collected
+_libraries: list[Any] = []  # a torch.library.Library removes its definitions when it is garbage-collected
 
 
 @functools.cache
 def prepare_torchvision() -> bool:
-    """Declare the operators that a broken torchvision misses. True when the workaround was needed."""
+    """Declare the operators that a broken torchvision lacks. Returns whether the workaround was needed."""
     if "torchvision" in sys.modules:
         return False
     spec = importlib.util.find_spec("torchvision")
@@ -38,7 +37,7 @@ def prepare_torchvision() -> bool:
 
 
 def _operators_load(package: Path) -> bool:
-    """Whether the compiled operators load; loading them twice (torchvision does it again) is harmless."""
+    """Whether the compiled operators load. torchvision loads them again, which is harmless."""
     import torch
 
     finder = FileFinder(str(package), (ExtensionFileLoader, EXTENSION_SUFFIXES))

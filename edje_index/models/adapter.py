@@ -1,8 +1,7 @@
-"""Adapters: from the frozen tower's n patch tokens to the m tokens that are stored.
+"""Adapters: from the n patch features of the frozen vision tower to the m stored tokens.
 
-Shape letters: b images, n patches, m stored tokens, d_v the tower's width, d the language model's.
-Names of parameters are those of published checkpoints (``vision_projection.*``), so that their weights
-load as they are.
+Shape letters: b images, n patches, m stored tokens, d_v width of the tower, d width of the language model.
+Parameters have the names of published checkpoints (``vision_projection.*``), so those weights load unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from edje_index.models.reduction import cluster_tokens, prune_tokens, stride_tok
 COMPRESSED, LOCAL = "compressed", "local"
 STRIDED, CLUSTERED, PRUNED = "strided", "clustered", "pruned"
 PATCHES = "patches"
-PATCH_REDUCTIONS = (STRIDED, CLUSTERED)  # of the patch tokens alone
+PATCH_REDUCTIONS = (STRIDED, CLUSTERED)  # need the patch features only, not the attention
 REDUCTIONS = (*PATCH_REDUCTIONS, PRUNED)
 KINDS = (COMPRESSED, LOCAL, *REDUCTIONS, PATCHES)
 PUBLISHED_HIDDEN_DIM = 8192  # width of the adapters' MLP in the paper
@@ -27,19 +26,19 @@ PUBLISHED_HIDDEN_DIM = 8192  # width of the adapters' MLP in the paper
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What decides an adapter but for its weights.
+    """Everything that determines an adapter except its weights.
 
     Attributes:
         kind: ``compressed`` (learned queries attend to the patches), ``local`` (an MLP on every patch), or a
             training-free reduction followed by that MLP: ``strided``, ``clustered``, ``pruned``. ``patches`` stores
-            the patch tokens untouched (d = d_v, hidden_dim 0): features to train on, not to re-rank with.
-        num_tokens: m, tokens stored for an image; the tower's n for ``local`` and ``patches``.
+            the patch features unchanged (d = d_v, hidden_dim 0), to train on and not to re-rank with.
+        num_tokens: m, stored tokens per image; the tower's n for ``local`` and ``patches``.
         vision_dim: d_v.
         language_dim: d.
-        hidden_dim: width of the MLP. 0 leaves the MLP out of a training-free kind (then d = d_v).
-        num_heads: heads of the compressing attention; published adapters have the tower's number.
-        activation: of the MLP, by its name in transformers; published adapters have the language model's.
-        layer_norm_eps: of the compressing adapter; published adapters have the tower's.
+        hidden_dim: width of the MLP. 0 omits the MLP of a training-free kind (then d = d_v).
+        num_heads: heads of the compressing attention; in published adapters, the number of the tower's heads.
+        activation: activation of the MLP, by its name in transformers; in published adapters, the language model's.
+        layer_norm_eps: epsilon of the compressing adapter's norm; in published adapters, the tower's.
     """
 
     kind: str
@@ -53,25 +52,25 @@ class AdapterConfig:
 
     @property
     def is_feature(self) -> bool:
-        """Whether nothing in it is learned: its tokens have the tower's width and are there to train on."""
+        """Whether it has no weights: its tokens are features of the tower's width, to train on."""
         return self.hidden_dim == 0
 
     def features(self, patches: int) -> AdapterConfig:
-        """What this adapter is trained on: all of the tower's `patches`, or what a reduction leaves of them."""
+        """Configuration of the features to train this adapter on: all `patches`, or those after its reduction."""
         kind, tokens = (self.kind, self.num_tokens) if self.kind in REDUCTIONS else (PATCHES, patches)
         return AdapterConfig(kind, tokens, self.vision_dim, self.vision_dim, hidden_dim=0)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """The fields as plain JSON values."""
         return asdict(self)
 
 
 class Adapter(nn.Module):
-    """Patch tokens [b, n, d_v] to stored tokens [b, m, d].
+    """Maps patch features [b, n, d_v] to stored tokens [b, m, d].
 
     Attributes:
-        config: what it was made from.
-        needs_attention: whether ``forward`` wants the attention that patches receive [b, n].
+        config: its configuration.
+        needs_attention: whether ``forward`` also takes the attention that each patch receives [b, n].
     """
 
     needs_attention = False
@@ -82,7 +81,7 @@ class Adapter(nn.Module):
 
 
 class CompressionAdapter(Adapter):
-    """m learned queries attend to all patches; then a residual MLP and a projection to the language width."""
+    """m learned queries attend to all patches; a residual MLP and a projection to the language width follow."""
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
@@ -96,7 +95,7 @@ class CompressionAdapter(Adapter):
         self.projection = nn.Linear(width, config.language_dim)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """[b, n, d_v] to [b, m, d]."""
+        """Map [b, n, d_v] to [b, m, d]."""
         queries = self.query.expand(patches.shape[0], -1, -1)
         attended, _ = self.attention(queries, self.key(patches), self.value(patches), need_weights=False)
         result: torch.Tensor = self.projection(attended + self.mlp(self.layernorm(attended)))
@@ -104,24 +103,24 @@ class CompressionAdapter(Adapter):
 
 
 class LocalAdapter(Adapter):
-    """The same MLP on every token: [b, n, d_v] to [b, n, d]."""
+    """The same MLP on every patch: [b, n, d_v] to [b, n, d]."""
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
-        # The names "0" and "2" are those of the published checkpoints.
+        # Published checkpoints have the names "0" and "2".
         self.add_module("0", nn.Linear(config.vision_dim, config.hidden_dim))
         self.add_module("1", activation(config.activation))
         self.add_module("2", nn.Linear(config.hidden_dim, config.language_dim))
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """[b, n, d_v] to [b, n, d]."""
+        """Map [b, n, d_v] to [b, n, d]."""
         for layer in self.children():
             patches = layer(patches)
         return patches
 
 
 class ReducedAdapter(Adapter):
-    """A training-free reduction to m tokens, then the local MLP (or nothing)."""
+    """A training-free reduction to m tokens, followed by the local MLP unless its width is 0."""
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
@@ -129,7 +128,7 @@ class ReducedAdapter(Adapter):
         self.local: nn.Module = LocalAdapter(config) if config.hidden_dim else nn.Identity()
 
     def forward(self, patches: torch.Tensor, received: torch.Tensor | None = None) -> torch.Tensor:
-        """[b, n, d_v], and for ``pruned`` the attention received [b, n], to [b, m, d]."""
+        """Map [b, n, d_v], and for ``pruned`` the attention that each patch receives [b, n], to [b, m, d]."""
         result: torch.Tensor = self.local(self._reduce(patches, received))
         return result
 
@@ -141,15 +140,15 @@ class ReducedAdapter(Adapter):
             with torch.autocast(patches.device.type, enabled=False):
                 return cluster_tokens(patches, count)
         if received is None:
-            raise ValueError("attention pruning needs the attention that each patch receives")
+            raise ValueError("a pruned adapter needs the attention that each patch receives")
         return prune_tokens(patches, received, count)
 
 
 class PatchesAdapter(Adapter):
-    """Nothing: [b, n, d_v] to the same. It has no weights."""
+    """The identity: patch features [b, n, d_v] are stored unchanged. It has no weights."""
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """[b, n, d_v] to [b, n, d_v]."""
+        """Return [b, n, d_v] unchanged."""
         return patches
 
 
@@ -169,25 +168,20 @@ def build_adapter(config: AdapterConfig) -> Adapter:
     """An adapter with random weights (torch's default initialisation), in evaluation mode.
 
     Raises:
-        ModelError: sizes or names that make no adapter.
+        ModelError: a size or name in the configuration is not possible.
     """
     _check(config)
-    if config.kind == COMPRESSED:
-        return CompressionAdapter(config).eval()
-    if config.kind == LOCAL:
-        return LocalAdapter(config).eval()
-    if config.kind == PATCHES:
-        return PatchesAdapter(config).eval()
-    return ReducedAdapter(config).eval()
+    classes = {COMPRESSED: CompressionAdapter, LOCAL: LocalAdapter, PATCHES: PatchesAdapter}
+    return classes.get(config.kind, ReducedAdapter)(config).eval()
 
 
 def activation(name: str) -> nn.Module:
     """An activation by its name in transformers (``gelu``, ``gelu_new``, ``relu``, ``silu``, ...).
 
     Raises:
-        ModelError: no such activation.
+        ModelError: the name is unknown.
     """
-    if name == "gelu":  # what all released models have; the encoder then runs without transformers
+    if name == "gelu":  # as in all published models, which then need no transformers
         return nn.GELU()
     from edje_index.models._torchvision_compat import prepare_torchvision
 
@@ -195,23 +189,26 @@ def activation(name: str) -> nn.Module:
     from transformers.activations import ACT2FN
 
     if name not in ACT2FN:
-        raise ModelError(f"unknown activation {name!r}; transformers has {', '.join(sorted(ACT2FN))}")
+        raise ModelError(f"unknown activation {name!r}: give one of {', '.join(sorted(ACT2FN))}")
     module: nn.Module = ACT2FN[name]
     return module
 
 
 def _check(config: AdapterConfig) -> None:
     if config.kind not in KINDS:
-        raise ModelError(f"unknown adapter {config.kind!r}; one of {', '.join(KINDS)}")
+        raise ModelError(f"unknown adapter {config.kind!r}: give one of {', '.join(KINDS)}")
     sizes = (config.num_tokens, config.vision_dim, config.language_dim, config.num_heads)
     if min(sizes) < 1 or config.hidden_dim < 0:
-        raise ModelError(f"the adapter's sizes must be positive: {config}")
+        raise ModelError(f"all sizes of an adapter must be positive, got {config}")
     if config.kind == COMPRESSED and config.vision_dim % config.num_heads:
         raise ModelError(
             f"{config.num_heads} heads do not divide the tower's width {config.vision_dim}; "
             "give the vision tower's own number of heads"
         )
     if config.hidden_dim == 0 and (config.kind in (COMPRESSED, LOCAL) or config.vision_dim != config.language_dim):
-        raise ModelError("only a training-free adapter with equal widths can do without a hidden layer")
+        raise ModelError(
+            f"hidden_dim is 0, which needs a training-free adapter with equal widths, not a {config.kind} one from "
+            f"{config.vision_dim} to {config.language_dim}"
+        )
     if config.kind == PATCHES and config.hidden_dim:
-        raise ModelError("an adapter of kind 'patches' stores patch tokens as they are: its hidden width must be 0")
+        raise ModelError(f"a patches adapter stores features unchanged: hidden_dim must be 0, not {config.hidden_dim}")

@@ -1,6 +1,6 @@
 """Conversions between torch tensors and NumPy arrays of ``ml_dtypes.bfloat16``.
 
-NumPy has no bfloat16 of its own and torch does not know ml_dtypes, so the bits travel as int16.
+NumPy has no bfloat16 of its own and torch does not know ml_dtypes, so the conversions reinterpret the bits as int16.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def to_bf16_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """Round to bfloat16 (nearest, ties to even) and return as an ``ml_dtypes.bfloat16`` array.
+    """Round to bfloat16 (to nearest, ties to even) and return an ``ml_dtypes.bfloat16`` array.
 
     The result shares memory with the rounded tensor; the input is not changed.
     """
@@ -22,7 +22,7 @@ def to_bf16_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def as_tensor(array: torch.Tensor | np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
-    """A torch tensor of the same values and type, ``ml_dtypes.bfloat16`` included."""
+    """A torch tensor of the same values and dtype, including ``ml_dtypes.bfloat16``."""
     if isinstance(array, torch.Tensor):
         return array
     if array.dtype == ml_dtypes.bfloat16:

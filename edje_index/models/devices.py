@@ -1,4 +1,4 @@
-"""Devices by name, and the threads of the CPU."""
+"""Devices and number types by name, and the CPU threads of torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 
 from edje_index.errors import ModelError
 
+DTYPES = ("auto", "float32", "bfloat16")
+"""Names of the number types of matrix products."""
+
 
 def resolve_device(device: str) -> torch.device:
-    """The device that a name stands for.
+    """The device with a name; ``auto`` is CUDA if torch sees a CUDA device, else the CPU.
 
     Raises:
-        ModelError: no such device, or no CUDA here.
+        ModelError: there is no such device.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -24,29 +27,25 @@ def resolve_device(device: str) -> torch.device:
     except RuntimeError as error:
         raise ModelError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:N") from error
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
-        raise ModelError(f"no device {device}: torch sees {torch.cuda.device_count()} CUDA devices; use --device cpu")
+        raise ModelError(f"no device {device}: torch sees {torch.cuda.device_count()} CUDA devices; use device cpu")
     return target
 
 
-DTYPES = ("auto", "float32", "bfloat16")
-"""Of matrix products, by name."""
-
-
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The number type that a name stands for: auto is bfloat16 on CUDA and float32 elsewhere.
+    """The number type with a name; ``auto`` is bfloat16 on CUDA and float32 elsewhere.
 
     Raises:
-        ModelError: no such name.
+        ModelError: the name is not one of `DTYPES`.
     """
     if dtype not in DTYPES:
-        raise ModelError(f"unknown number type {dtype!r}: one of {', '.join(DTYPES)}")
+        raise ModelError(f"unknown number type {dtype!r}: give one of {', '.join(DTYPES)}")
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
 
 def autocast(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """In which matrix products are of `dtype`; weights stay as they are."""
+    """Context in which matrix products are computed in `dtype`. Weights keep their type."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
@@ -54,7 +53,10 @@ def autocast(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractCon
 
 @contextlib.contextmanager
 def threads_kept() -> Iterator[None]:
-    """Torch's CPU threads as they were, afterwards: an encoder sets them, and sums of floats depend on them."""
+    """Context that restores torch's number of CPU threads at its end.
+
+    An image encoder sets the number, and sums of floats depend on it.
+    """
     threads = torch.get_num_threads()
     try:
         yield

@@ -1,7 +1,7 @@
-"""Access to model hubs that fails at once, and in silence, where no hub can be reached.
+"""Access to model hubs that fails at once, without log output, if no hub can be reached.
 
-Left alone, the hub's client retries for most of a minute and logs every attempt. Here it is first asked
-whether the hub answers at all; if not, the client works from its local cache only.
+By default the hub's client retries for most of a minute and logs every attempt. Here one connection is tried first;
+if it fails, the client uses its local cache only.
 """
 
 from __future__ import annotations
@@ -13,19 +13,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+from edje_index.errors import HubUnreachableError, ModelError
+
 PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 CONNECT_SECONDS = 5.0
+# Parts of the messages of a failed download, from any of the libraries involved.
+_OFFLINE_SIGNS = (
+    "Failed to download", "Failed initial config", "couldn't connect", "Can't load", "Max retries", "offline",
+    "urlopen error", "Name or service not known", "name resolution", "Connection", "LocalEntryNotFound",
+)  # fmt: skip
+_REFUSED_SIGNS = ("401", "403", "404")  # the hub answered
+_MESSAGE_LENGTH = 200
 
 
 @contextmanager
 def hub_access() -> Iterator[None]:
-    """Context for calls that may download. Not for use from several threads: it changes process-wide settings."""
+    """Context for calls that may download. Not thread-safe: it changes settings of the whole process."""
     from huggingface_hub import constants
 
     offline = constants.HF_HUB_OFFLINE
     disabled = logging.root.manager.disable
     handler = logging.NullHandler()
-    # open_clip logs through the root logger, which would otherwise set up a handler of its own.
+    # open_clip logs through the root logger, which would otherwise add a handler that prints.
     logging.root.addHandler(handler)
     logging.disable(logging.CRITICAL)
     constants.HF_HUB_OFFLINE = offline or not _answers(constants.ENDPOINT)
@@ -37,8 +46,21 @@ def hub_access() -> Iterator[None]:
         logging.root.removeHandler(handler)
 
 
+def loading_error(name: str, error: Exception) -> ModelError:
+    """The error to raise after loading the model `name` failed; it tells whether the hub could not be reached."""
+    message = " ".join(str(error).split())
+    excerpt = message[:_MESSAGE_LENGTH]
+    if any(sign in message for sign in _OFFLINE_SIGNS) and not any(sign in message for sign in _REFUSED_SIGNS):
+        return HubUnreachableError(
+            f"cannot download {name}: the model hub is not reachable from here. Give a local file "
+            "(NAME:/path/to/weights or local-dir:FOLDER), or fill the hub's cache (HF_HOME) on a machine that "
+            f"reaches it and copy it here [{excerpt}]"
+        )
+    return ModelError(f"cannot load {name}: {excerpt}")
+
+
 def _answers(endpoint: str) -> bool:
-    """Whether a connection to the hub can be made; behind a proxy only the attempt itself can tell."""
+    """Whether the hub accepts a connection. Behind a proxy, only the download itself can tell, so the answer is yes."""
     if any(os.environ.get(name) for name in PROXY_VARIABLES):
         return True
     address = urlsplit(endpoint)

@@ -1,7 +1,7 @@
-"""The joint encoder's input: ``[CLS] caption [SEP] <image> x m [SEP]``, as the published EDJE code builds it.
+"""The joint encoder's input: ``[CLS] caption [SEP] <image> x m [SEP]``, as in the published EDJE code.
 
-The caption and its marks have token type 0, the image placeholders and the last mark type 1. A caption
-that is too long is cut, the image never: a row has at most 64 + m tokens.
+``[CLS]``, the caption and the first ``[SEP]`` have token type 0; the image placeholders and the last ``[SEP]`` have
+type 1. A long caption is truncated, the image never is: a row has at most 64 + m tokens.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from edje_index.models._torchvision_compat import prepare_torchvision
 
 IMAGE_TOKEN = "<image>"
 MAX_TEXT_TOKENS = 64  # [CLS], caption and both [SEP]
-MARKS = 3
-SPECIAL_TOKENS = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+NUM_SPECIAL_TOKENS = 3
+SPECIAL_TOKEN_NAMES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
 
 @dataclass(frozen=True)
 class JointInputs:
-    """int64 tensors [b, t], short rows filled up with padding."""
+    """int64 tensors [b, t]; short rows are padded."""
 
     input_ids: torch.Tensor
     token_type_ids: torch.Tensor
@@ -33,7 +33,7 @@ class JointInputs:
 
 
 class JointTokenizer:
-    """A BERT tokenizer that knows the ``<image>`` placeholder."""
+    """A BERT tokenizer with the ``<image>`` placeholder."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -45,21 +45,21 @@ class JointTokenizer:
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files into ``folder``.
 
-        Equal tokenizers give equal bytes, whatever was done with them, where they came from and which
-        version of transformers runs: a bundle's fingerprint covers them.
+        Equal tokenizers give equal bytes, whatever their origin, their use and the version of transformers, because
+        the fingerprint of a bundle covers these files.
         """
         self.tokenizer.backend_tokenizer.no_truncation()
         self.tokenizer.backend_tokenizer.no_padding()
         self.tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-        special = {name: getattr(self.tokenizer, name) for name in SPECIAL_TOKENS}
+        special = {name: getattr(self.tokenizer, name) for name in SPECIAL_TOKEN_NAMES}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "truncation_side": self.tokenizer.truncation_side}
         write_json(folder / "tokenizer_config.json", {**special, **settings})
 
     def inputs(self, captions: Sequence[str], image_tokens: int) -> JointInputs:
-        """Rows for ``captions``, each with ``image_tokens`` placeholders."""
+        """One row per caption, each with ``image_tokens`` placeholders."""
         image = [self.image_token_id] * image_tokens
         texts = self.caption_ids(captions)
-        length = max(map(len, texts)) + MARKS + image_tokens
+        length = max(map(len, texts)) + NUM_SPECIAL_TOKENS + image_tokens
         ids = torch.full((len(texts), length), self.tokenizer.pad_token_id, dtype=torch.int64)
         types = torch.zeros_like(ids)
         mask = torch.zeros_like(ids)
@@ -72,13 +72,13 @@ class JointTokenizer:
         return JointInputs(ids, types, mask)
 
     def caption_ids(self, captions: Sequence[str]) -> list[list[int]]:
-        """Token ids of each caption, cut to fit. "<image>" typed in a caption is an unknown word, not an image."""
+        """Token ids of each caption, truncated. "<image>" in a caption is an unknown token, not a placeholder."""
         encoded = self.tokenizer(
             list(captions),
             add_special_tokens=False,
             padding=False,
             truncation=True,
-            max_length=MAX_TEXT_TOKENS - MARKS,
+            max_length=MAX_TEXT_TOKENS - NUM_SPECIAL_TOKENS,
             return_attention_mask=False,
             return_token_type_ids=False,
         )
@@ -87,16 +87,18 @@ class JointTokenizer:
 
 
 def load_joint_tokenizer(folder: Path) -> JointTokenizer:
-    """Read a BERT tokenizer, adding the ``<image>`` placeholder where it is not there yet.
+    """Read a BERT tokenizer, and add the ``<image>`` placeholder if it is missing.
 
     Raises:
-        ModelError: no BERT tokenizer in the folder.
+        ModelError: the folder holds no BERT tokenizer.
     """
     prepare_torchvision()
     from transformers import AutoTokenizer
 
     if not folder.is_dir():
-        raise ModelError(f"no tokenizer folder at {folder}; it holds tokenizer.json (or vocab.txt) and config.json")
+        raise ModelError(
+            f"no tokenizer folder at {folder}: give a folder with tokenizer.json (or vocab.txt) and config.json"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
@@ -104,5 +106,5 @@ def load_joint_tokenizer(folder: Path) -> JointTokenizer:
     if IMAGE_TOKEN not in tokenizer.get_vocab():
         tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
     if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None or tokenizer.pad_token_id is None:
-        raise ModelError(f"the tokenizer in {folder} is not a BERT tokenizer: it lacks [CLS], [SEP] or [PAD]")
+        raise ModelError(f"the tokenizer in {folder} is not a BERT tokenizer: it has no [CLS], [SEP] or [PAD]")
     return JointTokenizer(tokenizer)

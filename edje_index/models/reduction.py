@@ -1,7 +1,7 @@
-"""Training-free ways from n patch tokens to m: the baselines of the paper's appendix "Token Compression Baselines".
+"""Training-free reductions of n patch features to m tokens, from the paper's appendix "Token Compression Baselines".
 
-Each is a pure function of one image's tokens: the other images of the batch, the process and the
-instance play no part. Shape letters: b images, n patches, m kept tokens, d width.
+Each is a pure function of one image's features: neither the other images of the batch nor the process matter.
+Shape letters: b images, n patches, m kept tokens, d width.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CLUSTER_ITERATIONS = 25
 def stride_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
     """Keep every (n / m)-th token: [b, n, d] to [b, m, d].
 
-    Token i of m is patch floor(i n / m), which is every (n / m)-th from the first when m divides n.
+    Token i of m is patch floor(i n / m).
     """
     _check(tokens, count)
     n = tokens.shape[1]
@@ -24,11 +24,11 @@ def stride_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def prune_tokens(tokens: torch.Tensor, received: torch.Tensor, count: int) -> torch.Tensor:
-    """Keep the m most attended tokens, in their order in the image: [b, n, d] to [b, m, d].
+    """Keep the m patches that receive the most attention, in image order: [b, n, d] to [b, m, d].
 
     Args:
-        tokens: patch tokens [b, n, d].
-        received: attention that each patch receives in the last layer [b, n]. Of equals, the first wins.
+        tokens: patch features [b, n, d].
+        received: attention that each patch receives in the last layer [b, n]. The first of equals wins.
         count: m.
     """
     _check(tokens, count)
@@ -40,9 +40,9 @@ def prune_tokens(tokens: torch.Tensor, received: torch.Tensor, count: int) -> to
 def cluster_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
     """Centroids of m clusters of each image's tokens: [b, n, d] to float32 [b, m, d].
 
-    k-means++ seeding (Arthur and Vassilvitskii, 2007) from one fixed sequence of random numbers, the
-    same for every image, then at most 25 Lloyd iterations in float32. A cluster that loses all its
-    tokens keeps its last centroid. Clusters come in the order in which they were seeded.
+    k-means++ seeding (Arthur and Vassilvitskii, 2007) with the same fixed random numbers for every image, then at most
+    25 Lloyd iterations in float32. A cluster that loses all its tokens keeps its last centroid. Clusters are in the
+    order of their seeds.
     """
     _check(tokens, count)
     points = tokens.float()
@@ -58,7 +58,7 @@ def cluster_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _seed_centroids(points: torch.Tensor, count: int) -> torch.Tensor:
-    """k-means++: each next centroid is drawn with probability proportional to the squared distance so far."""
+    """k-means++: draw each next centroid with probability proportional to the squared distance to the nearest one."""
     b, n, _ = points.shape
     generator = torch.Generator().manual_seed(CLUSTER_SEED)
     draws = torch.rand(count, generator=generator).to(points.device)
@@ -80,7 +80,7 @@ def _squared_distance(points: torch.Tensor, centre: torch.Tensor) -> torch.Tenso
 
 
 def _nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Index [b, n] of the nearest centroid; |p|^2 is left out of the distance, being the same for all."""
+    """Index [b, n] of the nearest centroid. The distance omits |p|^2, which is the same for all centroids."""
     scores = centroids.square().sum(dim=2)[:, None] - 2 * points @ centroids.transpose(1, 2)
     return scores.argmin(dim=2)
 
@@ -94,4 +94,4 @@ def _mean_of_clusters(points: torch.Tensor, assignment: torch.Tensor, centroids:
 
 def _check(tokens: torch.Tensor, count: int) -> None:
     if not 1 <= count <= tokens.shape[1]:
-        raise ValueError(f"cannot keep {count} of {tokens.shape[1]} tokens")
+        raise ValueError(f"cannot keep {count} of {tokens.shape[1]} tokens: keep at least 1 and at most all")

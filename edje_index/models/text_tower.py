@@ -1,4 +1,4 @@
-"""The frozen text tower: L2-normalised text embeddings in the space of the pooled image embeddings."""
+"""The frozen text tower: L2-normalised text embeddings in the space of the image embeddings."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from open_clip.hf_model import HFTextEncoder  # noqa: E402
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer  # noqa: E402
 
 TOKENIZER_SETTINGS = "tokenizer_config.json"
-ORIGIN = ("is_local", "local_files_only", "name_or_path")  # where a tokenizer was read from, not what it does
-_CHUNK = 1024
-DEFAULT_CONTEXT_LENGTH = 77  # open_clip's, for configurations that do not say
+ORIGIN_KEYS = ("is_local", "local_files_only", "name_or_path")  # where a tokenizer was read from
+DEFAULT_CONTEXT_LENGTH = 77  # open_clip's default
+TEXTS_PER_REPORT = 1024
 
 
 class TextTower:
-    """Text half of an open_clip model, with its tokenizer."""
+    """The text tower of an open_clip model, with its tokenizer."""
 
     def __init__(self, clip: torch.nn.Module, tokenizer: Any) -> None:
         self.clip = clip
@@ -38,20 +38,21 @@ class TextTower:
     def encode(self, texts: Sequence[str], batch_size: int = 256) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Embeddings of ``texts``: float32 [len(texts), embed_dim], L2-normalised rows."""
         if isinstance(texts, str) or not texts:
-            raise ValueError("texts is a list of at least one string")
+            raise ValueError("texts must be a list of at least one string")
         device = next(self.clip.parameters()).device
-        # Texts of like length together, so that little padding is computed.
-        order = sorted(range(len(texts)), key=lambda at: len(texts[at]))
+        # Texts of similar length share a batch, so that little padding is computed.
+        order = sorted(range(len(texts)), key=lambda position: len(texts[position]))
         parts = []
         for start in range(0, len(texts), batch_size):
-            ids = self._without_padding(self.tokenizer([texts[at] for at in order[start : start + batch_size]]))
+            batch = [texts[position] for position in order[start : start + batch_size]]
+            ids = self._without_padding(self.tokenizer(batch))
             parts.append(self.clip.encode_text(ids.to(device), normalize=True).float().cpu())  # type: ignore[operator]
         result = np.empty((len(texts), parts[0].shape[1]), dtype=np.float32)
         result[order] = torch.cat(parts).numpy()
         return result
 
     def _without_padding(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [b, t] up to the longest row, where the tower masks padding (open_clip's own towers do not)."""
+        """Trim token ids [b, t] to the longest row if the tower masks padding; open_clip's own towers do not."""
         text = getattr(self.clip, "text", None)
         if not isinstance(text, HFTextEncoder):
             return ids
@@ -60,35 +61,41 @@ class TextTower:
 
 
 def embed_texts(
-    tower: TextTower, texts: Sequence[str], on_progress: Callable[[int, int], None]
+    tower: TextTower,
+    texts: Sequence[str],
+    on_progress: Callable[[int, int], None],
+    *,
+    texts_per_report: int = TEXTS_PER_REPORT,
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Embeddings of many texts, float32 [len(texts), embed_dim]; equal ones are embedded once.
+    """Embeddings of many texts, float32 [len(texts), embed_dim]. Equal texts are embedded once.
 
     Args:
-        tower: of the texts.
+        tower: the text tower.
         texts: at least one.
-        on_progress: is told how many of how many are done, before each part and at the end; may raise to stop.
+        on_progress: called with the number of texts done and their total, before each part and at the end; it may
+            raise to stop.
+        texts_per_report: number of texts between two reports.
     """
-    ordered = sorted(dict.fromkeys(texts), key=len)
+    distinct = sorted(dict.fromkeys(texts), key=len)
     parts = []
-    for start in range(0, len(ordered), _CHUNK):
-        on_progress(start, len(ordered))
-        parts.append(tower.encode(ordered[start : start + _CHUNK]))
-    on_progress(len(ordered), len(ordered))
-    place = {text: at for at, text in enumerate(ordered)}
-    every: np.ndarray[Any, np.dtype[np.float32]] = np.concatenate(parts)[[place[text] for text in texts]]
-    return every
+    for start in range(0, len(distinct), texts_per_report):
+        on_progress(start, len(distinct))
+        parts.append(tower.encode(distinct[start : start + texts_per_report]))
+    on_progress(len(distinct), len(distinct))
+    rows = {text: row for row, text in enumerate(distinct)}
+    embeddings: np.ndarray[Any, np.dtype[np.float32]] = np.concatenate(parts)[[rows[text] for text in texts]]
+    return embeddings
 
 
 def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
-    """The tokenizer that a configuration asks for: open_clip's own, or a Hugging Face one.
+    """The tokenizer that a configuration names: open_clip's own, or a Hugging Face one.
 
     Args:
-        config: of the whole model.
-        folder: where the files of a Hugging Face tokenizer are; else they come from the hub.
+        config: configuration of the whole model.
+        folder: folder with the files of a Hugging Face tokenizer; by default they come from the hub.
 
     Raises:
-        HubUnreachableError: the files are not here and cannot be downloaded.
+        HubUnreachableError: the files are not in the local cache and cannot be downloaded.
         ModelError: the folder holds no tokenizer.
     """
     text = config.text
@@ -104,7 +111,7 @@ def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
     except Exception as error:
         detail = " ".join(str(error).split())[:300]
         if folder or Path(name).exists():
-            raise ModelError(f"no tokenizer of the text tower in {folder or name}: {detail}") from error
+            raise ModelError(f"cannot read the text tower's tokenizer in {folder or name}: {detail}") from error
         raise HubUnreachableError(
             f"cannot download the text tokenizer {name}: give the folder of its files, or fill the hub's cache "
             f"(HF_HOME) on a machine that reaches the hub and copy it here [{detail}]"
@@ -112,7 +119,10 @@ def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
 
 
 def save_text_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the files of a Hugging Face tokenizer, without traces of its use and origin; open_clip's own needs none."""
+    """Write the files of a Hugging Face tokenizer without traces of its use and origin.
+
+    open_clip's own tokenizer has no files.
+    """
     if not isinstance(tokenizer, HFTokenizer):
         return
     backend = getattr(tokenizer.tokenizer, "backend_tokenizer", None)
@@ -121,4 +131,4 @@ def save_text_tokenizer(tokenizer: Any, folder: Path) -> None:
         backend.no_padding()
     tokenizer.save_pretrained(str(folder))
     settings = json.loads((folder / TOKENIZER_SETTINGS).read_text(encoding="utf-8"))
-    write_json(folder / TOKENIZER_SETTINGS, {k: v for k, v in settings.items() if k not in ORIGIN})
+    write_json(folder / TOKENIZER_SETTINGS, {k: v for k, v in settings.items() if k not in ORIGIN_KEYS})

@@ -1,11 +1,11 @@
-"""The frozen vision tower: patch tokens and the pooled embedding of an image in one pass.
+"""The frozen vision tower: patch features and the pooled embedding of an image in one pass.
 
-Shape letters: b images, n patches, t = prefix + n tokens, h heads, d the tower's width, e the
-embedding's width.
+Shape letters: b images, n patches, t = prefix + n positions, h heads, c width of a head, d width of the tower,
+e width of the embedding.
 
-Which hidden state the adapter gets follows the published EDJE code: trunks from timm (SigLIP and its
-kin) give the last hidden state after the final norm; open_clip's own transformer (CLIP, OpenAI, DFN,
-MetaCLIP weights) gives the output of its last layer but one. Class and register tokens are left out.
+The patch features are those of the published EDJE code: the last hidden state after the final norm for timm trunks
+(SigLIP, DINOv2, ...), and the output of the last but one layer for open_clip's own transformer (CLIP, OpenAI, DFN and
+MetaCLIP weights). Class and register tokens are omitted.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ prepare_torchvision()
 from open_clip.timm_model import TimmModel  # noqa: E402
 from open_clip.transformer import ResidualAttentionBlock, VisionTransformer  # noqa: E402
 
-# [b, n, d] patch tokens, [b, e] embedding, [b, n] attention that each patch received.
-TokensAndAttention = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Patch features [b, n, d], embedding [b, e], attention that each patch receives [b, n].
+FeaturesAndAttention = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class VisionTower(torch.nn.Module):
-    """A frozen ViT. Use :func:`vision_tower` to wrap an open_clip image tower.
+    """A frozen ViT. :func:`vision_tower` wraps an open_clip image tower.
 
     Attributes:
-        patch_dim: width d of a patch token.
-        num_patches: patches n of an image.
+        patch_dim: width d of the patch features.
+        num_patches: number n of patches per image.
         embed_dim: width e of the pooled embedding.
-        num_heads: attention heads of the tower.
-        layer_norm_eps: epsilon of its final layer norm (published adapters take it over).
+        num_heads: number of attention heads.
+        layer_norm_eps: epsilon of the final layer norm; published adapters have the same.
         image_size: (height, width) in pixels that ``encode`` expects.
     """
 
@@ -53,16 +53,16 @@ class VisionTower(torch.nn.Module):
         self.eval()
 
     def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Patch tokens [b, n, d] and the L2-normalised pooled embedding [b, e] of ``pixels`` [b, 3, height, width].
+        """Patch features [b, n, d] and the L2-normalised embedding [b, e] of ``pixels`` [b, 3, height, width].
 
         The embedding is open_clip's ``encode_image(pixels, normalize=True)``.
         """
         raise NotImplementedError
 
-    def encode_with_attention(self, pixels: torch.Tensor) -> TokensAndAttention:
-        """``encode``, and the attention that each patch receives in the last layer [b, n].
+    def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
+        """The results of ``encode``, and the attention that each patch receives in the last layer [b, n].
 
-        That is the mean over heads and over all queries (class token included) of the softmax weights.
+        The attention is the mean of the softmax weights over heads and over all queries, class token included.
         """
         raise NotImplementedError
 
@@ -74,7 +74,7 @@ class TimmTower(VisionTower):
         super().__init__(visual)
         trunk = visual.trunk
         if not hasattr(trunk, "blocks") or not hasattr(trunk, "num_prefix_tokens"):
-            raise ModelError(f"the vision tower {type(trunk).__name__} has no patch tokens: choose a ViT")
+            raise ModelError(f"the vision tower {type(trunk).__name__} has no patch features: choose a ViT")
         self.prefix = int(trunk.num_prefix_tokens)
         self.patch_dim = int(trunk.num_features)
         self.num_patches = int(trunk.patch_embed.num_patches)
@@ -86,11 +86,13 @@ class TimmTower(VisionTower):
         hidden = self.visual.trunk.forward_features(pixels)
         return hidden[:, self.prefix :], self._pool(hidden)
 
-    def encode_with_attention(self, pixels: torch.Tensor) -> TokensAndAttention:
+    def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
         blocks = self.visual.trunk.blocks
         block = blocks[-1]
         if not hasattr(block.attn, "qkv") or not hasattr(block.attn, "q_norm") or _rotary(self.visual.trunk):
-            raise ModelError(f"attention pruning does not know the layers of {type(self.visual.trunk).__name__}")
+            raise ModelError(
+                f"attention pruning does not support {type(self.visual.trunk).__name__}: choose another adapter"
+            )
         hidden, before_last = self._features_and_last_input(pixels)
         attention = block.attn
         q, k = _queries_and_keys(attention.qkv(block.norm1(before_last)), attention.num_heads)
@@ -98,7 +100,7 @@ class TimmTower(VisionTower):
         return hidden[:, self.prefix :], self._pool(hidden), received[:, self.prefix :]
 
     def _features_and_last_input(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Final hidden state [b, t, d] and what went into the last layer [b, t, d]."""
+        """Final hidden state and input of the last layer, [b, t, d] each."""
         captured: list[torch.Tensor] = []
         handle = self.visual.trunk.blocks[-1].register_forward_pre_hook(lambda _, args: captured.append(args[0]))
         try:
@@ -117,7 +119,9 @@ class ClipTower(VisionTower):
         super().__init__(visual)
         blocks = visual.transformer.resblocks
         if len(blocks) < 2:
-            raise ModelError("a CLIP vision tower needs at least 2 layers: its patch tokens come from the last but one")
+            raise ModelError(
+                f"a CLIP vision tower needs at least 2 layers, got {len(blocks)}: the last but one gives its features"
+            )
         self.patch_dim = int(visual.conv1.out_channels)
         self.num_patches = int(visual.grid_size[0] * visual.grid_size[1])
         self.num_heads = int(blocks[-1].attn.num_heads)
@@ -129,10 +133,10 @@ class ClipTower(VisionTower):
         patches, _, embedding = self._forward(pixels)
         return patches, embedding
 
-    def encode_with_attention(self, pixels: torch.Tensor) -> TokensAndAttention:
+    def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
         block = self.visual.transformer.resblocks[-1]
         if not isinstance(block, ResidualAttentionBlock):
-            raise ModelError(f"attention pruning does not know the layer {type(block).__name__}")
+            raise ModelError(f"attention pruning does not support {type(block).__name__}: choose another adapter")
         patches, prefix, embedding = self._forward(pixels)
         attention = block.attn
         hidden = block.ln_1(torch.cat([prefix, patches], dim=1))
@@ -142,7 +146,7 @@ class ClipTower(VisionTower):
         return patches, embedding, received[:, prefix.shape[1] :]
 
     def _forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Penultimate patch tokens [b, n, d], penultimate class token [b, 1, d], normalised embedding [b, e]."""
+        """Penultimate patch features [b, n, d] and class token [b, 1, d], and the normalised embedding [b, e]."""
         output = self.visual.forward_intermediates(
             pixels, indices=[self._penultimate], output_fmt="NLC", output_extra_tokens=True
         )
@@ -154,19 +158,24 @@ def vision_tower(visual: torch.nn.Module) -> VisionTower:
     """Wrap an open_clip image tower (``model.visual``).
 
     Raises:
-        ModelError: a tower without patch tokens (a ResNet, a convolutional trunk).
+        ModelError: the tower has no patch features, for example a ResNet.
     """
     if isinstance(visual, TimmModel):
         return TimmTower(visual)
     if isinstance(visual, VisionTransformer):
         return ClipTower(visual)
-    raise ModelError(f"the vision tower {type(visual).__name__} has no patch tokens: choose a ViT")
+    raise ModelError(f"the vision tower {type(visual).__name__} has no patch features: choose a ViT")
 
 
 def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention that each position receives, averaged over heads and queries: [b, h, t, c] twice to float32 [b, t].
+    """Attention that each position receives, averaged over heads and queries, float32 [b, t].
 
-    One head at a time, so that memory stays at b x t x t.
+    The heads are computed one by one, which bounds the memory to b x t x t.
+
+    Args:
+        q: queries [b, h, t, c].
+        k: keys [b, h, t, c].
+        scale: factor of the queries.
     """
     heads = q.shape[1]
     total = torch.zeros(k.shape[0], k.shape[2], dtype=torch.float32, device=k.device)
@@ -177,7 +186,7 @@ def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.
 
 
 def _queries_and_keys(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Joint projection [b, t, 3 h c] to queries and keys [b, h, t, c]."""
+    """Split the joint projection [b, t, 3 h c] into queries and keys [b, h, t, c]."""
     q, k, _ = qkv.reshape(*qkv.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
     return q, k
 

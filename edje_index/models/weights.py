@@ -1,6 +1,6 @@
-"""Weights on disk: safetensors for what this package writes, ``weights_only`` for what others wrote.
+"""Weights on disk: safetensors for this package's own files, ``weights_only`` loading for other checkpoints.
 
-Names that share one tensor (tied embeddings) are stored once, under the first name.
+If several names share one tensor (tied embeddings), it is stored once, under the first name.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def save_weights(module: torch.nn.Module, path: Path) -> None:
 
 
 def read_weights(path: Path, prefix: str = "") -> State:
-    """Tensors of a safetensors file whose names begin with ``prefix``, which is taken off.
+    """Read the tensors of a safetensors file whose names begin with ``prefix``, and strip the prefix.
 
-    Only the tensors asked for are read.
+    Other tensors are not read.
 
     Raises:
         ModelError: the file cannot be read as safetensors.
@@ -42,29 +42,35 @@ def read_weights(path: Path, prefix: str = "") -> State:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
             return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot read the weights {path}: {error}; restore the file or make it anew") from error
+        raise ModelError(f"cannot read the weights {path}: {error}; restore the file or write it again") from error
 
 
-def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], what: str) -> None:
-    """Copy ``state`` into ``module``; every tensor must be there, but for tied names, and none be left over.
+def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
+    """Copy ``state`` into ``module``. The names must be those of the module, except that tied names may be missing.
+
+    Args:
+        module: the module to fill.
+        state: tensors by name.
+        source: where the tensors come from, for messages.
 
     Raises:
-        ModelError: names or shapes differ. ``what`` names the source in the message.
+        ModelError: names or shapes differ.
     """
     try:
         result = module.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        raise ModelError(f"{what} does not fit the model that it should: {_one_line(error)}") from error
-    missing = sorted(set(result.missing_keys) - tied_names(module))
-    if missing or result.unexpected_keys:
-        raise ModelError(
-            f"{what} does not fit the model that it should: {len(missing)} tensors missing {_some(missing)}, "
-            f"{len(result.unexpected_keys)} not known {_some(result.unexpected_keys)}"
-        )
+        raise ModelError(f"{source} does not fit the configured model: {_one_line(error)}") from error
+    differences = {
+        "missing": sorted(set(result.missing_keys) - tied_names(module)),
+        "unexpected": result.unexpected_keys,
+    }
+    problems = [f"{len(names)} tensors {kind} ({_first(names)})" for kind, names in differences.items() if names]
+    if problems:
+        raise ModelError(f"{source} does not fit the configured model: {', '.join(problems)}")
 
 
 def tied_names(module: torch.nn.Module) -> set[str]:
-    """Names of state tensors that are another name's tensor, all but the first of each."""
+    """Names of state tensors that share the tensor of an earlier name."""
     seen: set[int] = set()
     tied = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -75,32 +81,31 @@ def tied_names(module: torch.nn.Module) -> set[str]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a ``torch.save`` file of plain tensors and containers; no object in it is ever executed.
+    """Read a ``torch.save`` file of tensors and plain containers. No code in the file is executed.
 
     Raises:
-        ModelError: not such a file, or one that holds other Python objects.
+        ModelError: it is no such file, or it holds other Python objects.
     """
     if not path.is_file():
         raise ModelError(f"no checkpoint file at {path}; give the path of the .pth file")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickle protocols, on its way to refusing
+            warnings.simplefilter("ignore")  # torch warns about pickle protocols before it refuses a file
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelError(
             f"refused to read {path}: it is damaged or holds Python objects that could run code "
-            "(only tensors, numbers, strings, lists and dicts are read); save it again with those alone"
+            "(only tensors, numbers, strings, lists and dicts are read); save it again without them"
         ) from error
-    except Exception as error:  # what a damaged file raises depends on where the damage is
+    except Exception as error:  # a damaged file can raise any exception
         raise ModelError(f"cannot read the checkpoint {path}: {_one_line(error)}") from error
     if not isinstance(checkpoint, dict):
         raise ModelError(f"{path} is not a training checkpoint: it holds a {type(checkpoint).__name__}, not a dict")
     return checkpoint
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"({shown}{', ...' if len(names) > 3 else ''})" if names else ""
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _one_line(error: BaseException, limit: int = 400) -> str:

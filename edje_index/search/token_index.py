@@ -161,6 +161,10 @@ def load_search_model(
     Raises:
         ModelError: the bundle is not there, or it did not build this index.
     """
+    if model is None and "bundle" not in manifest.model:
+        raise ModelError(
+            f"{root} was written from arrays and has no model for text; search it with edje_index.LateInteractionSearch"
+        )
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.bundles.info import read_bundle_info
 

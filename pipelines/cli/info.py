@@ -111,6 +111,6 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
         *lines,
         ("tokens", f"{m} x {d} per image, {', '.join(value['precisions'])}"),
         ("embeddings", f"{value['embed_dim']} dimensions, float32"),
-        ("model", f"{model.get('vision', 'unknown')}{untrained}, {model['fingerprint']}"),
+        ("model", f"{model.get('vision') or model.get('encoder', 'unknown')}{untrained}, {model['fingerprint']}"),
         ("plan", value["plan"]),
     ]

@@ -26,6 +26,7 @@ _BROKEN_PIPE = 128 + signal.SIGPIPE  # the exit code of a program that SIGPIPE e
 SECTIONS = {
     "Index": {
         "build": "pipelines.cli.build:build",
+        "import-arrays": "pipelines.cli.import_arrays:import_arrays",
         "quantize": "pipelines.cli.quantize:quantize",
         "verify": "pipelines.cli.verify:verify",
         "info": "pipelines.cli.info:info",

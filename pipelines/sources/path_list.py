@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import os
 import re
 import urllib.parse
@@ -12,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from edje_index.filesystem import read_json_lines
 from edje_index.images.inputs import InputRef, display_path
 from pipelines.sources.folder import file_input
 from pipelines.sources.selection import Ignored
@@ -19,23 +19,24 @@ from storage_formats.errors import UsageError
 
 LIST_SUFFIXES = (".parquet", ".csv", ".jsonl", ".ndjson")
 PATH_COLUMNS = ("path", "image", "image_path", "file", "file_name", "filename", "filepath", "uri", "url")
-"""Columns that are taken for the paths where none is named, in this order."""
+"""Names of path columns. The first one that the list has is used, unless the user names a column."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _PARQUET_BATCH = 8192
+_LINES_WITH_COLUMNS = 1000  # lines of JSON Lines in which an object with column names is looked for
 
 
 @dataclass
 class PathListSource:
-    """The files that a list names, in its order; a path that is listed twice is two inputs.
+    """The files that a list names, in its order. A path that is listed twice is two inputs.
 
-    Relative paths begin at the list's folder. A line without a usable path is an input that failed as "bad-list-line",
-    its uri "<list>#<number>" (of the line in JSON Lines and CSV, of the row in Parquet, from 1);
-    empty lines are passed over. A path that does not exist is an input that failed as "missing".
+    Relative paths start at the directory of the list. An entry without a usable path is an input with the problem
+    "bad-list-line" and the uri "<list>#<number>", where number counts lines (CSV, JSON Lines) or rows (Parquet) from 1.
+    Blank lines are skipped. A path that does not exist is an input with the problem "missing".
 
     Raises:
-        UsageError: on creation: the list cannot be read, or has no column of paths. In a pass over Parquet:
-            the file is damaged.
+        UsageError: on creation, if the list cannot be read or has no path column; while reading Parquet, if the file
+            is damaged.
     """
 
     spec: str
@@ -50,46 +51,49 @@ class PathListSource:
         try:
             self.column = self._choose(self._columns())
         except (OSError, ValueError, csv.Error) as error:
-            raise UsageError(f"cannot read the list {self.spec}: {error}") from error
+            raise UsageError(f"cannot read the list {self.spec}: {error}", parameter="sources") from error
 
     def iter_inputs(self) -> Iterator[InputRef]:
-        folder = os.path.dirname(self.path)
+        directory = os.path.dirname(self.path)
         uri = display_path(self.path)
         for number, value in self._values():
-            ref = _listed(value, folder)
+            ref = _listed_input(value, directory)
             yield ref or InputRef(f"{uri}#{number}", self.path, problem="bad-list-line")
 
     def _choose(self, columns: list[str]) -> str:
-        wanted = PATH_COLUMNS if self.column is None else (self.column,)
-        for name in wanted:
+        candidates = PATH_COLUMNS if self.column is None else (self.column,)
+        for name in candidates:
             if name in columns:
                 return name
-        found = ", ".join(columns) or "none"
-        raise UsageError(f"{self.spec}: no column {' or '.join(wanted)}; name one with --column (columns: {found})")
+        raise UsageError(
+            f"{self.spec} has no column {' or '.join(candidates)}; name its path column "
+            f"(columns: {', '.join(columns) or 'none'})",
+            parameter="column",
+        )
 
     def _columns(self) -> list[str]:
         if self._suffix == ".parquet":
             return _parquet_columns(self.path)
         if self._suffix == ".csv":
             return next((row for _, row in _csv_rows(self.path)), None) or []
-        objects = (_json_object(line) for _, line in _lines(self.path))
-        return list(next((value for value in itertools.islice(objects, 1000) if value), {}))
+        objects = (value for _, value in itertools.islice(_json_objects(self.path), _LINES_WITH_COLUMNS))
+        return list(next(filter(None, objects), {}))
 
     def _values(self) -> Iterator[tuple[int, Any]]:
-        """(number, path) of each line; None for a line that has none."""
+        """(number, path) of each entry; the path is None if the entry has none."""
         name = str(self.column)
         if self._suffix == ".parquet":
             yield from _parquet_values(self.path, name, self.spec)
         elif self._suffix == ".csv":
             rows = _csv_rows(self.path)
-            place = (next(rows)[1] or []).index(name)
-            yield from ((number, row[place] if row and place < len(row) else None) for number, row in rows)
+            column = (next(rows)[1] or []).index(name)
+            yield from ((number, row[column] if row and column < len(row) else None) for number, row in rows)
         else:
-            yield from ((number, (_json_object(line) or {}).get(name)) for number, line in _lines(self.path))
+            yield from ((number, value.get(name)) for number, value in _json_objects(self.path))
 
 
-def _listed(value: Any, folder: bytes) -> InputRef | None:
-    """The input that a listed value names; None where it is no path."""
+def _listed_input(value: Any, directory: bytes) -> InputRef | None:
+    """The input that a list entry names; None if the value is not a path."""
     if isinstance(value, str):
         scheme = _SCHEME.match(value)
         if scheme and scheme[1].lower() != "file":
@@ -100,27 +104,17 @@ def _listed(value: Any, folder: bytes) -> InputRef | None:
             return None
     if not isinstance(value, bytes) or not value or b"\0" in value:
         return None
-    return file_input(os.path.join(folder, value))
+    return file_input(os.path.join(directory, value))
 
 
-def _lines(path: bytes) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines that are not blank."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip(b" \t\r\n\xef\xbb\xbf"):
-                yield number, line
-
-
-def _json_object(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line.decode("utf-8-sig", "surrogateescape"))
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+def _json_objects(path: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of each line; the object is empty if the line does not hold one."""
+    for line in read_json_lines(path, decode_errors="surrogateescape"):  # file names need not be UTF-8
+        yield line.number, line.value if isinstance(line.value, dict) else {}
 
 
 def _csv_rows(path: bytes) -> Iterator[tuple[int, list[str] | None]]:
-    """(line number, fields) of each row, the header first; None for a row that is no CSV."""
+    """(line number, fields) of each row, the header first; the fields are None if the row is not valid CSV."""
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.reader(file)
         while True:
@@ -139,9 +133,9 @@ def _parquet_columns(path: bytes) -> list[str]:
     import pyarrow.parquet as pq
 
     schema = pq.read_schema(os.fsdecode(path))
-    textual = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    kinds = [(item.name, item.type.value_type if pa.types.is_dictionary(item.type) else item.type) for item in schema]
-    return [name for name, kind in kinds if any(test(kind) for test in textual)]
+    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    types = [(item.name, item.type.value_type if pa.types.is_dictionary(item.type) else item.type) for item in schema]
+    return [name for name, value_type in types if any(test(value_type) for test in is_text)]
 
 
 def _parquet_values(path: bytes, column: str, spec: str) -> Iterator[tuple[int, Any]]:
@@ -152,15 +146,15 @@ def _parquet_values(path: bytes, column: str, spec: str) -> Iterator[tuple[int, 
     try:
         with pq.ParquetFile(os.fsdecode(path)) as file:
             for batch in file.iter_batches(_PARQUET_BATCH, columns=[column]):
-                for value in _plain(batch.column(0)):
+                for value in _to_python(batch.column(0)):
                     number += 1
                     yield number, value
     except (OSError, pa.ArrowException) as error:
-        raise UsageError(f"the list {spec} is damaged after row {number}: {error}; write it anew") from error
+        raise UsageError(f"the list {spec} is damaged after row {number}: {error}; write it again") from error
 
 
-def _plain(column: Any) -> Iterable[Any]:
-    """Values of an Arrow column; text that is not UTF-8 as its bytes."""
+def _to_python(column: Any) -> Iterable[Any]:
+    """Values of an Arrow column; text that is not UTF-8 becomes bytes."""
     import pyarrow as pa
 
     try:

@@ -1,4 +1,4 @@
-"""A WebDataset shard: an uncompressed tar whose image members are inputs, read in place."""
+"""A WebDataset shard: an uncompressed tar archive whose images are read in place."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from dataclasses import dataclass, field
 
 from edje_index.images.headers import HEAD_BYTES
 from edje_index.images.inputs import InputRef, display_path
+from edje_index.images.tar_members import Kind, TarDamage, TarMember, iter_members
 from pipelines.sources.folder import problem_of
 from pipelines.sources.selection import Ignored, ignored_as
-from pipelines.sources.tar_headers import FOLDER, OTHER, REGULAR, TarDamage, TarMember, iter_members
 
 
 @dataclass
 class WebDatasetSource:
-    """The image members of one tar, in their order; captions and the like are counted as ignored.
+    """The image members of one tar archive, in their order. Other members, such as captions, are counted as ignored.
 
-    A member is read later at its place in the tar, so nothing is unpacked. Links and sparse members have no bytes of
-    their own in one piece: as images they are inputs that failed as "unsupported-member". Whatever
-    lies behind a damaged place is one input that failed as "truncated-archive" or "damaged-archive".
+    An input refers to the bytes of its member inside the archive, so nothing is unpacked. Links and sparse members have
+    no contiguous bytes of their own: an image of this kind is an input with the problem "unsupported-member". If the
+    archive is damaged, one more input stands for all members after the damage, with the problem "truncated-archive" or
+    "damaged-archive".
     """
 
     spec: str
@@ -40,7 +41,7 @@ class WebDatasetSource:
             yield InputRef(uri, self.path, problem=problem_of(error))
             return
         try:
-            if sys.platform == "linux":  # headers alone are read: reading ahead would read everything
+            if sys.platform == "linux":  # only headers are read; read-ahead would fetch the whole archive
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             yield from self._members(fd, uri)
         except TarDamage as damage:
@@ -51,28 +52,28 @@ class WebDatasetSource:
             os.close(fd)
 
     def _members(self, fd: int, uri: str) -> Iterator[InputRef]:
-        end = os.fstat(fd).st_size
+        file_size = os.fstat(fd).st_size
         for member in iter_members(fd):
             ref = self._input(fd, uri, member)
-            if member.offset + member.size > end and member.kind == REGULAR:
+            if member.offset + member.size > file_size and member.kind == Kind.REGULAR:
                 yield InputRef(ref.uri if ref else uri, self.path, problem="truncated-archive")
                 return
             if ref is not None:
                 yield ref
 
     def _input(self, fd: int, uri: str, member: TarMember) -> InputRef | None:
-        if member.kind == FOLDER:
+        if member.kind == Kind.DIRECTORY:
             return None
         parts = [part for part in member.name.split(b"/") if part not in (b"", b".", b"..")]
-        if member.kind == OTHER or not parts:
+        if member.kind == Kind.OTHER or not parts:
             self.ignored.count("(not a file)")
             return None
-        hidden = next((part for part in parts if part.startswith(b".")), parts[-1])
-        ignored = ignored_as(hidden, lambda: os.pread(fd, min(HEAD_BYTES, member.size), member.offset))
+        name = next((part for part in parts if part.startswith(b".")), parts[-1])
+        ignored = ignored_as(name, lambda: os.pread(fd, min(HEAD_BYTES, member.size), member.offset))
         if ignored is not None:
             self.ignored.count(ignored)
             return None
         member_uri = f"{uri}!{display_path(member.name)}"
-        if member.kind != REGULAR:
+        if member.kind != Kind.REGULAR:
             return InputRef(member_uri, self.path, problem="unsupported-member")
         return InputRef(member_uri, self.path, member.offset, member.size, member=True)

@@ -109,6 +109,10 @@ class Layout:
         return self.build / "plan.json"
 
     @property
+    def writer(self) -> Path:
+        return self.build / "writer"
+
+    @property
     def staging(self) -> Path:
         return self.build / "staging"
 

@@ -164,6 +164,11 @@ def _absent(layout: Layout) -> Exception:
         return IncompleteIndexError(
             f"the build of {layout.root} has not finished; run the same build command again to resume it"
         )
+    if layout.writer.exists():
+        return IncompleteIndexError(
+            f"{layout.root} is an unfinished index that IndexWriter began; if no process is writing it, delete the "
+            "directory and write it again"
+        )
     if layout.root.exists():
         return UsageError(f"{layout.root} is not an EDJE index (it has no index.json)")
     return UsageError(f"there is no index at {layout.root}")

@@ -109,7 +109,7 @@ def test_every_discarded_run_is_listed():
     assert discarded(report) == ["bf16, cold random, edje, repeat 2: not cold: 9.0% ..."]
 
 
-@pytest.mark.parametrize("values", [(3.2, 7.9), (0.9, 1.4), (0.2, 80.0), (1000.0, 1001.0)])
+@pytest.mark.parametrize("values", [(3.2, 7.9), (0.9, 1.4), (0.3, 5.0), (0.2, 80.0), (1000.0, 1001.0)])
 def test_a_logarithmic_axis_always_has_numbers(values):
     from benchmarks.fetch.plots import _plain_log
     from edje_index.evaluation.plots import new_figure

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from edje_index.filesystem import read_json_lines
 from storage_formats.errors import UsageError
 
 _MEMBERS = ("query", "text", "caption", "captions")
@@ -50,25 +50,23 @@ def read_queries(path: Path) -> list[str]:
         UsageError: the file cannot be read, a line is not what it should be, or there is no query.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        texts = list(_from_json(path)) if path.suffix == ".jsonl" else path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read queries from {path}: {error}") from error
-    texts = _from_json(path, lines) if path.suffix == ".jsonl" else iter(lines)
     found = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
     if not found:
         raise UsageError(f"{path} holds no query; give one a line")
     return found
 
 
-def _from_json(path: Path, lines: list[str]) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                yield from _texts(json.loads(line))
-            except ValueError:
-                raise UsageError(
-                    f"{path}, line {number}: not a JSON text or an object with one of {', '.join(_MEMBERS)}"
-                ) from None
+def _from_json(path: Path) -> Iterator[str]:
+    for line in read_json_lines(path):
+        try:
+            yield from _texts(line.value)
+        except ValueError:
+            raise UsageError(
+                f"{path}, line {line.number}: not a JSON text or an object with one of {', '.join(_MEMBERS)}"
+            ) from None
 
 
 def _texts(value: Any) -> list[str]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edje_index.models.adapter import PATCH_REDUCTIONS, Adapter, AdapterConfig, build_adapter
 from edje_index.models.bf16 import as_tensor
-from edje_index.models.joint_inputs import MARKS, JointInputs
+from edje_index.models.joint_inputs import NUM_SPECIAL_TOKENS, JointInputs
 from edje_index.training.config import TrainConfig
 from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.negatives import draw_negatives, mined_share, negative_mask
@@ -258,7 +258,7 @@ class BatchSource:
         return patches
 
     def _tokens(self, caption: int) -> Tokens:
-        return self.data.caption(caption)[: self.config.objective.text_length - MARKS]
+        return self.data.caption(caption)[: self.config.objective.text_length - NUM_SPECIAL_TOKENS]
 
     def _text_inputs(self, tokens: list[Tokens], captions: NDArray[np.int64]) -> tuple[JointInputs, torch.Tensor]:
         return text_rows(tokens, self.special_tokens), torch.from_numpy(self.data.text_embeddings[captions])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from edje_index.filesystem import read_json_lines
 from storage_formats.atomic import write_bytes_atomic
 
 LOG = "log.jsonl"
@@ -53,12 +53,9 @@ class Journal:
 def read_log(run_dir: Path) -> list[dict[str, Any]]:
     """The records of a run so far; a last line that is not whole is left out."""
     path = run_dir / LOG
-    records = []
-    if path.exists():
-        for line in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError):
-                records.append(json.loads(line))
-    return records
+    if not path.exists():
+        return []
+    return [line.value for line in read_json_lines(path) if line.error is None]
 
 
 def _line(record: Record) -> bytes:

@@ -15,7 +15,8 @@ from edje_index.bundles.import_checkpoint import import_checkpoint
 from edje_index.bundles.published_checkpoint import load_published_checkpoint
 from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.models.clip_model import ClipConfig, load_clip
+from edje_index.models.clip_model import ClipConfig
+from edje_index.models.pretrained_clip import load_clip
 from edje_index.models.weights import save_weights
 from tests.edje_index.published_cases import Case, write_case
 from tests.edje_index.towers import clip_config, random_clip, random_pixels
@@ -90,11 +91,11 @@ def test_named_tower_with_weights_from_a_file(tmp_path: Path) -> None:
     ("vision", "pretrained", "message"),
     [
         ("Nope", None, "knows no model 'Nope'"),
-        ("ViT-B-32", None, "say which weights"),
+        ("ViT-B-32", None, "has several sets of weights"),
         ("ViT-B-32", "nope", "has no weights 'nope'"),
         ("ViT-B-32:openai", "laion400m_e31", "two sources of weights"),
         ("local-dir:/nowhere", None, "not found"),
-        ("local-dir:/nowhere", "openai", "brings its own weights"),
+        ("local-dir:/nowhere", "openai", "has weights of its own"),
     ],
 )
 def test_unknown_towers(vision: str, pretrained: str | None, message: str) -> None:

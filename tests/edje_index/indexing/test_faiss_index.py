@@ -53,7 +53,7 @@ def test_same_embeddings_give_the_same_bytes(root):
 
 def test_query_of_another_width_is_refused(root):
     build_ann(root, SPEC)
-    with pytest.raises(ModelError, match="5 dimensions, the index has 12"):
+    with pytest.raises(ModelError, match="has 5 dimensions, the embeddings of the index 12"):
         AnnIndex(root).nearest(np.ones(5, np.float32), 1)
 
 

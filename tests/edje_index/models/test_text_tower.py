@@ -1,33 +1,28 @@
+"""Embeddings of many texts."""
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from edje_index.bundles.bundle import ModelBundle
-from edje_index.models import text_tower as text
+from edje_index.models.text_tower import embed_texts
 
 
-@pytest.fixture(scope="module")
-def tower(tiny_bundle):
-    return ModelBundle.load(tiny_bundle).text
-
-
-def test_many_texts_are_embedded_in_parts_and_equal_ones_once(tower, monkeypatch):
-    monkeypatch.setattr(text, "_CHUNK", 2)
+def test_many_texts_are_embedded_in_parts_and_equal_ones_once(tiny_model):
     texts = ["a long text about a dog", "cat", "a dog", "cat", "red", "house"]
-    seen = []
-    embeddings = text.embed_texts(tower, texts, lambda done, total: seen.append((done, total)))
-    np.testing.assert_allclose(embeddings, tower.encode(texts), atol=1e-5)
+    reports = []
+    embeddings = embed_texts(
+        tiny_model.text, texts, lambda done, total: reports.append((done, total)), texts_per_report=2
+    )
+    np.testing.assert_allclose(embeddings, tiny_model.text.encode(texts), atol=1e-5)
     np.testing.assert_array_equal(embeddings[1], embeddings[3])
-    assert seen == [(0, 5), (2, 5), (4, 5), (5, 5)]
+    assert reports == [(0, 5), (2, 5), (4, 5), (5, 5)]
 
 
-def test_whoever_is_told_of_progress_may_stop_it(tower, monkeypatch):
-    monkeypatch.setattr(text, "_CHUNK", 1)
-
+def test_a_progress_callback_may_stop_it(tiny_model):
     def stop(done, total):
         if done == 1:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        text.embed_texts(tower, ["cat", "dog"], stop)
+        embed_texts(tiny_model.text, ["cat", "dog"], stop, texts_per_report=1)

@@ -118,10 +118,10 @@ def test_reads_sizes_and_freezes() -> None:
 
 def test_towers_without_patch_tokens_are_refused() -> None:
     resnet = clip_config(layers=[1, 1, 1, 1], width=16, patch_size=None)
-    with pytest.raises(ModelError, match="no patch tokens"):
+    with pytest.raises(ModelError, match="no patch features"):
         vision_tower(random_clip(resnet).visual)
     convolutional = timm_config("resnet18", 64, pool="avg", embed_dim=512)
-    with pytest.raises(ModelError, match="no patch tokens"):
+    with pytest.raises(ModelError, match="no patch features"):
         vision_tower(random_clip(convolutional).visual)
     with pytest.raises(ModelError, match="at least 2 layers"):
         vision_tower(random_clip(clip_config(layers=1)).visual)

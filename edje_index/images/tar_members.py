@@ -1,0 +1,157 @@
+"""The members of an uncompressed tar archive: their names, and where their data lies in the file.
+
+`TarInfo.fromtarfile` parses the headers. `TarFile` itself is not iterated: it ends without an error at a damaged
+header, follows negative sizes backwards, stops at the first of several archives joined end to end, and keeps every
+member in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import IO, cast
+
+_MAX_READ = 1 << 20  # bytes of one header; longer pax records and names are damage
+_MAX_SIZE = 1 << 62  # bytes of one member; larger sizes exceed the range of file offsets
+_ZEROS = bytes(tarfile.BLOCKSIZE)
+
+
+class Kind(Enum):
+    """What a member is."""
+
+    REGULAR = "regular"
+    LINK = "link"
+    DIRECTORY = "directory"
+    SPARSE = "sparse"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class TarMember:
+    """One member of an archive.
+
+    Attributes:
+        name: as stored in the archive.
+        kind: what the member is.
+        offset: byte offset of its data in the archive.
+        size: bytes of its data. For a sparse member, offset and size do not describe its content.
+    """
+
+    name: bytes
+    kind: Kind
+    offset: int
+    size: int
+
+
+class TarDamage(Exception):
+    """The rest of an archive cannot be read.
+
+    Attributes:
+        reason: "truncated-archive" or "damaged-archive", as in `edje_index.images.decode.REASONS`.
+        detail: what is wrong, for people.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def iter_members(fd: int) -> Iterator[TarMember]:
+    """Yield the members of an archive in order. Reads headers only, not the data.
+
+    Args:
+        fd: file descriptor of the archive; its position is not used.
+
+    Raises:
+        TarDamage: after the last readable member. The reason is "truncated-archive" if the file ends before the
+            end-of-archive marker, and "damaged-archive" if a header is invalid.
+        OSError: the file cannot be read.
+    """
+    start: int | None = 0
+    while start is not None:
+        end = yield from _archive_members(fd, start)
+        start = _next_archive(fd, end)
+
+
+class _HeaderFile:
+    """The file that `tarfile` reads headers from: unbuffered, and without long reads of damaged sizes."""
+
+    name = None
+    mode = "rb"
+
+    def __init__(self, fd: int, position: int) -> None:
+        self._fd = fd
+        self._position = position
+        self.reached_end = False
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int) -> None:
+        self._position = position
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _MAX_READ:
+            raise TarDamage("damaged-archive", f"an extended header of {size} bytes at byte {self._position}")
+        data = os.pread(self._fd, size, self._position)
+        self.reached_end |= len(data) < size
+        self._position += len(data)
+        return data
+
+
+def _archive_members(fd: int, start: int) -> Generator[TarMember, None, int]:
+    """Yield the members of the archive that begins at byte `start`; return the offset after the last one."""
+    file = _HeaderFile(fd, start)
+    end = start
+    try:
+        archive = tarfile.TarFile(fileobj=cast(IO[bytes], file), encoding="utf-8", errors="surrogateescape")
+        while True:
+            file.seek(end)
+            info = tarfile.TarInfo.fromtarfile(archive)
+            yield _member(info)
+            if archive.offset <= end:
+                raise TarDamage("damaged-archive", f"the header at byte {end} points backwards")
+            end = archive.offset
+    except (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        # The end marker is such an error too; the caller checks for it.
+        if file.reached_end:
+            raise TarDamage("truncated-archive", f"the file ends inside the header at byte {end}") from error
+    return end
+
+
+def _member(info: tarfile.TarInfo) -> TarMember:
+    name = info.name.encode("utf-8", "surrogateescape")
+    if not 0 <= info.size < _MAX_SIZE:
+        raise TarDamage("damaged-archive", f"the member at byte {info.offset} has a size of {info.size} bytes")
+    if b"\0" in name:
+        raise TarDamage("damaged-archive", f"the member at byte {info.offset} has the name {name[:100]!r}")
+    return TarMember(name, _kind(info), info.offset_data, info.size)
+
+
+def _kind(info: tarfile.TarInfo) -> Kind:
+    if info.issparse() or any(key.startswith("GNU.sparse.") for key in info.pax_headers):
+        return Kind.SPARSE
+    if info.isdir():
+        return Kind.DIRECTORY
+    if info.islnk() or info.issym():
+        return Kind.LINK
+    return Kind.REGULAR if info.isreg() else Kind.OTHER
+
+
+def _next_archive(fd: int, end: int) -> int | None:
+    """Offset of a further archive behind the end-of-archive marker at byte `end`; None if there is none.
+
+    `tarfile` takes a damaged header for the marker, so this checks that it is one.
+    """
+    marker = os.pread(fd, tarfile.BLOCKSIZE, end)
+    if len(marker) < tarfile.BLOCKSIZE:
+        raise TarDamage("truncated-archive", f"the file ends at byte {end + len(marker)} without an end marker")
+    if marker != _ZEROS:
+        raise TarDamage("damaged-archive", f"the header at byte {end} is invalid")
+    following = os.pread(fd, tarfile.RECORDSIZE, end + tarfile.BLOCKSIZE)
+    zeros = len(following) - len(following.lstrip(b"\0"))
+    return None if zeros == len(following) else end + tarfile.BLOCKSIZE * (1 + zeros // tarfile.BLOCKSIZE)

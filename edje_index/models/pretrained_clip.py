@@ -1,0 +1,114 @@
+"""Loads open_clip models with their weights, from open_clip's list, a file, a folder or a hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edje_index.errors import ModelError
+from edje_index.models._torchvision_compat import prepare_torchvision
+from edje_index.models.clip_model import HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig, build_clip, read_clip_config
+from edje_index.models.hub import hub_access, loading_error
+from edje_index.models.weights import assign_weights, read_weights
+
+prepare_torchvision()
+
+import open_clip  # noqa: E402
+
+LOCAL_DIR = "local-dir:"
+SCHEMAS = ("hf-hub:", LOCAL_DIR)
+_MAX_LISTED_TAGS = 8
+
+
+def load_clip(vision: str, pretrained: str | None) -> tuple[torch.nn.Module, ClipConfig]:
+    """Load an open_clip model with its weights.
+
+    Args:
+        vision: a name that open_clip knows (``ViT-B-16-SigLIP2``), optionally followed by ``:TAG`` or
+            ``:WEIGHTS_FILE``; or ``hf-hub:ORG/REPO``; or ``local-dir:FOLDER``.
+        pretrained: the tag or weights file, if ``vision`` does not hold it. If neither does and the model has only one
+            tag, that tag is used.
+
+    Raises:
+        HubUnreachableError: the weights are not in the local cache and cannot be downloaded.
+        ModelError: the name or tag is unknown, or the weights do not fit.
+    """
+    name, tag = _split_name(vision, pretrained)
+    folder = Path(name.removeprefix(LOCAL_DIR))
+    if name.startswith(LOCAL_DIR) and (folder / HF_TEXT_FOLDER).is_dir():
+        return _load_folder(folder)
+    if not name.startswith(SCHEMAS):
+        tag = _resolve_tag(name, tag)
+    try:
+        with hub_access():
+            model = open_clip.create_model(
+                name, pretrained=tag, require_pretrained=True, force_preprocess_cfg=_preprocess_for_file(name, tag)
+            )
+            model_config = open_clip.get_model_config(name)
+    except Exception as error:
+        raise loading_error(vision, error) from error
+    preprocess = dict(open_clip.get_model_preprocess_cfg(model))
+    label = folder.name if name.startswith(LOCAL_DIR) else name
+    return model.eval(), ClipConfig(label, _plain_json(model_config), _plain_json(preprocess))
+
+
+def _load_folder(folder: Path) -> tuple[torch.nn.Module, ClipConfig]:
+    """Load a folder that holds its Hugging Face text tower, which open_clip would look for on the hub."""
+    config = read_clip_config(folder, folder.name)
+    model = build_clip(config, folder / HF_TEXT_FOLDER)
+    assign_weights(model, read_weights(folder / WEIGHTS_FILE), str(folder / WEIGHTS_FILE))
+    return model, config
+
+
+def _split_name(vision: str, pretrained: str | None) -> tuple[str, str | None]:
+    """Name and tag or weights file, from either argument."""
+    if vision.startswith(SCHEMAS):
+        if pretrained:
+            raise ModelError(f"{vision} has weights of its own: leave out {pretrained!r}")
+        return vision, None
+    name, _, tag = vision.partition(":")
+    if tag and pretrained and tag != pretrained:
+        raise ModelError(f"two sources of weights for {name}: {tag!r} and {pretrained!r}; give one")
+    return name.replace("/", "-"), tag or pretrained
+
+
+def _resolve_tag(name: str, tag: str | None) -> str:
+    if open_clip.get_model_config(name) is None:
+        raise ModelError(
+            f"open_clip {open_clip.__version__} knows no model {name!r}; "
+            "see open_clip.list_models(), or give hf-hub:ORG/REPO or local-dir:FOLDER"
+        )
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    if tag is None and len(tags) == 1:
+        return str(tags[0])
+    if tag is None:
+        raise ModelError(
+            f"{name} has several sets of weights: give {name}:TAG with TAG one of {_listed(tags)}, or {name}:FILE"
+        )
+    if tag not in tags and not Path(tag).is_file():
+        raise ModelError(f"{name} has no weights {tag!r}: give a file, or one of {_listed(tags)}")
+    return tag
+
+
+def _preprocess_for_file(name: str, tag: str | None) -> dict[str, Any] | None:
+    """Preprocessing for weights from a file: that of the model's first tag. None for a tag, which has its own.
+
+    open_clip would use OpenAI's preprocessing for every file, which is wrong for SigLIP.
+    """
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    if tag is None or tag in tags or not tags:
+        return None
+    return {key: value for key, value in open_clip.get_pretrained_cfg(name, tags[0]).items() if key != "size"}
+
+
+def _listed(tags: list[str]) -> str:
+    more = f" and {len(tags) - _MAX_LISTED_TAGS} more" if len(tags) > _MAX_LISTED_TAGS else ""
+    return ", ".join(tags[:_MAX_LISTED_TAGS]) + more
+
+
+def _plain_json(value: Any) -> Any:
+    """The value with tuples as lists, as it is after a round trip through a file."""
+    return json.loads(json.dumps(value))

@@ -1,0 +1,66 @@
+"""`edje-index import-arrays`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipelines.cli.output import json_option, print_json
+
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+
+@click.command("import-arrays")
+@click.argument("tokens", type=_FILE)
+@click.argument("embeddings", type=_FILE)
+@click.argument("rows", type=_FILE, required=False)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of the new index.")
+@click.option(
+    "--precision",
+    "precisions",
+    multiple=True,
+    default=["bf16"],
+    show_default=True,
+    help="Precision to store; may be repeated.",
+)
+@click.option("--shard-size", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows per shard.")
+@click.option("--encoder", default="unknown", show_default=True, help="Name and version of the model of the arrays.")
+@click.option("--ann/--no-ann", default=True, show_default=True, help="Build the FAISS index of the embeddings.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+@json_option
+def import_arrays(quiet: bool, as_json: bool, **options: Any) -> None:
+    """Write an index from the arrays of your own encoder.
+
+    \b
+    TOKENS      .npy file [rows, m, d]: float32, float16, or bfloat16 saved as uint16
+    EMBEDDINGS  .npy file [rows, e] of floating-point numbers
+    ROWS        Parquet file with the column uri and perhaps uri_raw, size, content_hash, width, height
+
+    The files are read through memory maps. Embeddings are stored with unit length. Without ROWS the URI of a row is
+    its row id. info, verify, quantize, bench fetch and the Python interface work on the index; search with a text does
+    not, because the index has no model.
+
+    \b
+    Examples:
+      edje-index import-arrays tokens.npy embeddings.npy --out pages.edje --precision fp8
+      edje-index import-arrays tokens.npy embeddings.npy rows.parquet --out pages.edje --encoder colpali-v1.3
+    """
+    from pipelines.jobs.import_arrays import ArraysConfig
+    from pipelines.jobs.import_arrays import import_arrays as run_import
+    from pipelines.progress.display import progress_display
+    from pipelines.progress.stopping import stop_on_signals
+
+    options["precisions"] = tuple(dict.fromkeys(options["precisions"]))
+    config = ArraysConfig(**options)
+    with stop_on_signals() as should_stop, progress_display(quiet=quiet) as on_event:
+        result = run_import(config, on_event, should_stop)
+    if as_json:
+        print_json(asdict(result))
+        return
+    (m, d), out = result.block_shape, options["out"]
+    click.echo(f"{out}: {result.rows:,} rows of {m} x {d} tokens in {result.shards:,} shards, {result.seconds:.1f} s")
+    for name, size in result.bytes_per_image.items():
+        click.echo(f"{name:6} {size:7,} bytes per row")

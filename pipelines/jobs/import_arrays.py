@@ -1,0 +1,190 @@
+"""The import job: token blocks and embeddings in .npy files become an index."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.planning.estimates import disk_need
+from pipelines.planning.machine import free_disk
+from pipelines.progress.events import OnEvent, Progress, StatusMessage
+from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.wording import human_bytes
+from storage_formats.errors import UsageError
+from storage_formats.format.layout import IndexSpec
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from storage_formats.format.manifest import Manifest
+    from storage_formats.writing.index_writer import Rows
+
+_CHUNK_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class ArraysConfig:
+    """A request to import arrays.
+
+    Attributes:
+        tokens: .npy file [rows, m, d] of float32, float16, or bfloat16 saved as 16-bit words (uint16 or raw).
+        embeddings: .npy file [rows, embed_dim] of floating-point numbers.
+        out: directory of the new index.
+        rows: Parquet file with a column `uri` and perhaps others of `ROW_COLUMNS`; other columns are ignored.
+        precisions: precisions to store.
+        shard_size: rows per shard.
+        encoder: name and version of the model that computed the arrays.
+        ann: whether to build the nearest-neighbour index.
+    """
+
+    tokens: Path
+    embeddings: Path
+    out: Path
+    rows: Path | None = None
+    precisions: tuple[str, ...] = ("bf16",)
+    shard_size: int = 1024
+    encoder: str = "unknown"
+    ann: bool = True
+
+
+@dataclass(frozen=True)
+class ArraysResult:
+    """What an import wrote.
+
+    Attributes:
+        rows, shards: of the index.
+        block_shape: (m, d).
+        embed_dim: width of the embeddings.
+        bytes_per_image: length of a record by precision.
+        ann: kind of the nearest-neighbour index, "none" if there is none.
+        seconds: wall time.
+    """
+
+    rows: int
+    shards: int
+    block_shape: tuple[int, int]
+    embed_dim: int
+    bytes_per_image: dict[str, int]
+    ann: str
+    seconds: float
+
+
+def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> ArraysResult:
+    """Write the index that `config` describes.
+
+    If this raises, nothing is left of the index, unless only its nearest-neighbour index could not be built.
+
+    Raises:
+        UsageError: a file is not what `ArraysConfig` says, the files do not fit each other, `out` is in use, or the
+            disk is too small.
+        MissingExtraError: `ann` is set and FAISS is not installed.
+        JobStopped: `should_stop()` returned True.
+        OSError: the index cannot be written.
+    """
+    from edje_index.indexing.faiss_index import add_ann, check_faiss
+    from storage_formats.writing.index_writer import IndexWriter
+
+    started = time.monotonic()
+    if config.ann:
+        check_faiss()
+    tokens, embeddings = open_npy(config.tokens, 3), open_npy(config.embeddings, 2)
+    if len(tokens) != len(embeddings):
+        raise UsageError(f"{config.tokens} has {len(tokens)} rows, {config.embeddings} has {len(embeddings)}")
+    _, m, d = tokens.shape
+    spec = IndexSpec(len(tokens), config.shard_size, (m, d), embeddings.shape[1], config.precisions)
+    parts = _row_parts(config.rows, spec.rows)
+    _check_disk(config.out, spec)
+    with IndexWriter.create(
+        config.out,
+        block_shape=spec.block_shape,
+        embed_dim=spec.embed_dim,
+        precisions=spec.precisions,
+        shard_size=spec.shard_size,
+        encoder=config.encoder,
+    ) as writer:
+        for count, rows in parts:
+            if should_stop():
+                raise JobStopped(f"stopped; {config.out} was not written")
+            part = slice(len(writer), len(writer) + count)
+            writer.append(tokens[part], embeddings[part], rows)
+            on_event(Progress("importing", len(writer), spec.rows))
+        manifest = writer.finish()
+    if config.ann:
+        on_event(StatusMessage("building the nearest-neighbour index"))
+        manifest = add_ann(config.out)
+    return _result(manifest, time.monotonic() - started)
+
+
+def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
+    """The array in a .npy file as a memory map; 16-bit words that are no numbers of NumPy's own become bfloat16.
+
+    Raises:
+        UsageError: the file is not a whole .npy file of numbers, has another number of dimensions, or holds no row.
+    """
+    import numpy as np
+
+    from storage_formats.codecs import BF16
+
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"cannot read {path} as a .npy file: {error}") from error
+    if not isinstance(array, np.memmap):  # an .npz archive
+        array.close()
+        raise UsageError(f"{path} is not a .npy file; save one array with numpy.save")
+    extra = path.stat().st_size - int(array.offset) - array.nbytes
+    if extra:
+        raise UsageError(f"{path} has {extra} bytes more than its header says; it is damaged")
+    if array.ndim != dimensions:
+        raise UsageError(f"{path} must have {dimensions} dimensions, it has the shape {list(array.shape)}")
+    if not array.flags.c_contiguous:
+        raise UsageError(f"{path} is stored in Fortran order; save numpy.ascontiguousarray of it")
+    if array.dtype == np.uint16 or array.dtype == np.dtype("V2"):
+        return array.view(BF16)
+    return array
+
+
+def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]]:
+    """(number of rows, their columns) of consecutive parts. Checks the file before it yields."""
+    if path is None:
+        return ((min(_CHUNK_ROWS, rows - start), None) for start in range(0, rows, _CHUNK_ROWS))
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from storage_formats.writing.index_writer import ROW_COLUMNS
+
+    try:
+        file = pq.ParquetFile(path, pre_buffer=False)
+    except (OSError, pa.ArrowException) as error:
+        raise UsageError(f"cannot read {path} as a Parquet file: {error}") from error
+    columns = [name for name in file.schema_arrow.names if name in ROW_COLUMNS]
+    if "uri" not in columns:
+        raise UsageError(f"{path} has no column 'uri'; it has: {', '.join(file.schema_arrow.names)}")
+    if file.metadata.num_rows != rows:
+        raise UsageError(f"{path} has {file.metadata.num_rows} rows, the arrays have {rows}")
+    batches = file.iter_batches(_CHUNK_ROWS, columns=columns, use_threads=False)
+    return ((len(batch), batch) for batch in batches)
+
+
+def _check_disk(out: Path, spec: IndexSpec) -> None:
+    need, free = disk_need(spec), free_disk(out)
+    if need.total > free:
+        raise UsageError(f"the index needs {need} of disk, {human_bytes(free)} are free at {out}")
+
+
+def _result(manifest: Manifest, seconds: float) -> ArraysResult:
+    from storage_formats.codecs import codec
+
+    spec = manifest.spec
+    return ArraysResult(
+        rows=spec.rows,
+        shards=spec.shards,
+        block_shape=spec.block_shape,
+        embed_dim=spec.embed_dim,
+        bytes_per_image={name: codec(name, spec.block_shape).record_bytes for name in spec.precisions},
+        ann=str(manifest.ann["kind"]),
+        seconds=seconds,
+    )

@@ -1,0 +1,326 @@
+"""Writing a whole index from arrays, for callers with their own encoder.
+
+The writer holds back the rows of one shard, and commits each full shard with the protocol of SPEC.md section 11.
+`index.json` comes last, so that a reader sees the whole index or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from storage_formats.atomic import fsync_paths
+from storage_formats.codecs import BF16, Blocks, codec
+from storage_formats.errors import UsageError
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import Manifest
+from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.rows import INDEXED, ROW_SCHEMA
+from storage_formats.writing.publish import Provenance, begin_index, finish_index
+from storage_formats.writing.shard_writer import ShardWriter
+
+Rows: TypeAlias = Sequence[str] | Mapping[str, Any] | pa.Table | pa.RecordBatch
+
+ROW_COLUMNS = ("uri", "uri_raw", "size", "content_hash", "width", "height")
+"""Columns of the rows table that a caller may give."""
+_BLOCK_TYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(BF16))
+_EMBEDDING_TYPES = (*_BLOCK_TYPES, np.dtype(np.float64))
+_EXPONENT = np.uint16(0x7F80)  # bfloat16: all ones in NaN and in infinity
+
+
+class IndexWriter:
+    """Writes an index of token blocks and embeddings that the caller computed. Not thread-safe.
+
+    Use it as a context manager: leaving the block commits the index, and an exception removes everything that was
+    written. Memory is bounded by one shard. The index has no nearest-neighbour index; `edje_index.add_ann` adds one.
+
+    Example:
+        >>> import numpy as np
+        >>> from storage_formats import IndexWriter, TokenStore
+        >>> rng = np.random.default_rng(0)
+        >>> with IndexWriter.create("arrays.edje", block_shape=(4, 16), embed_dim=8, precisions=["fp8"]) as writer:
+        ...     for part in range(3):
+        ...         blocks = rng.standard_normal((10, 4, 16), dtype=np.float32)
+        ...         embeddings = rng.standard_normal((10, 8), dtype=np.float32)
+        ...         row_ids = writer.append(blocks, embeddings, [f"page-{part}-{row}" for row in range(10)])
+        >>> row_ids
+        range(20, 30)
+        >>> TokenStore.open("arrays.edje", "fp8").fetch([29, 0]).shape
+        (2, 4, 16)
+    """
+
+    def __init__(self, root: Path, spec: IndexSpec, encoder: str) -> None:
+        """Use `create`."""
+        self._layout = Layout(root)
+        self._spec = spec  # its number of rows is that of one shard
+        self._encoder = encoder
+        self._existed = root.exists()
+        self._open = True
+        self._receipts: list[ShardReceipt] = []
+        self._tables: list[pa.Table] = []
+        self._held = 0
+        self._blocks = np.empty((spec.shard_size, *spec.block_shape), dtype=BF16)
+        self._embeddings = np.empty((spec.shard_size, spec.embed_dim), dtype=np.float32)
+        described = f"arrays {spec} {encoder}"
+        self._plan = hashlib.sha256(described.encode()).hexdigest()
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        *,
+        block_shape: tuple[int, int],
+        embed_dim: int,
+        precisions: Sequence[str] = ("bf16",),
+        shard_size: int = 1024,
+        encoder: str = "unknown",
+    ) -> IndexWriter:
+        """Begin an index at `path`, which must not exist or be an empty directory.
+
+        Args:
+            path: directory of the index.
+            block_shape: (m, d), tokens per block and their width.
+            embed_dim: width of the embeddings.
+            precisions: names of the precisions to store, see `storage_formats.precisions`.
+            shard_size: rows per shard; the writer holds one shard in memory.
+            encoder: name and version of the model that computed the arrays, stored in `index.json`.
+
+        Raises:
+            UsageError: `path` is in use, or a number or a precision is not valid.
+            OSError: the directory cannot be written.
+        """
+        m, d = block_shape
+        spec = IndexSpec(shard_size, shard_size, (m, d), embed_dim, tuple(dict.fromkeys(precisions)))
+        if not spec.precisions:
+            raise UsageError("an index needs at least one precision, got none")
+        for name in spec.precisions:
+            codec(name, spec.block_shape)
+        root = Path(path)
+        _check_free(Layout(root))
+        writer = cls(root, spec, encoder)
+        writer._begin()
+        return writer
+
+    def __len__(self) -> int:
+        """Number of rows appended."""
+        return len(self._receipts) * self._spec.shard_size + self._held
+
+    def append(self, blocks: NDArray[Any], embeddings: NDArray[Any], rows: Rows | None = None) -> range:
+        """Add k rows, any number of them, and return their row ids.
+
+        Arrays are copied one shard at a time, so they may be memory maps of any length. The writer stays usable after
+        an error; `len(writer)` is the number of rows that it holds.
+
+        Args:
+            blocks: [k, m, d], float32, float16 or bfloat16, finite; rounded to bfloat16, to nearest even.
+            embeddings: [k, embed_dim], floating point, finite and not zero; stored as float32 of unit length.
+            rows: k URIs, or a table, record batch or mapping with columns of `ROW_COLUMNS`. The URI is the row id as
+                text if it is not given.
+
+        Raises:
+            UsageError: a wrong shape or type, a value that is not finite, or the writer is closed.
+            OSError: a shard cannot be written; the next call tries again.
+        """
+        self._check_open()
+        blocks, embeddings = np.asarray(blocks), np.asarray(embeddings)
+        self._check_shapes(blocks, embeddings)
+        given = _given_columns(rows, len(blocks))
+        first = len(self)
+        done = 0
+        while done < len(blocks):
+            self._commit_full_shard()
+            stop = min(len(blocks), done + self._spec.shard_size - self._held)
+            columns = {name: column[done:stop] for name, column in given.items()}
+            self._hold(blocks[done:stop], embeddings[done:stop], columns)
+            done = stop
+        self._commit_full_shard()
+        return range(first, first + len(blocks))
+
+    def finish(self) -> Manifest:
+        """Commit the index and close the writer; called on leaving the context without an exception.
+
+        An exception aborts the writer.
+
+        Raises:
+            UsageError: no row was appended, or the writer is closed.
+            OSError: the index cannot be written.
+        """
+        self._check_open()
+        try:
+            manifest = self._commit_index()
+        except BaseException:
+            self.abort()
+            raise
+        self._close()
+        return manifest
+
+    def abort(self) -> None:
+        """Remove everything that was written and close the writer; does nothing if it is closed."""
+        if not self._open:
+            return
+        self._close()
+        shutil.rmtree(self._layout.root)
+        if self._existed:
+            self._layout.root.mkdir()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._open:
+                self.finish()
+        finally:
+            self.abort()
+
+    def _begin(self) -> None:
+        """Make the directory, and the marker that tells readers and other writers that it is unfinished."""
+        self._layout.build.mkdir(parents=True)
+        self._layout.writer.touch(exist_ok=False)
+
+    def _spec_of(self, rows: int) -> IndexSpec:
+        spec = self._spec
+        return IndexSpec(rows, spec.shard_size, spec.block_shape, spec.embed_dim, spec.precisions)
+
+    def _hold(self, blocks: NDArray[Any], embeddings: NDArray[Any], columns: dict[str, Any]) -> None:
+        """Check and keep rows that fit into the current shard."""
+        first, stop = len(self), self._held + len(blocks)
+        self._blocks[self._held : stop] = _as_bf16(blocks, first)
+        self._embeddings[self._held : stop] = _as_unit_vectors(embeddings, first)
+        self._tables.append(_rows_table(columns, range(first, first + len(blocks))))
+        self._held = stop
+
+    def _commit_full_shard(self) -> None:
+        if self._held == self._spec.shard_size:
+            self._commit_shard()
+
+    def _commit_shard(self) -> None:
+        """Write the rows that are held as the next shard."""
+        first = len(self._receipts) * self._spec.shard_size
+        positions = np.arange(self._held, dtype=np.int64)
+        with ShardWriter(self._layout.root, self._spec_of(first + self._held), len(self._receipts)) as writer:
+            writer.put(positions, self._blocks[: self._held], self._embeddings[: self._held])
+            receipt = writer.commit(pa.concat_tables(self._tables), self._plan, {})
+        self._receipts.append(receipt)
+        self._tables.clear()
+        self._held = 0
+
+    def _commit_index(self) -> Manifest:
+        """Write the last shard, the metadata and `index.json`."""
+        root = self._layout.root
+        if not len(self):
+            raise UsageError(f"no row was appended; {root} is not written, because an index needs a row")
+        if self._held:
+            self._commit_shard()
+        spec = self._spec_of(sum(receipt.rows for receipt in self._receipts))
+        begin_index(root, spec)
+        fsync_paths([root.absolute().parent])
+        fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
+        provenance = Provenance({"encoder": self._encoder, "fingerprint": fingerprint}, {}, self._plan)
+        return finish_index(root, spec, self._receipts, provenance, {"kind": "none"})
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise UsageError(f"the writer of {self._layout.root} is closed; create another one for a new index")
+
+    def _check_shapes(self, blocks: NDArray[Any], embeddings: NDArray[Any]) -> None:
+        m, d = self._spec.block_shape
+        if blocks.ndim != 3 or blocks.shape[1:] != (m, d):
+            raise UsageError(f"blocks must have the shape [k, {m}, {d}], got {list(blocks.shape)}")
+        if embeddings.shape != (len(blocks), self._spec.embed_dim):
+            expected = [len(blocks), self._spec.embed_dim]
+            raise UsageError(f"embeddings of {len(blocks)} blocks must be {expected}, got {list(embeddings.shape)}")
+        if blocks.dtype not in _BLOCK_TYPES:
+            raise UsageError(f"blocks must be float32, float16 or bfloat16, got {blocks.dtype}; convert them first")
+        if embeddings.dtype not in _EMBEDDING_TYPES:
+            raise UsageError(f"embeddings must be floating-point numbers, got {embeddings.dtype}; convert them first")
+
+    def _close(self) -> None:
+        self._open = False
+        self._blocks, self._embeddings = self._blocks[:0], self._embeddings[:0]
+        self._tables.clear()
+
+
+def _check_free(layout: Layout) -> None:
+    """UsageError unless the root is absent or an empty directory."""
+    root = layout.root
+    if not root.exists():
+        return
+    if not root.is_dir():
+        raise UsageError(f"{root} exists and is not a directory; give another path")
+    if layout.manifest.exists():
+        raise UsageError(f"{root} holds a finished index; give another path, or delete it first")
+    if layout.writer.exists():
+        raise UsageError(f"{root} holds an unfinished index; if no process writes it, delete the directory")
+    if any(root.iterdir()):
+        raise UsageError(f"{root} is not empty; give another path")
+
+
+def _as_bf16(blocks: NDArray[Any], first: int) -> Blocks:
+    """bfloat16 [k, m, d]. UsageError if a value is not finite, or too large for bfloat16."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        converted = np.ascontiguousarray(blocks.astype(BF16, copy=False))
+    finite = ((converted.view(np.uint16) & _EXPONENT) != _EXPONENT).all(axis=(1, 2))
+    if not finite.all():
+        row = first + int(np.argmin(finite))
+        raise UsageError(f"the block of row {row} has a value that is NaN, infinite or too large for bfloat16")
+    return converted
+
+
+def _as_unit_vectors(embeddings: NDArray[Any], first: int) -> NDArray[np.float32]:
+    """float32 [k, embed_dim] of unit length. UsageError for a vector that has no direction."""
+    vectors = embeddings.astype(np.float64)
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    directed = np.isfinite(norms[:, 0]) & (norms[:, 0] > 0)
+    if not directed.all():
+        row = first + int(np.argmin(directed))
+        raise UsageError(f"the embedding of row {row} is zero, or has a value that is NaN or infinite")
+    unit: NDArray[np.float32] = (vectors / norms).astype(np.float32)
+    return unit
+
+
+def _given_columns(rows: Rows | None, count: int) -> dict[str, Any]:
+    """Columns of `rows` by name, Arrow arrays of `count` values in the types of the rows table."""
+    if rows is None:
+        return {}
+    if isinstance(rows, str):
+        raise UsageError(f"rows must be a sequence of URIs, a table or a mapping of columns, got the text {rows!r}")
+    if isinstance(rows, pa.Table | pa.RecordBatch):
+        columns: dict[str, Any] = {name: rows[name] for name in rows.schema.names}
+    else:
+        columns = dict(rows) if isinstance(rows, Mapping) else {"uri": list(rows)}
+    if unknown := sorted(set(columns) - set(ROW_COLUMNS)):
+        raise UsageError(f"rows have unknown columns {', '.join(unknown)}; known are: {', '.join(ROW_COLUMNS)}")
+    for name, values in columns.items():
+        if len(values) != count:
+            raise UsageError(f"{count} blocks need {count} rows, but column {name} has {len(values)}")
+    return {name: _column(ROW_SCHEMA.field(name), values) for name, values in columns.items()}
+
+
+def _column(field: pa.Field, values: Any) -> Any:
+    """`values` as an Arrow array of the field's type."""
+    try:
+        column = values if isinstance(values, pa.ChunkedArray | pa.Array) else pa.array(values)
+        column = column.cast(field.type)
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        raise UsageError(f"column {field.name} of the rows cannot be read as {field.type}: {error}") from error
+    if not field.nullable and column.null_count:
+        raise UsageError(f"column {field.name} of the rows has {column.null_count} empty values; every row needs one")
+    return column
+
+
+def _rows_table(columns: dict[str, Any], row_ids: range) -> pa.Table:
+    """The rows table of `row_ids`, all of them indexed; columns that are not given are null."""
+    defaults = {"row_id": list(row_ids), "uri": [str(row) for row in row_ids], "status": [INDEXED] * len(row_ids)}
+    arrays = {field.name: pa.nulls(len(row_ids), field.type) for field in ROW_SCHEMA}
+    return pa.table({**arrays, **defaults, **columns}, schema=ROW_SCHEMA)

@@ -1,0 +1,179 @@
+"""`edje-index import-arrays`: files to an index, and an index that the other commands take."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+
+import ml_dtypes
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from edje_index.search.late_interaction_search import LateInteractionSearch
+from storage_formats import TokenStore, read_rows, verify_index
+from storage_formats.format.layout import Layout
+from tests.command_line import command, environment
+from tests.conftest import same_bits
+
+ROWS = 2500
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """(tokens, embeddings, rows) on disk."""
+    folder = tmp_path_factory.mktemp("arrays")
+    rng = np.random.default_rng(0)
+    np.save(folder / "tokens.npy", rng.standard_normal((ROWS, 4, 16), dtype=np.float32))
+    np.save(folder / "embeddings.npy", rng.standard_normal((ROWS, 8), dtype=np.float32))
+    columns = {"uri": [f"page {row}" for row in range(ROWS)], "width": list(range(ROWS)), "note": ["x"] * ROWS}
+    pq.write_table(pa.table(columns), folder / "rows.parquet", row_group_size=999)
+    return folder / "tokens.npy", folder / "embeddings.npy", folder / "rows.parquet"
+
+
+def test_round_trip(run, files, tmp_path):
+    out = tmp_path / "pages.edje"
+    options = ["--precision", "fp8", "--precision", "bf16", "--shard-size", "700", "--encoder", "mine-1"]
+    code, output, progress = run("import-arrays", *files, "--out", out, *options, "--json")
+    assert code == 0
+    result = json.loads(output)
+    assert result.pop("seconds") > 0
+    assert result == {
+        "rows": ROWS,
+        "shards": 4,
+        "block_shape": [4, 16],
+        "embed_dim": 8,
+        "bytes_per_image": {"fp8": 68, "bf16": 128},
+        "ann": "flat",
+    }
+    assert "importing" in progress
+    assert verify_index(out) == []
+    assert same_bits(TokenStore.open(out).fetch(range(ROWS)), np.load(files[0]).astype(ml_dtypes.bfloat16))
+    table = read_rows(out)
+    assert table["uri"].to_pylist() == [f"page {row}" for row in range(ROWS)]
+    assert table["width"].to_pylist() == list(range(ROWS))
+
+
+def test_other_commands_take_the_index(run, files, tmp_path):
+    out = tmp_path / "pages.edje"
+    assert run("import-arrays", *files[:2], "--out", out, "--encoder", "mine-1", "--quiet")[0] == 0
+    code, output, _ = run("info", out)
+    assert code == 0
+    assert "mine-1" in output
+    assert run("verify", out)[:2] == (0, f"{out}: sound\n")
+    assert run("quantize", out, "--to", "fp8", "--quiet")[0] == 0
+    assert len(TokenStore.open(out, "fp8")) == ROWS
+    code, _, message = run("search", out, "a page about boats")
+    assert code == 1
+    assert message.endswith("has no model for text; search it with edje_index.LateInteractionSearch\n")
+    code, _, message = run("build", tmp_path, "--out", out, "--model", tmp_path)
+    assert (code, message.count("\n")) == (2, 1)
+    query = np.load(files[0])[7, :2]
+    assert LateInteractionSearch.open(out).search(query, k=1, embedding=np.load(files[1])[7])[0].row_id == 7
+
+
+@pytest.mark.parametrize("dtype", ["float16", "uint16", "raw"])
+def test_token_types(run, files, tmp_path, dtype):
+    blocks = np.load(files[0])[:5].astype(np.float16 if dtype == "float16" else ml_dtypes.bfloat16)
+    np.save(tmp_path / "tokens.npy", blocks.view(np.uint16) if dtype == "uint16" else blocks)
+    np.save(tmp_path / "embeddings.npy", np.load(files[1])[:5])
+    arguments = [tmp_path / "tokens.npy", tmp_path / "embeddings.npy", "--out", tmp_path / "out", "--no-ann", "--quiet"]
+    assert run("import-arrays", *arguments)[0] == 0
+    assert same_bits(TokenStore.open(tmp_path / "out").fetch(range(5)), blocks.astype(ml_dtypes.bfloat16))
+    assert not (tmp_path / "out" / "ann" / "index.faiss").exists()
+
+
+def refused(run, tmp_path, *files):
+    """The message of an import that exits with code 2 and leaves nothing."""
+    code, _, message = run("import-arrays", *files, "--out", tmp_path / "out", "--quiet")
+    assert code == 2, message
+    assert message.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    return message
+
+
+def test_arrays_that_are_refused(run, files, tmp_path):
+    tokens, embeddings, _ = files
+    bad = tmp_path / "bad.npy"
+
+    np.save(bad, np.load(tokens)[:-1])
+    assert f"has {ROWS - 1} rows" in refused(run, tmp_path, bad, embeddings)
+    np.save(bad, np.load(tokens)[0])
+    assert "must have 3 dimensions" in refused(run, tmp_path, bad, embeddings)
+    np.save(bad, np.asfortranarray(np.load(tokens)))
+    assert "Fortran order" in refused(run, tmp_path, bad, embeddings)
+    np.save(bad, np.load(tokens).astype(np.int8))
+    assert "blocks must be float32, float16 or bfloat16, got int8" in refused(run, tmp_path, bad, embeddings)
+    values = np.load(tokens)
+    values[ROWS - 1, 0, 0] = np.nan
+    np.save(bad, values)
+    assert f"the block of row {ROWS - 1}" in refused(run, tmp_path, bad, embeddings)
+
+
+def test_files_that_are_refused(run, files, tmp_path):
+    tokens, embeddings, _ = files
+    bad = tmp_path / "bad.npy"
+    content = tokens.read_bytes()
+
+    bad.write_bytes(content[:-1])
+    assert "as a .npy file" in refused(run, tmp_path, bad, embeddings)
+    bad.write_bytes(content + b"more")
+    assert "has 4 bytes more than its header says" in refused(run, tmp_path, bad, embeddings)
+    bad.write_bytes(b"no array")
+    assert "as a .npy file" in refused(run, tmp_path, bad, embeddings)
+    np.save(bad, np.array([{"an": "object"}], dtype=object), allow_pickle=True)
+    assert "as a .npy file" in refused(run, tmp_path, bad, embeddings)
+    with open(bad, "wb") as file:
+        np.savez(file, tokens=np.ones(3))
+    assert "save one array with numpy.save" in refused(run, tmp_path, bad, embeddings)
+
+
+def test_rows_that_are_refused(run, files, tmp_path):
+    bad = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"url": ["a"] * ROWS}), bad)
+    assert "has no column 'uri'; it has: url" in refused(run, tmp_path, *files[:2], bad)
+    pq.write_table(pa.table({"uri": ["a"]}), bad)
+    assert f"has 1 rows, the arrays have {ROWS}" in refused(run, tmp_path, *files[:2], bad)
+    bad.write_bytes(b"no table")
+    assert "as a Parquet file" in refused(run, tmp_path, *files[:2], bad)
+
+
+def test_a_killed_import_leaves_nothing_that_opens(run, tmp_path):
+    np.save(tmp_path / "tokens.npy", np.ones((60_000, 4, 16), dtype=np.float16))
+    np.save(tmp_path / "embeddings.npy", np.ones((60_000, 8), dtype=np.float16))
+    out = tmp_path / "out"
+    arguments = ["import-arrays", tmp_path / "tokens.npy", tmp_path / "embeddings.npy", "--out", out]
+    arguments += ["--shard-size", "32", "--no-ann", "--quiet"]
+    process = subprocess.Popen(command(*arguments), env=environment())
+    try:
+        limit = time.monotonic() + 60
+        while not Layout(out).receipt(3).exists():
+            assert time.monotonic() < limit
+            assert process.poll() is None
+            time.sleep(0.001)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    for words in (["info", out], ["verify", out], arguments):
+        code, _, message = run(*words)
+        assert code in (1, 2)
+        assert "delete the directory" in message
+
+
+def test_a_stopped_import_leaves_nothing(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.ones((60_000, 4, 16), dtype=np.float16))
+    np.save(tmp_path / "embeddings.npy", np.ones((60_000, 8), dtype=np.float16))
+    out = tmp_path / "out"
+    arguments = [tmp_path / "tokens.npy", tmp_path / "embeddings.npy", "--out", out, "--shard-size", "32", "--no-ann"]
+    process = subprocess.Popen(command("import-arrays", *arguments), env=environment(), stderr=subprocess.PIPE)
+    while not Layout(out).receipt(3).exists():
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)
+    message = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 1
+    assert "stopped; " in message
+    assert not out.exists()

@@ -1,0 +1,267 @@
+"""Writing an index from arrays: what is stored, what is refused, and what a failure leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import ml_dtypes
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from storage_formats import IndexWriter, Manifest, TokenStore, read_rows, verify_index
+from storage_formats.errors import IncompleteIndexError, UsageError
+from storage_formats.format.layout import Layout
+from storage_formats.reading.embeddings import read_embeddings
+from storage_formats.writing.shard_writer import ShardWriter
+from tests.conftest import REPO, same_bits
+
+SHAPE = {"block_shape": (4, 16), "embed_dim": 8, "shard_size": 5}
+
+
+def arrays(count, dtype=np.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    blocks = rng.standard_normal((count, 4, 16), dtype=np.float32).astype(dtype)
+    return blocks, rng.standard_normal((count, 8), dtype=np.float32)
+
+
+def files_of(root):
+    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("chunks", [[13], [1] * 13, [5, 5, 3], [4, 0, 7, 2], [12, 1]])
+def test_round_trip_does_not_depend_on_the_chunks(tmp_path, chunks):
+    blocks, embeddings = arrays(13)
+    root = tmp_path / "index"
+    with IndexWriter.create(root, precisions=["bf16", "fp8"], **SHAPE) as writer:
+        done = 0
+        for count in chunks:
+            part = slice(done, done + count)
+            uris = [f"page {row}" for row in range(done, done + count)]
+            assert writer.append(blocks[part], embeddings[part], uris) == range(done, done + count)
+            done += count
+        assert len(writer) == 13
+    assert verify_index(root) == []
+    assert same_bits(TokenStore.open(root).fetch(range(13)), blocks.astype(ml_dtypes.bfloat16))
+    assert read_rows(root)["uri"].to_pylist() == [f"page {row}" for row in range(13)]
+    spec = Manifest.load(root).spec
+    assert (spec.rows, spec.shards, spec.precisions) == (13, 3, ("bf16", "fp8"))
+    unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    np.testing.assert_allclose(read_embeddings(root, spec, np.arange(13)), unit, rtol=1e-6)
+    with IndexWriter.create(tmp_path / "again", precisions=["bf16", "fp8"], **SHAPE) as writer:
+        writer.append(blocks, embeddings, [f"page {row}" for row in range(13)])
+    assert files_of(root) == files_of(tmp_path / "again")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_block_types(tmp_path, dtype):
+    blocks, embeddings = arrays(3, dtype)
+    with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
+        writer.append(blocks, embeddings)
+    assert same_bits(TokenStore.open(tmp_path / "index").fetch([0, 1, 2]), blocks.astype(ml_dtypes.bfloat16))
+    assert read_rows(tmp_path / "index")["uri"].to_pylist() == ["0", "1", "2"]
+
+
+def test_blocks_may_be_a_memory_map_of_several_shards(tmp_path):
+    blocks, embeddings = arrays(12)
+    np.save(tmp_path / "blocks.npy", blocks)
+    mapped = np.load(tmp_path / "blocks.npy", mmap_mode="r")
+    with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
+        writer.append(mapped, embeddings)
+    assert same_bits(TokenStore.open(tmp_path / "index").fetch(range(12)), blocks.astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"uri": ["a", "b"], "width": [3, 4]},
+        pa.table({"width": pa.array([3, 4], pa.int64()), "uri": ["a", "b"]}),
+        pa.record_batch({"uri": ["a", "b"], "width": np.array([3, 4])}),
+    ],
+)
+def test_columns_of_rows(tmp_path, rows):
+    with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
+        writer.append(*arrays(2), rows)
+    table = read_rows(tmp_path / "index")
+    assert (table["uri"].to_pylist(), table["width"].to_pylist()) == (["a", "b"], [3, 4])
+    assert table["height"].null_count == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["a"], "2 blocks need 2 rows, but column uri has 1"),
+        ("ab", "got the text 'ab'"),
+        ({"status": ["failed"] * 2}, "unknown columns status"),
+        ({"width": ["wide", "narrow"]}, "column width of the rows cannot be read as int32"),
+        ({"uri": ["a", None]}, "column uri of the rows has 1 empty values"),
+    ],
+)
+def test_rows_that_are_refused(tmp_path, rows, message):
+    writer = IndexWriter.create(tmp_path / "index", **SHAPE)
+    with pytest.raises(UsageError, match=message):
+        writer.append(*arrays(2), rows)
+    assert len(writer) == 0
+
+
+def changed(array, position, value):
+    array[position] = value
+    return array
+
+
+BLOCKS, EMBEDDINGS = arrays(2)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "embeddings", "message"),
+    [
+        (BLOCKS[:, :3], EMBEDDINGS, r"blocks must have the shape \[k, 4, 16\], got \[2, 3, 16\]"),
+        (BLOCKS[0], EMBEDDINGS, r"blocks must have the shape"),
+        (BLOCKS, EMBEDDINGS[:1], r"embeddings of 2 blocks must be \[2, 8\], got \[1, 8\]"),
+        (BLOCKS.astype(np.float64), EMBEDDINGS, "blocks must be float32, float16 or bfloat16, got float64"),
+        (BLOCKS, EMBEDDINGS.astype(np.int32), "embeddings must be floating-point numbers, got int32"),
+        (changed(BLOCKS.copy(), (1, 0, 3), np.nan), EMBEDDINGS, "the block of row 1 has a value that is NaN"),
+        (changed(BLOCKS.copy(), (0, 3, 1), -np.inf), EMBEDDINGS, "the block of row 0 has"),
+        (changed(BLOCKS.copy(), (1, 3, 1), 3.4e38), EMBEDDINGS, "too large for bfloat16"),
+        (BLOCKS, changed(EMBEDDINGS.copy(), (1, 1), np.inf), "the embedding of row 1"),
+        (BLOCKS, changed(EMBEDDINGS.copy(), 1, 0), "the embedding of row 1 is zero"),
+    ],
+)
+def test_arrays_that_are_refused(tmp_path, blocks, embeddings, message):
+    root = tmp_path / "index"
+    with IndexWriter.create(root, **SHAPE) as writer:
+        with pytest.raises(UsageError, match=message):
+            writer.append(blocks, embeddings)
+        writer.append(BLOCKS, EMBEDDINGS)  # the writer is usable after an error
+    assert len(TokenStore.open(root)) == 2
+
+
+@pytest.mark.parametrize(
+    "changes", [{"precisions": ["fp7"]}, {"precisions": []}, {"embed_dim": 0}, {"block_shape": (0, 16)}]
+)
+def test_settings_that_are_refused(tmp_path, changes):
+    with pytest.raises(UsageError):
+        IndexWriter.create(tmp_path / "index", **{**SHAPE, **changes})
+    assert not (tmp_path / "index").exists()
+
+
+def write_then_fail(writer):
+    writer.append(*arrays(12))
+    writer.append(BLOCKS[0], EMBEDDINGS)
+
+
+def test_an_exception_removes_everything(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for root in (tmp_path / "new", tmp_path / "empty"):
+        with pytest.raises(UsageError, match="must have the shape"), IndexWriter.create(root, **SHAPE) as writer:
+            write_then_fail(writer)
+    assert not (tmp_path / "new").exists()
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_no_rows_is_an_error_and_leaves_nothing(tmp_path):
+    with pytest.raises(UsageError, match="no row was appended"), IndexWriter.create(tmp_path / "index", **SHAPE):
+        pass
+    assert not (tmp_path / "index").exists()
+
+
+def test_a_closed_writer_refuses(tmp_path):
+    with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
+        writer.append(*arrays(1))
+        writer.finish()
+    assert verify_index(tmp_path / "index") == []
+    for call in (writer.finish, lambda: writer.append(*arrays(1))):
+        with pytest.raises(UsageError, match="is closed"):
+            call()
+
+
+def test_paths_that_are_in_use(tmp_path):
+    with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
+        writer.append(*arrays(1))
+        with pytest.raises(UsageError, match="holds an unfinished index"):
+            IndexWriter.create(tmp_path / "index", **SHAPE)
+    with pytest.raises(UsageError, match="holds a finished index"):
+        IndexWriter.create(tmp_path / "index", **SHAPE)
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(UsageError, match="not a directory"):
+        IndexWriter.create(tmp_path / "file", **SHAPE)
+    with pytest.raises(UsageError, match="is not empty"):
+        IndexWriter.create(tmp_path, **SHAPE)
+
+
+def test_a_failed_write_is_tried_again(tmp_path, monkeypatch):
+    blocks, embeddings = arrays(12)
+    commit, failures = ShardWriter.commit, [OSError(28, "No space left on device")]
+
+    def fail_once(self, *arguments):
+        if failures:
+            raise failures.pop()
+        return commit(self, *arguments)
+
+    monkeypatch.setattr(ShardWriter, "commit", fail_once)
+    with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
+        with pytest.raises(OSError, match="No space"):
+            writer.append(blocks, embeddings)
+        writer.append(blocks[len(writer) :], embeddings[len(writer) :])
+    assert verify_index(tmp_path / "index") == []
+    assert same_bits(TokenStore.open(tmp_path / "index").fetch(range(12)), blocks.astype(ml_dtypes.bfloat16))
+
+
+ENDLESS = """
+import sys
+import numpy as np
+from storage_formats import IndexWriter
+
+blocks = np.ones((7, 4, 16), dtype=np.float32)
+with IndexWriter.create(sys.argv[1], block_shape=(4, 16), embed_dim=8, shard_size=5) as writer:
+    while True:
+        writer.append(blocks, blocks[:, 0, :8])
+"""
+
+
+@pytest.mark.parametrize("shards", [0, 1, 4])
+def test_a_killed_writer_leaves_nothing_that_opens(tmp_path, shards):
+    root = tmp_path / "index"
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(root)], env=environment)
+    try:
+        waited = Layout(root).receipt(shards - 1) if shards else Layout(root).writer
+        limit = time.monotonic() + 60
+        while not waited.exists():
+            assert time.monotonic() < limit
+            assert process.poll() is None
+            time.sleep(0.001)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with pytest.raises(IncompleteIndexError, match="delete the directory"):
+        TokenStore.open(root)
+    with pytest.raises(IncompleteIndexError):
+        verify_index(root)
+    with pytest.raises(UsageError, match="holds an unfinished index"):
+        IndexWriter.create(root, **SHAPE)
+
+
+def test_memory_is_bounded_by_a_shard(tmp_path):
+    """200 shards of 1 MB each, written by a process whose peak grows by far less."""
+    script = """
+import resource, sys
+import numpy as np
+from storage_formats import IndexWriter
+
+blocks = np.ones((256, 32, 64), dtype=np.float32)
+with IndexWriter.create(sys.argv[1], block_shape=(32, 64), embed_dim=8, shard_size=256) as writer:
+    peaks = []
+    for _ in range(200):
+        writer.append(blocks, blocks[:, 0, :8])
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(peaks[-1] - peaks[20])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", script, str(tmp_path / "index")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 30 * 1024  # KiB
