@@ -50,8 +50,8 @@ def test_quantize_resumes_repeats_and_drops(case, tmp_path):
         (["--drop", "fp3"], "unknown precision 'fp3'"),
         (["--to", "fp8", "--from", "fp3"], "unknown precision 'fp3'"),
         (["--to", "int8", "--from", "bf16"], "does not hold 'bf16' to convert from"),
-        (["--to", "int8", "--workers", 2], "for '--engine ray'"),
-        (["--to", "int8", "--address", "head:1"], "for '--engine ray'"),
+        (["--to", "int8", "--workers", 2], "need --engine ray"),
+        (["--to", "int8", "--address", "head:1"], "need --engine ray"),
     ]:
         assert words in run_process("quantize", tmp_path / "a", *options, expect=2)["error"]
     assert "there is no index" in run_process("quantize", tmp_path / "b", "--to", "fp8", expect=2)["error"]
