@@ -30,8 +30,8 @@ from edje_index.training.data.batches import BatchSource, Features, JointBatch
 from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.token_rows import SpecialTokens
 from edje_index.training.loop.distributed import WorkerGroup
-from edje_index.training.loop.train_worker import TrainTask, run_worker
-from edje_index.training.loop.training_loop import Runtime
+from edje_index.training.loop.task import Runtime, TrainTask
+from edje_index.training.loop.train_worker import run_worker
 from edje_index.training.model.objectives import TOTAL, JointObjective
 from edje_index.training.model.start_bundle import Origin, make_start, set_attention, set_dropout
 from storage_formats.format.layout import IndexSpec
@@ -69,14 +69,14 @@ def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
     """Seconds of a step by subject and window, their medians, and the ratios that the loop comes to."""
     config = make_config(
         {
-            "batch_size": case.batch_size,
-            "negatives": case.negatives,
-            "dropout": case.dropout,
-            "attention_dropout": case.dropout,
-            "dtype": case.dtype,
-            "tokens": case.sizes.tokens,
-            "adapter_hidden": case.sizes.adapter_hidden,
-            "steps": (case.windows + 1) * case.steps,
+            "architecture": {
+                "tokens": case.sizes.tokens,
+                "adapter_hidden": case.sizes.adapter_hidden,
+                "dropout": case.dropout,
+                "attention_dropout": case.dropout,
+            },
+            "negatives": {"count": case.negatives},
+            "loop": {"batch_size": case.batch_size, "dtype": case.dtype, "steps": (case.windows + 1) * case.steps},
         }
     )
     task = _make_task(folder, case, config)
@@ -154,10 +154,10 @@ def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
     with torch.no_grad():
         stored = replace(batch, patches=adapter(batch.patches.float()))
     through = build_adapter(AdapterConfig("patches", tokens, width, width, hidden_dim=0))
-    objective, seen = task.config.objective, task.config.seen
+    objective, augmentation = task.config.objective, task.config.augmentation
     dtype = resolve_dtype(task.config.loop.dtype, torch.device("cpu"))
-    whole = JointObjective(adapter, bundle.joint, objective, seen).train()
-    joint = JointObjective(through, bundle.joint, objective, seen).train()
+    whole = JointObjective(adapter, bundle.joint, objective, augmentation).train()
+    joint = JointObjective(through, bundle.joint, objective, augmentation).train()
     return {
         "objective": _forward_and_backward(whole, batch, dtype),
         "joint": _forward_and_backward(joint, stored, dtype),

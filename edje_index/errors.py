@@ -15,6 +15,7 @@ EXTRAS_OF_MODULE = {
     "matplotlib": ("search", "build", "train", "bench"),
     "onnx": ("towers", "demo"),
     "open_clip": ("search", "build", "train"),
+    "pydantic": ("train",),
     "PIL": ("search", "build", "train"),
     "ray": ("build", "train"),
     "safetensors": ("search", "build", "train"),

@@ -1,6 +1,6 @@
-"""Training of the adapter and the joint encoder over cached features of the frozen tower.
+"""Training of the adapter and the joint encoder on cached features of the frozen vision tower.
 
-What is trained and how (`config`, `losses`, `negatives`, `masking`, `schedule`), on which data (`dataset`, `batches`,
-`prefetch`), the loop with its checkpoints (`loop`, `checkpoint`, `distributed`), and what surrounds it (`start`,
-`selection`). Importing the package loads nothing heavy.
+`config` holds the settings and `presets` named sets of them. `data` makes batches, `model` holds the objectives and the
+initial weights, `loop` runs the optimiser steps, and `fitting` fits the final score to the trained weights. Importing
+the package loads nothing heavy.
 """

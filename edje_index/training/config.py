@@ -1,255 +1,264 @@
-"""What training does: one tree of frozen values whose defaults are the paper's (appendix "Training Hyperparameters").
+"""Training settings: a tree of frozen pydantic models whose defaults are the paper's hyperparameters.
 
-The name of a leaf is its name as a command-line option and in a TOML file, where the groups are tables. Loads no torch.
+A setting is named ``group.key`` everywhere: in Python, in settings files, on the command line and in error messages.
+Loads no torch.
 """
 
 from __future__ import annotations
 
-import math
+import difflib
 from collections.abc import Mapping
-from dataclasses import Field, asdict, dataclass, field, fields, replace
-from typing import Any, get_type_hints
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from storage_formats.errors import UsageError
 
-PHASE_LR = {"pretrain": 3e-4, "finetune": 2e-5}
-ADAPTERS = ("compressed", "local", "strided", "clustered", "pruned")
+MAX_TEXT_LENGTH = 64  # the joint encoder reads no more
+Model = TypeVar("Model", bound="Settings")
 
 
-def _leaf(default: Any, text: str, *, choices: tuple[str, ...] | None = None, minimum: float | None = None) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices, "minimum": minimum})
+class Settings(BaseModel):
+    """A frozen group of settings. Unknown names and values of another type are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-@dataclass(frozen=True)
-class ArchitectureConfig:
-    """What is trained."""
+class ArchitectureConfig(Settings):
+    """Which model is trained."""
 
-    adapter: str = _leaf("compressed", "Kind of adapter.", choices=ADAPTERS)
-    tokens: int = _leaf(64, "Tokens that are stored of an image; a local adapter stores all patches.", minimum=1)
-    adapter_hidden: int = _leaf(8192, "Width of the adapter's MLP.", minimum=1)
-    language_layers: int | None = _leaf(None, "Keep so many layers of the language model, the first ones.", minimum=1)
-    words: str = _leaf(
-        "trained",
-        "Word vectors of the language model; frozen ones need not be carried beside it (carry-model).",
-        choices=("trained", "frozen"),
+    adapter: Literal["compressed", "local", "strided", "clustered", "pruned"] = Field(
+        default="compressed", description="Kind of adapter."
     )
-    dropout: float | None = _leaf(
-        None, "Dropout of hidden states in training.  [default: the language model's]", minimum=0
+    tokens: int = Field(
+        default=64, ge=1, description="Stored tokens per image. A local adapter stores one per patch instead."
     )
-    attention_dropout: float | None = _leaf(
-        None, "Dropout of attention in training; dear on a CPU.  [default: the language model's]", minimum=0
+    adapter_hidden: int = Field(default=8192, ge=1, description="Width of the adapter's MLP.")
+    language_layers: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of language model layers to keep, counted from the input. None keeps all.",
     )
-
-
-@dataclass(frozen=True)
-class SeenConfig:
-    """What of an image a step sees, a random choice anew in every step: against overfitting."""
-
-    views: int = _leaf(
-        0,
-        "Random crops of each photo that are trained on beside it, half of them mirrored; the features of each cost "
-        "a pass of the tower.",
-        minimum=0,
+    word_embeddings: Literal["trained", "frozen"] = Field(
+        default="trained",
+        description="Whether word embeddings are trained. Frozen ones are not stored when a model is packed.",
     )
-    patch_dropout: float = _leaf(0.0, "Part of the patches that the compressed adapter does not see.", minimum=0)
-    step_tokens: int | None = _leaf(
-        None, "Of an image's tokens, how many the joint encoder reads in training.  [default: all]", minimum=1
+    dropout: float | None = Field(
+        default=None, ge=0, lt=1, description="Dropout of hidden states. None keeps the language model's."
+    )
+    attention_dropout: float | None = Field(
+        default=None, ge=0, lt=1, description="Dropout of attention, slow on a CPU. None keeps the language model's."
     )
 
 
-@dataclass(frozen=True)
-class ObjectiveConfig:
-    """What is minimised: the weighted sum of the losses in `losses`."""
+class AugmentationConfig(Settings):
+    """Random augmentation, drawn anew at every step."""
 
-    itm: str = _leaf(
-        "softmax",
-        "Matching loss: cross-entropy of the positive against its negatives, or binary for each pair.",
-        choices=("softmax", "binary"),
+    views: int = Field(
+        default=0,
+        ge=0,
+        description="Random crops per photo, half of them mirrored. Each costs one pass of the vision tower.",
     )
-    itm_weight: float = _leaf(1.0, "Weight of the matching loss.", minimum=0)
-    mlm_weight: float = _leaf(1.0, "Weight of masked language modelling; 0 leaves it out.", minimum=0)
-    mlm_probability: float = _leaf(0.5, "Part of the caption tokens that are masked.", minimum=0)
-    recovery_weight: float = _leaf(1.0, "Weight of text-embedding recovery; 0 leaves it out.", minimum=0)
-    distillation_weight: float = _leaf(1.0, "Weight of distillation, with a teacher.", minimum=0)
-    text_length: int = _leaf(
-        64, "Longest text row in training, [CLS] and both [SEP] included, in tokens; 64 in search.", minimum=4
+    patch_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Fraction of patches hidden from a compressed adapter."
     )
-
-
-@dataclass(frozen=True)
-class NegativesConfig:
-    """Which pairs are negatives; see `negatives`."""
-
-    negatives: int = _leaf(3, "Negative images, and as many negative texts, of a pair.", minimum=1)
-    negatives_temperature: float | None = _leaf(
-        None, "Similarities are divided by it before the softmax; 0 takes the top-k.  [default: the tower's]", minimum=0
-    )
-    negatives_curriculum: int = _leaf(
-        0, "Steps over which the part of mined negatives grows from none to all; the others are random.", minimum=0
+    step_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens per image that the joint encoder reads in a training step. None reads all.",
     )
 
 
-@dataclass(frozen=True)
-class AlignmentConfig:
-    """A cheap phase before training proper, without the language model: see `losses.alignment_loss`."""
+class ObjectiveConfig(Settings):
+    """The loss: a weighted sum. A loss of weight 0 is not computed, except the matching loss."""
 
-    align_steps: int = _leaf(0, "Steps that first align the adapter's tokens with caption words.", minimum=0)
-    align_batch_size: int = _leaf(256, "Images of an alignment step.", minimum=2)
-    align_captions: int = _leaf(5, "Captions of each image in an alignment step.", minimum=1)
-    align_start: str = _leaf(
-        "clusters",
-        "Initialisation of a new compressed adapter: queries at clusters of patches, or unchanged.",
-        choices=("clusters", "kept"),
+    itm: Literal["softmax", "binary"] = Field(
+        default="softmax",
+        description="Matching loss: cross-entropy of the positive among its negatives, or binary for each pair.",
     )
-    align_lr: float = _leaf(1e-3, "Learning rate of the alignment.", minimum=0)
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW and its learning rate over time; see `schedule`."""
-
-    lr: float | None = _leaf(None, "Learning rate.  [default: 3e-4 for pretrain, 2e-5 for finetune]", minimum=0)
-    adapter_lr_factor: float = _leaf(1.0, "The adapter's learning rate over the language model's.", minimum=0)
-    weight_decay: float = _leaf(0.05, "Weight decay, not of biases and norms.", minimum=0)
-    warmup_steps: int = _leaf(100, "Steps of linear warm-up.", minimum=0)
-    warmup_lr: float = _leaf(1e-6, "Learning rate that the warm-up begins with.", minimum=0)
-    min_lr: float = _leaf(1e-6, "Learning rate that the decay ends with.", minimum=0)
-    decay: str = _leaf(
-        "epoch", "After each epoch by --decay-rate, or along a cosine to the last step.", choices=("epoch", "cosine")
+    itm_weight: float = Field(default=1.0, ge=0, description="Weight of the matching loss.")
+    mlm_weight: float = Field(default=1.0, ge=0, description="Weight of masked language modelling.")
+    mlm_probability: float = Field(default=0.5, ge=0, le=1, description="Fraction of caption tokens that are masked.")
+    recovery_weight: float = Field(default=1.0, ge=0, description="Weight of text-embedding recovery.")
+    distillation_weight: float = Field(default=1.0, ge=0, description="Weight of distillation. It needs a teacher.")
+    text_length: int = Field(
+        default=MAX_TEXT_LENGTH,
+        ge=4,
+        le=MAX_TEXT_LENGTH,
+        description="Maximum tokens per caption, [CLS] and both [SEP] included. Search uses 64.",
     )
-    decay_rate: float = _leaf(0.9, "Factor of the learning rate after each epoch.", minimum=0)
-    clip_norm: float = _leaf(1.0, "Gradients are scaled down to this norm.", minimum=0)
 
 
-@dataclass(frozen=True)
-class LoopConfig:
-    """How long, on how much at a time."""
+class NegativesConfig(Settings):
+    """Hard-negative mining."""
 
-    phase: str = _leaf("pretrain", "Decides the default learning rate.", choices=tuple(PHASE_LR))
-    steps: int | None = _leaf(None, "Optimiser steps (or give --epochs).", minimum=1)
-    epochs: float | None = _leaf(None, "Passes over the images, each with one of its captions.", minimum=0)
-    batch_size: int = _leaf(64, "Pairs of a forward pass, all workers together.", minimum=2)
-    accumulate: int = _leaf(1, "Forward passes of an optimiser step.", minimum=1)
-    seed: int = _leaf(0, "Decides everything random.", minimum=0)
-    dtype: str = _leaf(
-        "auto",
-        "Type of matrix products; auto is bfloat16 on cuda, float32 on cpu.",
-        choices=("auto", "float32", "bfloat16"),
+    count: int = Field(default=3, ge=1, description="Negative images per caption, and negative captions per image.")
+    temperature: float | None = Field(
+        default=None,
+        ge=0,
+        description="Temperature of the mining softmax; 0 takes the most similar. None uses the mining model's.",
     )
-    max_bad_steps: int = _leaf(10, "Steps in a row without a finite gradient that end the training.", minimum=1)
-
-
-@dataclass(frozen=True)
-class SelectionConfig:
-    """What the final score adds to the logit, with weights fitted to --dev; see `selection`, `pooled` and `bank`."""
-
-    pooled_dim: int = _leaf(
-        0, "Fit a pooled similarity of so many dimensions when all steps are done; 0 leaves it out.", minimum=0
+    curriculum_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps over which the share of mined negatives grows from 0 to 1. The rest is random.",
     )
-    bank: int = _leaf(
-        0,
-        "Keep a bank of so many captions and images that were trained on, and take off a score what its candidate gets "
-        "from them in general; 0 leaves it out.",
-        minimum=0,
+
+
+class AlignmentConfig(Settings):
+    """A short phase before the joint one: adapter tokens are aligned with caption words, without the language model."""
+
+    steps: int = Field(default=0, ge=0, description="Alignment steps; 0 skips the phase.")
+    batch_size: int = Field(default=256, ge=2, description="Images per alignment step.")
+    captions: int = Field(default=5, ge=1, description="Captions per image in an alignment step.")
+    adapter_init: Literal["clusters", "kept"] = Field(
+        default="clusters",
+        description="Initial queries of a new compressed adapter: cluster centres of patches, or left as they are.",
     )
-    embedding_weight: float | None = _leaf(
-        None, "Weight of the embedding similarity in the final score.  [default: the best on --dev, else 0]"
+    lr: float = Field(default=1e-3, ge=0, description="Learning rate after warm-up.")
+
+
+class OptimizerConfig(Settings):
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = Field(default=3e-4, ge=0, description="Learning rate after warm-up.")
+    adapter_lr_factor: float = Field(
+        default=1.0, ge=0, description="Learning rate of the adapter, relative to the rest; 0 freezes the adapter."
     )
-    late_weight: float | None = _leaf(
-        None, "Weight of the late interaction of words and image tokens.  [default: the best on --dev, else 0]"
+    weight_decay: float = Field(default=0.05, ge=0, description="Weight decay. Biases and norms have none.")
+    warmup_steps: int = Field(default=100, ge=0, description="Steps of linear warm-up.")
+    warmup_lr: float = Field(default=1e-6, ge=0, description="Learning rate at the first step of the warm-up.")
+    min_lr: float = Field(default=1e-6, ge=0, description="Lowest learning rate of the decay.")
+    decay: Literal["epoch", "cosine"] = Field(
+        default="epoch", description="Decay after every epoch by decay_rate, or along a cosine up to the last step."
     )
-    pooled_weight: float | None = _leaf(
-        None, "Weight of the pooled similarity, with --pooled-dim.  [default: the best on --dev, else 0]"
+    decay_rate: float = Field(default=0.9, ge=0, description="Factor of the learning rate after every epoch.")
+    clip_norm: float = Field(
+        default=1.0, ge=0, description="Maximum norm of the gradient; larger gradients are scaled down."
     )
-    dev_captions: int = _leaf(500, "Captions of --dev to choose by, at most, and as many images.", minimum=1)
-    dev_pool: int = _leaf(20, "Nearest images, or captions, that are re-ranked to choose.", minimum=2)
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """All that decides the trained weights but for the data and the weights to start from."""
+class LoopConfig(Settings):
+    """Length of the joint phase, batches, random seed and number type."""
 
-    architecture: ArchitectureConfig = field(default_factory=ArchitectureConfig)
-    seen: SeenConfig = field(default_factory=SeenConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    negatives: NegativesConfig = field(default_factory=NegativesConfig)
-    alignment: AlignmentConfig = field(default_factory=AlignmentConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    loop: LoopConfig = field(default_factory=LoopConfig)
-    selection: SelectionConfig = field(default_factory=SelectionConfig)
-
-    @property
-    def lr(self) -> float:
-        """Learning rate after the warm-up."""
-        return PHASE_LR[self.loop.phase] if self.optimizer.lr is None else self.optimizer.lr
-
-    def flat(self) -> dict[str, Any]:
-        """Every leaf by its name."""
-        return {name: value for group in asdict(self).values() for name, value in group.items()}
+    steps: int | None = Field(default=None, ge=1, description="Optimiser steps. Set this or epochs.")
+    epochs: float | None = Field(default=None, gt=0, description="Passes over the images, with one caption each.")
+    batch_size: int = Field(default=64, ge=2, description="Pairs per forward pass, summed over all workers.")
+    accumulate: int = Field(default=1, ge=1, description="Forward passes per optimiser step.")
+    seed: int = Field(default=0, ge=0, description="Seed of everything random.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Type of matrix products. auto is bfloat16 on cuda and float32 on cpu."
+    )
+    max_bad_steps: int = Field(
+        default=10, ge=1, description="Consecutive steps without a finite gradient that end training."
+    )
 
 
-def leaves() -> dict[str, tuple[str, Field[Any], Any]]:
-    """Name of every leaf: its group, its dataclass field and its type."""
-    found = {}
-    for group in fields(TrainConfig):
-        cls: Any = group.default_factory
-        types = get_type_hints(cls)
-        found.update({leaf.name: (group.name, leaf, types[leaf.name]) for leaf in fields(cls)})
-    return found
+class FittingConfig(Settings):
+    """What the final score adds to the logit. Weights that are None are fitted to the dev captions."""
+
+    pooled_dim: int = Field(default=0, ge=0, description="Dimensions of the pooled similarity; 0 leaves it out.")
+    hubness_bank: int = Field(
+        default=0, ge=0, description="Training captions, and images, kept for the hubness correction; 0 leaves it out."
+    )
+    embedding_weight: float | None = Field(
+        default=None, description="Weight of the embedding similarity. None fits it."
+    )
+    late_weight: float | None = Field(default=None, description="Weight of the late interaction. None fits it.")
+    pooled_weight: float | None = Field(default=None, description="Weight of the pooled similarity. None fits it.")
+    dev_captions: int = Field(default=500, ge=1, description="Maximum dev captions, and dev images, used as queries.")
+    dev_pool: int = Field(default=20, ge=2, description="Candidates re-ranked per dev query.")
+
+
+class TrainConfig(Settings):
+    """Everything that decides the trained weights, apart from the data and the initial weights."""
+
+    architecture: ArchitectureConfig = ArchitectureConfig()
+    augmentation: AugmentationConfig = AugmentationConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    negatives: NegativesConfig = NegativesConfig()
+    alignment: AlignmentConfig = AlignmentConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loop: LoopConfig = LoopConfig()
+    fitting: FittingConfig = FittingConfig()
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        if contradictions := _contradictions(self):
+            raise ValueError("\n".join(contradictions))
+        return self
 
 
 def make_config(values: Mapping[str, Any]) -> TrainConfig:
-    """The tree with the leaves named in `values` replaced.
+    """The configuration with the settings in `values`, a dictionary of groups; all others have their defaults.
 
     Raises:
-        UsageError: an unknown name, or a value of the wrong type or out of its range.
+        UsageError: with one line per problem.
+
+    Example:
+        >>> make_config({"loop": {"steps": 1000}}).loop.steps
+        1000
     """
-    known = leaves()
-    config = TrainConfig()
-    for name, value in values.items():
-        if name not in known:
-            raise UsageError(f"unknown setting '{name}'; known are {', '.join(known)}")
-        group, leaf, kind = known[name]
-        part = replace(getattr(config, group), **{name: _checked(name, value, leaf, kind)})
-        config = replace(config, **{group: part})
-    _check(config)
-    return config
+    return validated(TrainConfig, values)
 
 
-def _checked(name: str, value: Any, leaf: Field[Any], kind: Any) -> Any:
-    optional = type(None) in getattr(kind, "__args__", ())
-    plain = next((t for t in getattr(kind, "__args__", ()) if t is not type(None)), kind)
-    if value is None and optional:
-        return None
-    if plain is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, plain) or isinstance(value, bool) or (plain is float and not math.isfinite(value)):
-        raise UsageError(f"'{name}' takes a value of type {plain.__name__}, got {value!r}")
-    choices, minimum = leaf.metadata["choices"], leaf.metadata["minimum"]
-    if choices is not None and value not in choices:
-        raise UsageError(f"'{name}' is one of {', '.join(choices)}, got {value!r}")
-    if minimum is not None and value < minimum:
-        raise UsageError(f"'{name}' must be at least {minimum}, got {value}")
-    return value
+def validated(model: type[Model], values: Mapping[str, Any]) -> Model:
+    """An instance of `model` from nested dictionaries.
+
+    Raises:
+        UsageError: with one line per problem.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise UsageError("\n".join(_describe(model, problem) for problem in error.errors())) from None
 
 
-def _check(config: TrainConfig) -> None:
-    """UsageError where leaves contradict each other."""
-    loop, objective = config.loop, config.objective
-    if loop.steps is not None and loop.epochs is not None:
-        raise UsageError("give --steps or --epochs, not both")
-    if loop.batch_size <= config.negatives.negatives:
-        raise UsageError(
-            f"{config.negatives.negatives} negatives need a batch of more than as many pairs, not {loop.batch_size}; "
-            "raise --batch-size or lower --negatives"
+def _describe(model: type[Settings], problem: Any) -> str:
+    name, message, value = ".".join(map(str, problem["loc"])), str(problem["msg"]), problem["input"]
+    if problem["type"] == "extra_forbidden":
+        return f"no setting is named {name}" + _suggestion(model, name)
+    if problem["type"] == "value_error":
+        return message.removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"{name} is missing"
+    return f"{name} is {value!r}; {message[0].lower()}{message[1:]}"
+
+
+def _suggestion(model: type[Settings], name: str) -> str:
+    """Names a setting with the same key in another group, or one that is spelled alike."""
+    names = setting_names(model)
+    same_key = [other for other in names if other.split(".")[-1] == name.split(".")[-1]]
+    alike = difflib.get_close_matches(name, [*names, *model.model_fields], n=1)
+    return f"; did you mean {' or '.join(same_key or alike)}?" if same_key or alike else ""
+
+
+def setting_names(model: type[Settings]) -> list[str]:
+    """``group.key`` of every setting in a tree of groups."""
+    return [f"{group}.{key}" for group, kind in groups(model).items() for key in kind.model_fields]
+
+
+def groups(model: type[Settings]) -> dict[str, type[Settings]]:
+    """The groups of a tree of settings by name."""
+    annotations = {name: field.annotation for name, field in model.model_fields.items()}
+    return {name: kind for name, kind in annotations.items() if isinstance(kind, type) and issubclass(kind, Settings)}
+
+
+def _contradictions(config: TrainConfig) -> list[str]:
+    """One line for each pair of settings that exclude each other."""
+    lines = []
+    if config.loop.steps is not None and config.loop.epochs is not None:
+        lines.append(f"loop.steps is {config.loop.steps} and loop.epochs is {config.loop.epochs:g}; set one of them")
+    if config.loop.batch_size <= config.negatives.count:
+        lines.append(
+            f"loop.batch_size is {config.loop.batch_size} and negatives.count is {config.negatives.count}; a batch "
+            "must hold more pairs than a pair has negatives"
         )
-    if config.selection.pooled_weight and not config.selection.pooled_dim:
-        raise UsageError("--pooled-weight is of a pooled similarity, which --pooled-dim fits; give both")
-    if objective.text_length > 64:
-        raise UsageError(f"--text-length is at most 64, all that a joint encoder reads, got {objective.text_length}")
-    architecture = config.architecture
-    dropouts = (architecture.dropout, architecture.attention_dropout, config.seen.patch_dropout)
-    if objective.mlm_probability > 1 or max(part or 0 for part in dropouts) >= 1:
-        raise UsageError("--mlm-probability is at most 1, --dropout, --attention-dropout and --patch-dropout below 1")
-    if config.seen.patch_dropout and architecture.adapter != "compressed":
-        raise UsageError(f"--patch-dropout is for a compressed adapter, not a {architecture.adapter} one")
+    if config.fitting.pooled_weight and not config.fitting.pooled_dim:
+        lines.append("fitting.pooled_weight is set without fitting.pooled_dim; set both or none")
+    if config.augmentation.patch_dropout and config.architecture.adapter != "compressed":
+        lines.append(
+            f"augmentation.patch_dropout needs a compressed adapter; architecture.adapter is "
+            f"{config.architecture.adapter!r}"
+        )
+    return lines

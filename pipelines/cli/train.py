@@ -9,96 +9,144 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edje_index.scoring.weights import ScoreWeights
+from edje_index.training.presets import PRESETS
 from pipelines.cli.output import json_option, print_json, this_command
-from pipelines.cli.train_options import DEVICES, config_options, read_request
 
 if TYPE_CHECKING:
     from edje_index.training.config import TrainConfig
-    from pipelines.jobs.train_request import TrainRequest, TrainResult
+    from pipelines.jobs.training.request import TrainRequest
+    from pipelines.jobs.training.result import TrainResult
 
 _PATH = click.Path(path_type=Path)
-_POSITIVE = click.IntRange(min=1)
 
 
-@click.command()
+class _TrainCommand(click.Command):
+    """Tells users of options that became settings how to write them now."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)  # the parser empties `args`
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from pipelines.cli.train_settings import removed_options
+
+            if lines := removed_options(given):
+                raise click.UsageError("\n".join(lines), ctx) from error
+            raise
+
+
+@click.command(cls=_TrainCommand)
 @click.argument("captions", nargs=-1, type=_PATH, metavar="CAPTIONS...")
-@click.option("--out", type=_PATH, help="Folder of the bundle to write.")
-@click.option("--config", "config_file", type=_PATH, help="TOML file with any of these settings; options win.")
-@click.option("--images", type=_PATH, help="Folder that image names begin at.  [default: that of CAPTIONS]")
-@click.option("--split", help="Take this split of CAPTIONS alone.")
-@click.option("--model", type=_PATH, help="Bundle with the frozen image and text tower.")
-@click.option("--vision", metavar="NAME", help="The towers by their name in open_clip, instead of --model.")
-@click.option("--language", type=_PATH, help="Folder of a BERT, or bundle, to begin the joint encoder with.")
-@click.option("--features", type=_PATH, help="Index of the tower's features.  [default: made in --run-dir]")
-@click.option("--view-features", type=_PATH, help="Index of --views that another run made: its RUN/views.edje.")
-@click.option("--init", type=_PATH, help="Bundle to go on from: its joint encoder, and its adapter where it fits.")
+@click.option("--out", type=_PATH, help="Directory of the bundle to write.")
+@click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: that of CAPTIONS]")
+@click.option("--dev", type=_PATH, help="Captions of other images, to which the score weights are fitted.")
+@click.option("--model", type=_PATH, help="Bundle with the frozen vision and text towers.")
+@click.option("--vision", metavar="NAME", help="Name of the frozen towers in open_clip, instead of --model.")
+@click.option("--language", type=_PATH, help="Initial language model: directory of a Hugging Face BERT, or a bundle.")
+@click.option("--init", type=_PATH, help="Bundle with the initial joint encoder, and adapter if its sizes match.")
 @click.option("--teacher", type=_PATH, help="Bundle to distil from.")
-@click.option("--teacher-features", type=_PATH, help="Index that the teacher built.  [default: the features]")
-@click.option("--miner", type=_PATH, help="Bundle whose embeddings mine negatives.  [default: the towers]")
-@click.option("--miner-features", type=_PATH, help="Index that the miner built.  [default: made in --run-dir]")
-@click.option("--dev", type=_PATH, help="Captions that the weights of the final score are fitted to.")
-@click.option("--dev-split", help="Take this split of --dev alone.")
-@click.option("--run-dir", type=_PATH, help="Folder of checkpoints and log.  [default: OUT.run]")
-@config_options
-@click.option("--workers", type=_POSITIVE, help="WorkerGroup; more than one run on Ray.  [default: 1]")
-@click.option("--address", metavar="HOST:PORT", help="Head of a Ray cluster to join; the run folder must be shared.")
-@click.option("--device", type=click.Choice(DEVICES), help="Where to train.  [default: auto]")
-@click.option("--threads", type=_POSITIVE, help="CPU threads of a rank.  [default: torch's]")
-@click.option("--checkpoint-every", type=_POSITIVE, help="Steps between checkpoints.  [default: 200]")
-@click.option("--log-every", type=_POSITIVE, help="Steps between lines of the log.  [default: 10]")
-@click.option("--compile", "compile", is_flag=True, help="Use torch.compile.")
-@click.option("--export", is_flag=True, help="Write the bundle of the last checkpoint and train no further.")
-@click.option("--quiet", is_flag=True, help="No progress.")
+@click.option(
+    "--preset", type=click.Choice(list(PRESETS)), default="paper", show_default=True, help="Settings to start from."
+)
+@click.option("--config", "config_file", type=_PATH, help="TOML file with settings. It overrides the preset.")
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="GROUP.KEY=VALUE",
+    help="One setting, repeatable. Overrides --config.",
+)
+@click.option("--show-settings", is_flag=True, help="Print every setting with its description, as TOML, and exit.")
+@click.option("--steps", type=int, help="Optimiser steps.")
+@click.option("--epochs", type=float, help="Passes over the images, instead of --steps.")
+@click.option("--run-dir", type=_PATH, help="Run folder: checkpoints, features and log.  [default: OUT.run]")
+@click.option("--workers", type=int, help="Worker processes. More than one run on Ray.  [default: 1]")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to train on.  [default: auto]")
+@click.option("--export", is_flag=True, help="Write the bundle of the last checkpoint without training further.")
+@click.option("--quiet", is_flag=True, help="Show no progress.")
 @json_option
-def train(as_json: bool, quiet: bool, config_file: Path | None, **options: Any) -> None:
+def train(
+    as_json: bool,
+    quiet: bool,
+    preset: str,
+    config_file: Path | None,
+    assignments: tuple[str, ...],
+    show_settings: bool,
+    **options: Any,
+) -> None:
     """Train adapter and joint encoder on CAPTIONS over a frozen vision tower, and write a model bundle.
 
-    CAPTIONS are files of captions: JSONL, COCO or Karpathy JSON, Parquet, WebDataset tar. The tower's features are
-    computed once, into an index in the run folder, so that epochs cost no vision model. The two phases of the paper are
-    two commands: pretrain, then finetune with --init. The same command, run again, goes on from the last checkpoint.
+    CAPTIONS are files in JSONL, COCO or Karpathy JSON, Parquet or WebDataset tar format. The features of the tower are
+    computed once and stored in the run folder. The same command resumes an interrupted training.
+
+    Everything else about the training is a setting. Settings come from the preset, then from --config, --set and the
+    options below; later ones win. --show-settings lists all of them.
+
+    \b
+    Presets:
+      paper           the paper's first phase, for millions of images
+      paper-finetune  its second phase; start it with --init
+      small-data      thousands of photos on a CPU; needs --dev
 
     \b
     Examples:
       edje-index train captions.jsonl --images photos --model clip --language minilm --steps 5000 --out model
-      edje-index train captions.jsonl --model clip --language minilm --adapter local --epochs 5 --out teacher
+      edje-index train more.jsonl --model clip --preset paper-finetune --init model --epochs 5 --out tuned
+      edje-index train captions.jsonl --dev dev.jsonl --model clip --language minilm --preset small-data --out model
+      edje-index train captions.jsonl --model clip --language minilm --epochs 5 --set architecture.adapter=local \\
+        --out teacher
       edje-index train captions.jsonl --model clip --init teacher --teacher teacher --epochs 5 --out student
-      edje-index train --config student.toml --phase finetune --init student --out tuned
+      edje-index train --preset small-data --show-settings > settings.toml
     """
-    request, config = read_request(options, config_file)
-    result = _run(request, config, quiet=quiet)
+    from pipelines.cli.train_settings import (
+        describe_settings,
+        make_request,
+        options_named,
+        read_settings,
+        settings_json,
+    )
+
+    values = read_settings(preset, config_file, assignments, options)
+    if show_settings:
+        print_json(settings_json(values)) if as_json else click.echo(describe_settings(values))
+        return
+    with options_named():
+        result = _run(*make_request(values), quiet=quiet)
     if as_json:
         print_json(asdict(result))
-        return
-    if result.already_finished:
-        click.echo(f"{result.bundle} is finished already; nothing was done")
-    weights = (result.embedding_weight, result.late_weight, result.pooled_weight, result.prior_weight)
-    click.echo(
+    else:
+        click.echo("\n".join(describe_result(result)))
+
+
+def describe_result(result: TrainResult) -> list[str]:
+    """The result in lines of text."""
+    lines = [f"{result.bundle} is already finished; nothing was done"] if result.already_finished else []
+    lines.append(
         f"{result.bundle}: {result.steps:,} steps on {result.images:,} images with {result.captions:,} captions, "
         f"{result.seconds:.1f} s"
     )
-    click.echo(f"score of images: {ScoreWeights(*weights).described()}")
+    weights = (result.embedding_weight, result.late_weight, result.pooled_weight, result.prior_weight)
+    lines.append(f"score of images: {ScoreWeights(*weights).described()}")
     if result.caption_weights:
-        click.echo(f"score of captions: {ScoreWeights(**result.caption_weights).described()}")
-    if result.dev:
-        for asked, choice in result.dev.items():
-            click.echo(_describe_choice(asked, choice))
+        lines.append(f"score of captions: {ScoreWeights(**result.caption_weights).described()}")
+    lines += [_describe_choice(candidates, choice) for candidates, choice in (result.dev or {}).items()]
     if result.bank_unused:
-        click.echo("the query bank made nothing likelier on --dev: it has no weight and was left out")
+        lines.append("the hubness correction did not improve the likelihood of the dev captions and was left out")
+    return lines
 
 
-def _describe_choice(asked: str, choice: dict[str, Any]) -> str:
-    """What --dev says of the score that `asked` are sorted by."""
-    of = "images" if asked == "captions" else "captions"
-    held_out = choice.get("held_out_recall")  # runs that an earlier version finished lack it
-    others = "" if held_out is None else f"{held_out:.1%} with weights fitted to other images, "
+def _describe_choice(candidates: str, choice: dict[str, Any]) -> str:
+    """Recall of `candidates` ("images" or "captions") with the fitted weights."""
+    queries = "images" if candidates == "captions" else "captions"
     return (
-        f"R@1 of {asked} for {choice['queries']:,} dev {of}, pool {choice['pool']}: embeddings "
-        f"{choice['embedding_recall']:.1%}, final {others}{choice['recall']:.1%} with weights fitted to the same"
+        f"R@1 of {candidates} for {choice['queries']:,} dev {queries}, pool {choice['pool']}: embeddings "
+        f"{choice['embedding_recall']:.1%}, final {choice['held_out_recall']:.1%} with weights fitted to other images, "
+        f"{choice['recall']:.1%} with weights fitted to the same"
     )
 
 
 def _run(request: TrainRequest, config: TrainConfig, *, quiet: bool) -> TrainResult:
-    from pipelines.jobs.train import run_training
+    from pipelines.jobs.training.run import run_training
     from pipelines.progress.display import progress_display
     from pipelines.progress.stopping import JobStopped, stop_on_signals
 

@@ -23,7 +23,7 @@ from storage_formats.errors import EdjeError, UsageError
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
-    from edje_index.training.loop.train_worker import TrainTask
+    from edje_index.training.loop.task import TrainTask
 
 STOP_FILE = "stop"
 RAY_FOLDER = "ray"

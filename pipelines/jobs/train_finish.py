@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipelines.jobs.train_inputs import Prepared
-from pipelines.jobs.train_request import TrainRequest, TrainResult
-from pipelines.jobs.train_stages import watched
+from pipelines.jobs.training.preparation import Prepared
+from pipelines.jobs.training.progress import stoppable_progress
+from pipelines.jobs.training.request import TrainRequest
+from pipelines.jobs.training.result import TrainResult
 from pipelines.progress.events import OnEvent
 from pipelines.progress.stopping import ShouldStop
 from storage_formats.atomic import write_json_atomic
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.bundles.info import BundleInfo
     from edje_index.scoring.weights import ScoreWeights
-    from edje_index.training.config import SelectionConfig, TrainConfig
+    from edje_index.training.config import FittingConfig, TrainConfig
     from edje_index.training.fitting.selection import WeightChoices
     from edje_index.training.fitting.weight_choice import WeightChoice
 
@@ -37,15 +39,15 @@ def finish_training(
     from edje_index.training.loop.log import read_log
 
     task = prepared.task
-    bundle, steps = trained_bundle(task.start, request.run_folder, task.run, "")
-    if config.selection.pooled_dim:
-        progress = watched("fitting the pooled similarity", on_event, should_stop)
-        bundle.joint.pooled = fit_trained(task, bundle, config.selection.pooled_dim, progress)
-    if config.selection.bank:
-        progress = watched("gathering the query bank", on_event, should_stop)
-        bundle.bank = bank_of_trained(task, bundle, config.selection.bank, progress)
+    bundle, steps = trained_bundle(task.start, request.run.folder, task.run, "")
+    if config.fitting.pooled_dim:
+        progress = partial(stoppable_progress(on_event, should_stop), "fitting the pooled similarity")
+        bundle.joint.pooled = fit_trained(task, bundle, config.fitting.pooled_dim, progress)
+    if config.fitting.hubness_bank:
+        progress = partial(stoppable_progress(on_event, should_stop), "gathering the query bank")
+        bundle.bank = bank_of_trained(task, bundle, config.fitting.hubness_bank, progress)
     choice = _choose_weights(bundle, request, config, prepared, on_event, should_stop)
-    weights = _given_weights(config.selection) if choice is None else choice.images.weights
+    weights = _given_weights(config.fitting) if choice is None else choice.images.weights
     bundle.joint.late_weight, bundle.joint.pooled_weight = weights.late, weights.pooled
     bundle = replace(
         bundle,
@@ -58,9 +60,9 @@ def finish_training(
     bank_unused = bundle.bank is not None and not (bundle.weights.prior or bundle.caption_weights.prior)
     if bank_unused:
         bundle.bank = None
-    records = read_log(request.run_folder)
+    records = read_log(request.run.folder)
     result = TrainResult(
-        bundle=str(request.out),
+        bundle=str(request.run.out),
         fingerprint="",
         run=task.run,
         images=prepared.images,
@@ -75,28 +77,28 @@ def finish_training(
         prior_weight=bundle.prior_weight,
         caption_weights=bundle.caption_weights._asdict(),
         bank_unused=bank_unused,
-        selection=asdict(config.selection),
+        fitting=config.fitting.model_dump(),
         dev=None if choice is None else {"images": _as_json(choice.images), "captions": _as_json(choice.captions)},
     )
 
     def record(info: BundleInfo) -> None:
         # A bundle without a record would be taken for somebody else's; a record without its bundle is made good.
-        if not request.export:
-            write_json_atomic(request.run_folder / RESULT, asdict(replace(result, fingerprint=info.fingerprint)))
+        if not request.run.export:
+            write_json_atomic(request.run.folder / RESULT, asdict(replace(result, fingerprint=info.fingerprint)))
 
-    return replace(result, fingerprint=bundle.save(request.out, record).fingerprint)
+    return replace(result, fingerprint=bundle.save(request.run.out, record).fingerprint)
 
 
 def _as_json(choice: WeightChoice) -> dict[str, Any]:
     return {**asdict(choice), "weights": choice.weights._asdict()}
 
 
-def _given_weights(selection: SelectionConfig) -> ScoreWeights:
+def _given_weights(fitting: FittingConfig) -> ScoreWeights:
     """Those of the settings; 0 for one that was to be looked for, and of a pooled similarity that is not there."""
     from edje_index.scoring.weights import ScoreWeights
 
-    pooled = selection.pooled_weight if selection.pooled_dim else None
-    return ScoreWeights(selection.embedding_weight or 0.0, selection.late_weight or 0.0, pooled or 0.0)
+    pooled = fitting.pooled_weight if fitting.pooled_dim else None
+    return ScoreWeights(fitting.embedding_weight or 0.0, fitting.late_weight or 0.0, pooled or 0.0)
 
 
 def _choose_weights(
@@ -107,26 +109,26 @@ def _choose_weights(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> WeightChoices | None:
-    selection = config.selection
-    weights = [selection.embedding_weight, selection.late_weight]
-    if selection.pooled_dim:
-        weights.append(selection.pooled_weight)
+    fitting = config.fitting
+    weights = [fitting.embedding_weight, fitting.late_weight]
+    if fitting.pooled_dim:
+        weights.append(fitting.pooled_weight)
     if prepared.dev is None or (None not in weights and bundle.bank is None):
         return None
     from edje_index.training.data.batches import Features
     from edje_index.training.fitting.selection import choose_weights, make_dev_set
 
-    progress = watched("choosing the weights of the final score on the dev captions", on_event, should_stop)
+    progress = partial(stoppable_progress(on_event, should_stop), "fitting the score weights")
     features = prepared.task.features
     dev = make_dev_set(prepared.dev, bundle.text, features)
     found = Features(features, bundle.adapter.config)
-    return choose_weights(bundle, dev, found, selection, request.device, progress)
+    return choose_weights(bundle, dev, found, fitting, request.run.device, progress)
 
 
 def _notes(request: TrainRequest, config: TrainConfig, prepared: Prepared, steps: int) -> str:
-    names = ", ".join(path.name for path in request.captions)
-    teacher = f", distilled from {request.teacher.name}" if request.teacher else ""
+    names = ", ".join(path.name for path in request.inputs.captions)
+    teacher = f", distilled from {request.inputs.teacher.name}" if request.inputs.teacher else ""
     return (
-        f"trained {steps} steps of {config.loop.batch_size * config.loop.accumulate} pairs ({config.loop.phase}) on "
+        f"trained {steps} steps of {config.loop.batch_size * config.loop.accumulate} pairs on "
         f"{prepared.images} images with {prepared.captions} captions of {names}{teacher}; run {prepared.task.run}"
     )

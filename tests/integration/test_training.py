@@ -26,8 +26,10 @@ from tests.command_line import command, environment, run_here, run_process
 COLOURS = {"red": (200, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 200), "white": (240, 240, 240)}
 PLACES = {"left": np.s_[:, :24], "right": np.s_[:, 24:], "top": np.s_[:24], "bottom": np.s_[24:]}
 OPTIONS = [
-    "--adapter-hidden", "48", "--tokens", "4", "--batch-size", "8", "--lr", "1e-3", "--warmup-steps", "5",
-    "--align-steps", "4", "--align-batch-size", "16", "--checkpoint-every", "7", "--log-every", "1", "--threads", "1",
+    "--set", "architecture.adapter_hidden=48", "--set", "architecture.tokens=4", "--set", "loop.batch_size=8",
+    "--set", "optimizer.lr=1e-3", "--set", "optimizer.warmup_steps=5", "--set", "alignment.steps=4",
+    "--set", "alignment.batch_size=16", "--set", "run.checkpoint_every=7", "--set", "run.log_every=1",
+    "--set", "run.threads=1",
 ]  # fmt: skip
 
 
@@ -59,7 +61,7 @@ def case(tmp_path_factory):
 
 
 def training(folder: Path, out: Path, *, features: bool = True) -> list[str | Path]:
-    given = ["--features", folder / "calm.run" / "features.edje"] if features else []
+    given = ["--set", f"inputs.features={folder}/calm.run/features.edje"] if features else []
     images = ["--images", folder / "photos", "--model", folder / "model", "--steps", "30"]
     return ["train", folder / "train.jsonl", *images, "--out", out, *OPTIONS, *given]
 
@@ -118,8 +120,15 @@ def test_a_finished_training_has_nothing_to_do(case):
 
 
 def test_other_settings_in_the_same_folder_are_named(case):
-    error = run_here(*training(case, case / "calm"), "--lr", "5e-4", "--seed", "3", expect=2)["error"]
-    for words in ("lr 0.001 there, 0.0005 asked", "seed 0 there, 3 asked", "features None there", "--run-dir"):
+    error = run_here(*training(case, case / "calm"), "--set", "optimizer.lr=5e-4", "--set", "loop.seed=3", expect=2)[
+        "error"
+    ]
+    for words in (
+        "optimizer.lr was 0.001, is 0.0005",
+        "loop.seed was 0, is 3",
+        "inputs.features was None",
+        "run.dir (--run-dir)",
+    ):
         assert words in error
 
 
@@ -145,8 +154,16 @@ def test_the_bundle_builds_and_searches(case, tmp_path):
 
 
 def test_views_and_a_pooled_similarity(case, tmp_path):
-    asked = [*training(case, tmp_path / "out"), "--steps", "6", "--views", "2", "--dev", case / "dev.jsonl"]
-    asked += ["--pooled-dim", "8", "--pooled-weight", "3"]
+    asked = [
+        *training(case, tmp_path / "out"),
+        "--steps",
+        "6",
+        "--set",
+        "augmentation.views=2",
+        "--dev",
+        case / "dev.jsonl",
+    ]
+    asked += ["--set", "fitting.pooled_dim=8", "--set", "fitting.pooled_weight=3"]
     result = run_here(*asked)
     assert result["pooled_weight"] == 3
     assert result["dev"]["images"]["weights"]["pooled"] == 3
@@ -160,9 +177,9 @@ def test_views_and_a_pooled_similarity(case, tmp_path):
 
 
 def test_views_of_another_run_are_taken_as_they_are(case, tmp_path):
-    asked = ["--steps", "3", "--views", "2"]
+    asked = ["--steps", "3", "--set", "augmentation.views=2"]
     first = run_here(*training(case, tmp_path / "first"), *asked)
-    taken = ["--view-features", tmp_path / "first.run" / "views.edje"]
+    taken = ["--set", f"inputs.view_features={tmp_path}/first.run/views.edje"]
     second = run_here(*training(case, tmp_path / "second"), *asked, *taken)
     assert not (tmp_path / "second.run" / "views.edje").exists()
     rows = [np.load(tmp_path / f"{name}.run" / "view-rows.npy").tolist() for name in ("first", "second")]
@@ -170,22 +187,24 @@ def test_views_of_another_run_are_taken_as_they_are(case, tmp_path):
     encoders = [read_bundle_info(tmp_path / name).encoder_fingerprint for name in ("first", "second")]
     assert encoders[0] == encoders[1]
     assert first["run"] != second["run"]
-    fewer = run_here(*training(case, tmp_path / "fewer"), "--steps", "3", "--views", "1", *taken)
+    fewer = run_here(*training(case, tmp_path / "fewer"), "--steps", "3", "--set", "augmentation.views=1", *taken)
     assert np.load(tmp_path / "fewer.run" / "view-rows.npy").tolist() == [row[:1] for row in rows[0]]
     assert fewer["steps"] == 3
-    error = run_here(*training(case, tmp_path / "more"), "--steps", "3", "--views", "3", *taken, expect=2)["error"]
+    error = run_here(
+        *training(case, tmp_path / "more"), "--steps", "3", "--set", "augmentation.views=3", *taken, expect=2
+    )["error"]
     assert "lacks 24 of 24 photos, or some of 3 views" in error
     error = run_here(*training(case, tmp_path / "none"), "--steps", "3", *taken, expect=2)["error"]
-    assert "--view-features needs --views" in error
-    other = ["--view-features", case / "calm.run" / "features.edje"]
+    assert "inputs.view_features needs augmentation.views" in error
+    other = ["--set", f"inputs.view_features={case}/calm.run/features.edje"]
     error = run_here(*training(case, tmp_path / "photos"), *asked, *other, expect=2)["error"]
     assert "lacks 24 of 24 photos" in error
 
 
 def test_a_query_bank_is_fitted_to_dev_captions(case, tmp_path):
-    error = run_here(*training(case, tmp_path / "out"), "--bank", "8", expect=2)["error"]
-    assert "--bank needs --dev" in error
-    asked = ["--dev", case / "dev.jsonl", "--bank", "8", "--steps", "2"]
+    error = run_here(*training(case, tmp_path / "out"), "--set", "fitting.hubness_bank=8", expect=2)["error"]
+    assert "fitting.hubness_bank needs inputs.dev (--dev)" in error
+    asked = ["--dev", case / "dev.jsonl", "--set", "fitting.hubness_bank=8", "--steps", "2"]
     result = run_here(*training(case, tmp_path / "banked"), *asked)
     info = read_bundle_info(tmp_path / "banked")
     if result["bank_unused"]:  # 16 captions of random photos need not be likelier with it
@@ -195,7 +214,7 @@ def test_a_query_bank_is_fitted_to_dev_captions(case, tmp_path):
     assert info.weights.prior == result["prior_weight"]
     assert info.weights._asdict() == result["dev"]["images"]["weights"]
     assert info.caption_weights._asdict() == result["caption_weights"] == result["dev"]["captions"]["weights"]
-    other = ["--dev", case / "dev.jsonl", "--bank", "7", "--steps", "2"]
+    other = ["--dev", case / "dev.jsonl", "--set", "fitting.hubness_bank=7", "--steps", "2"]
     assert (
         "other settings of the final score" in run_here(*training(case, tmp_path / "banked"), *other, expect=2)["error"]
     )
@@ -229,12 +248,12 @@ def test_dev_captions_of_images_that_are_trained_on_are_refused(case, tmp_path):
     (case / "all.jsonl").write_text("\n".join(parts))
     arguments = training(case, tmp_path / "out")
     arguments[1] = case / "all.jsonl"
-    asked = [*arguments, "--steps", "1", "--split", "train", "--dev", case / "all.jsonl"]
+    asked = [*arguments, "--steps", "1", "--set", "inputs.split=train", "--dev", case / "all.jsonl"]
     error = run_here(*asked, expect=2)["error"]
     assert "20 images of --dev are trained on too" in error
     assert "--dev-split" in error
     assert not (tmp_path / "out.run").exists()
-    result = run_here(*asked, "--dev-split", "dev")
+    result = run_here(*asked, "--set", "inputs.dev_split=dev")
     assert result["dev"]["images"]["queries"] == 8
 
 
@@ -245,12 +264,12 @@ def test_nothing_is_made_for_an_export_without_a_checkpoint(case, tmp_path):
 
 
 def test_features_leave_torchs_threads_alone(case, tmp_path):
-    given = training(case, tmp_path / "out", features=False)
-    at = given.index("--threads")
+    arguments = training(case, tmp_path / "out", features=False)
+    threads = arguments.index("run.threads=1")
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert main([*map(str, given[:at] + given[at + 2 :]), "--steps", "1", "--quiet"]) == 0
+        assert main([*map(str, arguments[: threads - 1] + arguments[threads + 1 :]), "--steps", "1", "--quiet"]) == 0
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
@@ -258,7 +277,13 @@ def test_features_leave_torchs_threads_alone(case, tmp_path):
 
 def test_an_adapter_whose_rate_is_0_stays_as_it_is(case, tmp_path):
     result = run_here(
-        *training(case, tmp_path / "out"), "--adapter-lr-factor", "0", "--align-steps", "0", "--steps", "3"
+        *training(case, tmp_path / "out"),
+        "--set",
+        "optimizer.adapter_lr_factor=0",
+        "--set",
+        "alignment.steps=0",
+        "--steps",
+        "3",
     )
     assert result["last"]["gradient"] > 0
     own, begun = (weights(folder) for folder in (tmp_path / "out", tmp_path / "out.run" / "start"))
@@ -275,13 +300,13 @@ def optimized(run_dir: Path) -> list[list[int]]:
 
 
 def test_a_pooled_similarity_that_would_weigh_nothing_is_refused(case, tmp_path):
-    error = run_here(*training(case, tmp_path / "out"), "--pooled-dim", "8", expect=2)["error"]
-    assert "--dev, or --pooled-weight" in error
+    error = run_here(*training(case, tmp_path / "out"), "--set", "fitting.pooled_dim=8", expect=2)["error"]
+    assert "inputs.dev (--dev) or fitting.pooled_weight" in error
 
 
 @pytest.mark.slow
 def test_a_student_learns_from_a_teacher(case, tmp_path):
-    local = [*training(case, tmp_path / "teacher"), "--adapter", "local", "--steps", "3"]
+    local = [*training(case, tmp_path / "teacher"), "--set", "architecture.adapter=local", "--steps", "3"]
     run_here(*local)
     student = [*training(case, tmp_path / "student"), "--steps", "3", "--teacher", tmp_path / "teacher"]
     result = run_here(*student, "--init", tmp_path / "teacher")
@@ -289,7 +314,7 @@ def test_a_student_learns_from_a_teacher(case, tmp_path):
     built = ["build", case / "photos", "--out", tmp_path / "tokens", "--model", tmp_path / "teacher"]
     run_here(*built, "--engine", "inline")
     again = [*training(case, tmp_path / "again"), "--steps", "3", "--teacher", tmp_path / "teacher"]
-    other = run_here(*again, "--init", tmp_path / "teacher", "--teacher-features", tmp_path / "tokens")
+    other = run_here(*again, "--init", tmp_path / "teacher", "--set", f"inputs.teacher_features={tmp_path}/tokens")
     # The same teacher, by its stored tokens, which are rounded.
     assert other["last"]["distillation"] == pytest.approx(result["last"]["distillation"], abs=1e-2)
 
@@ -297,10 +322,12 @@ def test_a_student_learns_from_a_teacher(case, tmp_path):
 @pytest.mark.slow
 def test_a_configuration_file_says_the_same(case, tmp_path):
     text = f"""
+[inputs]
 captions = ["{case}/train.jsonl"]
 images = "{case}/photos"
 model = "{case}/model"
 features = "{case}/calm.run/features.edje"
+[run]
 threads = 1
 checkpoint_every = 7
 log_every = 1
@@ -314,8 +341,8 @@ steps = 99
 lr = 1e-3
 warmup_steps = 5
 [alignment]
-align_steps = 4
-align_batch_size = 16
+steps = 4
+batch_size = 16
 """
     (tmp_path / "train.toml").write_text(text)
     run_here("train", "--config", tmp_path / "train.toml", "--out", tmp_path / "out", "--steps", "30")
@@ -328,22 +355,23 @@ align_batch_size = 16
 @pytest.mark.parametrize("adapter", ["strided", "clustered", "pruned"])
 def test_reductions_are_trained_by_the_same_protocol(case, tmp_path, adapter):
     arguments = training(case, tmp_path / "out", features=False)
-    result = run_here(*arguments, "--adapter", adapter, "--steps", "4")
+    result = run_here(*arguments, "--set", f"architecture.adapter={adapter}", "--steps", "4")
     assert result["steps"] == 4
     assert read_bundle_info(tmp_path / "out").adapter["kind"] == adapter
     patches = training(case, tmp_path / "of-patches")
     if adapter == "pruned":
         assert (
-            "does not hold the features" in run_here(*patches, "--adapter", adapter, "--steps", "4", expect=2)["error"]
+            "does not hold the features"
+            in run_here(*patches, "--set", f"architecture.adapter={adapter}", "--steps", "4", expect=2)["error"]
         )
     else:
-        assert run_here(*patches, "--adapter", adapter, "--steps", "4")["steps"] == 4
+        assert run_here(*patches, "--set", f"architecture.adapter={adapter}", "--steps", "4")["steps"] == 4
 
 
 @pytest.mark.slow
 def test_another_model_mines(case, tmp_path):
     create_untrained_bundle(tmp_path / "miner", seed=9, sizes=TINY)
-    result = run_here(*training(case, tmp_path / "out"), "--steps", "3", "--miner", tmp_path / "miner")
+    result = run_here(*training(case, tmp_path / "out"), "--steps", "3", "--set", f"inputs.miner={tmp_path}/miner")
     assert result["steps"] == 3
     assert (tmp_path / "out.run" / "miner.edje").is_dir()
 
@@ -351,7 +379,18 @@ def test_another_model_mines(case, tmp_path):
 @pytest.mark.slow
 def test_two_workers_train_one_model(case, tmp_path):
     """Two ranks on Ray, stopped in between, take the steps of one: no chance is left but that of the batches."""
-    still = ["--dropout", "0", "--attention-dropout", "0", "--mlm-weight", "0", "--align-steps", "0", "--steps", "100"]
+    still = [
+        "--set",
+        "architecture.dropout=0",
+        "--set",
+        "architecture.attention_dropout=0",
+        "--set",
+        "objective.mlm_weight=0",
+        "--set",
+        "alignment.steps=0",
+        "--steps",
+        "100",
+    ]
     run_here(*training(case, tmp_path / "one"), *still)
     arguments = [*training(case, tmp_path / "two"), *still, "--workers", "2"]
     process = start(arguments)

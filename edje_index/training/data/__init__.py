@@ -1,1 +1,1 @@
-"""Training data: captions, features, batches, negatives, sampling."""
+"""Training data: captions, features, batches, hard negatives and sampling."""

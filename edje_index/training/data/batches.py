@@ -1,6 +1,6 @@
-"""The batches of both phases: what a rank computes on, ready but for the device.
+"""Batches of both phases: all tensors of a training step, except that they are still on the CPU.
 
-Everything here is a function of (data, configuration, number of the batch, rank) alone.
+A batch is a pure function of the data, the configuration, the number of the batch and the worker.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from edje_index.models.joint_inputs import NUM_SPECIAL_TOKENS, JointInputs
 from edje_index.training.config import TrainConfig
 from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.negatives import draw_negatives, mined_share, negative_mask
-from edje_index.training.data.sampling import MASKING, NEGATIVE_IMAGES, NEGATIVE_TEXTS, SEEN_VIEWS, Sampler, stream
-from edje_index.training.data.token_rows import SpecialTokens, Tokens, joint_rows, mask_captions, text_rows
+from edje_index.training.data.sampling import MASKING, NEGATIVE_IMAGES, NEGATIVE_TEXTS, VIEW_CHOICE, Sampler, stream
+from edje_index.training.data.token_rows import SpecialTokens, TokenIds, joint_rows, mask_captions, text_rows
 from storage_formats.errors import CorruptIndexError
 from storage_formats.token_store import TokenStore
 
@@ -29,27 +29,27 @@ _ALIGNMENT, _JOINT = range(2)
 
 
 class OnDevice:
-    """A dataclass of tensors, rows and plain values that moves as one."""
+    """A dataclass of tensors, input rows and plain values that moves to a device as a whole."""
 
     def to(self, device: torch.device) -> Self:
-        """The same on `device`."""
+        """A copy on `device`."""
         moved: Any = replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})  # type: ignore[type-var,arg-type]
         return moved  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class JointBatch(OnDevice):
-    """One rank's part of a batch: b pairs with k negative images and k negative texts each.
+    """One worker's part of a batch: b pairs with k negative images and k negative texts each.
 
     Attributes:
-        pairs: b. The rows of `inputs` are b positive pairs, b k negative images, b k negative texts (each anchor's
-            side by side), then b rows with masked captions, where there is masked language modelling.
+        pairs: b.
         negatives: k.
         patches: features of the u distinct images [u, n, d_v].
-        inputs: rows of the joint encoder.
+        inputs: rows of the joint encoder: b positive pairs, b k negative images, b k negative texts (those of an anchor
+            are adjacent), and with masked language modelling b rows with masked captions.
         image: which of the u images each row has.
-        masked: places of the masked tokens in the flattened last b rows; and what stood there.
-        text_inputs: the b captions alone, and what the text tower makes of them [b, e]; None without recovery.
+        masked: positions of the masked tokens in the flattened last b rows, and their original token ids.
+        text_inputs: the b captions alone, and their embeddings by the text tower [b, e]; None without recovery.
         teacher: the teacher's rows of the pairs, and its tokens or features of the u images; None without a teacher.
     """
 
@@ -69,9 +69,9 @@ class AlignmentBatch(OnDevice):
 
     Attributes:
         patches: features [b, n, d_v].
-        words: numbers of the distinct content words of all captions [w].
-        shares: which part of each caption's content words each of them is, float32 [w, s b]; a caption of each image
-            in order, then another of each.
+        words: distinct token ids in all captions, without special tokens and stop words [w].
+        shares: share of each of them among the words of each caption, float32 [w, s b]. Captions come in s sets of one
+            caption per image.
     """
 
     patches: torch.Tensor
@@ -84,8 +84,8 @@ class Features:
 
     Args:
         root: the index.
-        trained: the adapter that they are for. Where it reduces an image's patches and the index holds all of them,
-            they are reduced as they are read.
+        trained: the adapter to be trained. If it reduces the patches of an image and the index holds all patches, they
+            are reduced when they are read.
     """
 
     def __init__(self, root: Path, trained: AdapterConfig | None = None) -> None:
@@ -97,10 +97,11 @@ class Features:
 
     @torch.inference_mode()
     def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """bfloat16 [k, n, d]. CorruptIndexError where a row has none."""
+        """Blocks, bfloat16 [k, n, d]. CorruptIndexError if a row is a hole."""
         blocks = self._store.fetch(rows)
-        if self._store.holes(blocks).any():
-            raise CorruptIndexError(f"{self._root} lacks the features of row {rows[self._store.holes(blocks)][0]}")
+        holes = self._store.holes(blocks)
+        if holes.any():
+            raise CorruptIndexError(f"{self._root} holds no features of row {rows[holes][0]}")
         tensor = as_tensor(blocks)
         return tensor if self._reduction is None else self._reduction(tensor.float()).bfloat16()
 
@@ -111,8 +112,8 @@ class TeacherSource:
 
     Attributes:
         features: its tokens, or features for its adapter.
-        rows: of each image among them, int64 [n].
-        tokens: how many image tokens its joint encoder reads.
+        rows: row of each image in them, int64 [n].
+        tokens: image tokens per row of its joint encoder.
     """
 
     features: Features
@@ -120,7 +121,7 @@ class TeacherSource:
     tokens: int
 
     def inputs(
-        self, texts: list[Tokens], images: NDArray[np.int64], special_tokens: SpecialTokens
+        self, texts: list[TokenIds], images: NDArray[np.int64], special_tokens: SpecialTokens
     ) -> tuple[JointInputs, torch.Tensor]:
         """Rows of pairs with the captions `texts`, and the blocks of the distinct `images`."""
         return joint_rows(texts, self.tokens, special_tokens), self.features.fetch(self.rows[images])
@@ -128,11 +129,11 @@ class TeacherSource:
 
 @dataclass(frozen=True)
 class ViewSource:
-    """Features of further views of the photos.
+    """Features of augmented views.
 
     Attributes:
-        features: of all views.
-        rows: of each image's views among them, int64 [n, views]; -1 for none.
+        features: features of all views.
+        rows: rows of each image's views in them, int64 [n, views]; -1 for a missing view.
     """
 
     features: Features
@@ -141,18 +142,18 @@ class ViewSource:
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Where batches come from.
+    """Makes batches.
 
     Attributes:
         data: captions.
-        features: of the frozen tower.
-        teacher: what the teacher reads, where there is one.
-        special_tokens: the tokenizer's special words.
-        image_tokens: m of the adapter.
-        temperature: of the mining softmax.
+        features: features of the frozen tower.
+        teacher: what the teacher reads; None without one.
+        special_tokens: of the joint encoder's tokenizer.
+        image_tokens: image tokens per row.
+        temperature: of the softmax that mines negatives.
         config: of the training.
-        rank, world_size: which part of every batch.
-        views: of which each image of a batch shows one, or itself, at random; None without.
+        rank, world_size: number of this worker, and of workers.
+        views: each image of a batch is replaced by one of its views, or kept, at random; None without views.
     """
 
     data: TrainingData
@@ -171,32 +172,33 @@ class BatchSource:
         loop, objective = self.config.loop, self.config.objective
         images, captions = Sampler(self.data, loop.batch_size, loop.seed).pairs(number)
         pair_images, pair_captions = self._pairs(number, images, captions)
-        own = slice(0, loop.batch_size // self.world_size)
-        texts = [self._tokens(at) for at in pair_captions]
+        positives = slice(0, loop.batch_size // self.world_size)
+        texts = [self._token_ids(caption) for caption in pair_captions]
         rows, row_images, masked = texts, pair_images, None
         if objective.mlm_weight:
             rng = stream(loop.seed, MASKING, number, self.rank)
-            covered = mask_captions(texts[own], objective.mlm_probability, self.special_tokens.mask, rng)
-            rows, row_images = texts + covered.captions, np.concatenate([pair_images, pair_images[own]])
+            masking = mask_captions(texts[positives], objective.mlm_probability, self.special_tokens.mask, rng)
+            rows, row_images = texts + masking.captions, np.concatenate([pair_images, pair_images[positives]])
         inputs = joint_rows(rows, self.image_tokens, self.special_tokens)
         if objective.mlm_weight:
-            masked = covered.places(inputs.input_ids.shape[1])
+            masked = masking.flat_targets(inputs.input_ids.shape[1])
         distinct, image = np.unique(row_images, return_inverse=True)
+        recovered = objective.recovery_weight > 0
         return JointBatch(
-            pairs=own.stop,
-            negatives=self.config.negatives.negatives,
+            pairs=positives.stop,
+            negatives=self.config.negatives.count,
             patches=self._patches(distinct, _JOINT, number),
             inputs=inputs,
             image=torch.from_numpy(image.astype(np.int64)),
             masked=masked,
-            text_inputs=self._text_inputs(texts[own], pair_captions[own]) if objective.recovery_weight else None,
+            text_inputs=self._text_inputs(texts[positives], pair_captions[positives]) if recovered else None,
             teacher=None if self.teacher is None else self.teacher.inputs(texts, distinct, self.special_tokens),
         )
 
     def _pairs(
         self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Image and caption of this rank's positives, then of their negative images, then of their negative texts."""
+        """Image and caption of this worker's positives, then of their negative images, then of their negative texts."""
         part = len(images) // self.world_size
         local = slice(self.rank * part, (self.rank + 1) * part)
         other_images, other_texts = (drawn[local] for drawn in self.negatives(number, images, captions))
@@ -209,34 +211,39 @@ class BatchSource:
     def negatives(
         self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Places in the whole batch of the negative images of each caption and the negative texts of each image."""
+        """Positions in the whole batch of each caption's negative images and of each image's negative texts."""
         settings, loop = self.config.negatives, self.config.loop
-        similar = self.data.text_mining[captions] @ self.data.image_mining[images].T
+        similarities = self.data.text_mining[captions] @ self.data.image_mining[images].T
         masked = negative_mask(self.data.rows[images], self.data.caption_keys[captions])
-        mined = mined_share(number // loop.accumulate, settings.negatives_curriculum)
+        mined = mined_share(number // loop.accumulate, settings.curriculum_steps)
         drawn = [
             draw_negatives(
-                scores, masked, settings.negatives, self.temperature, mined, stream(loop.seed, purpose, number)
+                scores,
+                masked,
+                count=settings.count,
+                temperature=self.temperature,
+                mined=mined,
+                rng=stream(loop.seed, purpose, number),
             )
-            for scores, purpose in ((similar, NEGATIVE_IMAGES), (similar.T, NEGATIVE_TEXTS))
+            for scores, purpose in ((similarities, NEGATIVE_IMAGES), (similarities.T, NEGATIVE_TEXTS))
         ]
         return drawn[0], drawn[1]
 
-    def alignment(self, content: NDArray[np.bool_]) -> Callable[[int], AlignmentBatch]:
-        """Batches of the alignment phase; `content` says of each word of the vocabulary whether it counts."""
+    def alignment(self, counted: NDArray[np.bool_]) -> Callable[[int], AlignmentBatch]:
+        """Batches of the alignment phase. `counted` says which token ids count, which stop words do not."""
         settings, seed = self.config.alignment, self.config.loop.seed
-        sampler = Sampler(self.data, min(settings.align_batch_size, self.data.images), seed)
+        sampler = Sampler(self.data, min(settings.batch_size, self.data.images), seed)
 
         def batch(number: int) -> AlignmentBatch:
-            images, captions = sampler.sets(number, settings.align_captions)
-            own = slice(self.rank, None, self.world_size)
-            words = [tokens[content[tokens]] for tokens in map(self._tokens, captions[:, own].ravel().tolist())]
-            distinct, place = np.unique(np.concatenate(words), return_inverse=True)
+            images, captions = sampler.sets(number, settings.captions)
+            local = slice(self.rank, None, self.world_size)
+            words = [ids[counted[ids]] for ids in map(self._token_ids, captions[:, local].ravel().tolist())]
+            distinct, position = np.unique(np.concatenate(words), return_inverse=True)
             shares = np.zeros((len(distinct), len(words)), dtype=np.float32)
             lengths = np.array([len(part) for part in words])
-            np.add.at(shares, (place, np.repeat(np.arange(len(words)), lengths)), 1)
+            np.add.at(shares, (position, np.repeat(np.arange(len(words)), lengths)), 1)
             return AlignmentBatch(
-                patches=self._patches(images[own], _ALIGNMENT, number),
+                patches=self._patches(images[local], _ALIGNMENT, number),
                 words=torch.from_numpy(distinct.astype(np.int64)),
                 shares=torch.from_numpy(shares / lengths.clip(min=1)),
             )
@@ -244,24 +251,24 @@ class BatchSource:
         return batch
 
     def _patches(self, images: NDArray[np.int64], phase: int, number: int) -> torch.Tensor:
-        """Features [k, n, d_v] of `images`, or of a view of each, drawn by the number of the batch."""
+        """Features [k, n, d_v] of `images`, or of a random view of each."""
         rows = self.data.rows[images]
         if self.views is None:
             return self.features.fetch(rows)
-        rng = stream(self.config.loop.seed, SEEN_VIEWS, phase, number, self.rank)
+        rng = stream(self.config.loop.seed, VIEW_CHOICE, phase, number, self.rank)
         view = rng.integers(-1, self.views.rows.shape[1], size=len(images))
         view_rows = np.where(view < 0, -1, self.views.rows[images, view])
-        seen = torch.from_numpy(view_rows >= 0)
+        is_view = torch.from_numpy(view_rows >= 0)
         photos, views = self.features.fetch(rows[view_rows < 0]), self.views.features.fetch(view_rows[view_rows >= 0])
         patches = photos.new_empty(len(images), *photos.shape[1:])
-        patches[~seen], patches[seen] = photos, views
+        patches[~is_view], patches[is_view] = photos, views
         return patches
 
-    def _tokens(self, caption: int) -> Tokens:
+    def _token_ids(self, caption: int) -> TokenIds:
         return self.data.caption(caption)[: self.config.objective.text_length - NUM_SPECIAL_TOKENS]
 
-    def _text_inputs(self, tokens: list[Tokens], captions: NDArray[np.int64]) -> tuple[JointInputs, torch.Tensor]:
-        return text_rows(tokens, self.special_tokens), torch.from_numpy(self.data.text_embeddings[captions])
+    def _text_inputs(self, texts: list[TokenIds], captions: NDArray[np.int64]) -> tuple[JointInputs, torch.Tensor]:
+        return text_rows(texts, self.special_tokens), torch.from_numpy(self.data.text_embeddings[captions])
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -1,13 +1,14 @@
-"""What training reads beside the features: captions as tokens and embeddings, each with the row of its image.
+"""What training reads beside the features: captions as tokens and embeddings, and the row of each image.
 
-Prepared once in a folder of plain arrays, which every worker maps.
+It is prepared once, in a folder of plain arrays that every worker maps.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from edje_index.models.joint_inputs import JointTokenizer
 from edje_index.models.text_tower import TextTower, embed_texts
+from edje_index.progress import OnProgress
 from storage_formats.atomic import fsync_paths
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import Manifest
@@ -26,16 +28,16 @@ _BATCH = 4096
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Images n with captions c; captions of one image lie side by side.
+    """n images with c captions. The captions of an image are adjacent.
 
     Attributes:
         rows: row of each image in the feature index, int64 [n].
-        caption_starts: captions of image i are caption_starts[i] up to caption_starts[i + 1], int64 [n + 1].
-        token_starts: the same for tokens of captions, int64 [c + 1].
-        tokens: word numbers of all captions, without special_tokens, uncut but for the 64 tokens of a row, int32.
+        caption_starts: image i has captions caption_starts[i] up to caption_starts[i + 1], int64 [n + 1].
+        token_starts: caption i has tokens token_starts[i] up to token_starts[i + 1], int64 [c + 1].
+        tokens: token ids of all captions without special tokens, int32. Captions are cut to 64 tokens per row.
         caption_keys: equal for captions with the same words, int64 [c].
-        text_embeddings: of the text tower, float32 [c, e].
-        image_mining, text_mining: embeddings that negatives are mined with, float32 [n, e'] and [c, e'].
+        text_embeddings: embeddings by the text tower, float32 [c, e].
+        image_mining, text_mining: embeddings by the mining model, float32 [n, e'] and [c, e'].
     """
 
     rows: NDArray[np.int64]
@@ -49,11 +51,11 @@ class TrainingData:
 
     @classmethod
     def open(cls, folder: Path) -> TrainingData:
-        """Map what :meth:`save` wrote."""
+        """Map the arrays that :meth:`save` wrote."""
         return cls(**{f.name: np.load(folder / f"{f.name}.npy", mmap_mode="r") for f in fields(cls)})
 
     def save(self, folder: Path) -> None:
-        """Write one file an array, all of them or none."""
+        """Write one file per array. The folder appears complete or not at all."""
         staging = folder.with_name(f".{folder.name}.part")
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -65,39 +67,39 @@ class TrainingData:
 
     @property
     def images(self) -> int:
-        """n."""
+        """Number of images."""
         return len(self.rows)
 
-    def caption(self, at: int) -> NDArray[np.int32]:
-        """Tokens of a caption."""
-        part: NDArray[np.int32] = self.tokens[self.token_starts[at] : self.token_starts[at + 1]]
+    def caption(self, number: int) -> NDArray[np.int32]:
+        """Token ids of a caption."""
+        part: NDArray[np.int32] = self.tokens[self.token_starts[number] : self.token_starts[number + 1]]
         return part
 
 
 @dataclass(frozen=True)
 class CaptionSet:
-    """Captions with the rows of their images in the feature index: what a dataset is made of.
+    """Captions with the rows of their images in the feature index.
 
     Attributes:
         rows: int64 [n].
-        captions: of each image, at least one.
+        captions: captions of each image, at least one.
     """
 
     rows: NDArray[np.int64]
     captions: Sequence[Sequence[str]]
 
     def texts(self) -> list[str]:
-        """All captions, one after another."""
+        """All captions, image by image."""
         return [text for group in self.captions for text in group]
 
 
 @dataclass(frozen=True)
 class Miner:
-    """An embedding model that similarities come from.
+    """An embedding model whose similarities mine hard negatives.
 
     Attributes:
         text: its text tower.
-        index: an index that it built, with the images' embeddings.
+        index: an index that it built, which holds the image embeddings.
         rows: row of each image in that index, int64 [n].
     """
 
@@ -111,24 +113,25 @@ def prepare_data(
     tokenizer: JointTokenizer,
     tower: TextTower,
     miner: Miner,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = lambda activity, done, total: None,
 ) -> TrainingData:
-    """Tokens and embeddings of all captions, embeddings of all images.
+    """Tokenize and embed all captions, and read the image embeddings of the mining model.
 
     Args:
         items: images and captions.
         tokenizer: of the joint encoder.
         tower: text tower whose embeddings are recovered.
-        miner: what negatives are mined with; its text tower may be `tower`.
-        on_progress: of embedding the captions, see `text.embed_texts`.
+        miner: mining model; its text tower may be `tower`.
+        on_progress: may raise to stop.
     """
     texts = items.texts()
     if not texts:
-        raise UsageError("the captions name no image that can be trained on")
+        raise UsageError("no captioned image has features to train on")
     ids = [np.array(caption, dtype=np.int32) for caption in _token_ids(tokenizer, texts)]
-    embeddings = embed_texts(tower, texts, on_progress)
-    mining = embeddings if miner.text is tower else embed_texts(miner.text, texts, on_progress)
-    keys = {text: at for at, text in enumerate(dict.fromkeys(map(_key, texts)))}
+    report = partial(on_progress, "embedding captions")
+    embeddings = embed_texts(tower, texts, report)
+    mining = embeddings if miner.text is tower else embed_texts(miner.text, texts, report)
+    keys = {text: number for number, text in enumerate(dict.fromkeys(map(_key, texts)))}
     return TrainingData(
         rows=np.asarray(items.rows, dtype=np.int64),
         caption_starts=_starts([len(group) for group in items.captions]),
@@ -147,7 +150,8 @@ def image_embeddings(root: Path, rows: NDArray[np.int64]) -> NDArray[np.float32]
 
 
 def _token_ids(tokenizer: JointTokenizer, texts: Sequence[str]) -> list[list[int]]:
-    return [ids for at in range(0, len(texts), _BATCH) for ids in tokenizer.caption_ids(texts[at : at + _BATCH])]
+    starts = range(0, len(texts), _BATCH)
+    return [ids for start in starts for ids in tokenizer.caption_ids(texts[start : start + _BATCH])]
 
 
 def _key(text: str) -> str:

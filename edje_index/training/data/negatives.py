@@ -1,7 +1,7 @@
-"""Hard negatives from within a batch, mined by an embedding model.
+"""Hard-negative mining within a batch, by the similarities of an embedding model.
 
-The batch is the whole one, over all workers. Which pairs it holds follows from (seed, step) alone and the embeddings
-are at hand everywhere, so that every worker sees what a gather would give it, without one, and may look ahead.
+The batch spans all workers. Its pairs follow from (seed, step) and every worker has all embeddings. So each worker
+computes the result of a gather without one, and can prepare batches ahead.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Similarities = NDArray[np.floating[Any]]
 
 
 def negative_mask(image_keys: NDArray[np.int64], caption_keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which pairs (caption i, image j) of a batch are certainly no negatives -> [b, b], symmetric.
+    """Pairs (caption i, image j) of a batch that cannot be negatives -> [b, b], symmetric.
 
-    Those of one image, whichever of its captions, and those whose captions have the same words.
+    These are pairs of the same image, with any of its captions, and pairs whose captions have the same words.
 
     Args:
         image_keys: [b], equal for the same image.
@@ -32,42 +32,44 @@ def negative_mask(image_keys: NDArray[np.int64], caption_keys: NDArray[np.int64]
 def draw_negatives(
     similarities: Similarities,
     masked: NDArray[np.bool_],
+    *,
     count: int,
     temperature: float,
     mined: float,
     rng: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """`count` negatives for each row -> int64 [b, count], columns of `similarities`.
+    """Draw `count` negatives for each row -> int64 [b, count], columns of `similarities`.
 
-    Drawn without replacement with probabilities softmax(similarity / temperature) over what is not masked; a
-    temperature of 0 takes the `count` most similar. With probability 1 - `mined` a row draws uniformly instead. Where
-    fewer than `count` are left after masking, they are taken again in turn.
+    Negatives are drawn without replacement with probabilities softmax(similarity / temperature) over the columns that
+    are not masked. With probability 1 - `mined` a row draws uniformly instead. If fewer than `count` columns are left,
+    they repeat in turn.
 
     Args:
-        similarities: [b, c], of each anchor with every candidate of the batch.
-        masked: [b, c].
+        similarities: of each anchor with every candidate of the batch [b, c].
+        masked: columns that cannot be negatives [b, c].
         count: k.
-        temperature: not negative.
+        temperature: not negative; 0 takes the `count` most similar.
         mined: between 0 and 1.
-        rng: the only source of chance.
+        rng: the only source of randomness.
 
     Raises:
-        UsageError: a row has no candidate at all.
+        UsageError: a row has no candidate.
     """
     free = (~masked).sum(axis=1)
     if not free.all():
-        raise UsageError("a batch holds nothing but copies of one image or caption: raise --batch-size")
-    # Gumbel top-k: the largest of log-weight + noise are a draw without replacement. Here all times the temperature.
+        raise UsageError("a batch holds only copies of one image or caption; raise loop.batch_size")
+    # Gumbel top-k: the largest of log-weight + noise are a draw without replacement. Everything is scaled by the
+    # temperature, so that 0 is allowed.
     noise = rng.gumbel(size=similarities.shape)
     random_rows = rng.random(len(similarities)) >= mined
     keys = similarities + temperature * noise
     keys[random_rows] = noise[random_rows]
     order = np.argsort(np.where(masked, np.inf, -keys), axis=1, kind="stable")
-    places = np.arange(count) % np.minimum(free, count)[:, None]
-    drawn: NDArray[np.int64] = np.take_along_axis(order, places, axis=1)
+    positions = np.arange(count) % np.minimum(free, count)[:, None]
+    drawn: NDArray[np.int64] = np.take_along_axis(order, positions, axis=1)
     return drawn
 
 
-def mined_share(step: int, curriculum: int) -> float:
-    """Probability that a row's negatives are mined: 0 to 1 over the first `curriculum` steps; 1 without any."""
-    return min(1.0, step / curriculum) if curriculum else 1.0
+def mined_share(step: int, curriculum_steps: int) -> float:
+    """Probability that a row's negatives are mined: grows from 0 to 1 over `curriculum_steps`; 1 without any."""
+    return min(1.0, step / curriculum_steps) if curriculum_steps else 1.0

@@ -1,4 +1,4 @@
-"""Making batches ahead, in a thread: reading and arranging them hides behind the model's work."""
+"""Makes batches ahead in a thread, so that reading and arranging them overlaps with the model's work."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DEPTH = 2
 
 @contextmanager
 def prefetched(make: Callable[[int], Batch], numbers: range) -> Generator[Generator[Batch, None, None], None, None]:
-    """An iterator over `make(number)` for `numbers`, each made while earlier ones are used.
+    """Yield an iterator over `make(number)` for `numbers`. Each batch is made while earlier ones are used.
 
-    What `make` raises is raised where its batch is asked for. Leaving the context ends the thread.
+    An exception of `make` is raised when its batch is requested. Leaving the context ends the thread.
     """
     ready: queue.Queue[tuple[Batch | None, BaseException | None]] = queue.Queue(DEPTH)
     stop = threading.Event()
@@ -34,7 +34,7 @@ def prefetched(make: Callable[[int], Batch], numbers: range) -> Generator[Genera
                 if stop.is_set():
                     return
                 put((make(number), None))
-        except BaseException as error:  # whatever it is belongs to the thread that waits for the batch
+        except BaseException as error:  # raised again by the thread that waits for the batch
             put((None, error))
 
     def batches() -> Generator[Batch, None, None]:
@@ -47,8 +47,8 @@ def prefetched(make: Callable[[int], Batch], numbers: range) -> Generator[Genera
     thread = threading.Thread(target=work, name="batches", daemon=True)
     thread.start()
     try:
-        with closing(batches()) as made:
-            yield made
+        with closing(batches()) as batch_iterator:
+            yield batch_iterator
     finally:
         stop.set()
         thread.join()

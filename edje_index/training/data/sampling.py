@@ -1,7 +1,7 @@
-"""Which pairs a step sees: a pure function of the seed and the step, so that resuming needs no saved state.
+"""Which pairs a step uses: a pure function of the seed and the step, so that resuming needs no saved state.
 
-An epoch passes over every image once, each with one of its captions; over as many epochs as an image has captions,
-each of them comes once.
+An epoch uses every image once, with one of its captions. Over as many epochs as an image has captions, each caption is
+used once.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from numpy.typing import NDArray
 
 from edje_index.training.data.dataset import TrainingData
 
-# One stream of random numbers a purpose; each is seeded by [seed, purpose, ...].
-ORDER, NEGATIVE_IMAGES, NEGATIVE_TEXTS, MASKING, DROPOUT, CLUSTERING, VIEWS, SEEN_VIEWS, POOLING, BANK, DEV = range(11)
+# Purposes of random numbers. Each has a stream of its own, seeded by [seed, purpose, ...].
+ORDER, NEGATIVE_IMAGES, NEGATIVE_TEXTS, MASKING, DROPOUT, CLUSTERING, VIEWS, VIEW_CHOICE, POOLING, BANK, DEV = range(11)
 
 
-def stream(seed: int, purpose: int, *place: int) -> np.random.Generator:
-    """The random numbers of one purpose at one place."""
-    return np.random.default_rng([seed, purpose, *place])
+def stream(seed: int, purpose: int, *position: int) -> np.random.Generator:
+    """The random numbers of one purpose at one position in the training."""
+    return np.random.default_rng([seed, purpose, *position])
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Batches of `batch_size` distinct images; the rest of an epoch that fills no batch is left out.
+    """Batches of `batch_size` distinct images. Images at the end of an epoch that fill no batch are left out.
 
     Attributes:
-        data: what is drawn from.
-        batch_size: over all workers.
+        data: images and captions to draw from.
+        batch_size: summed over all workers.
         seed: decides the order.
     """
 
@@ -39,7 +39,7 @@ class Sampler:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches of an epoch."""
+        """Number of full batches in an epoch."""
         return self.data.images // self.batch_size
 
     def pairs(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -48,14 +48,14 @@ class Sampler:
         return images, captions[0]
 
     def sets(self, batch: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Image numbers [batch_size] of a batch, and `count` sets of a caption of each [count, batch_size]."""
-        epoch, place = divmod(batch, self.batches_per_epoch)
+        """Image numbers [batch_size] of a batch, and `count` sets of one caption per image [count, batch_size]."""
+        epoch, batch_of_epoch = divmod(batch, self.batches_per_epoch)
         order = _permutation(self.data.images, self.seed, epoch)
-        images = order[place * self.batch_size : (place + 1) * self.batch_size]
+        images = order[batch_of_epoch * self.batch_size : (batch_of_epoch + 1) * self.batch_size]
         starts = self.data.caption_starts
         counts = starts[images + 1] - starts[images]
-        turn = images + epoch  # not every image with its first caption at once
-        return images, starts[images] + (turn + np.arange(count)[:, None]) % counts
+        first = images + epoch  # so that an epoch does not use the first caption of every image
+        return images, starts[images] + (first + np.arange(count)[:, None]) % counts
 
 
 @lru_cache(maxsize=2)

@@ -1,6 +1,6 @@
-"""Input rows of the joint encoder from captions that are tokens already, many at a time.
+"""Input rows of the joint encoder from tokenized captions, many at a time.
 
-They are what `edje_index.models.joint_inputs.JointTokenizer.inputs` makes of the same captions.
+The rows equal those that `edje_index.models.joint_inputs.JointTokenizer.inputs` makes from the same captions.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from edje_index.models.joint_inputs import JointInputs, JointTokenizer
 
-Tokens = NDArray[np.integer[Any]]
+TokenIds = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Numbers of the special words."""
+    """Token ids of the special tokens."""
 
     pad: int
     cls: int
@@ -30,76 +30,76 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: JointTokenizer) -> SpecialTokens:
-        """Those of a tokenizer."""
-        words = tokenizer.tokenizer
+        """The special tokens of a tokenizer."""
+        bert = tokenizer.tokenizer
         return cls(
-            words.pad_token_id,
-            words.cls_token_id,
-            words.sep_token_id,
-            words.mask_token_id,
-            tokenizer.image_token_id,
+            pad=bert.pad_token_id,
+            cls=bert.cls_token_id,
+            sep=bert.sep_token_id,
+            mask=bert.mask_token_id,
+            image=tokenizer.image_token_id,
         )
 
 
-def joint_rows(captions: Sequence[Tokens], image_tokens: int, special_tokens: SpecialTokens) -> JointInputs:
-    """``[CLS] caption [SEP] <image> x m [SEP]``, the image's part of type 1."""
-    ids, lengths = _text(captions, image_tokens + 1, special_tokens)
-    place = np.arange(ids.shape[1])
-    after = lengths + 2  # of the text and its special_tokens
-    is_image = (place >= after) & (place < after + image_tokens)
+def joint_rows(captions: Sequence[TokenIds], image_tokens: int, special_tokens: SpecialTokens) -> JointInputs:
+    """Rows ``[CLS] caption [SEP] <image> x m [SEP]``. Everything after the first ``[SEP]`` has type 1."""
+    ids, lengths = _padded(captions, image_tokens + 1, special_tokens)
+    position = np.arange(ids.shape[1])
+    image_start = lengths + 2
+    is_image = (position >= image_start) & (position < image_start + image_tokens)
     ids[is_image] = special_tokens.image
-    ids[place == after + image_tokens] = special_tokens.sep
-    types = (place >= after) & (place <= after + image_tokens)
-    return _inputs(ids, types, place <= after + image_tokens)
+    ids[position == image_start + image_tokens] = special_tokens.sep
+    types = (position >= image_start) & (position <= image_start + image_tokens)
+    return _inputs(ids, types, position <= image_start + image_tokens)
 
 
-def text_rows(captions: Sequence[Tokens], special_tokens: SpecialTokens) -> JointInputs:
-    """``[CLS] caption [SEP]``."""
-    ids, lengths = _text(captions, 0, special_tokens)
-    place = np.arange(ids.shape[1])
-    return _inputs(ids, np.zeros(ids.shape, dtype=bool), place <= lengths + 1)
+def text_rows(captions: Sequence[TokenIds], special_tokens: SpecialTokens) -> JointInputs:
+    """Rows ``[CLS] caption [SEP]``."""
+    ids, lengths = _padded(captions, 0, special_tokens)
+    position = np.arange(ids.shape[1])
+    return _inputs(ids, np.zeros(ids.shape, dtype=bool), position <= lengths + 1)
 
 
 @dataclass(frozen=True)
 class MaskedCaptions:
-    """Captions with words covered.
+    """Captions with masked tokens.
 
     Attributes:
-        captions: with ``[MASK]`` in them.
-        chosen: which of all their tokens are covered, one caption after another [tokens].
-        targets: what stood there [covered].
+        captions: token ids with ``[MASK]`` among them.
+        is_masked: which tokens of all captions, one caption after another, are masked [tokens].
+        targets: their original token ids [masked].
     """
 
-    captions: list[Tokens]
-    chosen: NDArray[np.bool_]
-    targets: Tokens
+    captions: list[TokenIds]
+    is_masked: NDArray[np.bool_]
+    targets: TokenIds
 
-    def places(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the covered tokens lie in the flattened rows [captions x width], and what stood there, int64 each."""
-        starts = np.concatenate([row * width + 1 + np.arange(len(c)) for row, c in enumerate(self.captions)])
-        return torch.from_numpy(starts[self.chosen]), torch.from_numpy(self.targets.astype(np.int64))
+    def flat_targets(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions of the masked tokens in flattened rows [captions x width], and their targets, int64 each."""
+        positions = np.concatenate([row * width + 1 + np.arange(len(c)) for row, c in enumerate(self.captions)])
+        return torch.from_numpy(positions[self.is_masked]), torch.from_numpy(self.targets.astype(np.int64))
 
 
 def mask_captions(
-    captions: Sequence[Tokens], probability: float, mask: int, rng: np.random.Generator
+    captions: Sequence[TokenIds], probability: float, mask: int, rng: np.random.Generator
 ) -> MaskedCaptions:
-    """Replace each caption token by ``[MASK]`` with `probability`; special and image tokens are none of them."""
+    """Replace each caption token by the token id `mask` with `probability`."""
     flat = np.concatenate(captions)
-    chosen = rng.random(len(flat)) < probability
-    covered = np.split(np.where(chosen, mask, flat), np.cumsum([len(c) for c in captions])[:-1])
-    return MaskedCaptions(covered, chosen, flat[chosen])
+    is_masked = rng.random(len(flat)) < probability
+    masked = np.split(np.where(is_masked, mask, flat), np.cumsum([len(c) for c in captions])[:-1])
+    return MaskedCaptions(masked, is_masked, flat[is_masked])
 
 
-def _text(
-    captions: Sequence[Tokens], room: int, special_tokens: SpecialTokens
+def _padded(
+    captions: Sequence[TokenIds], extra: int, special_tokens: SpecialTokens
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows with ``[CLS] caption [SEP]`` and `room` more places, and the captions' lengths [b, 1]."""
+    """Rows ``[CLS] caption [SEP]`` with padding of at least `extra` tokens, and the captions' lengths [b, 1]."""
     lengths = np.array([[len(caption)] for caption in captions])
-    ids = np.full((len(captions), lengths.max() + 2 + room), special_tokens.pad, dtype=np.int64)
-    place = np.arange(ids.shape[1])
+    ids = np.full((len(captions), lengths.max() + 2 + extra), special_tokens.pad, dtype=np.int64)
+    position = np.arange(ids.shape[1])
     ids[:, 0] = special_tokens.cls
-    ids[(place >= 1) & (place <= lengths)] = np.concatenate(captions)
-    ids[place == lengths + 1] = special_tokens.sep
+    ids[(position >= 1) & (position <= lengths)] = np.concatenate(captions)
+    ids[position == lengths + 1] = special_tokens.sep
     return ids, lengths
 
 

@@ -15,7 +15,8 @@ from edje_index.training.fitting.hubness_bank import make_bank
 from edje_index.training.fitting.pooled_similarity import OnProgress, fit_pooled
 from edje_index.training.loop.checkpoint import Checkpoints
 from edje_index.training.loop.distributed import WorkerGroup
-from edje_index.training.loop.train_worker import TrainTask, batch_source
+from edje_index.training.loop.task import TrainTask
+from edje_index.training.loop.train_worker import batch_source
 from edje_index.training.model.objectives import trained_part
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.devices import resolve_device
 from edje_index.models.text_tower import TextTower
-from edje_index.training.config import SelectionConfig
+from edje_index.training.config import FittingConfig
 from edje_index.training.data.batches import Features
 from edje_index.training.data.dataset import CaptionSet, image_embeddings
 from edje_index.training.data.sampling import DEV, stream
@@ -67,7 +67,7 @@ def choose_weights(
     bundle: ModelBundle,
     dev: DevSet,
     features: Features,
-    config: SelectionConfig,
+    config: FittingConfig,
     device: str,
     on_progress: OnProgress = lambda done, total: None,
 ) -> WeightChoices:

@@ -1,1 +1,1 @@
-"""The training loop: workers, checkpoints, learning-rate schedule, log."""
+"""The training loop: workers, checkpoints, learning-rate schedule and log."""

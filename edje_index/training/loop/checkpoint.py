@@ -1,7 +1,7 @@
-"""Checkpoints: all that a training needs to go on as if it had not been stopped.
+"""Checkpoints: everything that a training needs to continue as if it had never stopped.
 
-Everything random follows from (seed, step), so that weights, optimiser and the step are all of it. A file appears under
-its name whole or not at all; the last two are kept.
+All random numbers follow from (seed, step), so weights, optimiser state and the step are sufficient. A file appears
+under its name complete or not at all. The last two are kept.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _NAME = re.compile(r"(\d{2})-(\d{9})\.pt")
 
 @dataclass
 class TrainState:
-    """Where a training stands.
+    """How far a training has come.
 
     Attributes:
-        run: fingerprint of what decides the training.
-        stage: index of the phase.
-        step: optimiser steps of that phase that are done.
-        weights: of the phase's module; the adapter alone while it is aligned.
-        optimizer: its state.
-        skipped: steps without a finite gradient, so far and in a row.
+        run: fingerprint of everything that decides the training.
+        stage: number of the phase, counted from 0.
+        step: finished optimiser steps of that phase.
+        weights: of the phase's module. The alignment phase has the adapter alone.
+        optimizer: state of the optimiser.
+        skipped: steps without a finite gradient, in total and in a row.
     """
 
     run: str
@@ -44,14 +44,14 @@ class TrainState:
 
 
 class Checkpoints:
-    """The checkpoints of a run, in its folder `checkpoints`."""
+    """The checkpoints of a run, in the folder `checkpoints` of its run folder."""
 
     def __init__(self, run_dir: Path, run: str) -> None:
         self._folder = run_dir / "checkpoints"
         self._run = run
 
     def save(self, state: TrainState) -> Path:
-        """Write a checkpoint and remove those before the last two."""
+        """Write a checkpoint and remove all but the last two."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{state.stage:02d}-{state.step:09d}.pt"
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -64,39 +64,40 @@ class Checkpoints:
         finally:
             temporary.unlink(missing_ok=True)
         fsync_path(self._folder)
-        killed = self._folder.glob(".*.pt.*")  # processes that were killed while they wrote left these
-        for old in (*self.paths()[:-KEEP], *killed):
+        unfinished = self._folder.glob(".*.pt.*")  # left by processes that were killed while writing
+        for old in (*self.paths()[:-KEEP], *unfinished):
             old.unlink(missing_ok=True)
         return path
 
     def latest(self) -> TrainState | None:
-        """The newest checkpoint that can be read; None where there is none.
+        """The newest readable checkpoint; None if there are no checkpoints.
 
         Raises:
-            ModelError: there are checkpoints, and none can be read, or they are of another run.
+            ModelError: there are checkpoints, but none can be read, or they belong to another run.
         """
-        paths = self.paths()
         problem: ModelError | None = None
-        for path in reversed(paths):
+        for path in reversed(self.paths()):
             try:
                 state = TrainState(**read_checkpoint(path))
             except (ModelError, TypeError) as error:
-                problem = ModelError(f"cannot go on from {path}: {error}; remove {self._folder} to begin anew")
+                problem = ModelError(f"cannot resume from {path}: {error}; remove {self._folder} to begin again")
                 continue
             if state.run != self._run:
-                raise ModelError(f"{path} is of another training: give another --run-dir, or remove {self._folder}")
+                raise ModelError(
+                    f"{path} belongs to another training; use another run folder, or remove {self._folder}"
+                )
             return state
         if problem is not None:
             raise problem
         return None
 
     def paths(self) -> list[Path]:
-        """All checkpoints, the oldest first."""
+        """All checkpoints, oldest first."""
         if not self._folder.is_dir():
             return []
         return sorted(path for path in self._folder.iterdir() if _NAME.fullmatch(path.name))
 
 
 def state_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Every tensor of a module, on the CPU."""
+    """All tensors of a module, on the CPU."""
     return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}

@@ -1,4 +1,4 @@
-"""The group of one training: this process alone, or the members of a torch process group that is there already."""
+"""The workers of one training: this process alone, or the members of an existing torch process group."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """Which part of the training this process is.
+    """The group of train workers, seen from one of them. Every worker has to call each of the collective methods.
 
     Attributes:
-        rank: 0 writes checkpoints and logs.
+        rank: number of this worker. Worker 0 writes checkpoints and the log.
         size: number of workers.
     """
 
@@ -25,19 +25,19 @@ class WorkerGroup:
 
     @classmethod
     def of_process_group(cls) -> WorkerGroup:
-        """The default process group's, where there is one."""
+        """The default process group, or a group of one if there is none."""
         if not distributed.is_available() or not distributed.is_initialized():
             return cls()
         return cls(distributed.get_rank(), distributed.get_world_size())
 
     def wrap(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """The module with its gradients averaged over the group."""
+        """The module with its gradients averaged over the workers."""
         if self.size == 1:
             return module
         return DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None)
 
     def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether it is true on any rank; every rank must ask."""
+        """Whether `flag` is true on any worker."""
         if self.size == 1:
             return flag
         value = torch.tensor(int(flag), device=device)
@@ -45,7 +45,7 @@ class WorkerGroup:
         return bool(value.item())
 
     def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Each scalar's mean over the group; every rank must ask."""
+        """Mean of each scalar over the workers."""
         stacked = torch.stack([value.detach().float() for value in values.values()])
         if self.size > 1:
             distributed.all_reduce(stacked)
@@ -53,13 +53,13 @@ class WorkerGroup:
         return dict(zip(values, stacked.tolist(), strict=True))
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all workers."""
         if self.size > 1:
             distributed.barrier()
 
 
 def postponed_exchange(module: nn.Module, postponed: bool) -> AbstractContextManager[None]:
-    """Within it gradients are summed up locally, where `postponed`."""
+    """A context in which gradients are summed locally instead of exchanged, if `postponed`."""
     if postponed and isinstance(module, DistributedDataParallel):
         context: AbstractContextManager[None] = module.no_sync()
         return context

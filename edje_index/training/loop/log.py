@@ -1,4 +1,4 @@
-"""The record of a run: `log.jsonl`, a line every few steps, and the same for TensorBoard where that is installed."""
+"""The log of a run: `log.jsonl`, one record every few steps, and the same for TensorBoard if it is installed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LOG = "log.jsonl"
 Record = Mapping[str, Any]
 
 
-class Journal:
-    """Writes the record of a run, from a given place on.
+class TrainLog:
+    """Appends to the log of a run, from a given step on.
 
-    Lines of steps beyond it, which a run wrote that was killed before its next checkpoint, are taken out.
+    Records of later steps are removed. A run that was killed before its next checkpoint leaves such records.
     """
 
     def __init__(self, run_dir: Path, stage: int, step: int) -> None:
@@ -26,32 +26,32 @@ class Journal:
         kept = [record for record in read_log(run_dir) if (record["stage"], record["step"]) <= (stage, step)]
         write_bytes_atomic(path, b"".join(_line(record) for record in kept))
         self._file = path.open("ab")
-        self._board = _open_board(run_dir / "tensorboard")
+        self._tensorboard = _open_tensorboard(run_dir / "tensorboard")
 
     @property
-    def has_board(self) -> bool:
+    def has_tensorboard(self) -> bool:
         """Whether TensorBoard is installed."""
-        return self._board is not None
+        return self._tensorboard is not None
 
     def write(self, record: Record) -> None:
-        """Add a line; `stage` and `step` say where it belongs."""
+        """Append a record; its `stage` and `step` say where it belongs."""
         self._file.write(_line(record))
         self._file.flush()
-        if self._board is not None:
+        if self._tensorboard is not None:
             for name, value in record.items():
                 if isinstance(value, float):
-                    self._board.add_scalar(f"{record['phase']}/{name}", value, record["step"])
+                    self._tensorboard.add_scalar(f"{record['phase']}/{name}", value, record["step"])
 
     def close(self) -> None:
-        """Put the lines on the disk."""
+        """Flush the records to disk."""
         os.fsync(self._file.fileno())
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
 
 def read_log(run_dir: Path) -> list[dict[str, Any]]:
-    """The records of a run so far; a last line that is not whole is left out."""
+    """All records of a run so far, without an incomplete last line."""
     path = run_dir / LOG
     if not path.exists():
         return []
@@ -62,7 +62,7 @@ def _line(record: Record) -> bytes:
     return json.dumps(record).encode() + b"\n"
 
 
-def _open_board(folder: Path) -> Any:
+def _open_tensorboard(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -1,4 +1,4 @@
-"""The learning rate over time."""
+"""The learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from edje_index.training.config import OptimizerConfig
 def learning_rate(step: int, total_steps: int, steps_per_epoch: float, peak: float, config: OptimizerConfig) -> float:
     """Learning rate of optimiser step `step`, counted from 0.
 
-    Linear warm-up from `warmup_lr` to `peak`. Then ``epoch`` decay is BLIP's, from whose code the paper's table takes
-    its names: peak x decay_rate ^ (whole epochs so far), never below `min_lr`. ``cosine`` falls from `peak` to
+    A linear warm-up from `warmup_lr` to `peak` comes first. Decay ``epoch`` is then peak * decay_rate^finished_epochs,
+    but at least `min_lr`, as in BLIP's code, whose names the paper's table uses. Decay ``cosine`` falls from `peak` to
     `min_lr` at the last step.
     """
     if step < config.warmup_steps:

@@ -1,70 +1,33 @@
-"""A training as one rank runs it: everything opened from a task that can travel to another process."""
+"""One train worker: opens everything that a task names and runs the phases of the training."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
+import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.adapter import CompressionAdapter
+from edje_index.models.devices import resolve_device
 from edje_index.scoring.content_words import content_words
-from edje_index.training.config import TrainConfig
+from edje_index.training.config import LoopConfig, TrainConfig
 from edje_index.training.data.batches import BatchSource, Features, TeacherSource, ViewSource
 from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.token_rows import SpecialTokens
 from edje_index.training.loop.distributed import WorkerGroup
 from edje_index.training.loop.schedule import learning_rate
-from edje_index.training.loop.training_loop import Phase, Record, Runtime, Trainer
+from edje_index.training.loop.task import TeacherTask, TrainTask
+from edje_index.training.loop.training_loop import Phase, Record, Trainer
 from edje_index.training.model.adapter_init import init_from_features
 from edje_index.training.model.objectives import AlignmentObjective, JointObjective, Teacher, trained_part
 from edje_index.training.model.start_bundle import set_attention, set_dropout
 from storage_formats.errors import UsageError
 
 ALIGNMENT, JOINT = "alignment", "joint"
-_ALIGNMENT_WARMUP = 0.1  # of the phase
-
-
-@dataclass(frozen=True)
-class TeacherTask:
-    """A teacher: its bundle, the index that it reads, and whether that holds its tokens or features for its adapter."""
-
-    bundle: Path
-    index: Path
-    has_tokens: bool
-    rows: Path
-
-
-@dataclass(frozen=True)
-class TrainTask:
-    """All that a rank needs.
-
-    Attributes:
-        config, runtime: what to train and how.
-        run: fingerprint of what decides the training.
-        start: bundle of the first step.
-        features: index of what the adapter is trained on.
-        data: folder of a `TrainingData`.
-        temperature: of the mining softmax.
-        teacher: None without distillation.
-        new_adapter: nothing has been learned in the adapter of the first step.
-        views: index of the features of views, and a file of its rows [n, views]; None without.
-    """
-
-    config: TrainConfig
-    runtime: Runtime
-    run: str
-    start: Path
-    features: Path
-    data: Path
-    temperature: float
-    teacher: TeacherTask | None = None
-    new_adapter: bool = True
-    views: tuple[Path, Path] | None = None
+_ALIGNMENT_WARMUP = 0.1  # share of the alignment steps
 
 
 def run_worker(
@@ -73,130 +36,120 @@ def run_worker(
     should_stop: Callable[[], bool],
     on_record: Callable[[Record], None] = lambda _: None,
 ) -> None:
-    """Train to the end, from the last checkpoint on.
+    """Train from the last checkpoint to the end.
 
     Raises:
-        TrainingStopped: `should_stop()` turned true.
+        TrainingStopped: `should_stop()` returned True.
         EdjeError: the task cannot be done; the message says why.
     """
-    config = task.config
-    trainer = Trainer(config, task.runtime, group, task.run, on_record)
-    start = ModelBundle.load(task.start, verify=False)
-    adapter, joint = start.adapter.requires_grad_(True), start.joint.requires_grad_(True)
-    joint.text_embeddings.requires_grad_(config.architecture.words == "trained")
-    set_dropout(joint, config.architecture.dropout, config.architecture.attention_dropout)
-    set_attention(joint, trainer.device)
-    teacher, teacher_source = _teacher(task, trainer)
+    config, device = task.config, resolve_device(task.runtime.device)
+    if task.runtime.threads is not None:
+        torch.set_num_threads(task.runtime.threads)
+    start = _trainable(task, device)
+    teacher, teacher_source = (None, None) if task.teacher is None else _open_teacher(task.teacher, device)
     source = batch_source(task, start, group, teacher_source)
-
-    def alignment() -> Phase:
-        init = config.alignment.align_start == "clusters"
-        if init and task.new_adapter and isinstance(adapter, CompressionAdapter):
-            init_from_features(adapter, source.features, source.data, config.loop.seed)
-        return _alignment_phase(config, source, AlignmentObjective(adapter, joint, config.seen), joint_words)
-
-    def joint_phase() -> Phase:
-        if not config.optimizer.adapter_lr_factor:  # its gradients would cost time, and count in the norm
-            adapter.requires_grad_(False)
-        objective = JointObjective(adapter, joint, config.objective, config.seen, teacher)
-        return _joint_phase(config, source, objective, index=len(phases) - 1)
-
-    joint_words = content_words(joint.tokenizer)
-    phases = [alignment, joint_phase] if config.alignment.align_steps else [joint_phase]
-    trainer.run(phases, should_stop)
+    phases = [partial(_joint_phase, config, start, source, teacher)]
+    if config.alignment.steps:
+        phases.insert(0, partial(_alignment_phase, config, start, source, new_adapter=task.new_adapter))
+    Trainer(task, group, device, on_record).run(phases, should_stop)
 
 
 def batch_source(
     task: TrainTask, start: ModelBundle, group: WorkerGroup, teacher: TeacherSource | None = None
 ) -> BatchSource:
-    """Where the batches of `task` come from; `start` is its bundle, or one with the same tokenizer and adapter."""
-    config, m = task.config, start.adapter.config.num_tokens
+    """Where the batches of `task` come from. `start` is its bundle, or one with the same tokenizer and adapter."""
+    adapter = start.adapter.config
     return BatchSource(
         data=TrainingData.open(task.data),
-        features=Features(task.features, start.adapter.config),
+        features=Features(task.features, adapter),
         teacher=teacher,
         special_tokens=SpecialTokens.of(start.joint.tokenizer),
-        image_tokens=min(config.seen.step_tokens or m, m),
+        image_tokens=min(task.config.augmentation.step_tokens or adapter.num_tokens, adapter.num_tokens),
         temperature=task.temperature,
-        config=config,
+        config=task.config,
         rank=group.rank,
         world_size=group.size,
-        views=None
-        if task.views is None
-        else ViewSource(Features(task.views[0], start.adapter.config), np.load(task.views[1])),
+        views=ViewSource(Features(task.views.index, adapter), np.load(task.views.rows)) if task.views else None,
     )
 
 
-def total_steps(config: TrainConfig, images: int) -> int:
+def total_steps(config: LoopConfig, images: int) -> int:
     """Optimiser steps of the joint phase.
 
     Raises:
-        UsageError: neither steps nor epochs are given, or there are fewer images than a batch holds.
+        UsageError: neither steps nor epochs are set, or there are fewer images than a batch holds.
     """
-    loop = config.loop
-    if images < loop.batch_size:
-        raise UsageError(f"{images} images are fewer than a batch of {loop.batch_size}; lower --batch-size")
-    if loop.steps is not None:
-        return loop.steps
-    if loop.epochs is None:
-        raise UsageError("say how long to train: --steps or --epochs")
-    return max(1, math.ceil(loop.epochs * _steps_per_epoch(config, images)))
+    if images < config.batch_size:
+        raise UsageError(f"{images} images do not fill a batch of {config.batch_size}; lower loop.batch_size")
+    if config.steps is not None:
+        return config.steps
+    if config.epochs is None:
+        raise UsageError("the length of the training is missing; set loop.steps or loop.epochs")
+    return max(1, math.ceil(config.epochs * _steps_per_epoch(config, images)))
 
 
-def check_world(config: TrainConfig, world: int) -> None:
-    """UsageError unless every worker gets an equal part of a batch."""
-    if config.loop.batch_size % world:
-        raise UsageError(f"a batch of {config.loop.batch_size} cannot be split over {world} workers evenly")
+def check_batch_split(batch_size: int, workers: int) -> None:
+    """Raise UsageError unless every worker gets an equal part of a batch."""
+    if batch_size % workers:
+        raise UsageError(
+            f"loop.batch_size is {batch_size} and run.workers is {workers}; the batch size must be a multiple"
+        )
 
 
-def _steps_per_epoch(config: TrainConfig, images: int) -> float:
-    return (images // config.loop.batch_size) / config.loop.accumulate
+def _steps_per_epoch(config: LoopConfig, images: int) -> float:
+    return (images // config.batch_size) / config.accumulate
 
 
-def _teacher(task: TrainTask, trainer: Trainer) -> tuple[Teacher | None, TeacherSource | None]:
-    if task.teacher is None:
-        return None, None
-    bundle = ModelBundle.load(task.teacher.bundle, verify=False)
-    joint = bundle.joint.requires_grad_(False).to(trainer.device)
-    adapter = None if task.teacher.has_tokens else trained_part(bundle.adapter).to(trainer.device)
-    trained = None if task.teacher.has_tokens else bundle.adapter.config
-    rows = np.load(task.teacher.rows, mmap_mode="r")
-    source = TeacherSource(Features(task.teacher.index, trained), rows, bundle.block_shape[0])
-    return Teacher(joint, adapter), source
+def _trainable(task: TrainTask, device: torch.device) -> ModelBundle:
+    """The bundle of the first step with gradients where the settings want them."""
+    start, architecture = ModelBundle.load(task.start, verify=False), task.config.architecture
+    start.adapter.requires_grad_(True)
+    start.joint.requires_grad_(True)
+    start.joint.text_embeddings.requires_grad_(architecture.word_embeddings == "trained")
+    set_dropout(start.joint, architecture.dropout, architecture.attention_dropout)
+    set_attention(start.joint, device)
+    return start
 
 
-def _alignment_phase(
-    config: TrainConfig,
-    source: BatchSource,
-    objective: AlignmentObjective,
-    words: np.ndarray[tuple[int], np.dtype[np.bool_]],
-) -> Phase:
-    settings, steps = config.alignment, config.alignment.align_steps
-    optimizer = replace(
-        config.optimizer, decay="cosine", warmup_steps=int(steps * _ALIGNMENT_WARMUP), adapter_lr_factor=1.0
+def _open_teacher(task: TeacherTask, device: torch.device) -> tuple[Teacher, TeacherSource]:
+    bundle = ModelBundle.load(task.bundle, verify=False)
+    joint = bundle.joint.requires_grad_(False).to(device)
+    adapter = None if task.has_tokens else trained_part(bundle.adapter).to(device)
+    features = Features(task.index, None if task.has_tokens else bundle.adapter.config)
+    rows = np.load(task.rows, mmap_mode="r")
+    return Teacher(joint, adapter), TeacherSource(features, rows, bundle.block_shape[0])
+
+
+def _alignment_phase(config: TrainConfig, start: ModelBundle, source: BatchSource, *, new_adapter: bool) -> Phase:
+    settings, adapter = config.alignment, start.adapter
+    if new_adapter and settings.adapter_init == "clusters" and isinstance(adapter, CompressionAdapter):
+        init_from_features(adapter, source.features, source.data, config.loop.seed)
+    optimizer = config.optimizer.model_copy(
+        update={"decay": "cosine", "warmup_steps": int(settings.steps * _ALIGNMENT_WARMUP), "adapter_lr_factor": 1.0}
     )
     return Phase(
         name=ALIGNMENT,
-        index=0,
-        module=objective,
-        batch=source.alignment(words),
-        steps=steps,
+        stage=0,
+        module=AlignmentObjective(adapter, start.joint, config.augmentation),
+        batch=source.alignment(content_words(start.joint.tokenizer)),
+        steps=settings.steps,
         accumulate=1,
-        images=min(settings.align_batch_size, source.data.images),
+        images=min(settings.batch_size, source.data.images),
         learning_rate=partial(
-            learning_rate, total_steps=steps, steps_per_epoch=1, peak=settings.align_lr, config=optimizer
+            learning_rate, total_steps=settings.steps, steps_per_epoch=1, peak=settings.lr, config=optimizer
         ),
         optimizer=optimizer,
     )
 
 
-def _joint_phase(config: TrainConfig, source: BatchSource, objective: JointObjective, index: int) -> Phase:
-    images = source.data.images
-    steps = total_steps(config, images)
+def _joint_phase(config: TrainConfig, start: ModelBundle, source: BatchSource, teacher: Teacher | None) -> Phase:
+    if not config.optimizer.adapter_lr_factor:  # its gradients would cost time and count in the norm
+        start.adapter.requires_grad_(False)
+    steps = total_steps(config.loop, source.data.images)
     return Phase(
         name=JOINT,
-        index=index,
-        module=objective,
+        stage=1 if config.alignment.steps else 0,
+        module=JointObjective(start.adapter, start.joint, config.objective, config.augmentation, teacher),
         batch=source.joint,
         steps=steps,
         accumulate=config.loop.accumulate,
@@ -204,8 +157,8 @@ def _joint_phase(config: TrainConfig, source: BatchSource, objective: JointObjec
         learning_rate=partial(
             learning_rate,
             total_steps=steps,
-            steps_per_epoch=_steps_per_epoch(config, images),
-            peak=config.lr,
+            steps_per_epoch=_steps_per_epoch(config.loop, source.data.images),
+            peak=config.optimizer.lr,
             config=config.optimizer,
         ),
         optimizer=config.optimizer,

@@ -1,24 +1,24 @@
-"""The training loop: phases of steps, from wherever the last checkpoint left off."""
+"""The training loop: runs phases of optimiser steps, starting at the last checkpoint."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from edje_index.errors import ModelError
-from edje_index.models.devices import autocast, resolve_device, resolve_dtype
-from edje_index.training.config import OptimizerConfig, TrainConfig
+from edje_index.models.devices import autocast, resolve_dtype
+from edje_index.training.config import OptimizerConfig
 from edje_index.training.data.prefetch import prefetched
 from edje_index.training.data.sampling import DROPOUT, stream
 from edje_index.training.loop.checkpoint import Checkpoints, TrainState, state_of
 from edje_index.training.loop.distributed import WorkerGroup, postponed_exchange
-from edje_index.training.loop.log import Journal
+from edje_index.training.loop.log import TrainLog
+from edje_index.training.loop.task import TrainTask
 from edje_index.training.model.objectives import TOTAL
 from storage_formats.errors import EdjeError
 
@@ -27,46 +27,27 @@ BETAS = (0.9, 0.999)
 
 
 class TrainingStopped(EdjeError):
-    """A stop was asked for; the last checkpoint holds all that was done."""
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """How a training runs, none of which is part of what is trained.
-
-    Attributes:
-        run_dir: holds checkpoints and the log.
-        device: "auto", "cpu" or "cuda".
-        threads: CPU threads of torch; None leaves them as they are.
-        checkpoint_every, log_every: steps.
-        compile: pass the phase's module through torch.compile.
-    """
-
-    run_dir: Path
-    device: str = "auto"
-    threads: int | None = None
-    checkpoint_every: int = 200
-    log_every: int = 10
-    compile: bool = False
+    """The training was stopped on request. The last checkpoint holds all finished steps."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One part of the training.
+    """One phase of the training.
 
     Attributes:
-        name: in the log.
-        index: its place.
-        module: gives the losses of a batch.
-        batch: batch by its number, counted from 0 over the phase.
-        steps, accumulate: optimiser steps, and batches of one.
-        images: of a step, over all group.
-        learning_rate: by step.
-        optimizer: settings.
+        name: name in the log.
+        stage: number of the phase, counted from 0.
+        module: returns the losses of a batch.
+        batch: returns the batch of a number, which counts from 0 over the phase.
+        steps: optimiser steps.
+        accumulate: batches per step.
+        images: images per step, over all workers.
+        learning_rate: returns the learning rate of a step.
+        optimizer: settings of the optimiser.
     """
 
     name: str
-    index: int
+    stage: int
     module: nn.Module
     batch: Callable[[int], Any]
     steps: int
@@ -78,7 +59,7 @@ class Phase:
 
 @dataclass
 class _Window:
-    """What has happened since the last line of the log."""
+    """Sums since the last log record."""
 
     started: float = field(default_factory=time.monotonic)
     waited: float = 0.0
@@ -91,61 +72,53 @@ class _Window:
 
 
 class Trainer:
-    """Runs the phases of a training on one rank.
+    """Runs the phases of a training on one worker.
 
     Args:
-        config: what to train.
-        runtime: how.
-        group: which part this process is.
-        run: fingerprint of what decides the training.
-        on_record: receives every line of the log, on rank 0.
+        task: its configuration, runtime and fingerprint are used.
+        group: which worker this process is.
+        device: where modules and batches are put.
+        on_record: receives every log record, on the worker of rank 0.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
-        runtime: Runtime,
+        task: TrainTask,
         group: WorkerGroup,
-        run: str,
+        device: torch.device,
         on_record: Callable[[Record], None] = lambda _: None,
     ) -> None:
-        self._config = config
-        self._runtime = runtime
+        self._loop = task.config.loop
+        self._runtime = task.runtime
         self._group = group
-        self._run_name = run
+        self._run = task.run
         self._on_record = on_record
-        self._device = resolve_device(runtime.device)
-        self._checkpoints = Checkpoints(runtime.run_dir, run)
+        self._device = device
+        self._checkpoints = Checkpoints(task.runtime.run_dir, task.run)
         self._skipped = (0, 0)
-        if runtime.threads is not None:
-            torch.set_num_threads(runtime.threads)
 
-    @property
-    def device(self) -> torch.device:
-        """Where modules must be."""
-        return self._device
-
-    def run(self, phases: list[Callable[[], Phase]], should_stop: Callable[[], bool]) -> None:
-        """Run every phase that is not finished; each is made when its turn comes, with what those before it trained.
+    def run(self, phases: Sequence[Callable[[], Phase]], should_stop: Callable[[], bool]) -> None:
+        """Run every phase that is not finished. A phase is made after the phases before it have run.
 
         Raises:
-            TrainingStopped: `should_stop()` turned true on some rank.
-            ModelError: no finite gradient for too many steps in a row, or a checkpoint that does not fit.
+            TrainingStopped: `should_stop()` returned True on some worker.
+            ModelError: too many consecutive steps had no finite gradient, or a checkpoint does not fit.
         """
         state = self._checkpoints.latest()
-        self._group.barrier()  # nobody writes while another still reads
+        self._group.barrier()  # no worker writes while another still reads
         with torch.random.fork_rng():
-            for index, make in enumerate(phases):
+            for make in phases:
                 phase = make()
-                if state is not None and state.stage == index:
-                    phase.module.load_state_dict(state.weights)
-                elif state is not None and state.stage > index:
+                if state is not None and state.stage > phase.stage:
                     continue
-                self._run_phase(phase, state if state is not None and state.stage == index else None, should_stop)
+                resumed = state if state is not None and state.stage == phase.stage else None
+                if resumed is not None:
+                    phase.module.load_state_dict(resumed.weights)
+                self._run_phase(phase, resumed, should_stop)
 
     def _run_phase(self, phase: Phase, state: TrainState | None, should_stop: Callable[[], bool]) -> None:
-        begin = 0 if state is None else state.step
-        if begin == phase.steps:
+        first = 0 if state is None else state.step
+        if first == phase.steps:
             return
         module = phase.module.to(self._device).train()
         optimizer = make_optimizer(module, phase.optimizer)
@@ -154,25 +127,24 @@ class Trainer:
             self._skipped = state.skipped
         compiled: Any = torch.compile(module, dynamic=True) if self._runtime.compile else module
         wrapped = self._group.wrap(compiled, self._device)
-        journal = Journal(self._runtime.run_dir, phase.index, begin) if self._group.rank == 0 else None
-        numbers = range(begin * phase.accumulate, phase.steps * phase.accumulate)
+        log = TrainLog(self._runtime.run_dir, phase.stage, first) if self._group.rank == 0 else None
         window = _Window()
         try:
-            with prefetched(phase.batch, numbers) as batches:
-                for step in range(begin, phase.steps):
+            with prefetched(phase.batch, range(first * phase.accumulate, phase.steps * phase.accumulate)) as batches:
+                for step in range(first, phase.steps):
                     self._step(phase, wrapped, optimizer, batches, step, window)
                     done = step + 1
                     stop = self._group.any(should_stop(), self._device)
                     if done % self._runtime.log_every == 0 or done == phase.steps:
-                        self._report(phase, journal, done, window)
+                        self._report(phase, log, done, window)
                         window = _Window()
                     if stop or done % self._runtime.checkpoint_every == 0 or done == phase.steps:
                         self._save(phase, optimizer, done)
                     if stop and done < phase.steps:
                         raise TrainingStopped(f"stopped after step {done} of {phase.steps} ({phase.name})")
         finally:
-            if journal is not None:
-                journal.close()
+            if log is not None:
+                log.close()
 
     def _step(
         self,
@@ -183,14 +155,14 @@ class Trainer:
         step: int,
         window: _Window,
     ) -> None:
-        rate, dtype = phase.learning_rate(step), resolve_dtype(self._config.loop.dtype, self._device)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group["factor"]
+        rate, dtype = phase.learning_rate(step), resolve_dtype(self._loop.dtype, self._device)
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = rate * parameters["factor"]
         for part in range(phase.accumulate):
-            began = time.monotonic()
+            waiting_since = time.monotonic()
             batch = next(batches).to(self._device)
-            window.waited += time.monotonic() - began
-            self._seed(phase.index, step * phase.accumulate + part)
+            window.waited += time.monotonic() - waiting_since
+            self._seed(phase.stage, step * phase.accumulate + part)
             with postponed_exchange(module, part < phase.accumulate - 1):
                 with autocast(dtype, self._device):
                     losses = module(batch)
@@ -203,24 +175,25 @@ class Trainer:
         optimizer.zero_grad(set_to_none=True)
         window.add({"gradient": norm})
         window.steps += 1
-        self._count(finite, phase, step, optimizer)
+        self._count_skipped(finite, phase, step)
 
-    def _count(self, finite: bool, phase: Phase, step: int, optimizer: torch.optim.Optimizer) -> None:
-        """Keep account of skipped steps; ModelError where too many come in a row."""
-        total, row = self._skipped
-        self._skipped = (total, 0) if finite else (total + 1, row + 1)
-        if self._skipped[1] >= self._config.loop.max_bad_steps:
+    def _count_skipped(self, finite: bool, phase: Phase, step: int) -> None:
+        """Count steps without a finite gradient. ModelError after too many in a row."""
+        total, consecutive = self._skipped
+        self._skipped = (total, 0) if finite else (total + 1, consecutive + 1)
+        if self._skipped[1] >= self._loop.max_bad_steps:
             raise ModelError(
-                f"no finite gradient in {self._skipped[1]} steps in a row, up to step {step + 1} ({phase.name}): "
-                "lower --lr or --adapter-lr-factor, lengthen --warmup-steps, or use --dtype float32, in a new --run-dir"
+                f"no finite gradient in {self._skipped[1]} steps in a row, up to step {step + 1} ({phase.name}); lower "
+                "optimizer.lr or optimizer.adapter_lr_factor, raise optimizer.warmup_steps, or set loop.dtype to "
+                "float32, in a new run folder"
             )
 
     def _save(self, phase: Phase, optimizer: torch.optim.Optimizer, step: int) -> None:
         if self._group.rank == 0:
             self._checkpoints.save(
                 TrainState(
-                    run=self._run_name,
-                    stage=phase.index,
+                    run=self._run,
+                    stage=phase.stage,
                     step=step,
                     weights=state_of(phase.module),
                     optimizer=optimizer.state_dict(),
@@ -229,13 +202,13 @@ class Trainer:
             )
         self._group.barrier()
 
-    def _report(self, phase: Phase, journal: Journal | None, step: int, window: _Window) -> None:
+    def _report(self, phase: Phase, log: TrainLog | None, step: int, window: _Window) -> None:
         means = self._group.mean({name: total / window.steps for name, total in window.sums.items()})
-        if journal is None:
+        if log is None:
             return
         seconds = time.monotonic() - window.started
         record = {
-            "stage": phase.index,
+            "stage": phase.stage,
             "phase": phase.name,
             "step": step,
             "steps": phase.steps,
@@ -247,30 +220,30 @@ class Trainer:
             "data_wait": window.waited,
             "skipped": self._skipped[0],
         }
-        journal.write(record)
-        self._on_record({**record, "tensorboard": journal.has_board})
+        log.write(record)
+        self._on_record({**record, "tensorboard": log.has_tensorboard})
 
     def _seed(self, stage: int, number: int) -> None:
-        """Dropout's random numbers, from the place in the training alone."""
-        rng = stream(self._config.loop.seed, DROPOUT, stage, number, self._group.rank)
+        """Seed dropout by the position in the training alone, so that a resumed run draws the same numbers."""
+        rng = stream(self._loop.seed, DROPOUT, stage, number, self._group.rank)
         torch.manual_seed(int(rng.integers(2**63)))
 
 
 def _restore(optimizer: torch.optim.Optimizer, state: TrainState) -> None:
-    """ModelError where the state is of other parameters: an earlier version trained what this one leaves alone."""
+    """Load the optimiser state. ModelError if it belongs to other parameters, for example of another version."""
     try:
         optimizer.load_state_dict(state.optimizer)
     except ValueError as error:
         raise ModelError(
-            f"the checkpoint of step {state.step} trains other parameters ({error}); go on with the version that "
-            "began it, or begin anew with another --run-dir"
+            f"the checkpoint of step {state.step} trains other parameters ({error}); resume with the version that "
+            "wrote it, or begin again in another run folder"
         ) from error
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over what is to be trained. Biases, norms and other vectors have no weight decay.
+    """AdamW over the trainable parameters. Biases, norms and other vectors have no weight decay.
 
-    Each group's ``factor`` times the schedule's learning rate is its own.
+    The learning rate of a parameter group is the schedule's times the group's ``factor``.
     """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():

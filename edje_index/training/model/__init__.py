@@ -1,1 +1,1 @@
-"""What a training step computes: start weights, objectives and losses."""
+"""What a training step computes: initial weights, objectives and losses."""

@@ -1,4 +1,4 @@
-"""A joint encoder from a Hugging Face BERT: the language model's weights as they are, the rest fresh."""
+"""A joint encoder whose language model is a Hugging Face BERT and whose other weights are random."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edje_index.models.joint_inputs import load_joint_tokenizer
 from edje_index.models.weights import State, read_checkpoint, read_weights
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-WORDS = "bert.embeddings.word_embeddings.weight"
+WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 POOLER = {"bert.pooler.dense.weight": "0.dense.weight", "bert.pooler.dense.bias": "0.dense.bias"}
 HEAD = "cls.predictions."
 
@@ -20,26 +20,26 @@ HEAD = "cls.predictions."
 def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
     """A joint encoder around the language model in `folder`.
 
-    ``<image>`` is appended to the vocabulary. Words, positions, types, layers and the pooler (which becomes the first
-    half of the scoring head) are those of the files; so is the language-model head where they hold one (its decoder
-    is the table of words). Everything else begins at random. Weights of 16 bits become float32.
+    ``<image>`` is appended to the vocabulary. Embeddings, layers and the pooler, which becomes the first half of the
+    scoring head, come from the files. So does the language-model head if they hold one; its decoder is the table of
+    word embeddings. Everything else is random. 16-bit weights become float32.
 
     Args:
         folder: with ``config.json``, ``model.safetensors`` (or ``pytorch_model.bin``) and the tokenizer.
-        embed_dim: width of the text embedding that the model shall recover.
+        embed_dim: width of the text embedding that the model learns to recover.
 
     Raises:
-        ModelError: no such model, or not a BERT.
+        ModelError: there is no model in `folder`, or it is not a BERT.
     """
     tokenizer = load_joint_tokenizer(folder)
     config = bert_config(folder / "config.json")
     state = _read(folder)
-    if WORDS not in state or state[WORDS].shape != (config.vocab_size, config.hidden_size):
-        raise ModelError(f"the weights in {folder} are not those of the BERT in its config.json: {WORDS} does not fit")
-    held = int(config.vocab_size)
-    joint = JointEncoder(
-        bert_config(folder / "config.json", vocab_size=max(held, len(tokenizer))), tokenizer, embed_dim
-    )
+    if WORD_EMBEDDINGS not in state or state[WORD_EMBEDDINGS].shape != (config.vocab_size, config.hidden_size):
+        raise ModelError(
+            f"the weights in {folder} are not those of the BERT in its config.json: {WORD_EMBEDDINGS} does not fit"
+        )
+    vocabulary = max(int(config.vocab_size), len(tokenizer))
+    joint = JointEncoder(bert_config(folder / "config.json", vocab_size=vocabulary), tokenizer, embed_dim)
     _assign(joint, state, folder)
     return joint
 
@@ -56,22 +56,22 @@ def _read(folder: Path) -> State:
 
 @torch.no_grad()
 def _assign(joint: JointEncoder, state: State, folder: Path) -> None:
-    own = joint.language_model.state_dict()
-    held = state[WORDS].shape[0]
-    own[WORDS][:held] = state.pop(WORDS)
+    target = joint.language_model.state_dict()
+    words = state[WORD_EMBEDDINGS].shape[0]
+    target[WORD_EMBEDDINGS][:words] = state.pop(WORD_EMBEDDINGS)
     pooler = {POOLER[name]: state.pop(name) for name in list(state) if name in POOLER}
     if len(pooler) == len(POOLER):
         joint.classification_head.load_state_dict(pooler, strict=False)
     for name, tensor in state.items():
         if name.startswith(HEAD):
             if name == f"{HEAD}bias":
-                own[name][:held] = tensor
+                target[name][:words] = tensor
             elif ".transform." in name:
-                own[name].copy_(tensor)
-        elif name in own and own[name].shape == tensor.shape:
-            own[name].copy_(tensor)
+                target[name].copy_(tensor)
+        elif name in target and target[name].shape == tensor.shape:
+            target[name].copy_(tensor)
         elif name.startswith("bert."):
             raise ModelError(f"the weights in {folder} do not fit their config.json: {name} {list(tensor.shape)}")
-    missing = [name for name in own if name.startswith("bert.") and name not in state and name != WORDS]
+    missing = [name for name in target if name.startswith("bert.") and name not in state and name != WORD_EMBEDDINGS]
     if missing:
         raise ModelError(f"the weights in {folder} lack {len(missing)} tensors of the language model ({missing[0]})")

@@ -1,6 +1,6 @@
-"""The losses, each a pure function of tensors; the paper's section "Effective Discriminative Training".
+"""The losses as pure functions of tensors; see the paper's section "Effective Discriminative Training".
 
-Shape letters: b pairs of a batch, k negatives, t tokens of a row, m image tokens, w words of a caption, d width.
+Shape letters: b pairs per batch, k negatives, m tokens per image, w distinct words, d width, e embedding width.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from torch.nn import functional
 
 
 def itm_loss(positive: torch.Tensor, negative_images: torch.Tensor, negative_texts: torch.Tensor) -> torch.Tensor:
-    """Image-text matching: cross-entropy of the positive among itself and its negatives, images and texts averaged.
+    """Image-text matching: cross-entropy of the positive among its negatives, averaged over images and texts.
 
-    As the published code has it: the logits [b, 1 + k] of a caption with its image and with k others, target 0, and
-    the same for an image with its caption and with k others.
+    This is the form of the published code. The logits of a caption with its image and with k others form a row
+    [1 + k] with target 0, and likewise those of an image with its caption and with k others.
 
     Args:
-        positive: logits of the true pairs [b].
+        positive: logits of the positive pairs [b].
         negative_images: logits of each caption with other images [b, k].
         negative_texts: logits of each image with other captions [b, k].
     """
@@ -29,10 +29,9 @@ def itm_loss(positive: torch.Tensor, negative_images: torch.Tensor, negative_tex
 def binary_itm_loss(
     positive: torch.Tensor, negative_images: torch.Tensor, negative_texts: torch.Tensor
 ) -> torch.Tensor:
-    """Image-text matching as the paper words it: binary classification of matched pairs against mined negatives.
+    """Image-text matching as the paper describes it: binary classification of positives against mined negatives.
 
-    The mean over the pairs of each sort, then positives and negatives with equal weight, so that their number plays no
-    part. Arguments as for :func:`itm_loss`.
+    Positives and negatives have equal weight, whatever their number. Arguments as for :func:`itm_loss`.
     """
     negatives = torch.cat([negative_images, negative_texts], dim=1)
     true = functional.binary_cross_entropy_with_logits(positive, torch.ones_like(positive))
@@ -41,11 +40,11 @@ def binary_itm_loss(
 
 
 def mlm_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Masked language modelling: mean cross-entropy over the masked tokens; 0 where none is masked.
+    """Masked language modelling: mean cross-entropy over the masked tokens; 0 if none is masked.
 
     Args:
-        logits: over the vocabulary, of the masked tokens alone [masked, words].
-        targets: what stood there, int64 [masked].
+        logits: logits of the masked tokens over the vocabulary [masked, vocabulary].
+        targets: their original token ids, int64 [masked].
     """
     if not targets.shape[0]:
         return logits.sum()
@@ -56,8 +55,8 @@ def recovery_loss(projected: torch.Tensor, embeddings: torch.Tensor) -> torch.Te
     """Text-embedding recovery: mean of 1 - cos(f(t), g(t)).
 
     Args:
-        projected: projection of ``[CLS]`` of the text-only input [b, e].
-        embeddings: the text tower's embeddings [b, e].
+        projected: projected hidden states of ``[CLS]`` in the text-only rows [b, e].
+        embeddings: embeddings of the text tower [b, e].
     """
     return (1 - functional.cosine_similarity(projected, embeddings, dim=1)).mean()
 
@@ -65,15 +64,15 @@ def recovery_loss(projected: torch.Tensor, embeddings: torch.Tensor) -> torch.Te
 def distillation_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Mean of -[y log s + (1 - y) log(1 - s)] with y = sigmoid(teacher) and s = sigmoid(student); same shapes.
 
-    It is minimal, not 0, where both agree.
+    Its minimum, which is not 0, is reached where both agree.
     """
     return functional.binary_cross_entropy_with_logits(student, torch.sigmoid(teacher))
 
 
 def alignment_loss(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Symmetric InfoNCE of late-interaction scores [b images, s b captions], the mean over s sets of captions.
+    """Symmetric InfoNCE of late-interaction scores [b images, s b captions], averaged over s sets of captions.
 
-    Caption j of each set belongs to image j; captions are told from those of their own set alone.
+    Caption j of each set belongs to image j. A caption is contrasted only with captions of its own set.
     """
     images = scores.shape[0]
     logits = (scores / temperature).view(images, -1, images).movedim(1, 0)  # [s, b images, b captions]
@@ -83,15 +82,12 @@ def alignment_loss(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Ten
 
 
 def alignment_scores(tokens: torch.Tensor, words: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Late interaction: mean over a caption's words of the largest cosine with any token of the image.
+    """Late interaction: mean over a caption's words of the largest cosine with any token of the image -> [b, c].
 
     Args:
-        tokens: of the images [b, m, d].
-        words: vectors of the distinct words of all captions [w, d].
-        shares: which part of each caption's words each of them is [w, c]; a caption without words scores 0.
-
-    Returns:
-        [b, c].
+        tokens: tokens of the images [b, m, d].
+        words: embeddings of the distinct words of all captions [w, d].
+        shares: share of each word among the words of each caption [w, c]. A caption without words scores 0.
     """
     b, m, d = tokens.shape
     cosines = functional.normalize(tokens, dim=2).reshape(b * m, d) @ functional.normalize(words, dim=1).T

@@ -1,7 +1,7 @@
-"""What each phase computes of a batch: modules whose ``forward`` gives the losses.
+"""The objectives of both phases: modules whose ``forward`` returns the losses of a batch.
 
-The adapter runs once for each distinct image of a batch; all pairs and the rows with masked captions go through the
-language model together, the short text-only rows apart.
+The adapter runs once per distinct image of a batch. All pairs and the rows with masked captions pass the language model
+together; the short text-only rows pass it separately.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from edje_index.models.adapter import Adapter, ReducedAdapter
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.models.joint_inputs import JointInputs
-from edje_index.training.config import ObjectiveConfig, SeenConfig
+from edje_index.training.config import AugmentationConfig, ObjectiveConfig
 from edje_index.training.data.batches import AlignmentBatch, JointBatch
 from edje_index.training.model.losses import (
     alignment_loss,
@@ -34,11 +34,11 @@ FIRST_TEMPERATURE = 0.07
 
 @dataclass(frozen=True)
 class Teacher:
-    """A trained joint encoder whose logits are imitated.
+    """A trained joint encoder whose logits the student imitates.
 
     Attributes:
-        joint: frozen.
-        adapter: from features to its tokens; None where the tokens themselves are at hand.
+        joint: the frozen joint encoder.
+        adapter: maps features to its tokens; None if batches hold the tokens.
     """
 
     joint: JointEncoder
@@ -46,7 +46,7 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, batch: JointBatch) -> torch.Tensor:
-        """Of the batch's pairs, float32 [b (1 + 2 k)]."""
+        """Logits of the batch's pairs, float32 [b (1 + 2 k)]."""
         assert batch.teacher is not None
         inputs, blocks = batch.teacher
         tokens = blocks.float() if self.adapter is None else self.adapter(blocks.float())
@@ -59,28 +59,30 @@ class Teacher:
 
 
 class JointObjective(nn.Module):
-    """Matching, masked language modelling, recovery of the text embedding and distillation, weighted and summed."""
+    """The weighted sum of matching, masked language modelling, text-embedding recovery and distillation."""
 
     def __init__(
         self,
         adapter: Adapter,
         joint: JointEncoder,
         config: ObjectiveConfig,
-        seen: SeenConfig,
+        augmentation: AugmentationConfig,
         teacher: Teacher | None = None,
     ) -> None:
         super().__init__()
         self.adapter = trained_part(adapter)
         self.joint = joint
         self._config = config
-        self._seen = seen
-        self._teacher = (teacher,)  # in a tuple: it is no part of what is trained
+        self._augmentation = augmentation
+        self._teacher = (teacher,)  # in a tuple, so that its weights are not among the trained ones
         self._freeze_unused()
 
     def forward(self, batch: JointBatch) -> Losses:
-        """Each loss, their weighted sum as ``loss``, and ``accuracy``: positives scored above all their negatives."""
+        """All losses, their weighted sum ``loss``, and ``accuracy``: the share of positives above their negatives."""
         config = self._config
-        tokens = some_of(self.adapter(seen_patches(batch.patches, self._seen)), self._seen.step_tokens)
+        tokens = random_subset(
+            self.adapter(kept_patches(batch.patches, self._augmentation)), self._augmentation.step_tokens
+        )
         hidden = self.joint.hidden_states(batch.inputs, tokens.index_select(0, batch.image))
         pairs = batch.pairs * (1 + 2 * batch.negatives)
         logits = self.joint.classification_head(hidden[:pairs])[:, 0].float()
@@ -98,17 +100,17 @@ class JointObjective(nn.Module):
         best = torch.cat([images, texts], dim=1).amax(dim=1)
         return {TOTAL: total, **losses, "accuracy": (positive > best).float().mean()}
 
-    def _mlm(self, hidden: torch.Tensor, places: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        covered = hidden.reshape(-1, hidden.shape[2]).index_select(0, places)
-        return mlm_loss(self.joint.language_model.cls(covered).float(), targets)
+    def _mlm(self, hidden: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        masked = hidden.reshape(-1, hidden.shape[2]).index_select(0, positions)
+        return mlm_loss(self.joint.language_model.cls(masked).float(), targets)
 
     def _recovery(self, inputs: JointInputs, embeddings: torch.Tensor) -> torch.Tensor:
-        nothing = torch.empty(0, 0, self.joint.width, device=embeddings.device)
-        hidden = self.joint.hidden_states(inputs, nothing)
+        no_images = torch.empty(0, 0, self.joint.width, device=embeddings.device)
+        hidden = self.joint.hidden_states(inputs, no_images)
         return recovery_loss(self.joint.text_projection(hidden[:, 0]).float(), embeddings)
 
     def _freeze_unused(self) -> None:
-        """Heads without a loss take no part: neither decay nor the exchange of gradients touches them."""
+        """Freeze heads without a loss, so that neither weight decay nor the exchange of gradients touches them."""
         head = self.joint.language_model.cls.predictions
         if not self._config.mlm_weight:
             for part in (head.transform, head.bias):
@@ -120,27 +122,27 @@ class JointObjective(nn.Module):
 
 
 class AlignmentObjective(nn.Module):
-    """The adapter's tokens against the words of the captions, without the language model.
+    """Late interaction of the adapter's tokens with the words of the captions, without the language model.
 
-    Words and tokens are compared after the mean word has been taken from both: the vectors of a language model's words
-    share one large component, which says nothing.
+    The mean word embedding is subtracted from words and tokens first, because all word embeddings of a language model
+    share one large component that carries no information.
     """
 
     words: torch.Tensor
     mean: torch.Tensor
 
-    def __init__(self, adapter: Adapter, joint: JointEncoder, seen: SeenConfig) -> None:
+    def __init__(self, adapter: Adapter, joint: JointEncoder, augmentation: AugmentationConfig) -> None:
         super().__init__()
         self.adapter = trained_part(adapter)
-        self._seen = seen
+        self._augmentation = augmentation
         self.log_temperature = nn.Parameter(torch.tensor(FIRST_TEMPERATURE).log())
         words: torch.Tensor = joint.text_embeddings.weight.detach()  # type: ignore[operator]
         self.register_buffer("words", words, persistent=False)
         self.register_buffer("mean", words.mean(dim=0), persistent=False)
 
     def forward(self, batch: AlignmentBatch) -> Losses:
-        """``loss``, and ``accuracy``: images whose own caption of the first set scores best in it."""
-        tokens = self.adapter(seen_patches(batch.patches, self._seen)) - self.mean
+        """``loss``, and ``accuracy``: the share of images whose caption of the first set scores best in that set."""
+        tokens = self.adapter(kept_patches(batch.patches, self._augmentation)) - self.mean
         scores = alignment_scores(tokens, self.words[batch.words] - self.mean, batch.shares).float()
         images = tokens.shape[0]
         best = scores[:, :images].argmax(dim=1) == torch.arange(images, device=scores.device)
@@ -148,13 +150,16 @@ class AlignmentObjective(nn.Module):
         return {TOTAL: loss, "accuracy": best.float().mean()}
 
 
-def seen_patches(patches: torch.Tensor, seen: SeenConfig) -> torch.Tensor:
-    """What is left of features [b, n, d_v], float32."""
-    return some_of(patches, max(1, round(patches.shape[1] * (1 - seen.patch_dropout)))).float()
+def kept_patches(patches: torch.Tensor, augmentation: AugmentationConfig) -> torch.Tensor:
+    """Features [b, n, d_v] after patch dropout, float32."""
+    return random_subset(patches, max(1, round(patches.shape[1] * (1 - augmentation.patch_dropout)))).float()
 
 
-def some_of(blocks: torch.Tensor, count: int | None) -> torch.Tensor:
-    """At most `count` of the tokens of blocks [b, n, d], in their order, the same of all; the choice is torch's."""
+def random_subset(blocks: torch.Tensor, count: int | None) -> torch.Tensor:
+    """At most `count` random tokens of blocks [b, n, d], in their order and the same ones of every block.
+
+    torch's random state decides them. None keeps all tokens.
+    """
     n = blocks.shape[1]
     if count is None or count >= n:
         return blocks
@@ -162,7 +167,7 @@ def some_of(blocks: torch.Tensor, count: int | None) -> torch.Tensor:
 
 
 def trained_part(adapter: Adapter) -> nn.Module:
-    """What maps stored features to tokens: a reduction is made when features are, its MLP is what is trained."""
+    """The part of an adapter that is trained. Patches are reduced when features are made, so that is the MLP alone."""
     return adapter.local if isinstance(adapter, ReducedAdapter) else adapter
 
 

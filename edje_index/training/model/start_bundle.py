@@ -1,4 +1,4 @@
-"""What a training starts from: towers, adapter and joint encoder in one bundle, and the bundle that makes features."""
+"""The bundle of the first step: frozen towers, initial adapter and joint encoder."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ NOTES = "start of a training"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the weights to start from are.
+    """Where the initial weights come from.
 
     Attributes:
-        model: bundle with the towers; None where `vision` names them.
-        vision: open_clip's name of the towers, as `import-checkpoint` takes it.
-        language: folder of a Hugging Face BERT, or a bundle whose joint encoder is taken; None takes that of `model`.
-        init: bundle to go on from: its joint encoder, and its adapter where that has the same sizes.
+        model: bundle with the towers; None if `vision` names them.
+        vision: name of the towers in open_clip, or ``local-dir:FOLDER``.
+        language: folder of a Hugging Face BERT, or a bundle with a joint encoder; None uses that of `model`.
+        init: bundle that provides the joint encoder, and the adapter if it has the same sizes.
     """
 
     model: Path | None
@@ -43,10 +43,10 @@ class Origin:
 
 
 def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBundle:
-    """The bundle of a training's first step; what is not given begins at random, decided by `seed`.
+    """The bundle of a training's first step. Weights without an origin are random, decided by `seed`.
 
     Raises:
-        HubUnreachableError, ModelError: something is not there, or does not fit.
+        HubUnreachableError, ModelError: an origin is missing or does not fit.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -59,21 +59,22 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
             joint.text_projection = nn.Linear(joint.width, bundle.embed_dim)
         adapter = _adapter(config, bundle.vision, joint, init)
     joint.late_weight, joint.pooled_weight, joint.pooled = 0.0, 0.0, None
-    started = replace(bundle, adapter=adapter, joint=joint, trained=False, notes=NOTES, info=None)
-    return replace(started, embedding_weight=0.0, bank=None, prior_weight=0.0, own_caption_weights=None)
+    start = replace(bundle, adapter=adapter, joint=joint, trained=False, notes=NOTES, info=None)
+    return replace(start, embedding_weight=0.0, bank=None, prior_weight=0.0, own_caption_weights=None)
 
 
 def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:
-    """Encoder fingerprints of the bundles whose index `trained` can learn from, the tower being that of `info`.
+    """Encoder fingerprints of bundles whose index the adapter `trained` can learn from, with the tower of `info`.
 
-    First of the one that makes its features; then, where it reduces patches, of the one that stores all of them.
+    The first is that of the bundle that makes its features. If the adapter reduces patches, the second is that of the
+    bundle that stores all patches.
     """
-    wanted = trained.features(int(info.vision["num_patches"]))
-    found = [_feature_fingerprint(info, wanted)]
+    patches = int(info.vision["num_patches"])
+    features = trained.features(patches)
+    fingerprints = [_feature_fingerprint(info, features)]
     if trained.kind in PATCH_REDUCTIONS:
-        everything = replace(wanted, kind=PATCHES, num_tokens=int(info.vision["num_patches"]))
-        found.append(_feature_fingerprint(info, everything))
-    return found
+        fingerprints.append(_feature_fingerprint(info, replace(features, kind=PATCHES, num_tokens=patches)))
+    return fingerprints
 
 
 def _feature_fingerprint(info: BundleInfo, features: AdapterConfig) -> str:
@@ -86,14 +87,14 @@ def _feature_fingerprint(info: BundleInfo, features: AdapterConfig) -> str:
 
 
 def logit_scale(bundle: ModelBundle) -> float:
-    """What an embedding model multiplies its similarities by before a softmax: the inverse of its temperature."""
+    """The factor of an embedding model's similarities before a softmax, which is the inverse of its temperature."""
     scale = bundle.clip.logit_scale
     assert isinstance(scale, torch.Tensor)
     return float(scale.exp())
 
 
 def keep_layers(joint: JointEncoder, count: int) -> None:
-    """Leave the first `count` layers of the language model. ModelError where it has fewer."""
+    """Keep the first `count` layers of the language model. ModelError if it has fewer."""
     layers = joint.language_model.bert.encoder.layer
     if count > len(layers):
         raise ModelError(f"cannot keep {count} layers: the language model has {len(layers)}")
@@ -102,7 +103,7 @@ def keep_layers(joint: JointEncoder, count: int) -> None:
 
 
 def set_dropout(joint: JointEncoder, hidden: float | None, attention: float | None) -> None:
-    """Change the language model's dropout, where it is given; its saved configuration keeps its own."""
+    """Set the dropout of the language model's modules; None leaves it. Its saved configuration does not change."""
     for name, module in joint.named_modules():
         probability = attention if name.endswith(".self.dropout") else hidden
         if isinstance(module, nn.Dropout) and probability is not None:
@@ -112,19 +113,18 @@ def set_dropout(joint: JointEncoder, hidden: float | None, attention: float | No
 def set_attention(joint: JointEncoder, device: torch.device) -> None:
     """Choose how attention is computed in training on `device`.
 
-    On a CPU one matrix product after another: torch's fused attention takes four times as long backward there, a step
-    of 96 pairs of 85 tokens 2.0 s instead of 1.25 (torch 2.13, bfloat16, two cores).
+    On a CPU separate matrix products are used, because the backward pass of torch's fused attention is slow there.
     """
     if device.type == "cpu":
         joint.language_model.set_attn_implementation("eager")
 
 
 def _towers(origin: Origin) -> ModelBundle:
-    """A bundle with the towers; of its other parts only those of `origin.model` mean anything."""
+    """A bundle with the towers. Its adapter and joint encoder are placeholders unless `origin.model` is set."""
     if origin.model is not None:
         return ModelBundle.load(origin.model)
     if origin.vision is None or not (origin.language or origin.init):
-        raise ModelError("say what to start from: --model BUNDLE, or --vision NAME with --language FOLDER or --init")
+        raise ModelError("the frozen towers are missing: set model, or vision together with language or init")
     clip, config = load_clip(origin.vision, None)
     folder = Path(origin.vision.removeprefix(LOCAL_DIR)) if origin.vision.startswith(LOCAL_DIR) else None
     vision = vision_tower(clip.visual)  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def _language(source: Path, embed_dim: int) -> JointEncoder:
 
 
 def _adapter(config: ArchitectureConfig, vision: VisionTower, joint: JointEncoder, init: ModelBundle | None) -> Adapter:
-    wanted = AdapterConfig(
+    adapter_config = AdapterConfig(
         kind=config.adapter,
         num_tokens=vision.num_patches if config.adapter == LOCAL else config.tokens,
         vision_dim=vision.patch_dim,
@@ -164,6 +164,6 @@ def _adapter(config: ArchitectureConfig, vision: VisionTower, joint: JointEncode
         activation=str(joint.config.hidden_act),
         layer_norm_eps=vision.layer_norm_eps,
     )
-    if init is not None and init.adapter.config == wanted:
+    if init is not None and init.adapter.config == adapter_config:
         return init.adapter
-    return build_adapter(wanted)
+    return build_adapter(adapter_config)

@@ -14,21 +14,20 @@ from edje_index.training.config import TrainConfig, make_config
 from edje_index.training.data.batches import BatchSource, Features
 from edje_index.training.data.dataset import CaptionSet, Miner, TrainingData, prepare_data
 from edje_index.training.data.token_rows import SpecialTokens
-from edje_index.training.loop.train_worker import TrainTask
-from edje_index.training.loop.training_loop import Runtime
+from edje_index.training.loop.task import Runtime, TrainTask
 from edje_index.training.model.start_bundle import Origin, make_start
 from storage_formats.format.layout import IndexSpec
 from tests.conftest import write_random_index
 
 IMAGES = 24
 SETTINGS = {
-    "tokens": 4,
-    "adapter_hidden": 48,
-    "batch_size": 8,
-    "negatives": 2,
-    "steps": 6,
-    "lr": 1e-3,
-    "warmup_steps": 2,
+    "architecture__tokens": 4,
+    "architecture__adapter_hidden": 48,
+    "loop__batch_size": 8,
+    "negatives__count": 2,
+    "loop__steps": 6,
+    "optimizer__lr": 1e-3,
+    "optimizer__warmup_steps": 2,
 }
 WORDS = ["dog", "cat", "red", "house", "water", "boy", "street", "snow", "ball"]
 
@@ -50,7 +49,12 @@ class Case:
     data: Path
 
     def config(self, **settings: object) -> TrainConfig:
-        return make_config({**SETTINGS, **settings})
+        """Small settings with changes, each named `group__key`."""
+        values: dict[str, dict[str, object]] = {}
+        for name, value in {**SETTINGS, **settings}.items():
+            group, _, key = name.partition("__")
+            values.setdefault(group, {})[key] = value
+        return make_config(values)
 
     def task(self, run_dir: Path, runtime: dict[str, object] | None = None, **settings: object) -> TrainTask:
         """A task whose start is made anew from the tiny bundle."""

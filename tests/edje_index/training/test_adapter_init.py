@@ -57,8 +57,15 @@ def test_the_seed_decides_the_queries_and_the_projection_stays(case):
     ("new_adapter", "setting", "kept"), [(True, "clusters", False), (True, "kept", True), (False, "clusters", True)]
 )
 def test_a_trained_adapter_keeps_its_queries(tmp_path, case, new_adapter, setting, kept):
-    frozen = {"align_lr": 0.0, "lr": 0.0, "warmup_lr": 0.0, "min_lr": 0.0, "weight_decay": 0.0, "steps": 1}
-    task = case.task(tmp_path, align_steps=1, align_batch_size=8, align_start=setting, **frozen)
+    frozen = {
+        "alignment__lr": 0.0,
+        "optimizer__lr": 0.0,
+        "optimizer__warmup_lr": 0.0,
+        "optimizer__min_lr": 0.0,
+        "optimizer__weight_decay": 0.0,
+        "loop__steps": 1,
+    }
+    task = case.task(tmp_path, alignment__steps=1, alignment__batch_size=8, alignment__adapter_init=setting, **frozen)
     before = ModelBundle.load(task.start).adapter.query
     run_worker(replace(task, new_adapter=new_adapter), WorkerGroup(), lambda: False)
     after = Checkpoints(task.runtime.run_dir, task.run).latest().weights["adapter.query"]

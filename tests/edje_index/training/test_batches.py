@@ -54,7 +54,7 @@ def test_masks_cover_caption_tokens_alone_and_about_half(tokenizer):
     covered = mask_captions(texts, 0.5, special_tokens.mask, rng)
     rows = joint_rows(covered.captions, 4, special_tokens)
     plain = joint_rows(texts, 4, special_tokens)
-    places, targets = covered.places(rows.input_ids.shape[1])
+    places, targets = covered.flat_targets(rows.input_ids.shape[1])
     assert (rows.input_ids.flatten()[places] == special_tokens.mask).all()
     assert torch.equal(plain.input_ids.flatten()[places], targets)
     changed = (rows.input_ids != plain.input_ids).flatten().nonzero()[:, 0]

@@ -13,7 +13,7 @@ from edje_index.errors import ModelError
 from edje_index.training.fitting.finish import trained_bundle
 from edje_index.training.loop.checkpoint import Checkpoints
 from edje_index.training.loop.distributed import WorkerGroup
-from edje_index.training.loop.log import Journal, read_log
+from edje_index.training.loop.log import TrainLog, read_log
 from edje_index.training.loop.train_worker import run_worker, total_steps
 from edje_index.training.loop.training_loop import TrainingStopped, make_optimizer
 from edje_index.training.model.objectives import JointObjective
@@ -47,13 +47,15 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 def calm(case, tmp_path_factory):
     """A training of both phases without a break: two alignment steps, six joint ones, dropout on."""
     run_dir = tmp_path_factory.mktemp("calm")
-    run_worker(case.task(run_dir, align_steps=2, align_batch_size=8, accumulate=2), WorkerGroup(), never)
+    run_worker(
+        case.task(run_dir, alignment__steps=2, alignment__batch_size=8, loop__accumulate=2), WorkerGroup(), never
+    )
     return run_dir
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3, 5, 7])
 def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls):
-    task = case.task(tmp_path, align_steps=2, align_batch_size=8, accumulate=2)
+    task = case.task(tmp_path, alignment__steps=2, alignment__batch_size=8, loop__accumulate=2)
     with pytest.raises(TrainingStopped, match="stopped after step"):
         run_worker(task, WorkerGroup(), StopAfter(calls))
     run_worker(task, WorkerGroup(), never)
@@ -64,7 +66,7 @@ def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls
 
 def test_what_followed_the_last_checkpoint_is_done_again(case, calm, tmp_path):
     """As after kill -9: the log is ahead of the checkpoint, and a half-written file lies about."""
-    task = case.task(tmp_path, align_steps=2, align_batch_size=8, accumulate=2)
+    task = case.task(tmp_path, alignment__steps=2, alignment__batch_size=8, loop__accumulate=2)
     run_worker(task, WorkerGroup(), never)
     folder = tmp_path / "checkpoints"
     newest = sorted(folder.iterdir())[-1]
@@ -76,7 +78,7 @@ def test_what_followed_the_last_checkpoint_is_done_again(case, calm, tmp_path):
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(case, calm, tmp_path):
-    task = case.task(tmp_path, align_steps=2, align_batch_size=8, accumulate=2)
+    task = case.task(tmp_path, alignment__steps=2, alignment__batch_size=8, loop__accumulate=2)
     run_worker(task, WorkerGroup(), never)
     newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
     newest.write_bytes(newest.read_bytes()[:1000])
@@ -85,13 +87,15 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(case, calm, tmp_path):
 
 
 def test_another_trainings_checkpoint_is_refused(case, calm):
-    with pytest.raises(ModelError, match="of another training"):
+    with pytest.raises(ModelError, match="belongs to another training"):
         Checkpoints(calm, "other").latest()
 
 
 def test_it_learns_and_leaves_the_tower(case, tmp_path):
     """The losses fall; the towers of the bundle that comes out are the ones that went in."""
-    task = case.task(tmp_path, steps=60, lr=3e-3, dropout=0.0, attention_dropout=0.0)
+    task = case.task(
+        tmp_path, loop__steps=60, optimizer__lr=3e-3, architecture__dropout=0.0, architecture__attention_dropout=0.0
+    )
     run_worker(task, WorkerGroup(), never)
     log = read_log(tmp_path)
     assert log[-1]["recovery"] < 0.5 * log[0]["recovery"]
@@ -107,7 +111,7 @@ def test_it_learns_and_leaves_the_tower(case, tmp_path):
 
 @pytest.mark.parametrize("words", ["trained", "frozen"])
 def test_frozen_words_stay_the_language_models(case, tmp_path, words):
-    task = case.task(tmp_path, steps=2, words=words)
+    task = case.task(tmp_path, loop__steps=2, architecture__word_embeddings=words)
     run_worker(task, WorkerGroup(), never)
     after, _ = trained_bundle(task.start, tmp_path, "run", "notes")
     before = ModelBundle.load(task.start)
@@ -117,14 +121,14 @@ def test_frozen_words_stay_the_language_models(case, tmp_path, words):
 
 
 def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(case, tmp_path):
-    task = case.task(tmp_path, max_bad_steps=3, steps=6)
+    task = case.task(tmp_path, loop__max_bad_steps=3, loop__steps=6)
     path = sorted((task.start / "joint").glob("model.safetensors"))[0]
     from safetensors.torch import load_file, save_file
 
     state = load_file(path)
     state["text_projection.bias"].fill_(float("nan"))
     save_file(state, path)
-    with pytest.raises(ModelError, match=r"no finite gradient in 3 steps in a row, up to step 3 .*--lr"):
+    with pytest.raises(ModelError, match=r"no finite gradient in 3 steps in a row, up to step 3 .*optimizer.lr"):
         run_worker(task, WorkerGroup(), never)
     assert same(
         {k: v for k, v in weights(tmp_path).items() if k.startswith("adapter.")},
@@ -133,10 +137,11 @@ def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(case, tmp_pat
 
 
 def test_a_checkpoint_has_no_head_that_is_not_trained(case, tmp_path):
-    config = case.config(adapter_lr_factor=3.0)
+    config = case.config(optimizer__adapter_lr_factor=3.0)
     start = ModelBundle.load(case.bundle)
     optimizer = make_optimizer(
-        JointObjective(start.adapter.requires_grad_(True), start.joint, config.objective, config.seen), config.optimizer
+        JointObjective(start.adapter.requires_grad_(True), start.joint, config.objective, config.augmentation),
+        config.optimizer,
     )
     kinds = {(group["weight_decay"], group["factor"]) for group in optimizer.param_groups}
     assert kinds == {(0.0, 1.0), (0.05, 1.0), (0.0, 3.0), (0.05, 3.0)}
@@ -145,17 +150,17 @@ def test_a_checkpoint_has_no_head_that_is_not_trained(case, tmp_path):
 
 
 def test_how_long(case):
-    assert total_steps(case.config(), 100) == 6
-    assert total_steps(case.config(steps=None, epochs=2.5), 100) == 30
-    assert total_steps(case.config(steps=None, epochs=2, accumulate=5), 100) == 5
-    with pytest.raises(UsageError, match="--steps or --epochs"):
-        total_steps(case.config(steps=None), 100)
-    with pytest.raises(UsageError, match="fewer than a batch"):
-        total_steps(case.config(), 7)
+    assert total_steps(case.config().loop, 100) == 6
+    assert total_steps(case.config(loop__steps=None, loop__epochs=2.5).loop, 100) == 30
+    assert total_steps(case.config(loop__steps=None, loop__epochs=2, loop__accumulate=5).loop, 100) == 5
+    with pytest.raises(UsageError, match=r"set loop.steps or loop.epochs"):
+        total_steps(case.config(loop__steps=None).loop, 100)
+    with pytest.raises(UsageError, match="do not fill a batch"):
+        total_steps(case.config().loop, 7)
 
 
 def test_the_log_survives_a_line_cut_short(tmp_path):
-    journal = Journal(tmp_path, 0, 0)
+    journal = TrainLog(tmp_path, 0, 0)
     journal.write({"stage": 0, "step": 1, "phase": "joint", "loss": 2.0})
     journal.close()
     with (tmp_path / "log.jsonl").open("ab") as file:

@@ -11,6 +11,10 @@ from edje_index.training.data.negatives import draw_negatives, mined_share, nega
 from storage_formats.errors import UsageError
 
 
+def draw(similarities, masked, count, temperature, mined, rng):
+    return draw_negatives(similarities, masked, count=count, temperature=temperature, mined=mined, rng=rng)
+
+
 def test_the_same_image_and_the_same_caption_are_masked():
     masked = negative_mask(np.array([5, 5, 6, 7]), np.array([0, 1, 2, 0]))
     assert masked.tolist() == [
@@ -23,7 +27,7 @@ def test_the_same_image_and_the_same_caption_are_masked():
 
 def test_temperature_zero_takes_the_most_similar():
     similar = np.random.default_rng(0).normal(size=(6, 6)).astype(np.float32)
-    drawn = draw_negatives(similar, np.eye(6, dtype=bool), 3, 0.0, 1.0, np.random.default_rng(1))
+    drawn = draw(similar, np.eye(6, dtype=bool), 3, 0.0, 1.0, np.random.default_rng(1))
     for row, columns in enumerate(drawn):
         others = [at for at in np.argsort(-similar[row]) if at != row]
         assert columns.tolist() == others[:3]
@@ -32,20 +36,20 @@ def test_temperature_zero_takes_the_most_similar():
 def test_draws_follow_the_softmax_of_the_similarities():
     similar = np.tile(np.array([[9.0, 0.3, 0.1, -0.2]], dtype=np.float32), (40000, 1))
     masked = np.tile([[True, False, False, False]], (40000, 1))
-    drawn = draw_negatives(similar, masked, 1, 0.25, 1.0, np.random.default_rng(0))[:, 0]
+    drawn = draw(similar, masked, 1, 0.25, 1.0, np.random.default_rng(0))[:, 0]
     expected = np.exp(np.array([0.3, 0.1, -0.2]) / 0.25)
     np.testing.assert_allclose(np.bincount(drawn, minlength=4)[1:] / 40000, expected / expected.sum(), atol=0.01)
 
 
 def test_without_mining_draws_are_uniform():
     similar = np.tile(np.array([[0.0, 50.0, 0.0]], dtype=np.float32), (30000, 1))
-    drawn = draw_negatives(similar, np.zeros((30000, 3), dtype=bool), 1, 0.1, 0.0, np.random.default_rng(0))[:, 0]
+    drawn = draw(similar, np.zeros((30000, 3), dtype=bool), 1, 0.1, 0.0, np.random.default_rng(0))[:, 0]
     np.testing.assert_allclose(np.bincount(drawn) / 30000, 1 / 3, atol=0.01)
 
 
 def test_part_of_the_rows_is_mined():
     similar = np.tile(np.array([[0.0, 50.0, 0.0, 0.0]], dtype=np.float32), (20000, 1))
-    drawn = draw_negatives(similar, np.zeros((20000, 4), dtype=bool), 1, 0.1, 0.6, np.random.default_rng(0))[:, 0]
+    drawn = draw(similar, np.zeros((20000, 4), dtype=bool), 1, 0.1, 0.6, np.random.default_rng(0))[:, 0]
     assert (drawn == 1).mean() == pytest.approx(0.6 + 0.4 / 4, abs=0.01)
 
 
@@ -55,7 +59,7 @@ def test_nothing_masked_is_ever_drawn_and_nothing_twice_while_others_are_left(se
     masked = rng.random((size, size)) < 0.4
     np.fill_diagonal(masked, True)
     masked[np.arange(size), (np.arange(size) + 1) % size] = False
-    drawn = draw_negatives(rng.normal(size=(size, size)), masked, count, temperature, mined, rng)
+    drawn = draw(rng.normal(size=(size, size)), masked, count, temperature, mined, rng)
     assert drawn.shape == (size, count)
     for row in range(size):
         assert not masked[row, drawn[row]].any()
@@ -63,8 +67,8 @@ def test_nothing_masked_is_ever_drawn_and_nothing_twice_while_others_are_left(se
 
 
 def test_a_row_without_candidates_is_refused():
-    with pytest.raises(UsageError, match="batch-size"):
-        draw_negatives(np.zeros((2, 2)), np.ones((2, 2), dtype=bool), 1, 1.0, 1.0, np.random.default_rng(0))
+    with pytest.raises(UsageError, match=r"raise loop.batch_size"):
+        draw(np.zeros((2, 2)), np.ones((2, 2), dtype=bool), 1, 1.0, 1.0, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(

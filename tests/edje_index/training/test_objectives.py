@@ -11,10 +11,10 @@ import torch
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.adapter import AdapterConfig, build_adapter
 from edje_index.scoring.content_words import content_words
-from edje_index.training.config import SeenConfig
+from edje_index.training.config import AugmentationConfig
 from edje_index.training.data.batches import TeacherSource
 from edje_index.training.model.losses import distillation_loss, itm_loss, mlm_loss, recovery_loss
-from edje_index.training.model.objectives import AlignmentObjective, JointObjective, Teacher, some_of
+from edje_index.training.model.objectives import AlignmentObjective, JointObjective, Teacher, random_subset
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def bundle(tiny_bundle):
 def test_losses_are_those_of_the_pairs_scored_one_by_one(case, bundle):
     """The joint encoder's own scoring and tokenizer are the reference."""
     batch = case.source().joint(0)
-    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, SeenConfig()).eval()
+    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, AugmentationConfig()).eval()
     losses = objective(batch)
     tokens = bundle.adapter(batch.patches.float())
     with torch.no_grad():
@@ -59,7 +59,7 @@ def rows(inputs, at):
 
 
 def test_gradients_reach_adapter_language_model_and_heads_and_not_the_tower(case, bundle):
-    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, SeenConfig()).train()
+    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, AugmentationConfig()).train()
     objective(case.source().joint(0))["loss"].backward()
     without = [name for name, parameter in objective.named_parameters() if parameter.grad is None]
     assert without == []
@@ -71,18 +71,20 @@ def test_gradients_reach_adapter_language_model_and_heads_and_not_the_tower(case
 @pytest.mark.parametrize(
     ("settings", "still"),
     [
-        ({"mlm_weight": 0.0}, "joint.language_model.cls.predictions.transform"),
-        ({"recovery_weight": 0.0}, "joint.text_projection"),
-        ({"itm_weight": 0.0}, "joint.classification_head"),
+        ({"objective__mlm_weight": 0.0}, "joint.language_model.cls.predictions.transform"),
+        ({"objective__recovery_weight": 0.0}, "joint.text_projection"),
+        ({"objective__itm_weight": 0.0}, "joint.classification_head"),
     ],
 )
 def test_a_loss_of_weight_zero_leaves_its_head_alone(case, bundle, settings, still):
-    objective = JointObjective(bundle.adapter, bundle.joint, case.config(**settings).objective, SeenConfig()).train()
+    objective = JointObjective(
+        bundle.adapter, bundle.joint, case.config(**settings).objective, AugmentationConfig()
+    ).train()
     losses = objective(case.source(**settings).joint(0))
     losses["loss"].backward()
+    frozen = (still, "joint.language_model.cls.predictions.bias") if "objective__mlm_weight" in settings else (still,)
     for name, parameter in objective.named_parameters():
-        assert (parameter.grad is None) == name.startswith((still, "joint.language_model.cls.predictions.bias"
-                                                            if "mlm_weight" in settings else still)), name  # fmt: skip
+        assert (parameter.grad is None) == name.startswith(frozen), name
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
@@ -100,7 +102,9 @@ def test_the_teacher_scores_the_students_pairs_with_its_own_tokens(case, bundle,
         [teacher_bundle.joint(rows(batch.teacher[0], at), tokens[batch.image[at : at + 1]]) for at in range(40)]
     )
     torch.testing.assert_close(teacher.logits(batch), expected.detach(), atol=1e-5, rtol=0)
-    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, SeenConfig(), teacher).train()
+    objective = JointObjective(
+        bundle.adapter, bundle.joint, case.config().objective, AugmentationConfig(), teacher
+    ).train()
     losses = objective(batch)
     assert "distillation" in losses
     losses["loss"].backward()
@@ -112,7 +116,9 @@ def test_distillation_is_of_all_pairs(case, bundle):
     source = case.source()
     batch = replace(source, teacher=TeacherSource(source.features, source.data.rows, 16)).joint(0)
     teacher = Teacher(bundle.joint, build_adapter(AdapterConfig("local", 16, 32, 16, 24)))
-    objective = JointObjective(bundle.adapter, bundle.joint, case.config().objective, SeenConfig(), teacher).eval()
+    objective = JointObjective(
+        bundle.adapter, bundle.joint, case.config().objective, AugmentationConfig(), teacher
+    ).eval()
     tokens = bundle.adapter(batch.patches.float())
     student = torch.cat([bundle.joint(rows(batch.inputs, at), tokens[batch.image[at : at + 1]]) for at in range(40)])
     expected = distillation_loss(student, teacher.logits(batch))
@@ -120,11 +126,11 @@ def test_distillation_is_of_all_pairs(case, bundle):
 
 
 def test_alignment_trains_the_adapter_alone(case, bundle):
-    source = case.source(align_steps=1, align_batch_size=12, align_captions=2)
+    source = case.source(alignment__steps=1, alignment__batch_size=12, alignment__captions=2)
     batch = source.alignment(content_words(bundle.joint.tokenizer))(0)
     assert batch.patches.shape == (12, 16, 32)
     assert batch.shares.shape == (len(batch.words), 24)
-    objective = AlignmentObjective(bundle.adapter, bundle.joint, SeenConfig())
+    objective = AlignmentObjective(bundle.adapter, bundle.joint, AugmentationConfig())
     losses = objective(batch)
     losses["loss"].backward()
     assert {name.split(".")[0] for name, parameter in objective.named_parameters() if parameter.grad is not None} == {
@@ -140,7 +146,7 @@ def test_alignment_finds_images_that_contain_their_words(bundle):
     words = torch.tensor([50, 51, 60, 61, 70, 71])
     table = bundle.joint.text_embeddings.weight.detach()
     features = build_adapter(AdapterConfig("patches", 2, 16, 16, 0))
-    objective = AlignmentObjective(features, bundle.joint, SeenConfig())
+    objective = AlignmentObjective(features, bundle.joint, AugmentationConfig())
     batch = AlignmentBatch(table[words].view(3, 2, 16), words, torch.eye(3).repeat_interleave(2, dim=0) / 2)
     assert objective(batch)["accuracy"] == 1
 
@@ -154,7 +160,7 @@ def test_content_words(bundle):
 
 
 def test_a_step_sees_as_much_of_an_image_as_is_asked_for(case, bundle):
-    seen = SeenConfig(patch_dropout=0.25, step_tokens=3)
+    seen = AugmentationConfig(patch_dropout=0.25, step_tokens=3)
     batch = replace(case.source(), image_tokens=3).joint(0)
     assert (batch.inputs.input_ids[0] == bundle.joint.tokenizer.image_token_id).sum() == 3
     patches = []
@@ -166,12 +172,12 @@ def test_a_step_sees_as_much_of_an_image_as_is_asked_for(case, bundle):
     assert np.isfinite(losses).all()
 
 
-def test_some_of_tokens_are_whole_tokens_of_one_choice():
+def test_a_random_subset_holds_whole_tokens():
     blocks = torch.arange(30.0).view(2, 5, 3)
-    kept = some_of(blocks, 3)
+    kept = random_subset(blocks, 3)
     places = [(blocks[0] == token).all(dim=1).nonzero().item() for token in kept[0]]
     assert len(set(places)) == 3
     assert places == sorted(places)
     assert torch.equal(kept, blocks[:, places])
-    assert some_of(blocks, None) is blocks
-    assert some_of(blocks, 9) is blocks
+    assert random_subset(blocks, None) is blocks
+    assert random_subset(blocks, 9) is blocks

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from edje_index.training.config import OptimizerConfig
@@ -32,7 +30,7 @@ def test_never_below_the_minimum():
 
 
 def test_cosine_ends_at_the_minimum():
-    cosine = replace(PAPER, decay="cosine")
+    cosine = PAPER.model_copy(update={"decay": "cosine"})
     assert at(100, cosine) == pytest.approx(3e-4)
     assert at(5050, cosine) == pytest.approx((3e-4 + 1e-6) / 2)
     assert at(10000, cosine) == pytest.approx(1e-6)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edje_index.models.bf16 import as_tensor, to_bf16_array
-from edje_index.training.config import SelectionConfig
+from edje_index.training.config import FittingConfig
 from edje_index.training.data.batches import Features
 from edje_index.training.data.dataset import CaptionSet
 from edje_index.training.fitting.hubness_bank import make_bank
@@ -37,7 +37,7 @@ def test_recalls_are_those_of_the_plain_computation(case, setting, pooled, bank)
     if bank:
         bundle = replace(bundle, bank=make_bank(adapter, bundle.joint, case.source(), case.features, 10), info=None)
     # Late interaction of random tokens says nothing: a weight that is given makes it count.
-    config = SelectionConfig(dev_captions=1000, dev_pool=6, late_weight=3.0 if pooled else None)
+    config = FittingConfig(dev_captions=1000, dev_pool=6, late_weight=3.0 if pooled else None)
     found = choose_weights(bundle, dev, features, config, "cpu")
     assert (found.images.queries, found.images.pool) == (2 * IMAGES, 6)
     assert (found.captions.queries, found.captions.pool) == (IMAGES, 6)
@@ -74,7 +74,7 @@ def test_recalls_are_those_of_the_plain_computation(case, setting, pooled, bank)
 
 def test_a_weight_that_is_given_is_not_looked_for(setting):
     bundle, dev, features = setting
-    config = SelectionConfig(dev_captions=5, dev_pool=3, late_weight=7.0)
+    config = FittingConfig(dev_captions=5, dev_pool=3, late_weight=7.0)
     found = choose_weights(bundle, dev, features, config, "cpu")
     assert (found.images.weights.late, found.captions.weights.late) == (7, 7)
     assert (found.images.queries, found.captions.queries, found.images.pool) == (5, 5, 3)
@@ -82,5 +82,5 @@ def test_a_weight_that_is_given_is_not_looked_for(setting):
 
 def test_the_queries_are_always_the_same(setting):
     bundle, dev, features = setting
-    config = SelectionConfig(dev_captions=7, dev_pool=3)
+    config = FittingConfig(dev_captions=7, dev_pool=3)
     assert choose_weights(bundle, dev, features, config, "cpu") == choose_weights(bundle, dev, features, config, "cpu")

@@ -11,7 +11,7 @@ from PIL import Image
 
 from edje_index.images.decode import decode_rgb
 from edje_index.images.inputs import InputRef
-from pipelines.jobs.train_views import random_view, view_path, write_views
+from pipelines.jobs.training.view_images import random_view, view_path, write_views
 from pipelines.progress.stopping import JobStopped
 
 

@@ -1,0 +1,89 @@
+"""What a train worker needs, as plain values that travel to other processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from edje_index.training.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How a training runs. None of it changes what is trained, up to rounding.
+
+    Attributes:
+        run_dir: folder of checkpoints and log.
+        device: "auto", "cpu" or "cuda".
+        threads: CPU threads of torch; None leaves its setting unchanged.
+        checkpoint_every, log_every: steps between checkpoints, and between log records.
+        compile: whether to use torch.compile.
+    """
+
+    run_dir: Path
+    device: str = "auto"
+    threads: int | None = None
+    checkpoint_every: int = 200
+    log_every: int = 10
+    compile: bool = False
+
+
+@dataclass(frozen=True)
+class TeacherTask:
+    """The teacher of a distillation.
+
+    Attributes:
+        bundle: its bundle.
+        index: the index that it reads.
+        has_tokens: whether the index holds the teacher's tokens; otherwise it holds features for its adapter.
+        rows: file of the row of each training image in the index, int64 [n].
+    """
+
+    bundle: Path
+    index: Path
+    has_tokens: bool
+    rows: Path
+
+
+@dataclass(frozen=True)
+class ViewTask:
+    """Features of augmented views.
+
+    Attributes:
+        index: the index of the features.
+        rows: file of the rows of each training image's views, int64 [n, views]; -1 for a missing view.
+    """
+
+    index: Path
+    rows: Path
+
+
+@dataclass(frozen=True)
+class TrainTask:
+    """Everything that a worker needs.
+
+    Attributes:
+        config: what to train.
+        runtime: how to run.
+        run: fingerprint of everything that decides the training.
+        start: bundle of the first step.
+        features: index of the features that the adapter is trained on.
+        data: folder of a `TrainingData`.
+        temperature: of the softmax that mines negatives.
+        teacher: None without distillation.
+        new_adapter: whether the adapter of the first step is untrained.
+        views: None without augmented views.
+    """
+
+    config: TrainConfig
+    runtime: Runtime
+    run: str
+    start: Path
+    features: Path
+    data: Path
+    temperature: float
+    teacher: TeacherTask | None = None
+    new_adapter: bool = True
+    views: ViewTask | None = None

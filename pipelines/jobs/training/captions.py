@@ -1,0 +1,38 @@
+"""Reads the captions to train on and the dev captions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from edje_index.captions.reading import CaptionedImage
+    from pipelines.jobs.training.request import TrainingInputs
+
+
+@dataclass(frozen=True)
+class Captions:
+    """Images with captions, as the files list them.
+
+    Attributes:
+        trained: images to train on.
+        dev: other images, to which weights are fitted; may be empty.
+    """
+
+    trained: Sequence[CaptionedImage]
+    dev: Sequence[CaptionedImage]
+
+
+def read_training_captions(inputs: TrainingInputs) -> Captions:
+    """Read all caption files.
+
+    Raises:
+        UsageError: a file cannot be read, or training and dev captions share images.
+    """
+    from edje_index.captions.reading import check_apart, read_captions
+
+    trained = [item for path in inputs.captions for item in read_captions(path, inputs.images, inputs.split)]
+    dev = read_captions(inputs.dev, inputs.images, inputs.dev_split) if inputs.dev else []
+    check_apart(trained, dev)
+    return Captions(trained, dev)

@@ -1,0 +1,58 @@
+"""Progress of a training job: stages before and after the steps, and the steps themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from edje_index.progress import OnProgress
+from pipelines.progress.events import OnEvent, Progress, StatusMessage
+from pipelines.progress.stopping import JobStopped, ShouldStop
+
+_REPORT_SECONDS = 5.0
+_LOSSES = ("loss", "itm", "mlm", "recovery", "distillation", "accuracy")
+
+
+def stoppable_progress(on_event: OnEvent, should_stop: ShouldStop) -> OnProgress:
+    """A callback that reports progress and raises JobStopped once `should_stop()` returns True.
+
+    A stopped stage starts again from its beginning.
+    """
+
+    def progress(activity: str, done: int, total: int) -> None:
+        if should_stop():
+            raise JobStopped(f"stopped while {activity}: {done:,} of {total:,} were done; they will be done again")
+        on_event(Progress(activity, done, total))
+
+    return progress
+
+
+def step_progress(on_event: OnEvent, clock: Callable[[], float] = time.monotonic) -> Callable[[dict[str, Any]], None]:
+    """A callback that shows log records, at most one every five seconds and always the last one of a phase."""
+    last = -_REPORT_SECONDS
+    warned = False
+
+    def report(record: dict[str, Any]) -> None:
+        nonlocal last, warned
+        if not record.get("tensorboard", True) and not warned:
+            warned = True
+            on_event(StatusMessage("no TensorBoard log: the package 'tensorboard' is not installed; see log.jsonl"))
+        if record["step"] == record["steps"] or clock() - last >= _REPORT_SECONDS:
+            last = clock()
+            on_event(StatusMessage(describe_record(record)))
+
+    return report
+
+
+def describe_record(record: dict[str, Any]) -> str:
+    """A log record as one line of text."""
+    parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
+    parts += [f"{name} {record[name]:.3f}" for name in _LOSSES if name in record]
+    parts += [f"lr {record['lr']:.2e}", f"{record['images_per_second']:.1f} images/s"]
+    parts.append(f"{(record['steps'] - record['step']) * record['step_seconds'] / 60:.0f} min left")
+    if record["data_wait"] > 0.1 * record["seconds"]:
+        parts.append(f"waiting for data {record['data_wait'] / record['seconds']:.0%} of the time")
+    if record["skipped"]:
+        parts.append(f"skipped {record['skipped']}")
+    return ", ".join(parts)

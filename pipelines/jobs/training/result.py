@@ -1,0 +1,48 @@
+"""What a training run reports when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training came to.
+
+    Attributes:
+        bundle: the bundle that was written.
+        fingerprint: of it.
+        run: fingerprint of the training's settings and data.
+        images, captions: trained on.
+        left_out: images without features, by reason.
+        steps: of the joint phase.
+        seconds: wall time of this command.
+        last: the last line of the log.
+        embedding_weight, late_weight, pooled_weight, prior_weight: of the final score that images are sorted by.
+        caption_weights: of the one that captions are sorted by, see `edje_index.scoring.weights`.
+        bank_unused: a query bank was asked for, and left out for it made nothing likelier on --dev.
+        fitting: the settings of the final score that decide what is made of the last checkpoint.
+        dev: the choice of weights for `images` and `captions` with its recalls, where --dev was given; see
+            `edje_index.training.fitting.weight_choice`.
+        already_finished: nothing was left to do.
+    """
+
+    bundle: str
+    fingerprint: str
+    run: str
+    images: int
+    captions: int
+    left_out: dict[str, int]
+    steps: int
+    seconds: float
+    last: dict[str, Any] = field(default_factory=dict)
+    embedding_weight: float = 0.0
+    late_weight: float = 0.0
+    pooled_weight: float = 0.0
+    prior_weight: float = 0.0
+    caption_weights: dict[str, float] = field(default_factory=dict)
+    bank_unused: bool = False
+    fitting: dict[str, Any] = field(default_factory=dict)
+    dev: dict[str, Any] | None = None
+    already_finished: bool = False

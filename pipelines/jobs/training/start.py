@@ -1,0 +1,56 @@
+"""The bundle of the first step, made once in the run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.models.adapter import AdapterConfig
+    from edje_index.training.config import ArchitectureConfig
+    from pipelines.jobs.training.request import TrainingInputs
+
+
+@dataclass(frozen=True)
+class StartModel:
+    """The bundle of the first step.
+
+    Attributes:
+        path: where it is stored.
+        bundle: the loaded bundle.
+        new_adapter: whether the adapter is untrained: no bundle provided it.
+    """
+
+    path: Path
+    bundle: ModelBundle
+    new_adapter: bool
+
+    @property
+    def feature_adapter(self) -> AdapterConfig:
+        """The adapter that turns tower output into the features that are stored for training."""
+        return self.bundle.adapter.config.features(self.bundle.vision.num_patches)
+
+    def accepted_features(self) -> list[str]:
+        """Encoder fingerprints of indexes that hold features for this model."""
+        from edje_index.training.model.start_bundle import feature_fingerprints
+
+        assert self.bundle.info is not None
+        return feature_fingerprints(self.bundle.info, self.bundle.adapter.config)
+
+
+def start_model(folder: Path, inputs: TrainingInputs, architecture: ArchitectureConfig, seed: int) -> StartModel:
+    """Load `start/` in the run folder; make it first if it is missing."""
+    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.bundles.info import read_bundle_info
+    from edje_index.training.model.start_bundle import Origin, make_start
+
+    path = folder / "start"
+    if not path.exists():
+        origin = Origin(inputs.model, inputs.vision, inputs.language, inputs.init)
+        make_start(origin, architecture, seed).save(path)
+    bundle = ModelBundle.load(path)
+    assert bundle.info is not None
+    new_adapter = inputs.init is None or read_bundle_info(inputs.init).adapter != bundle.info.adapter
+    return StartModel(path, bundle, new_adapter)

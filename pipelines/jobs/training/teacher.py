@@ -1,0 +1,60 @@
+"""The teacher of a distillation: which index it reads, and the row of each training image in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.jobs.training.index_builder import check_encoder
+from storage_formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from edje_index.captions.reading import CaptionedImage
+    from edje_index.training.loop.task import TeacherTask
+    from pipelines.jobs.training.start import StartModel
+
+
+def teacher_task(
+    teacher: Path, index: Path, start: StartModel, items: Sequence[CaptionedImage], rows_file: Path
+) -> TeacherTask:
+    """Prepare distillation from the bundle `teacher`.
+
+    Args:
+        index: an index that the teacher built, or an index of features for its adapter.
+        items: images to train on.
+        rows_file: receives the row of each image in `index`.
+
+    Raises:
+        UsageError: the teacher has another tokenizer, or `index` does not suit it or lacks images.
+    """
+    import numpy as np
+
+    from edje_index.bundles.info import read_bundle_info
+    from edje_index.captions.matching import match_rows
+    from edje_index.models.adapter import AdapterConfig
+    from edje_index.training.loop.task import TeacherTask
+    from edje_index.training.model.start_bundle import feature_fingerprints
+    from storage_formats.format.manifest import Manifest
+
+    info = read_bundle_info(teacher)
+    assert start.bundle.info is not None
+    _check_tokenizers(teacher, start.bundle.info.files, info.files)
+    has_tokens = Manifest.load(index).model["fingerprint"] == info.encoder_fingerprint
+    if not has_tokens:
+        check_encoder(index, feature_fingerprints(info, AdapterConfig(**info.adapter)), "for the teacher")
+    rows = match_rows(index, items)
+    if missing := int((rows < 0).sum()):
+        raise UsageError(f"{index} lacks {missing:,} of the training images; build it from all of them")
+    np.save(rows_file, rows)
+    return TeacherTask(teacher.absolute(), index.absolute(), has_tokens, rows_file)
+
+
+def _check_tokenizers(teacher: Path, student_files: Any, teacher_files: Any) -> None:
+    """Raise UsageError unless student and teacher have the same token ids."""
+    student, other = (files.get("joint/tokenizer.json") for files in (student_files, teacher_files))
+    if student is None or other is None or student["sha256"] != other["sha256"]:
+        raise UsageError(
+            f"the teacher {teacher} has another tokenizer than the student; set inputs.language or inputs.init to a "
+            "model with the teacher's tokenizer"
+        )

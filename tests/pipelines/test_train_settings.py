@@ -1,0 +1,176 @@
+"""Settings of `train`: presets, files, --set and options in this order, and errors that say what to write."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+
+from edje_index.training.config import TrainConfig, groups, make_config
+from edje_index.training.presets import PRESETS
+from pipelines.cli.train import train
+from pipelines.cli.train_settings import (
+    TrainSettings,
+    describe_settings,
+    make_request,
+    options_named,
+    read_settings,
+    removed_options,
+    settings_json,
+)
+from pipelines.jobs.training.request import check_request
+from storage_formats.errors import UsageError
+
+REQUIRED = {"captions": (Path("a.jsonl"),), "out": Path("out"), "model": Path("model")}
+
+
+def read(preset="paper", config_file=None, assignments=(), **options):
+    return make_request(read_settings(preset, config_file, assignments, {**REQUIRED, **options}))
+
+
+def test_later_sources_win(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text("[loop]\nsteps = 1\nseed = 1\nbatch_size = 16\n[optimizer]\nlr = 1\n")
+    _, config = read("small-data", file, ["loop.seed=2", "loop.steps=2"], steps=3)
+    assert (config.loop.steps, config.loop.seed, config.loop.batch_size) == (3, 2, 16)
+    assert (config.optimizer.lr, config.optimizer.warmup_steps) == (1.0, 40)
+
+
+def test_zero_and_none_are_values():
+    request, config = read("small-data", None, ["optimizer.lr=0", "augmentation.step_tokens=none"], workers=None)
+    assert (config.optimizer.lr, config.augmentation.step_tokens) == (0.0, None)
+    assert request.run.workers == 1
+    assert request.run.folder == Path("out.run").absolute()
+
+
+def test_paths_of_a_file_start_at_its_directory(tmp_path):
+    (tmp_path / "c.toml").write_text('[inputs]\ncaptions = ["c.jsonl"]\nvision = "ViT"\ndev = "/d.jsonl"\n')
+    values = read_settings("paper", tmp_path / "c.toml", [], {"out": Path("here")})
+    request, _ = make_request(values)
+    assert request.inputs.captions == (tmp_path / "c.jsonl",)
+    assert (request.inputs.dev, request.inputs.vision, request.run.out) == (Path("/d.jsonl"), "ViT", Path("here"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("speed = 3", "speed must be in a group"),
+        ("[loop]\nlr = 1", "no setting is named loop.lr; did you mean alignment.lr or optimizer.lr"),
+        ("[loop", "cannot read"),
+        ("[loop]\nsteps = 'many'", "loop.steps is 'many'"),
+        ("[run]\nworkers = 0", "run.workers is 0"),
+        ("[run]\nlog_every = true", "run.log_every is True"),
+        ("[run]\ncompile = 'false'", "run.compile is 'false'"),
+        ("[inputs]\ndev = 5", "inputs.dev is 5"),
+        ("[inputs]\nvision = 5", "inputs.vision is 5"),
+        ("[run]\ndevice = 'steam'", "run.device is 'steam'; input should be 'auto', 'cpu' or 'cuda'"),
+    ],
+)
+def test_an_invalid_file_is_refused(tmp_path, text, words):
+    (tmp_path / "c.toml").write_text(text)
+    with pytest.raises(UsageError, match=words):
+        read(config_file=tmp_path / "c.toml")
+
+
+@pytest.mark.parametrize("assignment", ["steps=3", "loop.steps", "=3"])
+def test_an_assignment_has_a_group_and_a_value(assignment):
+    with pytest.raises(UsageError, match=r"write GROUP.KEY=VALUE"):
+        read(assignments=[assignment])
+
+
+def test_every_problem_has_a_line_and_names_its_option():
+    with pytest.raises(UsageError) as error, options_named():
+        make_request(read_settings("paper", None, ["loop.steps=0", "loop.sted=1"], {"workers": 0}))
+    lines = str(error.value).splitlines()
+    assert len(lines) == 5
+    assert "inputs.captions (CAPTIONS) is missing" in lines
+    assert "run.out (--out) is missing" in lines
+    assert any(line.startswith("run.workers (--workers) is 0") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "assignments", "words"),
+    [
+        ({"model": None}, [], "inputs.model and inputs.vision"),
+        ({"vision": "ViT-B-16:openai"}, [], "inputs.model and inputs.vision"),
+        ({"steps": None}, [], "loop.steps or loop.epochs is missing"),
+        ({}, ["fitting.hubness_bank=8"], "fitting.hubness_bank needs inputs.dev"),
+        ({}, ["fitting.pooled_dim=8"], "fitting.pooled_dim needs inputs.dev or fitting.pooled_weight"),
+        ({}, ["inputs.view_features=v"], "inputs.view_features needs augmentation.views"),
+        (
+            {},
+            ["objective.itm_weight=0", "objective.mlm_weight=0", "objective.recovery_weight=0"],
+            "all losses have weight 0",
+        ),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(changes, assignments, words):
+    request, config = read(assignments=assignments, **{"steps": 5, **changes})
+    with pytest.raises(UsageError, match=words) as error:
+        check_request(request.inputs, config)
+    assert "\n" not in str(error.value)
+
+
+def test_options_of_earlier_versions_are_replaced():
+    old = ["--align-steps", "800", "--tokens=32", "--words", "--mlm-weight", "0", "--features", "f", "--phase"]
+    lines = removed_options([*old, "--steps", "3", "--nonsense"])
+    assert [line.partition("; write ")[2] for line in lines] == [
+        "--set alignment.steps=800",
+        "--set architecture.tokens=32",
+        "--set architecture.word_embeddings=VALUE",
+        "--set objective.mlm_weight=0",
+        "--set inputs.features=f",
+        "--preset paper or --preset paper-finetune",
+    ]
+    with pytest.raises(click.UsageError, match=r"--set alignment.steps=800"):
+        train.make_context("train", ["c.jsonl", "--align-steps", "800"])
+
+
+def test_the_command_has_few_options_and_a_short_help():
+    context = click.Context(train, info_name="train", terminal_width=80)
+    assert sum(isinstance(parameter, click.Option) for parameter in train.params) <= 20
+    assert len(train.get_help(context).splitlines()) <= 90
+
+
+def test_the_listing_is_a_settings_file(tmp_path):
+    values = read_settings("small-data", None, ["loop.seed=4", "run.compile=true"], REQUIRED)
+    (tmp_path / "all.toml").write_text(describe_settings(values))
+    again = read_settings("paper", tmp_path / "all.toml", [], REQUIRED)
+    assert make_request(again) == make_request(values)
+    listed = settings_json(values)
+    for group, kind in groups(TrainSettings).items():
+        assert set(listed[group]) == set(kind.model_fields)
+    assert listed["loop"]["seed"] == {
+        "value": 4, "default": 0, "required": False, "description": "Seed of everything random.",
+    }  # fmt: skip
+    assert tomllib.loads(describe_settings({}))["optimizer"]["lr"] == 3e-4
+
+
+def test_the_command_of_the_model_card_means_what_its_options_meant():
+    """The settings that the shipped model was trained with, under their earlier names."""
+    shipped = {
+        "architecture": {"language_layers": 4, "word_embeddings": "frozen", "adapter_hidden": 1536,
+                         "attention_dropout": 0.0, "dropout": 0.1},
+        "augmentation": {"patch_dropout": 0.4, "views": 4, "step_tokens": 48},
+        "alignment": {"steps": 800, "batch_size": 128},
+        "loop": {"steps": 400, "batch_size": 32, "dtype": "bfloat16"},
+        "negatives": {"count": 1, "curriculum_steps": 240},
+        "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
+        "optimizer": {"lr": 2e-4, "adapter_lr_factor": 0.0, "decay": "cosine", "warmup_steps": 40},
+        "fitting": {"pooled_dim": 300, "hubness_bank": 2500, "dev_captions": 1000},
+    }  # fmt: skip
+    card = (Path(__file__).parents[2] / "models/flickr8k-dinov2-small/MODEL_CARD.md").read_text()
+    command = card.partition("edje-index train captions_train.jsonl")[2].partition("\n    edje-index model")[0]
+    arguments = command.replace("\\\n", " ").split()
+    context = train.make_context("train", ["captions_train.jsonl", *arguments])
+    given = dict(context.params)
+    for name in ("as_json", "quiet", "show_settings"):
+        del given[name]
+    sources = (given.pop("preset"), given.pop("config_file"), given.pop("assignments"))
+    request, config = make_request(read_settings(*sources, given))
+    assert config == make_config(shipped)
+    assert PRESETS["small-data"] == {**shipped, "loop": {"steps": 400, "batch_size": 32}}
+    assert request.inputs.vision == "local-dir:dual"
+    assert isinstance(config, TrainConfig)
