@@ -1,6 +1,6 @@
 """Selection of the engine that reads each record: by name, or by the state of the page cache (`auto`).
 
-The thresholds of `auto` were measured; see docs/lab/storage.md.
+The thresholds of `auto` were measured; see docs/lab/storage-io.md.
 """
 
 from __future__ import annotations

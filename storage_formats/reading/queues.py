@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from storage_formats.reading.base import PIECE_RECORDS, Ints
 
-ENTRIES = 512  # enough to keep a disk busy (docs/lab/storage.md); room for four pieces of single records
+ENTRIES = 512  # enough to keep a disk busy (docs/lab/storage-io.md); room for four pieces of single records
 _FEWEST_ENTRIES = PIECE_RECORDS  # kernels before 5.12 count rings as locked memory, which has a small limit
 
 

@@ -2,7 +2,7 @@
 
 The kernel's interface consists of two rings in shared memory and one system call (Axboe, "Efficient IO with io_uring",
 2019; `linux/io_uring.h`). No library is used: many requests are written at once as columns of a structured array,
-which costs less than one call of a binding per request (docs/lab/storage.md).
+which costs less than one call of a binding per request (docs/lab/storage-io.md).
 
 No memory barrier is needed. Without a polling kernel thread, the kernel reads requests within the system call of the
 thread that wrote them, and completions are read only after a system call that waited for them.

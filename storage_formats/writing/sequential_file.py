@@ -2,7 +2,7 @@
 
 Uses direct I/O if the file system supports it: this avoids a copy into the page cache and evicts nothing that readers
 keep there. The device writes one of two aligned buffers while the caller fills the other. Space is reserved in
-advance only for direct I/O, because it slows buffered writes (docs/lab/storage.md).
+advance only for direct I/O, because it slows buffered writes (docs/lab/storage-io.md).
 """
 
 from __future__ import annotations
