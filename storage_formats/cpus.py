@@ -6,13 +6,13 @@ import functools
 import os
 from pathlib import Path
 
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cpus() -> int:
     """Number of CPUs in this process's affinity, limited by the quota of its container (cgroup v2)."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cpus, _quota(_QUOTA) or cpus)
+    return min(cpus, _quota(QUOTA_FILE) or cpus)
 
 
 @functools.cache  # called for each fetch, and the quota of a container does not change

@@ -1,8 +1,8 @@
 """When to write output with non-temporal stores, which bypass the processor's cache.
 
 An ordinary store first reads the memory that it overwrites, and evicts other data from the cache. A non-temporal
-store does neither, which makes large gathers faster (docs/lab/storage-io.md). Small outputs, such as the candidates of one
-query, should stay in the cache because they are read next.
+store does neither, which makes large gathers faster (docs/lab/storage-io.md). Small outputs, such as the candidates of
+one query, should stay in the cache because they are read next.
 """
 
 from __future__ import annotations

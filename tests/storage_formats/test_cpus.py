@@ -1,4 +1,4 @@
-"""How many CPUs there are for this process."""
+"""The number of CPUs that this process may use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from storage_formats.codecs.threads import default_threads
 
 
 def test_without_a_container_the_affinity_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpus, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(cpus, "QUOTA_FILE", tmp_path / "cpu.max")
     assert cpus.usable_cpus() == len(os.sched_getaffinity(0))
 
 
@@ -21,7 +21,7 @@ def test_without_a_container_the_affinity_counts(tmp_path, monkeypatch):
 )
 def test_a_containers_quota_bounds_the_cpus(tmp_path, monkeypatch, quota, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(cpus, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(cpus, "QUOTA_FILE", tmp_path / "cpu.max")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "cpu.max").write_text(quota)
     assert cpus.usable_cpus() == default_threads() == expected

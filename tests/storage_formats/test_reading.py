@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import mmap
 import os
 import shutil
@@ -27,6 +26,7 @@ from storage_formats.reading.aio import AioQueue, aio_works
 from storage_formats.reading.base import PIECE_RECORDS, Batch, Runs
 from storage_formats.reading.destination import DecodedDestination, read_batch, record_destinations
 from storage_formats.reading.files import ShardFiles
+from storage_formats.reading.mapped import MappedEngine
 from storage_formats.reading.queues import QueuePool
 from storage_formats.reading.ring import Ring, io_uring_works
 from storage_formats.reading.syscalls import sector_bytes
@@ -209,14 +209,12 @@ def test_a_file_that_shrank_while_it_was_open_is_an_error(odd, tmp_path, engine)
 
 @linux
 @pytest.mark.parametrize("engine", ["buffered", "portable"])
-def test_an_error_leaves_no_file_open(odd, tmp_path, engine, monkeypatch):
-    for kind in (buffered._BufferedReader, buffered._ThreadedReader):
-        monkeypatch.setattr(kind, "piece_records", 4)
-    shutil.copytree(odd[0], tmp_path, dirs_exist_ok=True)
+def test_an_error_leaves_no_file_open(built, tmp_path, engine):
+    shutil.copytree(built[0], tmp_path, dirs_exist_ok=True)
     store = TokenStore.open(tmp_path, engine=engine)
     os.truncate(Layout(tmp_path).token_shard("bf16", 1), 0)
     with pytest.raises(CorruptIndexError):
-        store.fetch(range(80))
+        store.fetch(range(SPEC.rows))  # three pieces
     store.close()
     opened = [os.readlink(path.path) for path in os.scandir("/proc/self/fd") if os.path.exists(path.path)]
     assert not [name for name in opened if name.startswith(str(tmp_path))]
@@ -261,10 +259,6 @@ def test_too_many_open_files_are_no_damage(odd, monkeypatch):
         TokenStore.open(odd[0]).fetch([0])
 
 
-def decoded_destination(codec, out, batch):
-    return DecodedDestination(codec, out, batch.out_indices, memory.BufferPool())
-
-
 def test_maps_of_few_shards_are_open_together(many_shards, monkeypatch):
     monkeypatch.setattr("storage_formats.reading.mapped._OPEN_SHARDS", 2)
     monkeypatch.setattr("storage_formats.reading.files.open_files", lambda: 2)
@@ -272,17 +266,19 @@ def test_maps_of_few_shards_are_open_together(many_shards, monkeypatch):
     monkeypatch.setattr(
         ShardFiles, "acquire", lambda self, batch: held.append(len(batch.shard_spans)) or real(self, batch)
     )
-    ids = np.random.default_rng(0).permutation(60)
-    store = TokenStore.open(many_shards[0], engine="auto")
-    engine = store._engines._engines["mapped"]
-    out = store.empty(60)
+    root, expected = many_shards
+    bf16 = codec("bf16", (2, 8))
+    engine = MappedEngine(ShardFiles(lambda shard: Layout(root).token_shard("bf16", shard), bf16.record_bytes))
+    row_ids = np.random.default_rng(0).permutation(60)
+    order = np.argsort(row_ids)
+    batch = Batch(*np.divmod(row_ids[order], 4), out_indices=order)
+    out = memory.aligned_blocks(60, (2, 8))
     raw = record_destinations(out.view(np.uint8).reshape(60, -1))
-    decoded = functools.partial(decoded_destination, store._codec, out)
-    for destinations in (raw, decoded):
+    for destinations in (raw, lambda piece: DecodedDestination(bf16, out, piece.out_indices, memory.BufferPool())):
         held.clear()
         out[:] = 0
-        read_batch(engine, store._batch(ids)[0], destinations)
-        assert same_bits(out, many_shards[1][ids])
+        read_batch(engine, batch, destinations)
+        assert same_bits(out, expected[row_ids])
         assert max(held) == 2
         assert len(held) == 8  # of 15 shards
 
