@@ -30,7 +30,7 @@ class UsageError(EdjeError):
 
 
 class RowIdError(UsageError, IndexError):
-    """A row id is out of range. Also an `IndexError`."""
+    """A row id is out of range. This error is also an `IndexError`."""
 
 
 class IncompleteIndexError(EdjeError):

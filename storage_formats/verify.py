@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,13 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
         if on_progress:
             on_progress(shard + 1, manifest.spec.shards)
     if not problems and totals != manifest.counts:
-        problems.append(Problem("index.json", "counts", f"says {manifest.counts}, but the rows tables give {totals}"))
+        problems.append(
+            Problem(
+                "index.json",
+                "counts",
+                f"has counts {asdict(manifest.counts)}, but the rows tables give {asdict(totals)}",
+            )
+        )
     problems += _check_strays(layout, manifest, by_shard)
     problems += _check_ann(layout, manifest)
     if problems and layout.manifest.read_bytes() != manifest_bytes:

@@ -103,7 +103,7 @@ def _choose_scales(
 
 @inlined
 def _spread(records: U8, scales_at: Index, group: Index, scale_values: F32, spread: F32) -> None:
-    """Write the value of each scale code of a token, repeated for each number of its group."""
+    """Write the value of each scale code of a token, repeated for each value of its group."""
     for index in range(np.uint64(len(spread)) // group):
         value = scale_values[records[scales_at + index]]
         for i in range(group):
@@ -127,7 +127,7 @@ def _scale_exponents(records: U8, scales_at: Index, group: Index, exponents: U16
 
 @inlined
 def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
-    """Whether a number of a token becomes a subnormal E4M3 code under its power-of-two scale."""
+    """Whether a value of a token becomes a subnormal E4M3 code under its power-of-two scale."""
     highest = np.uint16(0)
     for i in range(np.uint64(len(exponents))):
         magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
@@ -187,7 +187,7 @@ _GROUP_ENCODER = (
 
 @kernel(*_GROUP_ENCODER)
 def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, geometry: Geometry, span: Span) -> None:
-    """E4M3 codes, then E8M0 scales.
+    """Encode to E4M3 codes and E8M0 scales.
 
     `scale_codes` [32768] maps the bits of a group's largest magnitude to its scale code; `inverse_scales` [256]
     holds the inverse of each scale. Tokens without subnormal codes take a path without floating point, which gives
@@ -219,7 +219,7 @@ def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, ge
 def encode_e4m3_tokens(
     bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, geometry: Geometry, span: Span
 ) -> None:
-    """`encode_e4m3` for groups of one token: one pass finds the scale and whether a code is subnormal."""
+    """As `encode_e4m3` if a group is a whole token: one pass finds the scale and whether a code is subnormal."""
     values, width, group = geometry
     for block in range(span[0], span[1]):
         codes_at = block * (values + values // group)
@@ -245,7 +245,7 @@ def encode_e4m3_tokens(
 
 @kernel(*_GROUP_ENCODER)
 def encode_e2m1(bits: U16, scale_codes: U8, scale_values: F32, records: U8, geometry: Geometry, span: Span) -> None:
-    """E2M1 codes, two per byte with the first in the low half, then one-byte scales with the values `scale_values`."""
+    """Encode to E2M1 codes, two per byte, and one-byte scales, whose values are `scale_values` [256]."""
     values, width, group = geometry
     half = width >> np.uint64(1)
     divisors = np.empty(width, dtype=np.float32)
@@ -289,7 +289,7 @@ def _rescaled(code: np.uint8, exponent: np.uint16) -> Any:
 
 @kernel(input_array(types.uint8), _MOVES, input_array(types.uint16), output_array(types.uint16), _GEOMETRY, _SPAN)
 def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geometry, span: Span) -> None:
-    """E4M3 codes, then E8M0 scales. `table` [256 scales x 256 codes] holds the bfloat16 bits of every product.
+    """Decode E4M3 codes and E8M0 scales. `table` [256 scales x 256 codes] holds the bits of every product.
 
     Tokens without subnormal codes take a faster path without the table, which gives the same result.
     """
@@ -315,7 +315,7 @@ def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geom
 
 @kernel(input_array(types.uint8), _MOVES, input_array(types.uint32), output_array(types.uint32), _GEOMETRY, _SPAN)
 def decode_e2m1(records: U8, moves: Moves, table: U32, pairs: U32, geometry: Geometry, span: Span) -> None:
-    """Two E2M1 codes per byte, then one-byte scales. `table` [256 scales x 256 bytes] holds both products' bits."""
+    """Decode E2M1 codes and one-byte scales. `table` [256 scales x 256 bytes] holds the bits of two products."""
     codes, group = geometry[0] >> np.uint64(1), geometry[2] >> np.uint64(1)
     for move in range(span[0], span[1]):
         block = np.uint64(moves[1, move])
@@ -352,7 +352,7 @@ def translate(records: U8, moves: Moves, table: U16, out: U16, values: Index, sp
 
 @kernel(input_array(types.uint16), input_array(types.uint16), output_array(types.uint8), _GEOMETRY, _SPAN)
 def encode_int8(bits: U16, scale_bits: U16, records: U8, geometry: Geometry, span: Span) -> None:
-    """Integers, then one bfloat16 scale per token. `scale_bits` [32768] maps the largest magnitude's bits to it."""
+    """Encode to integers and bfloat16 scales. `scale_bits` [32768] maps a largest magnitude's bits to its scale."""
     values, width, _ = geometry
     shifter = np.float32(1.5 * 2.0**23)  # its last bit has weight 1, so adding it rounds to an integer
     for block in range(span[0], span[1]):
@@ -374,7 +374,7 @@ def encode_int8(bits: U16, scale_bits: U16, records: U8, geometry: Geometry, spa
 
 @kernel(input_array(types.uint8), _MOVES, output_array(types.uint16), _GEOMETRY, _SPAN)
 def decode_int8(records: U8, moves: Moves, bits: U16, geometry: Geometry, span: Span) -> None:
-    """Integer times the token's scale. The product has at most 16 significant bits: exact in float32, rounded once."""
+    """Decode integers and bfloat16 scales. A product has at most 16 significant bits, so it is rounded only once."""
     values, width, _ = geometry
     for move in range(span[0], span[1]):
         block = np.uint64(moves[1, move])
@@ -390,7 +390,7 @@ def decode_int8(records: U8, moves: Moves, bits: U16, geometry: Geometry, span: 
 
 @kernel(input_array(types.uint16), output_array(types.uint8), _GEOMETRY, _SPAN)
 def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None:
-    """Sign bits, the first in the lowest bit, then one bfloat16 scale per token: the mean magnitude."""
+    """Encode to sign bits, the first in the lowest bit, and one bfloat16 scale per token, the mean magnitude."""
     values, width, _ = geometry
     size = width >> np.uint64(3)
     for block in range(span[0], span[1]):
@@ -417,7 +417,7 @@ def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None
 
 @kernel(input_array(types.uint8), _MOVES, input_array(types.uint64), output_array(types.uint64), _GEOMETRY, _SPAN)
 def decode_sign1(records: U8, moves: Moves, table: U64, quads: U64, geometry: Geometry, span: Span) -> None:
-    """The token's scale with each sign bit. `table` [256 x 2] spreads a byte's bits over two words of four numbers."""
+    """Decode signs and bfloat16 scales. `table` [256 x 2] spreads a byte's bits over two words of four values."""
     values, width, _ = geometry
     size = width >> np.uint64(3)
     for move in range(span[0], span[1]):

@@ -1,4 +1,4 @@
-"""Indexes of the tests of reading."""
+"""Indexes for the tests of reading."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def many_shards(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(built):
-    """All blocks of each precision, by the engine that has no tricks."""
+    """All blocks of each precision, read by the simplest engine."""
     return {name: TokenStore.open(built[0], name, "portable").fetch(range(SPEC.rows)) for name in SPEC.precisions}

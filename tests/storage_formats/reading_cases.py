@@ -1,4 +1,4 @@
-"""Indexes that the tests of reading share, and how to make them cold."""
+"""Shapes of the indexes in the tests of reading, and eviction from the page cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from storage_formats.reading import engines
 ALL = [*engines(), "auto"]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
-# Records of 512 bytes are whole sectors, those of the quantized precisions and of the odd shape are not.
+# bf16 records of 512 bytes are whole sectors. Those of quantized precisions and of the odd shape are not.
 SPEC = IndexSpec(rows=300, shard_size=64, block_shape=(8, 32), embed_dim=6, precisions=("bf16", "fp8", "nvfp4"))
 ODD = IndexSpec(rows=90, shard_size=40, block_shape=(3, 7), embed_dim=6, precisions=("bf16", "fp8"))
 HOLES = frozenset({0, 63, 64, 299})
 
 
 def evict(root, precision="bf16"):
-    """Throw the shard files out of the page cache; they were flushed when the index was written."""
+    """Evict the shard files from the page cache. They were flushed when the index was written."""
     for path in Layout(root).token_array(precision).glob("c.*"):
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,9 +1,7 @@
-"""What every precision promises, whatever its format."""
+"""Properties that all precisions share."""
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +35,7 @@ def relative_error(blocks: np.ndarray, decoded: np.ndarray) -> float:
 
 
 def every_finite_number() -> np.ndarray:
-    """All finite bfloat16, in tokens of 64 neighbours: [k, 6, 64]."""
+    """All finite bfloat16 values; each token holds 64 consecutive ones: [k, 6, 64]."""
     numbers = np.arange(0x10000, dtype=np.uint16).view(BF16)
     finite = numbers[np.isfinite(numbers.astype(np.float32))]
     return np.resize(finite, (-(-len(finite) // 384), *SHAPE))
@@ -56,7 +54,7 @@ def every_finite_number() -> np.ndarray:
         ("sign1", 3200),
     ],
 )
-def test_bytes_of_an_image(name, record_bytes):
+def test_record_lengths(name, record_bytes):
     assert codec(name).record_bytes == record_bytes
     assert name in precisions()
 
@@ -79,7 +77,7 @@ def test_error_on_gaussian_tokens(name, bound, scale):
     entry = codec(name, (8, 384))
     blocks = gaussian(40, (8, 384), scale)
     error = relative_error(blocks, entry.decode(entry.encode(blocks)))
-    assert 0.9 * bound - 1e-5 <= error <= bound  # not better than the format can be, either
+    assert 0.9 * bound - 1e-5 <= error <= bound  # also not better than the format allows
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "mxfp4", "int8", "sign1"])
@@ -113,7 +111,7 @@ def test_groups_of_equal_numbers(name, value):
     assert len(np.unique(decoded)) == 1
     if abs(value) in (0.0, 1.0, 3.0):
         assert np.allclose(decoded, value, rtol=0.04 if name == "nvfp4" else 1e-2, atol=0)
-    elif name not in ("fp16", "nvfp4") and abs(value) >= 2.0**-126:  # the range of those two is smaller
+    elif name not in ("fp16", "nvfp4") and abs(value) >= 2.0**-126:  # these two have a smaller range
         assert relative_error(blocks, decoded) < 0.27
 
 
@@ -150,7 +148,7 @@ def test_block_of_nan_encodes_to_the_fill_record(name):
 
 @COMPILED
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_nan_with_all_that_shares_its_scale(name, value):
+def test_values_that_are_not_finite_turn_their_group_into_nan(name, value):
     entry = codec(name, SHAPE)
     blocks = gaussian(1)
     clean = entry.decode(entry.encode(blocks))
@@ -176,7 +174,7 @@ def test_rows_of_a_mapped_file(name, tmp_path):
     entry = codec(name, SHAPE)
     records = entry.encode(gaussian(50))
     path = tmp_path / "shard"
-    path.write_bytes(b"#" + records.tobytes())  # no number is at its natural address
+    path.write_bytes(b"#" + records.tobytes())  # no value is at an aligned address
     mapped = np.memmap(path, dtype=np.uint8, mode="r", offset=1, shape=records.shape)
     rows = [49, 0, 7, 7, 13]
     expected = entry.decode(records)[rows]
@@ -189,10 +187,10 @@ def test_rows_of_a_mapped_file(name, tmp_path):
 
 
 @EVERY
-def test_records_are_decoded_to_where_they_belong(name):
+def test_scatter_decodes_records_at_any_offset_to_any_block(name):
     entry = codec(name, SHAPE)
     records = entry.encode(gaussian(5))
-    starts = 3 + np.array([2, 0, 4, 1, 3]) * (entry.record_bytes + 2)  # apart, and at odd addresses
+    starts = 3 + np.array([2, 0, 4, 1, 3]) * (entry.record_bytes + 2)  # with gaps, at odd addresses
     memory = np.full(3 + 5 * (entry.record_bytes + 2), 255, dtype=np.uint8)
     for start, record in zip(starts, records, strict=True):
         memory[start : start + entry.record_bytes] = record
@@ -214,7 +212,7 @@ def test_records_are_decoded_to_where_they_belong(name):
 
 
 @EVERY
-def test_wrong_rows_are_refused(name):
+def test_rows_out_of_range_are_refused(name):
     entry = codec(name, SHAPE)
     records = entry.encode(gaussian(3))
     for rows in ([3], [-1], [0, 99]):
@@ -227,7 +225,7 @@ def test_wrong_rows_are_refused(name):
 
 
 @EVERY
-def test_arrays_of_another_kind_are_refused(name):
+def test_arrays_of_the_wrong_type_or_shape_are_refused(name):
     entry = codec(name, SHAPE)
     with pytest.raises(UsageError, match="blocks must be bfloat16"):
         entry.encode(np.zeros((1, *SHAPE), np.float32))
@@ -275,7 +273,7 @@ def test_many_threads_may_convert_at_once():
     assert all((records == expected).all() for records in found)
 
 
-def test_threads_follow_the_share_of_a_worker(monkeypatch):
+def test_threads_are_limited_by_omp_num_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     everything = threads.default_threads()
     assert everything >= 1
@@ -284,7 +282,7 @@ def test_threads_follow_the_share_of_a_worker(monkeypatch):
         assert threads.default_threads() == expected
 
 
-def test_failure_of_a_thread_reaches_the_caller():
+def test_an_error_in_a_thread_reaches_the_caller():
     def fail(start: int, stop: int) -> None:
         raise ValueError(start)
 
@@ -298,7 +296,7 @@ def run_python(script: str) -> str:
     return done.stdout.strip()
 
 
-def test_forked_process_converts():
+def test_a_forked_process_converts():
     script = """
 import os, numpy as np, ml_dtypes
 from storage_formats.codecs import codec
@@ -327,18 +325,11 @@ print("numba" in sys.modules)
     assert run_python(script) == "False"
 
 
-def test_kernel_without_a_folder_for_its_cache_is_compiled():
+def test_a_kernel_that_cannot_be_cached_is_compiled():
     space: dict = {}
-    exec("def seven(numbers):\n    numbers[0] = 7", space)  # numba keeps nothing for code without a file
+    exec("def seven(numbers):\n    numbers[0] = 7", space)  # Numba caches no code without a file
     with pytest.raises(RuntimeError, match="cannot cache"):
         numba.njit(cache=True)(space["seven"])
     numbers = np.zeros(1, dtype=np.int64)
     kernel_compiler.Kernel(space["seven"], (kernel_compiler.output_array(kernel_compiler.types.int64),))(numbers)
     assert numbers[0] == 7
-
-
-@EVERY
-def test_documented_numpy_recipe(name):
-    results = doctest.testmod(importlib.import_module(f"storage_formats.codecs.{name}"))
-    assert results.attempted >= 5
-    assert results.failed == 0

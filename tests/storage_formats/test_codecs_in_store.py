@@ -1,4 +1,4 @@
-"""Every precision through the writer, the store, verification and the stock readers."""
+"""Every precision in the writer, the store, verification and stock readers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_index_is_sound(index):
 
 
 @pytest.mark.parametrize("name", precisions())
-def test_store_gives_decoded_blocks_and_holes(index, name):
+def test_the_store_returns_decoded_blocks_and_holes(index, name):
     root, blocks = index
     entry = codec(name, SPEC.block_shape)
     with TokenStore.open(root, name) as store:
@@ -51,7 +51,7 @@ def read_tensorstore(path: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("read", [read_zarr, read_tensorstore])
 @pytest.mark.parametrize("name", precisions())
-def test_stock_readers_give_the_records(index, name, read):
+def test_stock_readers_return_the_records(index, name, read):
     root, blocks = index
     entry = codec(name, SPEC.block_shape)
     values = np.ascontiguousarray(read(root / "tokens" / name))

@@ -1,4 +1,4 @@
-"""The formats against implementations that are not ours: ml_dtypes, torch and torchao."""
+"""Comparison of the formats with other implementations: ml_dtypes, torch and torchao."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BF16 = ml_dtypes.bfloat16
 
 @pytest.fixture(scope="module")
 def torchao():
-    """torchao's MX and NVFP4 emulation; its native parts, which not every torch can load, are not used."""
+    """torchao's emulation of MX and NVFP4. Its native parts, which some versions of torch cannot load, are not used."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip("torchao.prototype.mx_formats", exc_type=ImportError)
@@ -42,23 +42,23 @@ def finite_numbers() -> np.ndarray:
 @pytest.mark.parametrize(
     ("ours", "theirs"), [(E4M3, ml_dtypes.float8_e4m3fn), (E2M1, ml_dtypes.float4_e2m1fn)], ids=["E4M3", "E2M1"]
 )
-def test_minifloats_are_those_of_ml_dtypes(ours: MiniFloat, theirs):
+def test_minifloats_equal_ml_dtypes(ours: MiniFloat, theirs):
     codes = np.arange(len(ours.values), dtype=np.uint8)
     np.testing.assert_array_equal(ours.values, codes.view(theirs).astype(np.float32))
     assert (np.signbit(ours.values) == np.signbit(codes.view(theirs).astype(np.float32)))[~np.isnan(ours.values)].all()
     numbers = finite_numbers()
-    within = np.clip(numbers, -ours.largest, ours.largest)  # beyond it ml_dtypes has no saturation
+    within = np.clip(numbers, -ours.largest, ours.largest)  # ml_dtypes does not saturate
     assert (ours.encode(numbers) == within.astype(theirs).view(np.uint8)).all()
     middles = (ours.magnitudes[1:] + ours.magnitudes[:-1]) / 2
     assert (ours.encode(middles) == middles.astype(theirs).view(np.uint8)).all()
 
 
-def test_e8m0_is_that_of_ml_dtypes():
+def test_e8m0_equals_ml_dtypes():
     codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
     np.testing.assert_array_equal(e8m0_values(), codes.astype(np.float32))
 
 
-def test_fp8_is_the_cast_of_ml_dtypes_and_torch_under_the_scale():
+def test_fp8_equals_the_casts_of_ml_dtypes_and_torch_under_its_scale():
     torch = pytest.importorskip("torch")
     entry = codec("fp8", (8, 384))
     blocks = tokens()
@@ -71,11 +71,11 @@ def test_fp8_is_the_cast_of_ml_dtypes_and_torch_under_the_scale():
     cast = torch.from_numpy(quotients).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     assert (codes.reshape(blocks.shape) == cast).all()
     product = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(blocks.shape) * factors
-    assert (entry.decode(entry.encode(blocks)).astype(np.float32) == product).all()  # not rounded
+    assert (entry.decode(entry.encode(blocks)).astype(np.float32) == product).all()  # exact
 
 
 @pytest.mark.parametrize(("name", "element"), [("mxfp8", "float8_e4m3fn"), ("mxfp4", "float4_e2m1fn_x2")])
-def test_mx_is_that_of_torchao(torchao, name, element):
+def test_mx_equals_torchao(torchao, name, element):
     import torch
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
@@ -87,7 +87,7 @@ def test_mx_is_that_of_torchao(torchao, name, element):
     assert (ours == np.concatenate(theirs, axis=1)).all()
 
 
-def test_nvfp4_is_that_of_torchao(torchao):
+def test_nvfp4_equals_torchao(torchao):
     import torch
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
@@ -96,11 +96,11 @@ def test_nvfp4_is_that_of_torchao(torchao):
     scales, codes = nvfp4_quantize(flat, per_tensor_scale=torch.tensor(SECOND_LEVEL_SCALE))
     our_codes, our_scales = np.split(codec("nvfp4", (8, 384)).encode(blocks), [8 * 192], axis=1)
     our_scales = our_scales.reshape(-1)
-    normal = our_scales >= 8  # torchao has no subnormal scales, and fewer codes for the groups that need them
+    normal = our_scales >= 8  # torchao has no subnormal scales
     assert normal.sum() > 10_000
     assert (our_scales == scales.reshape(-1).view(torch.uint8).numpy())[normal].all()
     differing = halves(our_codes.reshape(-1, 8)) != halves(codes.numpy().reshape(-1, 8))
-    # Where we divide by the scale, torchao multiplies by its rounded reciprocal, and so it misses some ties.
+    # The codec divides by the scale. torchao multiplies by the rounded reciprocal, which misses some ties.
     exact = blocks.reshape(-1, 16).astype(np.float64) / (E4M3.values[our_scales] * SECOND_LEVEL_SCALE)[:, None]
     assert np.isin(np.abs(exact)[normal][differing[normal]], [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5]).all()
     assert differing[normal].mean() < 0.001
@@ -113,7 +113,7 @@ def halves(data: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "mxfp4", "nvfp4"])
 def test_products_are_bfloat16_without_rounding(name):
-    """Every code under every scale whose products are normal: float32 products lose nothing in bfloat16."""
+    """For every code and every scale with normal products: bfloat16 holds the float32 product exactly."""
     entry = codec(name)
     with np.errstate(over="ignore"):
         exact = entry.scale_values[:, None] * entry.element.values

@@ -1,4 +1,4 @@
-"""The compiled kernels against the plain NumPy forms, bit for bit, over every code, scale and number."""
+"""The compiled kernels equal the NumPy reference bit for bit, for every code, scale and value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_decodes_alike(entry, records: np.ndarray) -> None:
 def test_decodes_every_code_under_every_scale(name, common):
     entry = codec(name, (1, 512))
     codes = np.arange(256, dtype=np.uint8)
-    if common:  # E4M3 without subnormals and NaN: the kernel has a way of its own for such tokens
+    if common:  # without subnormals and NaN, for which the kernel has a faster path
         magnitudes = codes & 0x7F
         codes = codes[(magnitudes == 0) | (magnitudes >= 8) & (magnitudes < 0x7F)]
     records = np.empty((256, entry.record_bytes), dtype=np.uint8)
@@ -65,7 +65,7 @@ def test_fp16_converts_every_word():
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_encodes_every_number_as_the_largest_of_its_group(name):
-    """So every largest magnitude meets the rule that chooses a scale."""
+    """Every largest magnitude is tested with the rule for scales."""
     entry = codec(name, (64, 32))
     bits = np.arange(0x10000, dtype=np.uint16)
     group = GROUPED.get(name, 32)
@@ -76,7 +76,7 @@ def test_encodes_every_number_as_the_largest_of_its_group(name):
 
 
 def groups_of_every_number(largest: np.ndarray, group: int) -> np.ndarray:
-    """For each magnitude (bits, [k]), all bfloat16 not above it in groups that begin with it: uint16 [k, n, group]."""
+    """For each magnitude (bits, [k]), groups that start with it and hold all bfloat16 up to it: uint16 [k, n, group]."""
     numbers = np.arange(0x10000, dtype=np.uint16)
     numbers = np.resize(numbers, (-(-len(numbers) // (group - 1)), group - 1))
     numbers = np.broadcast_to(numbers, (len(largest), *numbers.shape))

@@ -36,7 +36,7 @@ def built(tmp_path):
     return tmp_path, write_random_index(tmp_path, SPEC, failed=HOLES)
 
 
-def test_every_precision_holds_what_its_codec_makes_of_the_blocks(built):
+def test_every_precision_holds_the_records_of_its_codec(built):
     root, expected = built
     convert(root, TARGETS)
     assert verify_index(root) == []
@@ -51,7 +51,7 @@ def test_every_precision_holds_what_its_codec_makes_of_the_blocks(built):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_stock_readers_give_the_records(built, name):
+def test_stock_readers_return_the_records(built, name):
     root, expected = built
     convert(root, [name])
     entry = codec(name, SPEC.block_shape)
@@ -105,20 +105,20 @@ def test_stopping_leaves_nothing_behind(built):
     assert list(Layout(root).staging.iterdir()) == []
 
 
-def test_dropping(built):
+def test_dropping_a_precision(built):
     root, _ = built
     convert(root, ["fp8"])
     assert drop_precision(root, "bf16").spec.precisions == ("fp8",)
     assert {problem.code for problem in verify_index(root)} == {"stray-file"}
     Layout(root).build.mkdir()
-    assert verify_index(root) == []  # a run is under way, which removes them
+    assert verify_index(root) == []  # a run is in progress and will remove them
     with pytest.raises(UsageError, match="only precision"):
         drop_precision(root, "fp8")
     with pytest.raises(UsageError, match="does not hold precision 'bf16'"):
         drop_precision(root, "bf16")
 
 
-def test_what_no_manifest_names_is_removed_and_nothing_else(built):
+def test_only_files_that_no_manifest_names_are_removed(built):
     root, expected = built
     others = {path for path in root.rglob("*") if path.is_file()} - {root / "index.json"}
     convert(root, ["fp8"])

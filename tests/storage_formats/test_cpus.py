@@ -10,7 +10,7 @@ from storage_formats import cpus
 from storage_formats.codecs.threads import default_threads
 
 
-def test_without_a_container_the_affinity_counts(tmp_path, monkeypatch):
+def test_without_a_container_the_affinity_decides(tmp_path, monkeypatch):
     monkeypatch.setattr(cpus, "QUOTA_FILE", tmp_path / "cpu.max")
     assert cpus.usable_cpus() == len(os.sched_getaffinity(0))
 
@@ -19,7 +19,7 @@ def test_without_a_container_the_affinity_counts(tmp_path, monkeypatch):
     ("quota", "expected"),
     [("150000 100000\n", 1), ("50000 100000\n", 1), ("300000 100000\n", 3), ("max 100000\n", 8), ("", 8)],
 )
-def test_a_containers_quota_bounds_the_cpus(tmp_path, monkeypatch, quota, expected):
+def test_the_quota_of_a_container_limits_the_cpus(tmp_path, monkeypatch, quota, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(cpus, "QUOTA_FILE", tmp_path / "cpu.max")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -1,4 +1,4 @@
-"""Embeddings of single rows, against the whole shards and against zarr-python."""
+"""Embeddings of single rows equal those of whole shards and of zarr-python."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def index(tmp_path_factory):
 
 
 @given(rows=st.lists(st.integers(0, SPEC.rows - 1), max_size=90))
-def test_any_rows_in_any_order(index, rows):
-    """Few of a shard are read one by one, many by the shard; the last shard is shorter."""
+def test_embeddings_of_any_rows_in_any_order(index, rows):
+    """Few rows of a shard are read one by one, many with the whole shard. The last shard is shorter."""
     found = read_embeddings(index, SPEC, np.array(rows, dtype=np.int64))
     stored = zarr.open_array(index / "embeddings", mode="r")[:]
     np.testing.assert_array_equal(found, stored[rows])
@@ -33,7 +33,7 @@ def test_any_rows_in_any_order(index, rows):
 
 
 @pytest.mark.parametrize("rows", [[0, 150], [-1], [10**9]])
-def test_rows_that_are_not_there_are_refused(index, rows):
+def test_row_ids_out_of_range_are_refused(index, rows):
     with pytest.raises(RowIdError, match="the index has 150 rows, 0 to 149"):
         read_embeddings(index, SPEC, np.array(rows))
 

@@ -1,4 +1,4 @@
-"""Which engine reads what: by name, and by what the page cache holds (`auto`)."""
+"""Selection of a read engine by name and by the state of the page cache (`auto`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_unknown_engines_are_refused(built):
         TokenStore.open(built[0], engine="floppy")
 
 
-def test_an_engine_that_does_not_work_here_is_refused_by_name_and_left_out_of_auto(built, monkeypatch):
+def test_engines_that_do_not_work_are_refused_by_name_and_not_used_by_auto(built, monkeypatch):
     for name in ("io_uring_works", "aio_works"):
         monkeypatch.setattr(f"storage_formats.reading.engine_selection.{name}", lambda: False)
     monkeypatch.setattr("storage_formats.reading.engine_selection.engines", engines.__wrapped__)
@@ -76,7 +76,7 @@ class TestAuto:
         with TokenStore.open(built[0]) as store:
             yield store
 
-    def test_cold_rows_are_read_past_the_cache_and_warm_ones_copied(self, built, store):
+    def test_cold_rows_bypass_the_page_cache_and_cached_rows_are_copied(self, built, store):
         cold = {"io_uring", "direct"}
         assert set(self.names(store, range(1, 64, 2))) < cold
         assert set(self.names(store, [1, 70, 130])) < cold
@@ -88,7 +88,7 @@ class TestAuto:
         assert set(found) < cold
         assert self.names(store, [1, 9]) == {"buffered": 2}
 
-    def test_direct_reads_do_not_fill_the_cache_and_are_told_so(self, built, store):
+    def test_direct_reads_do_not_fill_the_page_cache(self, built, store):
         store.fetch(range(SPEC.rows))
         files = ShardFiles(lambda shard: Layout(built[0]).token_shard("bf16", shard), 512)
         batch = Batch(*(np.array([0]) for _ in range(3)))
@@ -113,11 +113,13 @@ class TestAuto:
                 return real(self, fds, offsets, addresses, lengths, tags)
 
             monkeypatch.setattr(kind, "put", put)
-        with TokenStore.open(built[0]) as fresh:  # the other has been asked so often that it fills the cache now
+        with TokenStore.open(
+            built[0]
+        ) as fresh:  # the other store has counted so many reads that it would use the page cache
             assert same_bits(fresh.fetch(ids), built[1][ids])
         assert asked == [64 * 512]
 
-    def test_what_is_read_again_and_again_is_kept_in_memory(self, built, store, monkeypatch):
+    def test_rows_that_are_read_repeatedly_enter_the_page_cache(self, built, store, monkeypatch):
         if cache_room() < 1 << 20:
             pytest.skip("no memory to keep it in")
         seen = []
@@ -126,12 +128,12 @@ class TestAuto:
             store.fetch(range(0, 64, 2))
         assert {"buffered"} in seen
         assert seen[-1] == {"mapped"}
-        store.close()  # a page that is mapped cannot be evicted
+        store.close()  # mapped pages cannot be evicted
         evict(built[0])
         monkeypatch.setattr("storage_formats.reading.admission._SETTLED_SECONDS", 0)
         assert not {"mapped", "buffered"} & set(self.names(store, range(0, 64, 2))), "the cache lost it: try later"
 
-    def test_where_residency_is_not_told_what_is_read_again_and_again_goes_through_the_cache(self, store, monkeypatch):
+    def test_repeated_reads_use_the_page_cache_if_residency_is_unknown(self, store, monkeypatch):
         if cache_room() < 1 << 20:
             pytest.skip("no memory to keep it in")
         monkeypatch.setattr("storage_formats.reading.engine_selection.resident_share", lambda *_: None)
@@ -140,7 +142,7 @@ class TestAuto:
         assert "buffered" not in seen[0]
         assert seen[-5:] == [{"buffered"}] * 5
 
-    def test_prefetched_rows_are_found_in_the_cache(self, store):
+    def test_prefetched_rows_are_in_the_page_cache(self, store):
         store.prefetch(range(8, 40))
         assert self.names(store, range(8, 40)) == {"mapped": 32}
         store.prefetch([])

@@ -17,7 +17,8 @@ MODULES = sorted(
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_examples_of_a_module_run(module):
+def test_examples_of_a_module_run(module, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for examples that write files
     results = doctest.testmod(importlib.import_module(module))
     assert results.attempted > 0
     assert results.failed == 0

@@ -1,4 +1,4 @@
-"""Every engine gives the same blocks, and refuses what is lost."""
+"""Every engine returns the same blocks and reports lost data."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_engine_equals_plain_slicing(built, whole, precision, engine, ids)
 
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("precision", ODD.precisions)
-def test_records_that_fit_no_sector(odd, precision, engine):
+def test_records_that_are_not_whole_sectors(odd, precision, engine):
     expected = TokenStore.open(odd[0], precision, "portable").fetch(range(ODD.rows))
     ids = np.random.default_rng(0).integers(0, ODD.rows, 200)
     assert same_bits(TokenStore.open(odd[0], precision, engine).fetch(ids), expected[ids])
@@ -70,10 +70,8 @@ def test_cold_files(built, whole, precision, engine):
     ("records", "reads"), [(0, [(0, 1), (2, 1), (5, 1), (6, 1)]), (1, [(0, 3), (5, 2)]), (2, [(0, 7)])]
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_what_lies_between_is_read_where_that_saves_a_request(
-    built, whole, precision, engine, records, reads, monkeypatch
-):
-    """Rows 0, 2, 5 and 6, the last two apart in memory."""
+def test_small_gaps_are_read_to_save_a_request(built, whole, precision, engine, records, reads, monkeypatch):
+    """Reads rows 0, 2, 5 and 6. The last two are apart in memory."""
     if sector_bytes(Layout(built[0]).token_shard("bf16", 0)) != 512:
         pytest.skip("records of this test are no whole sectors here")
     size = codec(precision, SPEC.block_shape).record_bytes
@@ -92,12 +90,12 @@ def test_what_lies_between_is_read_where_that_saves_a_request(
     if size % 512 == 0:
         assert asked == reads
     else:
-        assert len(asked) == (len(reads) - 1 if not records else len(reads))  # 5 and 6 stand together in the buffer
+        assert len(asked) == (len(reads) - 1 if not records else len(reads))  # 5 and 6 are adjacent in the buffer
 
 
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("offset", [0, 1, 8])
-def test_any_buffer_serves(built, engine, offset):
+def test_any_output_memory_works(built, engine, offset):
     memory = np.zeros(SPEC.rows * 256 + 512, dtype=ml_dtypes.bfloat16)
     out = memory[offset : offset + SPEC.rows * 256].reshape(SPEC.rows, 8, 32)
     ids = np.random.default_rng(1).permutation(SPEC.rows)
@@ -109,7 +107,7 @@ def test_any_buffer_serves(built, engine, offset):
 
 @pytest.mark.parametrize("engine", ALL)
 @pytest.mark.parametrize("precision", SPEC.precisions)
-def test_records_are_given_as_stored(built, whole, precision, engine):
+def test_fetch_records_returns_the_stored_bytes(built, whole, precision, engine):
     store = TokenStore.open(built[0], precision, engine)
     ids = np.random.default_rng(3).integers(0, SPEC.rows, 150)
     records = store.fetch_records(ids)
@@ -133,7 +131,7 @@ def noting(calls, name, function):
 )
 def test_memory_is_copied_piece_by_piece(loop, size, monkeypatch):
     if loop == "ctypes":
-        monkeypatch.delitem(sys.modules, "numba", raising=False)  # as in a process that has not converted yet
+        monkeypatch.delitem(sys.modules, "numba", raising=False)  # as before the first conversion
     else:
         monkeypatch.setattr(memory, "_COMPILED_COPY_FROM", 0)
     monkeypatch.setattr(nontemporal, "NONTEMPORAL_FROM", 0 if loop == "nontemporal" else 1 << 30)
@@ -153,7 +151,7 @@ def test_memory_is_copied_piece_by_piece(loop, size, monkeypatch):
     assert set(loops_used) == {expected}
 
 
-def test_only_large_answers_of_whole_lines_go_past_the_cache():
+def test_only_large_outputs_of_whole_cache_lines_use_nontemporal_stores():
     large = nontemporal.NONTEMPORAL_FROM
     assert nontemporal.use_nontemporal(large, 128, 640)
     assert nontemporal.use_nontemporal(large, 128, np.array([64, 0]))
@@ -164,7 +162,7 @@ def test_only_large_answers_of_whole_lines_go_past_the_cache():
 
 def test_memory_for_out_is_aligned(built):
     store = TokenStore.open(built[0])
-    out = store.empty(20_000)  # 10 MB, in huge pages where there are some
+    out = store.empty(20_000)  # 10 MB, in huge pages if the system has them
     assert out.shape == (20_000, 8, 32)
     assert out.ctypes.data % mmap.PAGESIZE == 0
     assert store.fetch(range(20), out=out[:20]) is not None
@@ -172,7 +170,7 @@ def test_memory_for_out_is_aligned(built):
 
 
 @pytest.mark.parametrize("engine", ALL)
-def test_holes_are_told_whatever_the_engine(built, engine):
+def test_every_engine_returns_holes_as_nan(built, engine):
     store = TokenStore.open(built[0], "fp8", engine)
     assert set(np.flatnonzero(store.holes(store.fetch(range(SPEC.rows))))) == HOLES
     assert store.fetch([]).shape == (0, 8, 32)
@@ -220,8 +218,8 @@ def test_an_error_leaves_no_file_open(built, tmp_path, engine):
     assert not [name for name in opened if name.startswith(str(tmp_path))]
 
 
-def test_threads_read_into_one_buffer(built, monkeypatch):
-    """The memory of a piece is made before they begin: `cached_property` has no lock from Python 3.12 on."""
+def test_threads_read_a_piece_into_one_buffer(built, monkeypatch):
+    """The buffer is allocated before the threads start, because `cached_property` has no lock since Python 3.12."""
     allocate = DecodedDestination.records.func
     monkeypatch.setattr(DecodedDestination, "records", property(allocate))  # allocates at every access
     asked = []
@@ -231,7 +229,7 @@ def test_threads_read_into_one_buffer(built, monkeypatch):
     assert len(set(asked)) == 1
 
 
-def test_a_kernel_with_little_memory_for_queues_gives_small_ones():
+def test_queues_are_small_if_the_kernel_has_little_memory():
     asked = []
 
     def make(entries):
@@ -246,7 +244,7 @@ def test_a_kernel_with_little_memory_for_queues_gives_small_ones():
 
 
 @linux
-def test_too_many_open_files_are_no_damage(odd, monkeypatch):
+def test_too_many_open_files_are_not_reported_as_damage(odd, monkeypatch):
     real = os.open
 
     def refuse(path, *rest, **named):
@@ -259,7 +257,7 @@ def test_too_many_open_files_are_no_damage(odd, monkeypatch):
         TokenStore.open(odd[0]).fetch([0])
 
 
-def test_maps_of_few_shards_are_open_together(many_shards, monkeypatch):
+def test_few_maps_are_open_at_the_same_time(many_shards, monkeypatch):
     monkeypatch.setattr("storage_formats.reading.mapped._OPEN_SHARDS", 2)
     monkeypatch.setattr("storage_formats.reading.files.open_files", lambda: 2)
     held, real = [], ShardFiles.acquire
@@ -284,7 +282,7 @@ def test_maps_of_few_shards_are_open_together(many_shards, monkeypatch):
 
 
 class _Crowd:
-    """A reader whose pieces take so many requests of a queue of 66, as the queued one counts them."""
+    """A reader for a queue of 66 requests, whose pieces take the given numbers of requests."""
 
     piece_records = 1
 
@@ -314,7 +312,7 @@ def test_sparse_pieces_after_dense_ones_do_not_overfill_the_queue():
 
 
 @pytest.mark.skipif(not io_uring_works(), reason="no io_uring here")
-def test_a_kernel_that_does_not_know_a_flag_of_the_ring_is_asked_without(monkeypatch):
+def test_a_ring_is_set_up_without_flags_that_the_kernel_does_not_know(monkeypatch):
     from storage_formats.reading import ring
 
     asked, real = [], ring.system_call
@@ -350,7 +348,7 @@ def test_few_files_are_open_and_none_after_close(many_shards, engine, monkeypatc
     store = TokenStore.open(root, engine=engine)
     for _ in range(2):
         assert same_bits(store.fetch(range(60)), expected)
-    assert len(os.listdir("/proc/self/fd")) <= before + 2 * 2 + 1  # two ways to open a file, one queue
+    assert len(os.listdir("/proc/self/fd")) <= before + 2 * 2 + 1  # cached and direct files, one queue
     store.close()
     assert len(os.listdir("/proc/self/fd")) == before
     assert same_bits(store.fetch([59]), expected[[59]])
@@ -361,7 +359,7 @@ def test_few_files_are_open_and_none_after_close(many_shards, engine, monkeypatc
 @linux
 @pytest.mark.parametrize("engine", ALL)
 def test_signals_do_not_disturb_reads(built, whole, engine):
-    """A handler runs every half millisecond: system calls are interrupted, and taken up again."""
+    """A signal handler runs every half millisecond. Interrupted system calls are resumed."""
     fired = []
     previous = signal.signal(signal.SIGALRM, lambda *_: fired.append(1))
     store = TokenStore.open(built[0], "fp8", engine)
@@ -404,7 +402,7 @@ def test_requests_that_the_kernel_fails_are_read_again(built, monkeypatch, queue
     monkeypatch.setattr(queue, "put", noting)
     monkeypatch.setattr(queue, "wait", failing)
     for precision in ("bf16", "fp8"):
-        for step in (1, 2):  # neighbours, and records with a gap between them that is read along
+        for step in (1, 2):  # without and with gaps between the rows
             ids = range(0, SPEC.rows, step)
             expected = TokenStore.open(built[0], precision, "portable").fetch(ids)
             assert same_bits(TokenStore.open(built[0], precision, engine).fetch(ids), expected)
@@ -412,7 +410,7 @@ def test_requests_that_the_kernel_fails_are_read_again(built, monkeypatch, queue
 
 @pytest.mark.parametrize("queue", [Ring, AioQueue])
 def test_an_error_leaves_nothing_in_flight(built, monkeypatch, queue):
-    """The decoder fails on the first piece while others are being read into memory that is about to be freed."""
+    """The decoder fails on the first piece while other pieces are read into memory that is freed afterwards."""
     engine = {Ring: "io_uring", AioQueue: "direct"}[queue]
     if engine not in engines():
         pytest.skip(f"no {engine} here")
@@ -463,5 +461,5 @@ def test_runs_cover_every_record_once_and_cross_no_shard(positions, gap, size):
 
 
 @pytest.mark.parametrize("works", [io_uring_works, aio_works])
-def test_what_works_is_known_without_harm(works):
+def test_probing_a_kernel_interface_is_cached(works):
     assert works() is works()

@@ -1,4 +1,4 @@
-"""Fetching batches before their turn, for loops and for `async for`."""
+"""Fetching batches in advance, for `for` and `async for` loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import same_bits
 class TestAhead:
     BATCHES = ([0, 5, 5], [], np.arange(299, 0, -7), [1])
 
-    def test_iter_fetch_gives_each_batch_in_order(self, built):
+    def test_iter_fetch_returns_each_batch_in_order(self, built):
         store = TokenStore.open(built[0])
         for ahead in (1, 2, 10):
             found = list(store.iter_fetch(iter(self.BATCHES), ahead=ahead))
@@ -23,7 +23,7 @@ class TestAhead:
             for ids, blocks in zip(self.BATCHES, found, strict=True):
                 assert same_bits(blocks, built[1][np.asarray(ids, dtype=int)])
 
-    def test_it_takes_no_more_batches_than_it_may_hold(self, built):
+    def test_it_reads_at_most_ahead_batches_in_advance(self, built):
         taken = []
         batches = (taken.append(number) or [number] for number in range(100))
         results = TokenStore.open(built[0]).iter_fetch(batches, ahead=2)
@@ -52,7 +52,7 @@ class TestAhead:
                 list(results)
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-fetch")]
 
-    def test_an_impossible_ahead_is_refused(self, built):
+    def test_ahead_below_one_is_refused(self, built):
         with pytest.raises(UsageError, match="ahead must be at least 1"):
             next(TokenStore.open(built[0]).iter_fetch([[1]], ahead=0))
 

@@ -57,7 +57,7 @@ def test_receipt_names_every_file_with_its_length_and_checksum(tmp_path):
     assert [crc32c(records[at * 128 : (at + 1) * 128]) for at in range(8)] == sums.tolist()
 
 
-def test_receipt_does_not_count_for_another_plan_or_when_files_are_lost(tmp_path):
+def test_a_receipt_is_invalid_for_another_plan_or_after_loss_of_files(tmp_path):
     begin_index(tmp_path, SPEC)
     layout = Layout(tmp_path)
     assert read_receipt(layout, 0, "plan") is None
@@ -82,7 +82,7 @@ def test_abandoned_attempt_leaves_nothing_behind(tmp_path):
     assert not layout.token_shard("bf16", 0).exists()
 
 
-def test_attempts_do_not_meet_and_the_last_commit_stands(tmp_path):
+def test_attempts_are_independent_and_the_last_commit_counts(tmp_path):
     begin_index(tmp_path, SPEC)
     first = ShardWriter(tmp_path, SPEC, 0)  # a crashed attempt: never committed, never aborted
     first.put(np.array([0]), random_blocks(np.random.default_rng(9), 1, SPEC), np.ones((1, 6), np.float32))

@@ -1,4 +1,4 @@
-"""Readers that we did not write open the arrays and give back every block's bytes."""
+"""Stock Zarr readers open the arrays and return the bytes of every block."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def built(tmp_path_factory):
 
 
 @given(st.lists(st.integers(0, 36), max_size=80))
-def test_fetch_gives_the_asked_rows_in_the_asked_order(built, ids):
+def test_fetch_returns_the_requested_rows_in_order(built, ids):
     root, expected = built
     with TokenStore.open(root) as store:
         assert same_bits(store.fetch(ids), expected[ids].reshape(len(ids), 4, 16))
@@ -46,7 +46,7 @@ def test_fetch_into_a_buffer_returns_that_buffer(built):
     assert (len(store), store.block_shape) == (37, (4, 16))
 
 
-def test_holes_are_told(built):
+def test_holes_are_recognised(built):
     root, _ = built
     store = TokenStore.open(root)
     assert np.flatnonzero(store.holes(store.fetch(range(37)))).tolist() == [3, 8, 36]
@@ -139,7 +139,7 @@ def test_without_pytorch_a_tensor_is_refused_with_advice(built, monkeypatch):
         np.empty((1, 4, 32), ml_dtypes.bfloat16)[:, :, ::2],
     ],
 )
-def test_buffers_of_another_kind_are_refused(built, out):
+def test_output_of_the_wrong_type_or_shape_is_refused(built, out):
     with pytest.raises(UsageError, match="out must be"):
         TokenStore.open(built[0]).fetch([0], out=out)
 
@@ -153,7 +153,7 @@ def test_unknown_precision_and_absent_index_are_refused(built, tmp_path):
         TokenStore.open(tmp_path)
 
 
-def test_begun_index_is_told_from_none(tmp_path):
+def test_an_unfinished_index_has_an_error_of_its_own(tmp_path):
     begin_index(tmp_path, SPEC)
     Layout(tmp_path).plan.write_text("{}")
     with pytest.raises(IncompleteIndexError, match="run the same build command again"):
@@ -197,7 +197,7 @@ print(json.dumps({"shape": list(block.shape), "heavy": sorted(heavy)}))
 
 
 def test_a_reader_needs_neither_torch_nor_ray_nor_faiss(built, tmp_path):
-    """Runs in an environment that consists of the reader's own dependencies."""
+    """Runs in an environment with only the dependencies of the reader."""
     import google_crc32c
     import pyarrow
 

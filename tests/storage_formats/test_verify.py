@@ -38,7 +38,7 @@ def test_sound_index_has_no_problems(sound):
     assert steps == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_nothing_there_is_an_error_and_not_sound(tmp_path):
+def test_verifying_no_index_is_an_error(tmp_path):
     with pytest.raises(UsageError):
         verify_index(tmp_path)
 
@@ -65,7 +65,7 @@ def test_any_lost_or_shortened_file_is_found(sound, data):
     files = sorted(path for path in sound.rglob("*") if path.is_file() and path.name != "index.json")
     path = data.draw(st.sampled_from(files))
     original = path.read_bytes()
-    keep = data.draw(st.integers(-1, len(original.rstrip()) - 1))  # JSON without its last line break is whole
+    keep = data.draw(st.integers(-1, len(original.rstrip()) - 1))  # JSON is complete without its last line break
     path.unlink()
     if keep >= 0:
         path.write_bytes(original[:keep])
@@ -92,7 +92,7 @@ def test_files_that_no_commit_made_are_named(copy):
 
 
 def test_rows_that_contradict_the_data_are_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(RowEntry, "fail", lambda *_: None)  # row 3 keeps "indexed" although it gets no block
+    monkeypatch.setattr(RowEntry, "fail", lambda *_: None)  # row 3 stays "indexed" but gets no block
     write_random_index(tmp_path, SPEC, failed=frozenset({3}))
     assert {code for _, code in codes(tmp_path)} == {"shard-index", "embedding"}
 
@@ -105,7 +105,7 @@ def test_edited_manifest_is_found(copy):
     assert codes(copy) == {("index.json", "manifest")}
 
 
-def test_an_index_that_changes_meanwhile_is_not_called_damaged(copy):
+def test_an_index_that_changes_during_verification_is_not_called_damaged(copy):
     def change(done, of):
         if done == of:
             (copy / "tokens" / "bf16" / "extra").write_text("of another precision, say")
