@@ -26,6 +26,7 @@ from typing import Any
 
 from edje_index.errors import ModelError
 from edje_index.filesystem import read_versioned
+from edje_index.models.safety import check_bundle_folder
 from edje_index.scoring.weights import ScoreWeights
 
 FORMAT = "edje-model-bundle"
@@ -188,6 +189,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
         raise ModelError(f"{folder / INFO_FILE} is damaged ({error!r}): make the bundle anew") from error
     if expected != (info.fingerprint, info.encoder_fingerprint):
         raise ModelError(f"{folder / INFO_FILE} was changed: its fingerprint does not fit it; make the bundle anew")
+    check_bundle_folder(folder, info.files)
     return info
 
 

@@ -19,17 +19,20 @@ import torch
 from edje_index.errors import ModelError
 from edje_index.filesystem import write_json
 from edje_index.models._torchvision_compat import prepare_torchvision
-from edje_index.models.hub import loading_error
+from edje_index.models.hub import hub_access, loading_error
+from edje_index.models.safety import check_local_name, read_configuration
 
 prepare_torchvision()
 
 import open_clip  # noqa: E402
+from open_clip.hf_configs import arch_dict  # noqa: E402
 from open_clip.model import _build_vision_tower  # noqa: E402
 from open_clip.timm_model import TimmModel  # noqa: E402
 from open_clip.transform import PreprocessCfg, image_transform_v2  # noqa: E402
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
+HF_CONFIG_FILE = "config.json"
 HF_TEXT_FOLDER = "hf_text"  # configuration of a Hugging Face text tower, beside the weights
 
 
@@ -72,13 +75,15 @@ def read_clip_config(folder: Path, name: str) -> ClipConfig:
     """Read ``open_clip_config.json`` of a folder.
 
     Raises:
-        ModelError: the file is missing or has another form.
+        ModelError: the file is missing, has another form, or names a vision tower on a hub.
     """
     try:
         content = json.loads((folder / CONFIG_FILE).read_text())
-        return ClipConfig(name, dict(content["model_cfg"]), dict(content.get("preprocess_cfg") or {}))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = ClipConfig(name, dict(content["model_cfg"]), dict(content.get("preprocess_cfg") or {}))
+        check_local_name(config.model["vision_cfg"].get("timm_model_name"), str(folder / CONFIG_FILE))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{folder / CONFIG_FILE} is not an open_clip configuration: {error!r}") from error
+    return config
 
 
 def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Module:
@@ -86,14 +91,14 @@ def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Modu
 
     Args:
         config: the configuration.
-        hf_text: folder with the ``config.json`` of a Hugging Face text tower; by default it is read from where the
-            configuration says, which may be the hub.
+        hf_text: folder with the ``config.json`` of the text tower, if that is a Hugging Face model.
 
     Raises:
-        ModelError: open_clip refuses the configuration.
+        ModelError: open_clip refuses the configuration, or ``hf_text`` is missing or not accepted.
     """
     arguments = _without_downloads(config)
-    if hf_text is not None:
+    if config.hf_text_name:
+        _check_hf_text(config.name, hf_text)
         arguments["text_cfg"]["hf_model_name"] = str(hf_text)
     custom_text = arguments.pop("custom_text", False) or config.hf_text_name
     model_class = open_clip.CustomTextCLIP if custom_text else open_clip.CLIP
@@ -142,8 +147,21 @@ def _resize_trunk(visual: Any) -> None:
         visual.set_input_size(visual.image_size)
 
 
+def _check_hf_text(name: str, folder: Path | None) -> None:
+    """Check that the folder of a Hugging Face text tower describes a model that open_clip supports."""
+    if folder is None or not (folder / HF_CONFIG_FILE).is_file():
+        raise ModelError(f"the text tower of {name} needs a {HF_CONFIG_FILE}, and there is none in {folder}")
+    model_type = read_configuration(folder / HF_CONFIG_FILE).get("model_type")
+    if model_type not in arch_dict:
+        raise ModelError(
+            f"{folder / HF_CONFIG_FILE} describes a text tower of type {model_type!r}: use one of "
+            f"{', '.join(sorted(arch_dict))}"
+        )
+
+
 def _build(name: str, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     try:
-        return make().eval()
+        with hub_access(local_only=True):
+            return make().eval()
     except Exception as error:
         raise loading_error(name, error) from error

@@ -27,8 +27,12 @@ _MESSAGE_LENGTH = 200
 
 
 @contextmanager
-def hub_access() -> Iterator[None]:
-    """Context for calls that may download. Not thread-safe: it changes settings of the whole process."""
+def hub_access(*, local_only: bool = False) -> Iterator[None]:
+    """Context for calls that may download. Not thread-safe: it changes settings of the whole process.
+
+    Args:
+        local_only: whether to forbid downloads, for calls that should need local files only.
+    """
     from huggingface_hub import constants
 
     offline = constants.HF_HUB_OFFLINE
@@ -37,7 +41,7 @@ def hub_access() -> Iterator[None]:
     # open_clip logs through the root logger, which would otherwise add a handler that prints.
     logging.root.addHandler(handler)
     logging.disable(logging.CRITICAL)
-    constants.HF_HUB_OFFLINE = offline or not _answers(constants.ENDPOINT)
+    constants.HF_HUB_OFFLINE = offline or local_only or not _answers(constants.ENDPOINT)
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ import torch
 from edje_index.errors import ModelError
 from edje_index.filesystem import write_json
 from edje_index.models._torchvision_compat import prepare_torchvision
+from edje_index.models.safety import check_tokenizer_folder
 
 IMAGE_TOKEN = "<image>"
 MAX_TEXT_TOKENS = 64  # [CLS], caption and both [SEP]
@@ -90,7 +91,7 @@ def load_joint_tokenizer(folder: Path) -> JointTokenizer:
     """Read a BERT tokenizer, and add the ``<image>`` placeholder if it is missing.
 
     Raises:
-        ModelError: the folder holds no BERT tokenizer.
+        ModelError: the folder holds no BERT tokenizer, or one with code.
     """
     prepare_torchvision()
     from transformers import AutoTokenizer
@@ -99,8 +100,9 @@ def load_joint_tokenizer(folder: Path) -> JointTokenizer:
         raise ModelError(
             f"no tokenizer folder at {folder}: give a folder with tokenizer.json (or vocab.txt) and config.json"
         )
+    check_tokenizer_folder(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"cannot read the tokenizer in {folder}: {' '.join(str(error).split())[:300]}") from error
     if IMAGE_TOKEN not in tokenizer.get_vocab():

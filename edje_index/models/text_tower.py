@@ -15,6 +15,7 @@ from edje_index.filesystem import write_json
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.clip_model import ClipConfig
 from edje_index.models.hub import hub_access
+from edje_index.models.safety import check_options, check_tokenizer_folder
 
 prepare_torchvision()
 
@@ -23,6 +24,8 @@ from open_clip.tokenizer import HFTokenizer, SimpleTokenizer  # noqa: E402
 
 TOKENIZER_SETTINGS = "tokenizer_config.json"
 ORIGIN_KEYS = ("is_local", "local_files_only", "name_or_path")  # where a tokenizer was read from
+HF_OPTIONS = ("clean", "language", "strip_sep_token")  # accepted tokenizer_kwargs
+SIMPLE_OPTIONS = ("additional_special_tokens", "clean", "reduction_mask")
 DEFAULT_CONTEXT_LENGTH = 77  # open_clip's default
 TEXTS_PER_REPORT = 1024
 
@@ -96,18 +99,20 @@ def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
 
     Raises:
         HubUnreachableError: the files are not in the local cache and cannot be downloaded.
-        ModelError: the folder holds no tokenizer.
+        ModelError: the folder holds no tokenizer, or the configuration asks for one that is not accepted.
     """
-    text = config.text
-    length = int(text.get("context_length", DEFAULT_CONTEXT_LENGTH))
-    options = dict(text.get("tokenizer_kwargs") or {})
-    name = text.get("hf_tokenizer_name")
+    name = config.text.get("hf_tokenizer_name")
+    options = dict(config.text.get("tokenizer_kwargs") or {})
+    check_options(options, HF_OPTIONS if name else SIMPLE_OPTIONS, f"the configuration of {config.name}")
+    options["context_length"] = int(config.text.get("context_length", DEFAULT_CONTEXT_LENGTH))
     if not name:
-        return SimpleTokenizer(context_length=length, **options)
+        return SimpleTokenizer(**options)
+    if folder is not None:
+        check_tokenizer_folder(folder)
+    options |= {"tokenizer_mode": config.text.get("tokenizer_mode"), "trust_remote_code": False}
     try:
-        source = str(folder) if folder else name
-        with hub_access():
-            return HFTokenizer(source, context_length=length, tokenizer_mode=text.get("tokenizer_mode"), **options)
+        with hub_access(local_only=folder is not None):
+            return HFTokenizer(str(folder or name), **options)
     except Exception as error:
         detail = " ".join(str(error).split())[:300]
         if folder or Path(name).exists():

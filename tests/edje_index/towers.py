@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,11 +47,11 @@ def published_config(name: str) -> ClipConfig:
     return ClipConfig(name, model, {"size": [size, size]})
 
 
-def random_clip(config: ClipConfig, seed: int = 0) -> torch.nn.Module:
-    """The model of a configuration, its weights decided by ``seed``."""
+def random_clip(config: ClipConfig, seed: int = 0, hf_text: Path | None = None) -> torch.nn.Module:
+    """The model of a configuration with random weights drawn with ``seed``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return build_clip(config)
+        return build_clip(config, hf_text)
 
 
 def random_pixels(config: ClipConfig, count: int = 2) -> torch.Tensor:

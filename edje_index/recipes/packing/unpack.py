@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from edje_index.bundles.info import BundleInfo, read_bundle_info, verify_files
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder, read_versioned
-from edje_index.recipes.packing.bases import BaseTowers
+from edje_index.recipes.packing.bases import WEIGHT_FILES, BaseTowers
 from edje_index.recipes.packing.tensors import Array, unpack_tensor
 
 # Stored names: the first release called a packed model a "carried" one.
@@ -88,6 +88,9 @@ def write_weights(tensors: PackedTensors, bases: BaseTowers, folder: Path) -> No
 def _read(folder: Path) -> tuple[dict[str, Any], PackedTensors]:
     description = read_versioned(folder / PACKING_FILE, "packed model", form=FORMAT, versions=[FORMAT_VERSION])
     try:
-        return description, PackedTensors(load_file(folder / TENSORS_FILE), description["tensors"])
+        tensors = PackedTensors(load_file(folder / TENSORS_FILE), description["tensors"])
+        if unknown := set(tensors.records) - set(WEIGHT_FILES):
+            raise ModelError(f"{folder / PACKING_FILE} lists {min(unknown)!r}, which is no file of a bundle's weights")
+        return description, tensors
     except (OSError, SafetensorError, KeyError) as error:
         raise ModelError(f"cannot read {folder / TENSORS_FILE}: {error}; copy the whole folder again") from error

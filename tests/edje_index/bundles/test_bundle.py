@@ -217,7 +217,7 @@ def test_hugging_face_text_tower_travels_in_the_bundle(tiny_model: ModelBundle, 
     config.model["text_cfg"] = text
     bundle = replace(
         tiny_model,
-        clip=random_clip(config),
+        clip=random_clip(config, hf_text=bert),
         clip_config=config,
         text_tokenizer=text_tokenizer(config),
         adapter=build_adapter(replace(tiny_model.adapter.config, vision_dim=192, num_heads=3)),

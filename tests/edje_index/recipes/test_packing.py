@@ -184,6 +184,16 @@ def test_a_folder_that_is_too_large_is_refused(towers, trained, tmp_path):
     assert not (tmp_path / "packed").exists()
 
 
+def test_only_files_of_weights_are_written(towers, trained, tmp_path):
+    pack_model(trained, towers, tmp_path / "packed")
+    description = tmp_path / "packed" / "carried.json"
+    content = json.loads(description.read_text())
+    content["tensors"]["../outside.safetensors"] = content["tensors"].pop("adapter.safetensors")
+    description.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=r"'../outside.safetensors', which is no file"):
+        unpack_model(tmp_path / "packed", towers, tmp_path / "out")
+
+
 def test_folders_that_are_no_packed_model_are_refused(towers, tmp_path):
     with pytest.raises(ModelError, match="not a packed model"):
         unpack_model(tmp_path, towers, tmp_path / "out")
