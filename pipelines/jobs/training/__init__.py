@@ -1,7 +1,8 @@
 """The training job: from captions and a frozen vision tower to a trained model bundle.
 
-`request` says what to do and `run` does it. Each step is a function from values to a value: `captions` are read,
-`features` computed, captions `matched` to rows of features, `data` prepared, and the task handed to the workers.
+`request` says what to do and `run` does it. Each step is a function from values to a value, in a module of its own:
+`captions` are read, the initial model is made (`start`), `features` are computed, captions are matched to rows of
+features (`matching`), tokens and embeddings are prepared (`data`), and the task runs (`steps`).
 
 Files in the run folder:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,43 +11,49 @@ from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.training.data.dataset import Miner
-    from pipelines.jobs.training.features import MatchedCaptions
     from pipelines.jobs.training.index_builder import IndexBuilder
+    from pipelines.jobs.training.matching import MatchedCaptions
+    from pipelines.jobs.training.request import TrainingInputs
     from pipelines.jobs.training.start import StartModel
 
 
-def tower_miner(start: StartModel, features: Path, matched: MatchedCaptions) -> tuple[Miner, float]:
-    """The frozen towers as mining model, and the temperature of their similarities."""
-    from edje_index.training.data.dataset import Miner
-    from edje_index.training.model.start_bundle import logit_scale
+@dataclass(frozen=True)
+class OpenMiner:
+    """A mining model.
 
-    return Miner(start.bundle.text, features, matched.captions.rows), 1 / logit_scale(start.bundle)
+    Attributes:
+        miner: its text tower and the embeddings of the images.
+        temperature: by which it divides similarities before a softmax.
+    """
+
+    miner: Miner
+    temperature: float
 
 
-def other_miner(
-    model: Path, given: Path | None, matched: MatchedCaptions, builder: IndexBuilder
-) -> tuple[Miner, float]:
-    """The bundle `model` as mining model, and the temperature of its similarities.
-
-    Args:
-        given: index that it built; None builds one.
+def open_miner(
+    inputs: TrainingInputs, start: StartModel, features: Path, matched: MatchedCaptions, builder: IndexBuilder
+) -> OpenMiner:
+    """The frozen towers with the index `features`, or `inputs.miner` with an index that is given or built.
 
     Raises:
-        UsageError: `given` lacks images, or another model built it.
+        UsageError: the given index lacks images, or another model built it.
     """
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.captions.matching import match_rows
     from edje_index.training.data.dataset import Miner
     from edje_index.training.model.start_bundle import logit_scale
 
-    bundle = ModelBundle.load(model)
-    if given is None:
+    if inputs.miner is None:
+        miner = Miner(start.bundle.text, features, matched.captions.rows)
+        return OpenMiner(miner, 1 / logit_scale(start.bundle))
+    bundle = ModelBundle.load(inputs.miner)
+    if inputs.miner_features is None:
         sources = image_sources(builder.folder / "miner.edje.jsonl", matched.items)
-        index = builder.build("miner.edje", model, sources, "computing embeddings of the mining model, once")
+        index = builder.build("miner.edje", inputs.miner, sources, "computing embeddings of the mining model, once")
     else:
-        check_encoder(given, [bundle.encoder_fingerprint], "embeddings of the mining model")
-        index = given.absolute()
+        index = inputs.miner_features.absolute()
+        check_encoder(index, [bundle.encoder_fingerprint], "embeddings of the mining model")
     rows = match_rows(index, matched.items)
     if missing := int((rows < 0).sum()):
         raise UsageError(f"{index} lacks {missing:,} of the training images; build it from all of them")
-    return Miner(bundle.text, index, rows), 1 / logit_scale(bundle)
+    return OpenMiner(Miner(bundle.text, index, rows), 1 / logit_scale(bundle))

@@ -12,22 +12,27 @@ from storage_formats.errors import UsageError
 if TYPE_CHECKING:
     from edje_index.captions.reading import CaptionedImage
     from edje_index.training.loop.task import TeacherTask
+    from pipelines.jobs.training.request import TrainingInputs
     from pipelines.jobs.training.start import StartModel
 
 
 def teacher_task(
-    teacher: Path, index: Path, start: StartModel, items: Sequence[CaptionedImage], rows_file: Path
-) -> TeacherTask:
-    """Prepare distillation from the bundle `teacher`.
+    inputs: TrainingInputs, features: Path, start: StartModel, items: Sequence[CaptionedImage], run_folder: Path
+) -> TeacherTask | None:
+    """Prepare distillation from `inputs.teacher`; None without a teacher.
 
     Args:
-        index: an index that the teacher built, or an index of features for its adapter.
+        inputs: its `teacher_features` are an index that the teacher built, or an index of features for its adapter.
+        features: the index of features, which is used if `teacher_features` is not set.
+        start: the student.
         items: images to train on.
-        rows_file: receives the row of each image in `index`.
+        run_folder: receives a file with the row of each image.
 
     Raises:
-        UsageError: the teacher has another tokenizer, or `index` does not suit it or lacks images.
+        UsageError: the teacher has another tokenizer, or its index does not suit it or lacks images.
     """
+    if inputs.teacher is None:
+        return None
     import numpy as np
 
     from edje_index.bundles.info import read_bundle_info
@@ -37,6 +42,7 @@ def teacher_task(
     from edje_index.training.model.start_bundle import feature_fingerprints
     from storage_formats.format.manifest import Manifest
 
+    teacher, index = inputs.teacher.absolute(), (inputs.teacher_features or features).absolute()
     info = read_bundle_info(teacher)
     assert start.bundle.info is not None
     _check_tokenizers(teacher, start.bundle.info.files, info.files)
@@ -46,8 +52,9 @@ def teacher_task(
     rows = match_rows(index, items)
     if missing := int((rows < 0).sum()):
         raise UsageError(f"{index} lacks {missing:,} of the training images; build it from all of them")
+    rows_file = run_folder / "teacher-rows.npy"
     np.save(rows_file, rows)
-    return TeacherTask(teacher.absolute(), index.absolute(), has_tokens, rows_file)
+    return TeacherTask(teacher, index, has_tokens, rows_file)
 
 
 def _check_tokenizers(teacher: Path, student_files: Any, teacher_files: Any) -> None:

@@ -23,58 +23,62 @@ from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.captions.reading import CaptionedImage
+    from edje_index.training.config import TrainConfig
     from edje_index.training.loop.task import ViewTask
     from pipelines.jobs.training.index_builder import IndexBuilder
     from pipelines.jobs.training.start import StartModel
 
 
-def computed_views(
-    count: int, seed: int, start: StartModel, items: Sequence[CaptionedImage], builder: IndexBuilder
-) -> ViewTask:
-    """Crop `count` views of each photo and compute their features. `items` are the photos with features.
+def view_task(
+    given: Path | None, config: TrainConfig, start: StartModel, items: Sequence[CaptionedImage], builder: IndexBuilder
+) -> ViewTask | None:
+    """Features of `augmentation.views` views of each photo; None without views.
+
+    Args:
+        given: index of views that another run made; None crops the photos and computes the features.
+        config: its views and seed decide the crops.
+        start: bundle whose tower computes the features.
+        items: photos that have features.
+        builder: builds the index.
 
     Raises:
+        UsageError: another tower made `given`, or it lacks views.
         JobStopped: cropping starts again; finished shards of features are kept.
     """
     from edje_index.training.loop.task import ViewTask
 
-    index, folder, rows = (builder.folder / name for name in ("views.edje", "views", "view-rows.npy"))
-    if not rows.exists():
-        _build_views(count, seed, start, items, builder)
-        _write_rows(rows, _match_views(index, items, folder, count))
-    shutil.rmtree(folder, ignore_errors=True)
-    return ViewTask(index, rows)
-
-
-def given_views(
-    given: Path, count: int, start: StartModel, items: Sequence[CaptionedImage], run_folder: Path
-) -> ViewTask:
-    """Take `count` views of each photo from an index of views that another run made.
-
-    Raises:
-        UsageError: another tower made it, or it lacks views.
-    """
-    from edje_index.training.loop.task import ViewTask
-    from storage_formats.format.rows import read_rows
-
-    index, rows = given.absolute(), run_folder / "view-rows.npy"
-    if not rows.exists():
-        check_encoder(index, start.accepted_features(), start.feature_adapter.kind)
-        folder = Path(read_rows(index, [0], ["uri"])["uri"][0].as_py()).parent
-        matched = _match_views(index, items, folder, count)
-        if lacking := int((matched < 0).any(axis=1).sum()):
+    count, rows_file = config.augmentation.views, builder.folder / "view-rows.npy"
+    if not count:
+        return None
+    index = builder.folder / "views.edje" if given is None else given.absolute()
+    if not rows_file.exists():
+        if given is None:
+            crops = _build_views(count, config.loop.seed, start, items, builder)
+        else:
+            check_encoder(index, start.accepted_features(), start.feature_adapter.kind)
+            crops = _crop_folder(index)
+        rows = _match_views(index, items, crops, count)
+        if given is not None and (lacking := int((rows < 0).any(axis=1).sum())):
             raise UsageError(
                 f"{index} lacks {lacking:,} of {len(items):,} photos, or some of {count} views of them; leave "
                 "inputs.view_features out to have the views computed"
             )
-        _write_rows(rows, matched)
-    return ViewTask(index, rows)
+        _write_rows(rows_file, rows)
+    shutil.rmtree(builder.folder / "views", ignore_errors=True)
+    return ViewTask(index, rows_file)
+
+
+def _crop_folder(index: Path) -> Path:
+    """Where the files of the views were when `index` was built."""
+    from storage_formats.format.rows import read_rows
+
+    return Path(read_rows(index, [0], ["uri"])["uri"][0].as_py()).parent
 
 
 def _build_views(
     count: int, seed: int, start: StartModel, items: Sequence[CaptionedImage], builder: IndexBuilder
-) -> None:
-    """Build `views.edje` from cropped files, which the caller removes."""
+) -> Path:
+    """Build `views.edje` and return the folder of the cropped files, which the caller removes."""
     from edje_index.bundles.info import read_bundle_info
     from pipelines.sources import iter_all, open_sources
 
@@ -84,8 +88,10 @@ def _build_views(
     model = feature_model(builder.folder, start)
     height, width = read_bundle_info(model).vision["image_size"]
     builder.on_event(StatusMessage(f"cropping {count} views of {len(names):,} photos"))
-    view_list = write_views(photos, builder.folder / "views", count, (height, width), seed, builder.should_stop)
+    crops = builder.folder / "views"
+    view_list = write_views(photos, crops, count, (height, width), seed, builder.should_stop)
     builder.build("views.edje", model, (os.fspath(view_list),), "computing features of the views, once")
+    return crops
 
 
 def _match_views(index: Path, items: Sequence[CaptionedImage], folder: Path, count: int) -> NDArray[np.int64]:

@@ -1,66 +1,23 @@
-"""The record of a run folder: everything that decides the training. A resumed run must have the same record."""
+"""The record of a training: settings and fingerprints of everything that decides its weights."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from storage_formats.atomic import write_json_atomic
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.training.config import TrainConfig
     from pipelines.jobs.training.request import TrainingInputs
 
-RUN_FILE = "run.json"
-_FORMAT = 2
+FORMAT = 2
 _LANGUAGE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json", "vocab.txt")
 
 
-def begin_run(folder: Path, inputs: TrainingInputs, config: TrainConfig) -> str:
-    """Fingerprint of the training in `folder`. The first run writes the record, later ones are checked against it.
-
-    Raises:
-        UsageError: the run folder belongs to a training with other settings (the message names them), or it holds
-            something else.
-    """
-    record = _record(inputs, config)
-    path = folder / RUN_FILE
-    if path.exists():
-        _refuse_differences(folder, json.loads(path.read_text()), record)
-    else:
-        names = {entry.name for entry in folder.iterdir()} - {"build"}  # holds the lock
-        others = sorted(name for name in names if not name.startswith(f".{RUN_FILE}."))  # an unfinished write
-        if others:
-            raise UsageError(
-                f"{folder} is not empty and holds no training (it holds {others[0]}); set run.dir to another folder"
-            )
-        write_json_atomic(path, record)
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def _refuse_differences(folder: Path, recorded: dict[str, Any], current: dict[str, Any]) -> None:
-    if recorded.get("format") != _FORMAT:
-        raise UsageError(
-            f"{folder} was begun by another version of this program, whose runs cannot be resumed; set run.dir to "
-            "another folder"
-        )
-    lines = [
-        f"{name} was {recorded.get(name)}, is {current.get(name)}"
-        for name in sorted(recorded.keys() | current.keys())
-        if recorded.get(name) != current.get(name)
-    ]
-    if lines:
-        raise UsageError(
-            f"{folder} was begun with other settings; restore them or set run.dir to another folder:\n"
-            + "\n".join(lines)
-        )
-
-
-def _record(inputs: TrainingInputs, config: TrainConfig) -> dict[str, Any]:
-    """The settings that decide the last checkpoint. `fitting` decides only what is made of it afterwards."""
+def training_record(inputs: TrainingInputs, config: TrainConfig) -> dict[str, Any]:
+    """The settings without `fitting`, which is applied to the last checkpoint, and digests of all input files."""
     groups = config.model_dump(exclude={"fitting"})
     settings = {f"{group}.{key}": value for group, values in groups.items() for key, value in values.items()}
     inputs_record = {
@@ -80,7 +37,7 @@ def _record(inputs: TrainingInputs, config: TrainConfig) -> dict[str, Any]:
         "miner": _bundle_digest(inputs.miner),
         "miner_features": _index_digest(inputs.miner_features),
     }
-    return {"format": _FORMAT, **settings, **{f"inputs.{key}": value for key, value in inputs_record.items()}}
+    return {"format": FORMAT, **settings, **{f"inputs.{key}": value for key, value in inputs_record.items()}}
 
 
 def _bundle_digest(path: Path | None) -> str | None:

@@ -1,0 +1,47 @@
+"""The result of a training that was finished before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelines.jobs.train_finish import RESULT
+from pipelines.jobs.training.result import TrainResult
+from storage_formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from edje_index.training.config import FittingConfig
+    from pipelines.jobs.training.request import RunSettings
+
+
+def finished_result(run: RunSettings, fitting: FittingConfig, fingerprint: str) -> TrainResult | None:
+    """The earlier result of the training with this fingerprint; None if it was not finished or its bundle is gone.
+
+    Raises:
+        UsageError: it was finished with other settings of the final score.
+    """
+    path = run.folder / RESULT
+    if not path.exists() or not run.out.exists():
+        return None
+    result = TrainResult(**json.loads(path.read_text()))
+    if (result.run, result.bundle, result.fingerprint) != (fingerprint, str(run.out), _bundle_fingerprint(run.out)):
+        return None
+    if result.fitting != fitting.model_dump():
+        raise UsageError(
+            f"{run.out} was finished with other settings of the final score (fitting); remove it to have it made again "
+            "from the last checkpoint, or set run.out to another folder"
+        )
+    return replace(result, already_finished=True)
+
+
+def _bundle_fingerprint(bundle: Path) -> str | None:
+    """Fingerprint of a bundle; None if the folder holds none."""
+    from edje_index.bundles.info import read_bundle_info
+    from edje_index.errors import ModelError
+
+    try:
+        return read_bundle_info(bundle).fingerprint
+    except ModelError:
+        return None

@@ -1,0 +1,37 @@
+"""Runs the optimiser steps of a prepared training, in this process or on Ray."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipelines.jobs.training.progress import step_progress
+from pipelines.progress.events import OnEvent
+from pipelines.progress.stopping import JobStopped, ShouldStop
+
+if TYPE_CHECKING:
+    from edje_index.training.loop.task import TrainTask
+
+
+def run_steps(
+    task: TrainTask, *, workers: int, address: str | None, on_event: OnEvent, should_stop: ShouldStop
+) -> None:
+    """Train from the last checkpoint to the end.
+
+    Raises:
+        JobStopped: `should_stop()` returned True; the last checkpoint holds all finished steps.
+    """
+    from edje_index.training.loop.distributed import WorkerGroup
+    from edje_index.training.loop.train_worker import check_batch_split, run_worker
+    from edje_index.training.loop.training_loop import TrainingStopped
+
+    check_batch_split(task.config.loop.batch_size, workers)
+    report = step_progress(on_event)
+    try:
+        if workers == 1 and address is None:
+            run_worker(task, WorkerGroup(), should_stop, report)
+        else:
+            from pipelines.engines.ray_train import train_on_ray
+
+            train_on_ray(task, workers, address=address, should_stop=should_stop, on_record=report)
+    except TrainingStopped as error:
+        raise JobStopped(str(error)) from error
