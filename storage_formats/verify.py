@@ -18,7 +18,7 @@ from storage_formats.format.checksum import crc32c_file, crc32c_rows
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Counts, FileEntry, Manifest
 from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, read_shard_rows
-from storage_formats.format.zarr_metadata import embedding_array_metadata, group_metadata, token_array_metadata
+from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.reading.embeddings import read_shard_embeddings
 from storage_formats.writing.token_shard import shard_index_bytes
 
@@ -104,13 +104,7 @@ def _add(left: Counts, right: Counts) -> Counts:
 
 def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
     """Check that the Zarr documents are those of SPEC.md, and that zarr-python, if installed, opens them."""
-    expected: dict[Path, dict[str, Any]] = {
-        layout.tokens / "zarr.json": group_metadata(),
-        layout.embeddings / "zarr.json": embedding_array_metadata(spec),
-    }
-    for name in spec.precisions:
-        expected[layout.token_array(name) / "zarr.json"] = token_array_metadata(spec, name)
-    for path, document in expected.items():
+    for path, document in zarr_documents(layout, spec).items():
         where = layout.relative(path)
         try:
             actual = json.loads(path.read_bytes())

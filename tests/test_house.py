@@ -209,9 +209,7 @@ KNOWN_TO_NAME_FLAGS = {
     "edje_index/evaluation/token_sources.py",
     "edje_index/search/token_index.py",
     "pipelines/jobs/quantization_report.py",
-    "pipelines/planning/make_plan.py",
     "pipelines/sources/opening.py",
-    "pipelines/sources/path_list.py",
 }
 
 

@@ -15,7 +15,7 @@ from storage_formats.errors import UsageError
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
-    from pipelines.jobs.build import BuildResult
+    from pipelines.jobs.build_result import BuildResult
 
 _NO_MODEL = (
     "no model: give a bundle with --model. 'edje-index model init DIR' writes one with random weights, "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.planning.estimates import disk_need
+from pipelines.planning.resources import disk_need
 from pipelines.planning.machine import free_disk
 from pipelines.progress.events import OnEvent, Progress, StatusMessage
 from pipelines.progress.stopping import JobStopped, ShouldStop

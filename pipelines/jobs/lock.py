@@ -1,4 +1,4 @@
-"""One driver an index: a lock that the kernel releases with the process that holds it."""
+"""A lock that lets only one process change an index. The kernel releases it when that process ends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from storage_formats.format.layout import Layout
 
 @contextlib.contextmanager
 def locked_index(root: Path) -> Iterator[None]:
-    """Hold `build/lock` of the index at `root`; the folders are made where they are missing, and left clean.
+    """Hold `build/lock` of the index at `root`. Missing directories are created, and removed if they stay empty.
 
     Raises:
-        EdjeError: another process holds it; the message names it.
+        EdjeError: another process holds the lock; the message names it.
     """
     path = Layout(root).build / "lock"
-    made = [folder for folder in (root, path.parent) if not folder.exists()]
+    created = [directory for directory in (root, path.parent) if not directory.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = _acquire(path)
     try:
@@ -33,9 +33,9 @@ def locked_index(root: Path) -> Iterator[None]:
             if not any(entry.name != path.name for entry in path.parent.iterdir()):
                 path.unlink()
         os.close(fd)
-        for folder in reversed(made):
-            with contextlib.suppress(OSError):  # not empty: a build has begun
-                folder.rmdir()
+        for directory in reversed(created):
+            with contextlib.suppress(OSError):  # not empty: the job has stored something
+                directory.rmdir()
 
 
 def _acquire(path: Path) -> int:
@@ -44,13 +44,12 @@ def _acquire(path: Path) -> int:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(fd, 200).decode(errors="replace") or "unknown"
+            holder = os.read(fd, 200).decode(errors="replace")
             os.close(fd)
-            raise EdjeError(
-                f"another build is at work on {path.parents[1]} (process {holder}); wait for it, or stop it"
-            ) from None
+            process = f"process {holder}" if holder else "another process"  # it has not written its name yet
+            raise EdjeError(f"{process} is working on {path.parents[1]}; wait until it ends, or stop it") from None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), os.stat(path)):
                 return fd
-        os.close(fd)  # its holder finished and removed it in between
+        os.close(fd)  # the previous holder removed this file before we locked it
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,23 +1,25 @@
-"""The quantize job: further precisions of a finished index, on the engines of the build job."""
+"""The quantize job: stores the tokens of a finished index in further precisions."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.engines.base import Engine, TaskFailure, TaskInterrupted, Worker, describe_error
+from pipelines.engines.base import Engine, TaskInterrupted, Worker, describe_error
 from pipelines.jobs.lock import locked_index
+from pipelines.jobs.shard_run import ShardJob, read_receipts, run_shards
 from pipelines.planning.machine import free_disk
 from pipelines.progress.events import OnEvent, PlanReady
-from pipelines.progress.meter import ShardMeter, ShardState
+from pipelines.progress.meter import ShardState
 from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
-from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
+from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import Manifest
@@ -26,14 +28,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class QuantizeResult:
-    """What a conversion came to.
+class QuantizeConfig:
+    """A request to add or remove precisions.
 
     Attributes:
-        source: precision that was read; None where nothing had to be done.
-        added, dropped: precisions.
-        precisions: what the index holds now.
-        rows, shards: of the index.
+        root: directory of the index.
+        to: precisions to add.
+        drop: precisions to remove afterwards.
+        source: precision to convert from; None takes the highest-fidelity precision stored.
+    """
+
+    root: Path
+    to: tuple[str, ...]
+    drop: tuple[str, ...] = ()
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """The result of a conversion.
+
+    Attributes:
+        source: precision that was read; None if nothing was converted.
+        added: precisions that were added.
+        dropped: precisions that were removed.
+        precisions: precisions that the index holds now.
+        rows: rows of the index.
+        shards: shards of the index.
         bytes_per_image: length of a record by precision.
         seconds: wall time of this run.
     """
@@ -49,31 +70,29 @@ class QuantizeResult:
 
 
 @dataclass(frozen=True)
-class QuantizeConfig:
-    """A request.
-
-    Attributes:
-        root: the index.
-        to: precisions that it shall hold afterwards, beside what it holds.
-        drop: precisions to remove then.
-        source: precision to convert from; None takes the most faithful.
-    """
+class _Conversion:
+    """A conversion to run: shape of the index, precision to read, precisions to add."""
 
     root: Path
-    to: tuple[str, ...]
-    drop: tuple[str, ...] = ()
-    source: str | None = None
+    spec: IndexSpec
+    source: str
+    targets: tuple[str, ...]
+
+    @property
+    def plan(self) -> str:
+        """Fingerprint of the conversion; a receipt with another one belongs to another conversion."""
+        return hashlib.sha256(f"convert {self.spec} {self.source} {self.targets}".encode()).hexdigest()
 
 
 def quantize_index(
     config: QuantizeConfig, engine: Engine, on_event: OnEvent, should_stop: ShouldStop = lambda: False
 ) -> QuantizeResult:
-    """Add the precisions that are missing, then drop those that are to go; resumes what was begun.
+    """Add the precisions that are missing, then remove those to drop. A stopped conversion is resumed.
 
     Raises:
-        UsageError: no index, an unknown precision, one both to add and to drop, a source that it does not hold, too
-            little disk.
-        JobStopped: stopped or failed before the end; running it again resumes it.
+        UsageError: there is no index, a precision is unknown or both added and dropped, the index does not hold the
+            precision to convert from, or the disk is too small.
+        JobStopped: the job ended early; run it again to resume it.
     """
     from storage_formats.format.manifest import Manifest
     from storage_formats.writing.conversion import drop_precision, remove_leftovers
@@ -86,39 +105,99 @@ def quantize_index(
         _check_names(config, (*manifest.spec.precisions, *missing))
         source = precision_to_read(config.root, manifest.spec, config.source) if missing else None
         if source is not None:
-            manifest = _Conversion(config.root, manifest.spec, source, missing, on_event).run(engine, should_stop)
+            conversion = _Conversion(config.root, manifest.spec, source, missing)
+            manifest = _convert(conversion, engine, on_event, should_stop)
         for name in config.drop:
             if name in manifest.spec.precisions:
                 manifest = drop_precision(config.root, name)
         remove_leftovers(config.root)
-    dropped = tuple(name for name in before.spec.precisions if name not in manifest.spec.precisions)
-    return _result(manifest, source, missing, dropped, time.monotonic() - started)
-
-
-def _result(
-    manifest: Manifest, source: str | None, added: tuple[str, ...], dropped: tuple[str, ...], seconds: float
-) -> QuantizeResult:
     return QuantizeResult(
         source=source,
-        added=added,
-        dropped=dropped,
+        added=missing,
+        dropped=tuple(name for name in before.spec.precisions if name not in manifest.spec.precisions),
         precisions=manifest.spec.precisions,
         rows=manifest.spec.rows,
         shards=manifest.spec.shards,
         bytes_per_image={name: _record_bytes(manifest.spec, name) for name in manifest.spec.precisions},
-        seconds=seconds,
+        seconds=time.monotonic() - started,
     )
 
 
-def _check_names(config: QuantizeConfig, held: tuple[str, ...]) -> None:
+def precision_to_read(root: Path, spec: IndexSpec, requested: str | None) -> str:
+    """The precision to convert from: `requested`, or the highest-fidelity precision stored.
+
+    Raises:
+        UsageError: the index at `root` does not hold `requested`.
+    """
+    from storage_formats.codecs import precisions
+
+    if requested is None:
+        return min(spec.precisions, key=precisions().index)
+    if requested not in spec.precisions:
+        raise UsageError(
+            f"{root} does not hold '{requested}' to convert from; it holds: {', '.join(spec.precisions)}",
+            parameter="source",
+        )
+    return requested
+
+
+def open_converter() -> Worker:
+    """A worker of `pipelines.engines` that converts one shard after another."""
+    return _convert_shard
+
+
+def _check_names(config: QuantizeConfig, available: tuple[str, ...]) -> None:
+    """Raise UsageError for an unknown name, a name to add and drop, or if no precision would be left."""
     from storage_formats.codecs import codec
 
     for name in (*config.to, *config.drop, *filter(None, [config.source])):
         codec(name)
     if both := sorted({*config.to} & {*config.drop}):
-        raise UsageError(f"{', '.join(both)}: both to add and to drop; say one of them")
-    if config.drop and not set(held) - set(config.drop):
-        raise UsageError(f"dropping {', '.join(config.drop)} would leave {config.root} without tokens")
+        raise UsageError(f"{', '.join(both)} cannot be both added and dropped; choose one", parameter="drop")
+    if config.drop and not set(available) - set(config.drop):
+        raise UsageError(
+            f"dropping {', '.join(config.drop)} would leave {config.root} without tokens; keep one precision",
+            parameter="drop",
+        )
+
+
+def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_stop: ShouldStop) -> Manifest:
+    """Convert the shards that earlier runs did not finish, and publish the new precisions."""
+    from storage_formats.writing.conversion import add_precisions
+    from storage_formats.writing.publish import clear_staging
+
+    receipts = read_receipts(conversion.root, conversion.spec, conversion.plan)
+    _check_disk(conversion, conversion.spec.shards - len(receipts))
+    clear_staging(conversion.root)
+    on_event(PlanReady(conversion.spec.rows, conversion.spec.shards, len(receipts)))
+    job = ShardJob(
+        activity="converting",
+        spec=conversion.spec,
+        make_worker=open_converter,
+        make_task=functools.partial(_conversion_task, conversion),
+        state_of_report=_state_of_report,
+        state_of_receipt=_state_of_receipt,
+    )
+    run = run_shards(job, receipts, engine, on_event, should_stop)
+    try:
+        return add_precisions(conversion.root, conversion.targets, run.receipts)
+    except OSError as error:
+        root, reason = conversion.root, describe_error(error)
+        raise JobStopped(f"cannot write {root}: {reason}; finished shards are kept") from error
+
+
+def _check_disk(conversion: _Conversion, shards: int) -> None:
+    """Raise UsageError unless the disk has room for `shards` shards of every target."""
+    spec = conversion.spec
+    record_sizes = [_record_bytes(spec, name) for name in conversion.targets]
+    need = sum(shards * padded_shard_bytes(spec.shard_size, spec.shard_size, size)[1] for size in record_sizes)
+    free = free_disk(conversion.root)
+    if need > free:
+        raise UsageError(
+            f"{', '.join(conversion.targets)} of {counted(shards, 'shard')} need up to {need} bytes of disk, but only "
+            f"{free} are free at {conversion.root}; free some space, or convert to fewer precisions at a time",
+            parameter="to",
+        )
 
 
 def _record_bytes(spec: IndexSpec, name: str) -> int:
@@ -127,107 +206,25 @@ def _record_bytes(spec: IndexSpec, name: str) -> int:
     return codec(name, spec.block_shape).record_bytes
 
 
-def precision_to_read(root: Path, spec: IndexSpec, wanted: str | None) -> str:
-    """The precision to read: `wanted`, or where it is None the most faithful.
+def _conversion_task(conversion: _Conversion, shard: int) -> ConversionTask:
+    from storage_formats.writing.conversion import ConversionTask
 
-    UsageError where the index does not hold it.
-    """
-    from storage_formats.codecs import precisions
-
-    if wanted is None:
-        return min(spec.precisions, key=precisions().index)
-    if wanted not in spec.precisions:
-        raise UsageError(f"{root} does not hold '{wanted}' to convert from; it holds: {', '.join(spec.precisions)}")
-    return wanted
+    root = str(conversion.root.absolute())
+    return ConversionTask(root, shard, conversion.spec, conversion.source, conversion.targets, conversion.plan)
 
 
-class _Conversion:
-    """One run over the shards of an index."""
-
-    def __init__(self, root: Path, spec: IndexSpec, source: str, targets: tuple[str, ...], on_event: OnEvent) -> None:
-        self._root = root
-        self._layout = Layout(root)
-        self._spec = spec
-        self._source = source
-        self._targets = targets
-        self._on_event = on_event
-        self._meter = ShardMeter("converting", spec.rows, spec.shards)
-        self._receipts: dict[int, ShardReceipt] = {}
-        described = f"convert {spec} {source} {targets}"
-        self._plan = hashlib.sha256(described.encode()).hexdigest()
-
-    def run(self, engine: Engine, should_stop: ShouldStop) -> Manifest:
-        """Convert what is missing and publish."""
-        from storage_formats.writing.conversion import add_precisions
-        from storage_formats.writing.publish import clear_staging
-
-        self._find_receipts()
-        self._check_disk()
-        clear_staging(self._root)
-        self._on_event(PlanReady(self._spec.rows, self._spec.shards, len(self._receipts)))
-        try:
-            self._run_shards(engine, should_stop)
-            if len(self._receipts) < self._spec.shards:
-                raise JobStopped(f"stopped; {self._standing()}")
-            return add_precisions(self._root, self._targets, list(self._receipts.values()))
-        except OSError as error:
-            raise JobStopped(f"{describe_error(error)} ({self._standing()})") from error
-
-    def _standing(self) -> str:
-        return f"{len(self._receipts)} of {self._spec.shards} shards are finished"
-
-    def _check_disk(self) -> None:
-        left = self._spec.shards - len(self._receipts)
-        need = sum(
-            left * padded_shard_bytes(self._spec.shard_size, self._spec.shard_size, size)[1]
-            for size in (_record_bytes(self._spec, name) for name in self._targets)
-        )
-        free = free_disk(self._root)
-        if need > free:
-            raise UsageError(
-                f"{', '.join(self._targets)} of {left} shards need up to {need} bytes of disk, "
-                f"{free} are free at {self._root}; free some, or convert to fewer precisions at a time"
-            )
-
-    def _find_receipts(self) -> None:
-        from storage_formats.format.receipts import read_receipt
-
-        for shard in range(self._spec.shards):
-            if (receipt := read_receipt(self._layout, shard, self._plan)) is not None:
-                self._receipts[shard] = receipt
-                self._meter.finish(shard, ShardState(receipt.rows))
-
-    def _run_shards(self, engine: Engine, should_stop: ShouldStop) -> None:
-        from storage_formats.writing.conversion import ConversionTask
-
-        spec, root = self._spec, str(self._root.absolute())
-        tasks = [
-            ConversionTask(root, shard, spec, self._source, self._targets, self._plan)
-            for shard in range(spec.shards)
-            if shard not in self._receipts
-        ]
-        if not tasks:
-            return
-        with closing(
-            engine.run(open_converter, tasks, on_progress=self._progress, should_stop=should_stop)
-        ) as outcomes:
-            for outcome in outcomes:
-                if isinstance(outcome, TaskFailure):
-                    raise JobStopped(f"shard {outcome.task.shard}: {outcome.message} ({self._standing()})")
-                self._receipts[outcome.result.shard] = outcome.result
-                self._on_event(self._meter.finish(outcome.result.shard, ShardState(outcome.result.rows)))
-
-    def _progress(self, report: tuple[int, int]) -> None:
-        shard, done = report
-        self._on_event(self._meter.update(shard, ShardState(done)))
+def _state_of_report(report: tuple[int, int]) -> tuple[int, ShardState]:
+    shard, done = report
+    return shard, ShardState(done)
 
 
-def open_converter() -> Worker:
-    """A worker of `pipelines.engines` that converts one shard after another."""
-    return _convert
+def _state_of_receipt(receipt: ShardReceipt) -> ShardState:
+    return ShardState(receipt.rows)
 
 
-def _convert(task: ConversionTask, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]) -> ShardReceipt:
+def _convert_shard(
+    task: ConversionTask, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
+) -> ShardReceipt:
     from storage_formats.writing.conversion import ConversionInterrupted, convert_shard
 
     try:

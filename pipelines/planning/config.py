@@ -1,4 +1,4 @@
-"""What a build was asked for."""
+"""The request for a build."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class BuildConfig:
     """A request to build an index.
 
     Attributes:
-        sources: folders, tars, lists or image files, in the order of the rows.
-        out: the index's folder.
-        model: folder of the model bundle.
+        sources: directories, tar archives, lists or image files. Their order is the order of the rows.
+        out: directory of the index.
+        model: directory of the model bundle.
         engine: "ray" or "inline".
-        workers: processes that hold a model; None chooses by the machine.
-        threads: CPU threads of a worker's model; None chooses by the machine, or takes those of the begun index.
-        shard_size: rows a shard.
-        batch_size: images a forward pass.
+        workers: worker processes; None chooses by the machine.
+        threads: CPU threads per worker; None chooses by the machine, or keeps the value of an index that was begun.
+        shard_size: rows per shard.
+        batch_size: images per forward pass.
         device: "auto", "cpu" or "cuda".
         dtype: "auto", "float32" or "bfloat16".
-        precisions: token arrays to write.
+        precisions: precisions of the stored tokens.
         dedupe: encode byte-identical inputs once.
-        column: column of paths in a list, where it is not a usual name.
-        max_pixels: larger images become failed rows; None is `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
+        column: path column of a list; None takes the first column with a usual name.
+        max_pixels: images with more pixels become failed rows; None is `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
         address: Ray cluster to join; None starts Ray on this machine.
     """
 

@@ -1,4 +1,4 @@
-"""What this machine has to give: memory, disk, CUDA devices. Nothing here imports torch."""
+"""Resources of this machine: memory, disk, CUDA devices. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROBE = "import torch; print(torch.cuda.device_count())"
 
 
 def available_memory() -> int:
-    """Bytes of memory that can be had without swapping: the machine's, or what the container has left."""
+    """Bytes of memory available without swapping, on the machine or within the container's limit."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -24,28 +24,28 @@ def available_memory() -> int:
     return available
 
 
-def _file_cache() -> int:
-    """Bytes of files in the container's page cache: counted as used, and given up when memory is short."""
-    fields = dict(line.split() for line in _read_cgroup("memory.stat").splitlines())
-    return sum(int(fields.get(name, 0)) for name in ("inactive_file", "active_file"))
-
-
 def free_disk(path: Path) -> int:
-    """Bytes that can be written where `path` is or will be."""
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    """Bytes that can be written at `path`, which need not exist."""
+    existing = next(directory for directory in (path, *path.absolute().parents) if directory.exists())
     return shutil.disk_usage(existing).free
 
 
 def cuda_devices() -> int:
-    """CUDA devices that torch sees; asked of another process, so that this one need not load torch.
+    """Number of CUDA devices that torch sees. A separate process counts them, so that torch is not loaded here.
 
-    Without a GPU's device file nothing is started and the answer is 0.
+    If no GPU device file exists, the result is 0 and no process is started.
     """
     if not any(os.path.exists(node) for node in _GPU_NODES):
         return 0
     done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False)
-    last = done.stdout.split()[-1:] if done.returncode == 0 else []
-    return int(last[0]) if last and last[0].isdigit() else 0
+    last_word = done.stdout.split()[-1:] if done.returncode == 0 else []
+    return int(last_word[0]) if last_word and last_word[0].isdigit() else 0
+
+
+def _file_cache() -> int:
+    """Bytes of the container's page cache: counted as used, but released when memory is short."""
+    fields = dict(line.split() for line in _read_cgroup("memory.stat").splitlines())
+    return sum(int(fields.get(name, 0)) for name in ("inactive_file", "active_file"))
 
 
 def _read_cgroup(name: str) -> str:

@@ -1,23 +1,32 @@
-"""The build plan: all that decides what an index will hold, and its frozen form `build/plan.json`."""
+"""The build plan: everything that decides the bytes of an index, stored in `build/plan.json` until the build ends."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pipelines.planning.config import BuildConfig
+from pipelines.planning.machine import cuda_devices
 from storage_formats.atomic import write_json_atomic
-from storage_formats.errors import CorruptIndexError
+from storage_formats.cpus import usable_cpus
+from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 
+if TYPE_CHECKING:
+    from edje_index.bundles.info import BundleInfo
+    from storage_formats.format.manifest import Manifest
+
 PLAN_VERSION = 1
+_MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use the CPUs better
 
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """Settings that decide, or may decide, stored bytes; see `BuildConfig`. Nothing in them is still to be chosen."""
+    """The settings of a `BuildConfig` that can change stored bytes, with all defaults resolved."""
 
     sources: tuple[str, ...]
     column: str | None
@@ -31,24 +40,54 @@ class BuildSettings:
     dtype: str
 
     @classmethod
+    def choose(cls, config: BuildConfig, stored: BuildSettings | None = None) -> BuildSettings:
+        """The settings that `config` asks for.
+
+        What it leaves to the machine is taken from `stored`, the settings of an existing index, if there is one.
+        """
+        from edje_index.images.decode import DEFAULT_MAX_PIXELS
+        from edje_index.images.inputs import display_path
+
+        device, dtype, threads = config.device, config.dtype, config.threads
+        if device == "auto":
+            device = stored.device if stored else "cuda" if cuda_devices() else "cpu"
+        if dtype == "auto":
+            dtype = stored.dtype if stored else "bfloat16" if device == "cuda" else "float32"
+        if threads is None:
+            threads = stored.threads if stored else min(usable_cpus(), _MAX_THREADS)
+        return cls(
+            sources=tuple(display_path(os.fsencode(os.path.abspath(source))) for source in config.sources),
+            column=config.column,
+            dedupe=config.dedupe,
+            shard_size=config.shard_size,
+            precisions=tuple(dict.fromkeys(config.precisions)),
+            max_pixels=config.max_pixels or DEFAULT_MAX_PIXELS,
+            batch_size=config.batch_size,
+            threads=threads,
+            device=device,
+            dtype=dtype,
+        )
+
+    @classmethod
     def from_json(cls, value: dict[str, Any]) -> BuildSettings:
-        """Raises KeyError or TypeError for anything that is not a plan's settings."""
-        given = {field.name: value[field.name] for field in fields(cls)}
-        return cls(**{**given, "sources": tuple(given["sources"]), "precisions": tuple(given["precisions"])})
+        """Raises KeyError or TypeError if `value` is not the settings of a plan."""
+        settings = {field.name: value[field.name] for field in fields(cls)}
+        settings["sources"], settings["precisions"] = tuple(settings["sources"]), tuple(settings["precisions"])
+        return cls(**settings)
 
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """A frozen build.
+    """What a build will store.
 
     Attributes:
-        root: the index.
-        spec: its shape.
-        model: `fingerprint` of the encoder, `bundle` (its folder), `vision` (the tower's name), `trained`.
+        root: directory of the index.
+        spec: shape of the index.
+        model: `fingerprint` of the encoder, `bundle` (its directory), `vision` (name of the tower), `trained`.
         settings: see `BuildSettings`.
         inputs_digest: SHA-256 over the list of inputs in row order.
-        duplicates: inputs byte-identical to an earlier one; counted with `dedupe` alone.
-        ignored: files of the sources that are no inputs, by extension.
+        duplicates: inputs that are byte-identical to an earlier one; 0 without `dedupe`.
+        ignored: number of files in the sources that are not inputs, by extension.
     """
 
     root: Path
@@ -61,31 +100,37 @@ class BuildPlan:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over all that decides the stored bytes; the number of workers and the engine do not."""
+        """SHA-256 over everything that decides the stored bytes; workers and engine do not."""
         return plan_fingerprint(self.model, self.settings, self.inputs_digest)
 
     def write(self) -> None:
-        """Commit the plan: from this call on a build can be resumed."""
-        write_json_atomic(
-            Layout(self.root).plan,
-            {
-                "version": PLAN_VERSION,
-                "fingerprint": self.fingerprint,
-                "spec": asdict(self.spec),
-                "model": self.model,
-                "settings": asdict(self.settings),
-                "inputs_digest": self.inputs_digest,
-                "duplicates": self.duplicates,
-                "ignored": self.ignored,
-            },
-        )
+        """Store the plan. From now on the build can be resumed."""
+        content = {**asdict(self), "version": PLAN_VERSION, "fingerprint": self.fingerprint}
+        del content["root"]
+        write_json_atomic(Layout(self.root).plan, content)
+
+
+def plan_of_manifest(root: Path, manifest: Manifest) -> BuildPlan:
+    """The plan that a finished index was built from.
+
+    Raises:
+        UsageError: the index was not made by a build.
+    """
+    try:
+        settings = BuildSettings.from_json(manifest.settings)
+        digest = str(manifest.settings["inputs_digest"])
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"{root} is an index that was not made by a build; choose another output directory", parameter="out"
+        ) from error
+    return BuildPlan(root, manifest.spec, manifest.model, settings, digest, manifest.counts.duplicates, ignored={})
 
 
 def read_plan(root: Path) -> BuildPlan | None:
-    """The plan of a begun index; None where there is none.
+    """The plan of an unfinished index; None if there is none.
 
     Raises:
-        CorruptIndexError: `plan.json` is damaged, or of another version of this program.
+        CorruptIndexError: `plan.json` is damaged or was written by another version of this program.
     """
     path = Layout(root).plan
     try:
@@ -96,10 +141,10 @@ def read_plan(root: Path) -> BuildPlan | None:
         raise CorruptIndexError(f"cannot read {path}: {error}; remove {root} and build again") from error
     try:
         spec = value["spec"]
-        lists = {"block_shape": tuple(spec["block_shape"]), "precisions": tuple(spec["precisions"])}
+        tuples = {"block_shape": tuple(spec["block_shape"]), "precisions": tuple(spec["precisions"])}
         plan = BuildPlan(
             root=root,
-            spec=IndexSpec(**{**spec, **lists}),
+            spec=IndexSpec(**{**spec, **tuples}),
             model=dict(value["model"]),
             settings=BuildSettings.from_json(value["settings"]),
             inputs_digest=str(value["inputs_digest"]),
@@ -110,12 +155,12 @@ def read_plan(root: Path) -> BuildPlan | None:
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptIndexError(f"{path} is not a build plan ({error!r}); remove {root} and build again") from error
     if not intact:
-        raise CorruptIndexError(f"{path} was changed or is of another version; remove {root} and build again")
+        raise CorruptIndexError(f"{path} was changed or written by another version; remove {root} and build again")
     return plan
 
 
 def plan_fingerprint(model: dict[str, Any], settings: BuildSettings, inputs_digest: str) -> str:
-    """SHA-256, as hex, over the encoder's fingerprint, the settings and the list of inputs."""
+    """SHA-256 in hexadecimal over the encoder's fingerprint, the settings and the list of inputs."""
     parts = {
         "version": PLAN_VERSION,
         "encoder": model["fingerprint"],
@@ -125,23 +170,35 @@ def plan_fingerprint(model: dict[str, Any], settings: BuildSettings, inputs_dige
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def describe_differences(
-    found: tuple[dict[str, Any], BuildSettings], asked: tuple[dict[str, Any], BuildSettings]
-) -> list[str]:
-    """What differs between two (model, settings), one line of words each: what is there, and what was asked."""
-    (model, settings), (asked_model, asked_settings) = found, asked
-    lines = []
-    if model["fingerprint"] != asked_model["fingerprint"]:
-        lines.append(
-            f"model {model['vision']} ({model['fingerprint']}) there, "
-            f"{asked_model['vision']} ({asked_model['fingerprint']}) asked"
-        )
+def model_record(info: BundleInfo) -> dict[str, Any]:
+    """What a plan and a manifest say about the model."""
+    return {
+        "fingerprint": info.encoder_fingerprint,
+        "bundle": str(info.path.resolve()),
+        "vision": info.vision_name,
+        "trained": info.trained,
+    }
+
+
+def refuse_differences(plan: BuildPlan, info: BundleInfo, settings: BuildSettings) -> None:
+    """Raise UsageError if the requested model or settings differ from those of an existing plan."""
+    model = model_record(info)
+    differences = {}
+    if plan.model["fingerprint"] != model["fingerprint"]:
+        stored, requested = (f"{record['vision']} ({record['fingerprint']})" for record in (plan.model, model))
+        differences["model"] = f"model {stored} in the index, {requested} requested"
     for field in fields(BuildSettings):
-        there, here = getattr(settings, field.name), getattr(asked_settings, field.name)
-        if there != here:
-            lines.append(f"{field.name.replace('_', '-')} {_shown(there)} there, {_shown(here)} asked")
-    return lines
+        stored, requested = (_in_words(getattr(values, field.name)) for values in (plan.settings, settings))
+        if stored != requested:
+            differences[field.name] = f"{field.name} {stored} in the index, {requested} requested"
+    if differences:
+        requested = plan_fingerprint(model, settings, plan.inputs_digest)
+        raise UsageError(
+            f"{plan.root} was built with other settings: {'; '.join(differences.values())} (plan {plan.fingerprint} in "
+            f"the index, {requested} requested). Repeat the settings of the index, or choose another output directory",
+            parameter=next(iter(differences)),
+        )
 
 
-def _shown(value: Any) -> str:
+def _in_words(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

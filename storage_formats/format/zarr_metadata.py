@@ -6,12 +6,22 @@ SPEC.md fixes the documents, so this module writes them itself and does not depe
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from storage_formats.codecs import codec
-from storage_formats.format.layout import FORMAT_VERSION, IndexSpec
+from storage_formats.format.layout import FORMAT_VERSION, IndexSpec, Layout
 
 _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
+
+
+def zarr_documents(layout: Layout, spec: IndexSpec) -> dict[Path, dict[str, Any]]:
+    """Path and contents of every `zarr.json` of an index."""
+    return {
+        layout.tokens / "zarr.json": group_metadata(),
+        **{layout.token_array(name) / "zarr.json": token_array_metadata(spec, name) for name in spec.precisions},
+        layout.embeddings / "zarr.json": embedding_array_metadata(spec),
+    }
 
 
 def group_metadata() -> dict[str, Any]:

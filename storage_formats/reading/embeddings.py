@@ -39,7 +39,8 @@ def iter_embeddings(root: str | Path, spec: IndexSpec) -> Iterator[tuple[int, ND
     """(first row id, float32 [k, embed_dim]) of each shard in order. Also works during a build."""
     layout = Layout(Path(root))
     for shard in range(spec.shards):
-        yield spec.shard_rows(shard).start, read_shard_embeddings(layout, spec, shard)
+        vectors = read_shard_embeddings(layout, spec, shard)
+        yield spec.shard_rows(shard).start, vectors
 
 
 def read_embeddings(root: str | Path, spec: IndexSpec, row_ids: RowIds) -> NDArray[np.float32]:

@@ -13,7 +13,7 @@ from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Counts, Manifest, created_by, write_shard_table
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.zarr_metadata import embedding_array_metadata, group_metadata, token_array_metadata
+from storage_formats.format.zarr_metadata import zarr_documents
 
 _UNFINISHED = (
     ".index.json.*", "manifest/.shards-*", "tokens/.zarr.json.*", "tokens/*/.zarr.json.*", "embeddings/.zarr.json.*",
@@ -43,10 +43,8 @@ def begin_index(root: str | Path, spec: IndexSpec) -> None:
         folders += [layout.token_array(name), layout.checksums(name, 0).parent]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(layout.tokens / "zarr.json", group_metadata())
-    for name in spec.precisions:
-        write_json_atomic(layout.token_array(name) / "zarr.json", token_array_metadata(spec, name))
-    write_json_atomic(layout.embeddings / "zarr.json", embedding_array_metadata(spec))
+    for path, document in zarr_documents(layout, spec).items():
+        write_json_atomic(path, document)
     fsync_paths([layout.root, layout.tokens, layout.root / "checksums"])
 
 
@@ -111,10 +109,11 @@ def finish_index(
     """
     layout = Layout(Path(root))
     check_receipts(receipts, spec.shards)
+    counts = total_counts(receipts)
     table = write_shard_table(layout, ((receipt.shard, file) for receipt in receipts for file in receipt.files))
     manifest = Manifest(
         spec=spec,
-        counts=total_counts(receipts),
+        counts=counts,
         model=provenance.model,
         settings=provenance.settings,
         plan=provenance.plan,

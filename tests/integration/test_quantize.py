@@ -45,7 +45,7 @@ def test_quantize_resumes_repeats_and_drops(case, tmp_path):
     assert verify_index(tmp_path / "a") == []
     for options, words in [
         (["--drop", "fp8", "--drop", "sign1"], "without tokens"),
-        (["--to", "fp8", "--drop", "fp8"], "fp8: both to add and to drop"),
+        (["--to", "fp8", "--drop", "fp8"], "fp8 cannot be both added and dropped"),
         (["--to", "fp3"], "unknown precision 'fp3'"),
         (["--drop", "fp3"], "unknown precision 'fp3'"),
         (["--to", "fp8", "--from", "fp3"], "unknown precision 'fp3'"),

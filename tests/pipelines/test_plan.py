@@ -12,17 +12,18 @@ import pytest
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images.inputs import read_inputs
 from pipelines.jobs.lock import locked_index
-from pipelines.planning import make_plan as planning
-from pipelines.planning.estimates import disk_need
-from pipelines.planning.make_plan import check_out_folder, choose_workers, plan_build
+from pipelines.planning import resources
+from pipelines.planning.output import check_output
 from pipelines.planning.plan import read_plan
+from pipelines.planning.prepare import prepare_build
+from pipelines.planning.resources import choose_workers, disk_need
 from pipelines.progress.stopping import JobStopped
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 
 
 def plan(config, **options):
-    return plan_build(config, lambda _: None, **options)
+    return prepare_build(config, lambda _: None, **options).plan
 
 
 def test_a_plan_holds_every_input_and_is_read_back(config):
@@ -53,12 +54,12 @@ def test_duplicates_are_decided_in_the_plan(config):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"shard_size": 5}, "shard-size 4 there, 5 asked"),
-        ({"batch_size": 3}, "batch-size 2 there, 3 asked"),
-        ({"threads": 2}, "threads 1 there, 2 asked"),
-        ({"dedupe": True}, "dedupe False there, True asked"),
-        ({"max_pixels": 100}, "max-pixels .* there, 100 asked"),
-        ({"dtype": "bfloat16"}, "dtype float32 there, bfloat16 asked"),
+        ({"shard_size": 5}, "shard_size 4 in the index, 5 requested"),
+        ({"batch_size": 3}, "batch_size 2 in the index, 3 requested"),
+        ({"threads": 2}, "threads 1 in the index, 2 requested"),
+        ({"dedupe": True}, "dedupe False in the index, True requested"),
+        ({"max_pixels": 100}, "max_pixels .* in the index, 100 requested"),
+        ({"dtype": "bfloat16"}, "dtype float32 in the index, bfloat16 requested"),
     ],
 )
 def test_other_settings_over_a_begun_index_are_refused_with_both_fingerprints(config, change, words):
@@ -66,6 +67,7 @@ def test_other_settings_over_a_begun_index_are_refused_with_both_fingerprints(co
     with pytest.raises(UsageError, match=words) as caught:
         plan(config(**change))
     assert begun.fingerprint in str(caught.value)
+    assert caught.value.parameter in change
     assert read_plan(begun.root) == begun
 
 
@@ -103,20 +105,20 @@ def test_nothing_to_index_is_refused_and_leaves_nothing(config, tmp_path, photos
 
 
 def test_a_full_disk_is_refused_with_numbers(config, monkeypatch):
-    monkeypatch.setattr(planning, "free_disk", lambda _: 12_345)
-    with pytest.raises(UsageError, match=r"10 inputs needs .* \(tokens .*embeddings .* of disk, 12\.3 kB are free"):
+    monkeypatch.setattr(resources, "free_disk", lambda _: 12_345)
+    with pytest.raises(UsageError, match=r"10 inputs needs .* \(tokens .*embeddings .* but only 12\.3 kB are free"):
         plan(config())
 
 
 def test_too_little_memory_is_refused_with_numbers(config, monkeypatch):
-    monkeypatch.setattr(planning, "available_memory", lambda: 10**8)
-    with pytest.raises(UsageError, match=r"at least .* of memory, 100\.0 MB are free; use fewer --workers"):
+    monkeypatch.setattr(resources, "available_memory", lambda: 10**8)
+    with pytest.raises(UsageError, match=r"at least .* of memory, but only 100\.0 MB are free; use fewer workers"):
         plan(config())
 
 
 def test_cuda_without_a_device_is_refused(config, monkeypatch):
-    monkeypatch.setattr(planning, "cuda_devices", lambda: 0)
-    with pytest.raises(UsageError, match="use --device cpu"):
+    monkeypatch.setattr(resources, "cuda_devices", lambda: 0)
+    with pytest.raises(UsageError, match="no CUDA device on this machine; use cpu"):
         plan(config(device="cuda"))
 
 
@@ -126,19 +128,19 @@ def test_a_folder_with_other_things_in_it_is_refused(config, name):
     stranger.parent.mkdir(parents=True)
     stranger.touch()
     with pytest.raises(UsageError, match="not empty and not an index"):
-        check_out_folder(config())
+        check_output(config())
     assert stranger.exists()
 
 
 def test_a_source_as_output_is_refused(config, photos):
-    with pytest.raises(UsageError, match="one of the sources"):
-        check_out_folder(dataclasses.replace(config(), out=photos / "." / ".." / "photos"))
+    with pytest.raises(UsageError, match="also one of the sources"):
+        check_output(dataclasses.replace(config(), out=photos / "." / ".." / "photos"))
 
 
 def test_a_file_as_output_is_refused(config):
     config().out.touch()
-    with pytest.raises(UsageError, match="not a folder"):
-        check_out_folder(config())
+    with pytest.raises(UsageError, match="not a directory"):
+        check_output(config())
 
 
 def test_what_an_interrupted_listing_left_is_no_obstacle(config):
@@ -146,13 +148,13 @@ def test_what_an_interrupted_listing_left_is_no_obstacle(config):
     inputs.parent.mkdir(parents=True)
     inputs.write_bytes(b"half a file")
     (Layout(config().out).build / ".plan.json.0123").write_bytes(b"half a plan")
-    check_out_folder(config())
+    check_output(config())
     plan(config())
     assert not inputs.exists()
 
 
 def test_a_stop_while_listing_leaves_no_plan(config):
-    with pytest.raises(JobStopped, match="nothing was begun"):
+    with pytest.raises(JobStopped, match="nothing was stored"):
         plan(config(), should_stop=lambda: True)
     assert read_plan(config().out) is None
 
@@ -175,7 +177,7 @@ def test_a_plan_changed_by_hand_is_refused(config):
 def test_two_drivers_never_share_an_index(tmp_path):
     root = tmp_path / "index"
     with locked_index(root):
-        with pytest.raises(EdjeError, match=f"process {os.getpid()} on"), locked_index(root):
+        with pytest.raises(EdjeError, match=f"process {os.getpid()} on .* is working on"), locked_index(root):
             pass
         assert root.exists()
     assert not root.exists()
@@ -191,8 +193,8 @@ def test_disk_need_is_what_the_files_take():
 
 
 def test_workers_fill_the_machine_unless_told(config, monkeypatch):
-    monkeypatch.setattr(planning, "usable_cpus", lambda: 9)
-    monkeypatch.setattr(planning, "cuda_devices", lambda: 3)
+    monkeypatch.setattr(resources, "usable_cpus", lambda: 9)
+    monkeypatch.setattr(resources, "cuda_devices", lambda: 3)
     settings = plan(config()).settings
     assert choose_workers(config(engine="inline", workers=5), settings) == 1
     assert choose_workers(config(engine="ray"), dataclasses.replace(settings, threads=4)) == 2

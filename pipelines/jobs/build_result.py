@@ -1,0 +1,66 @@
+"""The result of a build."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipelines.jobs.shard_run import ShardRun
+from pipelines.progress.events import Bottleneck
+from pipelines.progress.meter import bottleneck
+
+if TYPE_CHECKING:
+    from storage_formats.format.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """The result of a build.
+
+    Attributes:
+        inputs: all inputs; the sum of indexed, duplicates and failed.
+        indexed: inputs that were encoded.
+        duplicates: inputs that are byte-identical to an earlier one.
+        failed: inputs that could not be encoded.
+        failed_by_reason: number of failed inputs by reason.
+        rows: rows of the index.
+        shards: shards of the index.
+        seconds: wall time of this run.
+        images_per_second: rows that this run encoded, divided by the time for its shards; 0 if it encoded none.
+        bottleneck: the stage that the workers spent most time on.
+        already_finished: the index was finished before this run.
+    """
+
+    inputs: int
+    indexed: int
+    duplicates: int
+    failed: int
+    failed_by_reason: dict[str, int]
+    rows: int
+    shards: int
+    seconds: float
+    images_per_second: float
+    bottleneck: Bottleneck | None
+    already_finished: bool = False
+
+
+def build_result(manifest: Manifest, run: ShardRun | None, seconds: float) -> BuildResult:
+    """The result of a build that ended with `manifest`; `run` is None if the index was finished before."""
+    counts = manifest.counts
+    stage_seconds: Counter[str] = Counter()
+    for receipt in run.receipts if run else ():
+        stage_seconds.update(receipt.seconds)
+    return BuildResult(
+        inputs=counts.inputs,
+        indexed=counts.indexed,
+        duplicates=counts.duplicates,
+        failed=counts.failed_total,
+        failed_by_reason=counts.failed,
+        rows=manifest.spec.rows,
+        shards=manifest.spec.shards,
+        seconds=seconds,
+        images_per_second=run.rows / run.seconds if run and run.rows else 0.0,
+        bottleneck=bottleneck(stage_seconds),
+        already_finished=run is None,
+    )

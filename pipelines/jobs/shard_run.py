@@ -1,0 +1,124 @@
+"""Runs one task per shard on an engine. Builds and conversions share it.
+
+A shard is finished once its receipt is stored. A stopped job runs again only the shards without a receipt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.engines.base import Engine, EngineUnavailableError, Task, TaskFailure, WorkerFactory, describe_error
+from pipelines.progress.events import OnEvent
+from pipelines.progress.meter import ShardMeter, ShardState
+from pipelines.progress.stopping import JobStopped, ShouldStop
+from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.layout import IndexSpec, Layout
+
+if TYPE_CHECKING:
+    from storage_formats.format.receipts import ShardReceipt
+
+    Receipts = dict[int, ShardReceipt]
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """What to do with every shard of an index.
+
+    Attributes:
+        activity: name of the job in its progress: "indexing".
+        spec: shape of the index.
+        make_worker: makes the worker of a process; see `pipelines.engines.base`.
+        make_task: the task of a shard.
+        state_of_report: the shard and its state, from a progress report of a worker.
+        state_of_receipt: the state of a finished shard.
+    """
+
+    activity: str
+    spec: IndexSpec
+    make_worker: WorkerFactory
+    make_task: Callable[[int], Task]
+    state_of_report: Callable[[Any], tuple[int, ShardState]]
+    state_of_receipt: Callable[[ShardReceipt], ShardState]
+
+
+@dataclass(frozen=True)
+class ShardRun:
+    """The result of a run.
+
+    Attributes:
+        receipts: the receipt of every shard, in order.
+        rows: rows that this run finished; earlier runs finished the others.
+        seconds: wall time.
+    """
+
+    receipts: list[ShardReceipt]
+    rows: int
+    seconds: float
+
+
+def read_receipts(root: Path, spec: IndexSpec, plan: str) -> Receipts:
+    """The receipts of the shards that earlier runs of the plan with fingerprint `plan` finished."""
+    from storage_formats.format.receipts import read_receipt
+
+    layout = Layout(root)
+    receipts = ((shard, read_receipt(layout, shard, plan)) for shard in range(spec.shards))
+    return {shard: receipt for shard, receipt in receipts if receipt is not None}
+
+
+def run_shards(
+    job: ShardJob, earlier: Receipts, engine: Engine, on_event: OnEvent, should_stop: ShouldStop
+) -> ShardRun:
+    """Run the shards that have no receipt among `earlier`.
+
+    Raises:
+        JobStopped: `should_stop()` returned True, a shard failed, or the engine failed. Finished shards are kept.
+        UsageError, EngineUnavailableError: the job cannot run as requested.
+    """
+    started = time.monotonic()
+    receipts = dict(earlier)
+    missing = [shard for shard in range(job.spec.shards) if shard not in earlier]
+    with _stopped_by_errors(job.spec, receipts):
+        meter = ShardMeter(job.activity, job.spec.rows, job.spec.shards)
+        for receipt in earlier.values():  # the times of earlier runs do not count
+            meter.finish(receipt.shard, replace(job.state_of_receipt(receipt), stage_seconds={}))
+        outcomes = engine.run(
+            job.make_worker,
+            map(job.make_task, missing),
+            on_progress=lambda report: on_event(meter.update(*job.state_of_report(report))),
+            should_stop=should_stop,
+        )
+        with contextlib.closing(outcomes):
+            for outcome in outcomes if missing else ():
+                if isinstance(outcome, TaskFailure):
+                    raise _failure(outcome)
+                receipt = outcome.result
+                receipts[receipt.shard] = receipt
+                on_event(meter.finish(receipt.shard, job.state_of_receipt(receipt)))
+        if len(receipts) < job.spec.shards:
+            raise JobStopped("stopped")
+    rows = sum(receipts[shard].rows for shard in missing)
+    return ShardRun([receipts[shard] for shard in sorted(receipts)], rows, time.monotonic() - started)
+
+
+@contextlib.contextmanager
+def _stopped_by_errors(spec: IndexSpec, receipts: Receipts) -> Iterator[None]:
+    """Turn errors that a second run may not meet into JobStopped, with the number of finished shards."""
+    try:
+        yield
+    except (UsageError, EngineUnavailableError):
+        raise
+    except (EdjeError, OSError) as error:
+        finished = f"{len(receipts)} of {spec.shards} shards are finished"
+        raise JobStopped(f"{describe_error(error)}; {finished}") from error
+
+
+def _failure(failure: TaskFailure) -> EdjeError:
+    error = EdjeError(f"shard {failure.task.shard}: {failure.message}")
+    if failure.trace:
+        error.add_note(failure.trace)
+    return error

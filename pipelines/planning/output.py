@@ -1,0 +1,36 @@
+"""The output directory of a build."""
+
+from __future__ import annotations
+
+import os
+
+from pipelines.planning.config import BuildConfig
+from storage_formats.errors import UsageError
+from storage_formats.format.layout import Layout
+
+
+def check_output(config: BuildConfig) -> None:
+    """Raise UsageError unless `config.out` is missing, empty, or an index."""
+    out = config.out
+    if any(os.path.realpath(source) == os.path.realpath(out) for source in config.sources):
+        raise UsageError(f"{out} is also one of the sources; choose another output directory", parameter="out")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UsageError(f"{out} exists and is not a directory", parameter="out")
+    layout = Layout(out)
+    if layout.manifest.exists() or layout.plan.exists():
+        return
+    if foreign := sorted(_foreign_entries(layout)):
+        raise UsageError(
+            f"{out} is not empty and not an index (it contains {', '.join(foreign[:3])}); choose another directory",
+            parameter="out",
+        )
+
+
+def _foreign_entries(layout: Layout) -> set[str]:
+    """Names that no build wrote. A build that stopped while it listed its sources leaves `build/` without a plan."""
+    names = {entry.name for entry in layout.root.iterdir()} - {layout.build.name}
+    if layout.build.is_dir():
+        names |= {entry.name for entry in layout.build.iterdir()} - {"lock", layout.inputs(0).parent.name}
+    return {name for name in names if not name.startswith(f".{layout.plan.name}.")}  # a plan that was being written

@@ -1,0 +1,136 @@
+"""Disk and memory that a build needs, compared with what the machine has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelines.planning.config import BuildConfig
+from pipelines.planning.machine import available_memory, cuda_devices, free_disk
+from pipelines.planning.plan import BuildSettings
+from pipelines.progress.wording import counted, human_bytes
+from storage_formats.cpus import usable_cpus
+from storage_formats.errors import UsageError
+from storage_formats.format.layout import CRC_BYTES, PAGE_BYTES, IndexSpec, padded_shard_bytes
+
+if TYPE_CHECKING:
+    from edje_index.bundles.info import BundleInfo
+
+_SLACK = 1.02  # metadata, and what the file system adds
+_FILES_PER_SHARD = 6  # tokens, checksums, embeddings, rows; during the build also inputs and receipt
+_ROW_BYTES = 200  # rows table and frozen inputs together, compressed, for paths of about 60 characters
+_PROCESS_BYTES = 600 * 2**20  # torch, open_clip and their libraries
+_BATCHES_IN_MEMORY = 4  # being decoded, ready, and in the model
+_CHANNELS = 3
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes needed, by purpose."""
+
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in self.parts.items())
+        return f"{human_bytes(self.total)} ({parts})"
+
+
+def choose_workers(config: BuildConfig, settings: BuildSettings) -> int | None:
+    """Number of worker processes; None lets the joined Ray cluster decide."""
+    if config.engine == "inline":
+        return 1
+    if config.workers is not None or config.address is not None:
+        return config.workers
+    if settings.device == "cuda":
+        return max(1, cuda_devices())
+    return max(1, usable_cpus() // settings.threads)
+
+
+def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo) -> int | None:
+    """Number of worker processes, as `choose_workers`.
+
+    Raises:
+        UsageError: this machine lacks the device or the memory for them, or a precision does not exist. The machines
+            of a joined cluster are not known here and not checked.
+    """
+    from storage_formats.codecs import codec
+
+    workers = choose_workers(config, settings)
+    if config.address is None:
+        _check_device(settings.device)
+        height, width = info.vision["image_size"]
+        need = worker_memory_need(
+            workers or 1, info.encoder_weights_bytes, settings.batch_size, int(height) * int(width)
+        )
+        _check_memory(need, "use fewer workers or a smaller batch size", "workers")
+    for name in settings.precisions:
+        codec(name, info.block_shape)  # raises if there is no such precision
+    return workers
+
+
+def check_index_size(root: Path, spec: IndexSpec) -> None:
+    """Raise UsageError if the index does not fit on the disk, or its embeddings do not fit in memory."""
+    need, free = disk_need(spec), free_disk(root)
+    if need.total > free:
+        raise UsageError(
+            f"the index of {counted(spec.rows, 'input')} needs {need} of disk, but only {human_bytes(free)} are free "
+            f"at {root}; choose another disk or free some space",
+            parameter="out",
+        )
+    _check_memory(ann_memory_need(spec), "split the sources over several indexes", "sources")
+
+
+def disk_need(spec: IndexSpec) -> Need:
+    """Bytes of the whole index on disk, with 2 % slack."""
+    from storage_formats.codecs import codec
+
+    tokens = sum(_token_bytes(spec, codec(name, spec.block_shape).record_bytes) for name in spec.precisions)
+    embeddings = spec.shards * spec.shard_size * spec.embed_dim * _FLOAT32_BYTES
+    rows = spec.rows * _ROW_BYTES + spec.shards * _FILES_PER_SHARD * PAGE_BYTES  # files end in a partial disk block
+    parts = {"tokens": tokens, "embeddings": embeddings, "rows": rows, "ann": _ann_bytes(spec)}
+    return Need({name: int(size * _SLACK) for name, size in parts.items()})
+
+
+def worker_memory_need(workers: int, weights_bytes: int, batch_size: int, image_pixels: int) -> Need:
+    """Lower bound of the memory of all workers, in bytes."""
+    batches = _BATCHES_IN_MEMORY * batch_size * _CHANNELS * image_pixels * _FLOAT32_BYTES
+    parts = {"libraries": _PROCESS_BYTES, "weights": weights_bytes, "batches": batches}
+    return Need({name: workers * size for name, size in parts.items()})
+
+
+def ann_memory_need(spec: IndexSpec) -> Need:
+    """Bytes of memory for building `ann/`, after the workers have ended."""
+    return Need({"vectors": _ann_bytes(spec)})
+
+
+def _token_bytes(spec: IndexSpec, record_bytes: int) -> int:
+    last = len(spec.shard_rows(spec.shards - 1))
+    full_shard, last_shard = (
+        padded_shard_bytes(rows, spec.shard_size, record_bytes)[1] for rows in (spec.shard_size, last)
+    )
+    return (spec.shards - 1) * full_shard + last_shard + spec.rows * CRC_BYTES
+
+
+def _ann_bytes(spec: IndexSpec) -> int:
+    return spec.rows * (spec.embed_dim * _FLOAT32_BYTES + 8)  # vectors and 64-bit ids
+
+
+def _check_device(device: str) -> None:
+    if device == "cuda" and not cuda_devices():
+        raise UsageError("device is cuda, but torch sees no CUDA device on this machine; use cpu", parameter="device")
+
+
+def _check_memory(need: Need, advice: str, parameter: str) -> None:
+    available = available_memory()
+    if need.total > available:
+        raise UsageError(
+            f"the build needs at least {need} of memory, but only {human_bytes(available)} are free; {advice}",
+            parameter=parameter,
+        )
