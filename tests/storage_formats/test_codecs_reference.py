@@ -76,7 +76,7 @@ def test_encodes_every_number_as_the_largest_of_its_group(name):
 
 
 def groups_of_every_number(largest: np.ndarray, group: int) -> np.ndarray:
-    """For each magnitude (bits, [k]), groups that start with it and hold all bfloat16 up to it: uint16 [k, n, group]."""
+    """For each magnitude (bits, [k]), groups that start with it, of all bfloat16 up to it: uint16 [k, n, group]."""
     numbers = np.arange(0x10000, dtype=np.uint16)
     numbers = np.resize(numbers, (-(-len(numbers) // (group - 1)), group - 1))
     numbers = np.broadcast_to(numbers, (len(largest), *numbers.shape))
