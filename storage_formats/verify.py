@@ -158,7 +158,8 @@ class _ShardCheck:
             try:
                 indexed = self._check_rows(problems)
             except CorruptIndexError as error:
-                problems.append(self._problem(self._layout.rows_file(self._shard), "rows", str(error)))
+                message = f"cannot be read: {error.__cause__}" if error.__cause__ else str(error)
+                problems.append(self._problem(self._layout.rows_file(self._shard), "rows", message))
         for name in self._spec.precisions:
             problems += self._check_tokens(name, indexed)
         if indexed is not None:

@@ -195,10 +195,15 @@ def _parse(layout: Layout, value: Any) -> Manifest:
     try:
         manifest = _from_members(value)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptIndexError(f"a member of {where} is missing or has the wrong type: {error!r}") from error
+        raise CorruptIndexError(
+            f"a member of {where} is missing or has the wrong type: {error!r}; restore the file"
+        ) from error
     manifest.counts.check()
     if manifest.counts.inputs != manifest.spec.rows or int(value.get("shards", -1)) != manifest.spec.shards:
-        raise CorruptIndexError(f"rows, shards and counts in {where} contradict each other")
+        raise CorruptIndexError(
+            f"{where} contradicts itself: {manifest.spec.rows} rows of {manifest.counts.inputs} inputs in "
+            f"{value.get('shards')} shards of {manifest.spec.shard_size}; restore the file"
+        )
     return manifest
 
 

@@ -87,7 +87,9 @@ def read_shard_rows(layout: Layout, shard: int, columns: list[str] | None = None
     try:
         return pq.read_table(path, columns=columns, partitioning=None).cast(schema)
     except (OSError, ValueError, pa.ArrowException) as error:  # damaged names and text raise ValueError
-        raise CorruptIndexError(f"cannot read rows of shard {shard} ({path}): {error}") from error
+        raise CorruptIndexError(
+            f"cannot read rows of shard {shard} ({path}): {error}; run 'edje-index verify'"
+        ) from error
 
 
 def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:

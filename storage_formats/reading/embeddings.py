@@ -26,13 +26,19 @@ def read_shard_embeddings(layout: Layout, spec: IndexSpec, shard: int) -> NDArra
     try:
         values = np.fromfile(path, dtype="<f4")
     except OSError as error:
-        raise CorruptIndexError(f"cannot read embeddings of shard {shard} ({path}): {error}") from error
+        raise _cannot_read(path, shard, error) from error
     if values.size != spec.shard_size * spec.embed_dim:
         raise CorruptIndexError(
             f"{path} holds {values.size} numbers instead of {spec.shard_size} x {spec.embed_dim}; "
             "run 'edje-index verify'"
         )
     return values.reshape(spec.shard_size, spec.embed_dim)[: len(spec.shard_rows(shard))]
+
+
+def _cannot_read(path: Path, shard: int, error: OSError) -> CorruptIndexError:
+    return CorruptIndexError(
+        f"cannot read embeddings of shard {shard} ({path}): {error.strerror}; run 'edje-index verify'"
+    )
 
 
 def iter_embeddings(root: str | Path, spec: IndexSpec) -> Iterator[tuple[int, NDArray[np.float32]]]:
@@ -78,7 +84,7 @@ def _read_single_rows(layout: Layout, spec: IndexSpec, shard: int, positions: ND
                     os.posix_fadvise(file.fileno(), position * size, size, os.POSIX_FADV_WILLNEED)
             parts = [os.pread(file.fileno(), size, position * size) for position in positions.tolist()]
     except OSError as error:
-        raise CorruptIndexError(f"cannot read embeddings of shard {shard} ({path}): {error}") from error
+        raise _cannot_read(path, shard, error) from error
     if any(len(part) != size for part in parts):
         raise CorruptIndexError(
             f"{path} is shorter than {spec.shard_size} x {spec.embed_dim} numbers; run 'edje-index verify'"

@@ -152,7 +152,9 @@ def _checked_records(
                 yield first, records
         _announce_next(task, layout, source_codec)
     except OSError as error:
-        raise CorruptIndexError(f"cannot read shard {task.shard} of '{task.source}': {error}") from error
+        raise CorruptIndexError(
+            f"cannot read shard {task.shard} of '{task.source}': {error}; run 'edje-index verify'"
+        ) from error
 
 
 def _announce_next(task: ConversionTask, layout: Layout, source_codec: Codec) -> None:

@@ -84,7 +84,8 @@ def check_receipts(receipts: Sequence[ShardReceipt], shards: int) -> None:
     receipt_shards = sorted(receipt.shard for receipt in receipts)
     if receipt_shards != list(range(shards)):
         raise CorruptIndexError(
-            f"{shards} shards need one receipt each, but there are receipts for {len(set(receipt_shards))}"
+            f"{shards} shards need one receipt each, but there are receipts for {len(set(receipt_shards))}; "
+            "run the same command again to write the missing shards"
         )
 
 
