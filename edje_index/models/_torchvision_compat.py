@@ -30,13 +30,13 @@ def prepare_torchvision() -> bool:
     if "torchvision" in sys.modules:
         return False
     spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None or _operators_load(Path(spec.origin).parent):
+    if spec is None or spec.origin is None or operators_load(Path(spec.origin).parent):
         return False
     _declare_missing_operators()
     return True
 
 
-def _operators_load(package: Path) -> bool:
+def operators_load(package: Path) -> bool:
     """Whether the compiled operators load. torchvision loads them again, which is harmless."""
     import torch
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-from edje_index import filesystem as folders
 from edje_index.bundles.info import read_bundle_info
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.models.weights import read_checkpoint
@@ -225,15 +224,15 @@ def test_a_stop_at_the_very_end_leaves_nothing_in_the_way(case, tmp_path, monkey
     """Between what the run says of its bundle and the bundle itself."""
     asked = [*training(case, tmp_path / "out"), "--steps", "2"]
 
-    make_readable = folders._make_readable
+    rename = Path.rename
 
-    def stop_at_the_last(staging: Path) -> None:
-        if staging.parent == tmp_path:
+    def stop_before_the_bundle_appears(path: Path, target: Path) -> Path:
+        if target == tmp_path / "out":
             raise KeyboardInterrupt
-        make_readable(staging)
+        return rename(path, target)
 
     with monkeypatch.context() as stopped:
-        stopped.setattr(folders, "_make_readable", stop_at_the_last)
+        stopped.setattr(Path, "rename", stop_before_the_bundle_appears)
         assert "To resume" in run_here(*asked, expect=1)["error"]
     assert [path.name for path in tmp_path.iterdir()] == ["out.run"]
     recorded = json.loads((tmp_path / "out.run" / "result.json").read_text())

@@ -42,8 +42,7 @@ _LAYER_NAMES = {
 def timm_state(onnx_graph: bytes) -> State:
     """Weights for ``timm.create_model("vit_small_patch14_dinov2", img_size=518)``, float16.
 
-    Float16 halves the file and changes the model's outputs by about 1e-3. timm's ``checkpoint_filter_fn`` adapts the
-    weights to other image sizes.
+    timm's ``checkpoint_filter_fn`` adapts the weights to other image sizes.
 
     Raises:
         ModelError: the graph is not that export.

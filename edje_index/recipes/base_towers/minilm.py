@@ -9,9 +9,6 @@ from edje_index.models.weights import State
 
 
 def bert_state(weights: bytes) -> State:
-    """Weights for ``transformers.BertModel``, with float32 tensors rounded to float16.
-
-    Float16 halves the file and changes a weight by at most 5e-4 of its value.
-    """
+    """Weights for ``transformers.BertModel``, with float32 tensors rounded to float16."""
     tensors = sorted(load(weights).items())
     return {name: tensor.half() if tensor.dtype == torch.float32 else tensor for name, tensor in tensors}

@@ -27,7 +27,7 @@ class TowerSources:
 
 @dataclass(frozen=True)
 class ContrastiveConfig:
-    """How to train the heads. The defaults were chosen on a development split of Flickr8k.
+    """How to train the heads. docs/lab/models.md says how the defaults were chosen.
 
     Attributes:
         embed_dim: width of the shared embedding.

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from edje_index.models._torchvision_compat import FAKE_REGISTERED_OPS, _operators_load, prepare_torchvision
+from edje_index.models._torchvision_compat import FAKE_REGISTERED_OPS, operators_load, prepare_torchvision
 
 SCRIPT = """
 from edje_index.models._torchvision_compat import prepare_torchvision
@@ -45,4 +45,4 @@ def test_tells_a_sound_library_from_a_broken_and_a_missing_one(tmp_path: Path) -
     assert spec is not None
     assert spec.origin is not None
     shutil.copy(spec.origin, sound / "_C.so")
-    assert [_operators_load(folder) for folder in (missing, broken, sound)] == [False, False, True]
+    assert [operators_load(folder) for folder in (missing, broken, sound)] == [False, False, True]
