@@ -1,4 +1,4 @@
-"""Pairs a second of the joint encoder on this machine, and where the time of a whole query goes."""
+"""Speed of the joint encoder in pairs per second, and the time of each stage of a query."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,13 +19,14 @@ from edje_index.bundles.random_tokenizer import untrained_tokenizer
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_encoder import JointEncoder, bert_config
-from edje_index.search.token_index import FinalScorer
+from edje_index.scoring.weights import BUNDLE_SCORE
+from edje_index.search.reranking import Candidates, Reranker
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import Manifest
 from storage_formats.token_store import TokenStore
 
 CAPTION = "a brown dog runs over wet sand towards a red ball near the sea"
-"""13 common words: 16 tokens with [CLS] and both [SEP], 80 with an image of 64."""
+"""13 common words: 16 tokens with [CLS] and both [SEP], 80 with the 64 tokens of an image."""
 MINILM_LAYERS = {"MiniLM-L6-H384": 6, "MiniLM-L12-H384": 12}
 _BLOCK_SHAPE = (64, 384)
 _VOCABULARY = 16000
@@ -36,19 +38,21 @@ class RerankBench:
     """What to measure.
 
     Attributes:
-        model: bundle whose joint encoder is measured; None for MiniLM shapes with random weights: the same cost.
-        index: index for the whole query; None to leave that out. Needs the bundle that built it.
+        model: bundle whose joint encoder is measured; None for models of MiniLM's sizes with random weights.
+        index: index whose query stages are measured too; it needs the bundle that built it.
+        score: the score of that query, see `edje_index.scoring.weights.parse_score`.
         caption: text of every pair.
-        batch_sizes: pairs in one pass.
-        threads: threads of torch; counts for the CPU alone.
-        pool: candidates of a whole query.
+        batch_sizes: pairs per forward pass.
+        threads: numbers of torch threads; they count on a CPU only.
+        pool: candidates of the query.
         repeats: runs of each setting.
         device: "auto", "cpu" or "cuda".
-        dtype: of the joint encoder's matrix products, "auto", "float32" or "bfloat16".
+        dtype: number type of the joint encoder's matrix products, "auto", "float32" or "bfloat16".
     """
 
     model: Path | None = None
     index: Path | None = None
+    score: str = BUNDLE_SCORE
     caption: str = CAPTION
     batch_sizes: tuple[int, ...] = (1, 32, 128)
     threads: tuple[int, ...] = (1, 2)
@@ -59,46 +63,49 @@ class RerankBench:
 
 
 def bench_rerank(bench: RerankBench) -> dict[str, Any]:
-    """Pairs a second of each joint encoder by batch size and threads, the best of them, and the stages of a query."""
+    """Pairs per second of each joint encoder by batch size and threads, and the stages of a query."""
     device = resolve_device(bench.device)
     dtype = resolve_dtype(bench.dtype, device)
     models = {}
     for name, joint, block_shape in _joint_encoders(bench, device):
         joint.compute_dtype = dtype
-        rates = {
-            f"batch {batch}, {threads} threads": pairs_per_second(joint, block_shape, bench, batch, threads)
-            for threads in bench.threads
-            for batch in bench.batch_sizes
-        }
-        tokens = joint.tokenizer.inputs([bench.caption], block_shape[0]).input_ids.shape[1]
-        medians = {setting: statistics.median(found) for setting, found in rates.items()}
-        models[name] = {
-            "tokens_per_pair": tokens,
-            "pairs_per_s": rates,
-            "median": medians,
-            "best": max(medians, key=lambda setting: medians[setting]),
-        }
-    found: dict[str, Any] = {
+        models[name] = _rates(bench, joint, block_shape)
+    report: dict[str, Any] = {
         "environment": environment(),
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "joint_encoders": models,
     }
     if bench.index is not None:
-        found["query"] = _query(bench, bench.index)
-    return found
+        report["query"] = _query(bench, bench.index)
+    return report
+
+
+def _rates(bench: RerankBench, joint: JointEncoder, block_shape: tuple[int, int]) -> dict[str, Any]:
+    rates = {
+        f"batch {batch}, {threads} threads": pairs_per_second(joint, block_shape, bench, batch, threads)
+        for threads in bench.threads
+        for batch in bench.batch_sizes
+    }
+    medians = {setting: statistics.median(values) for setting, values in rates.items()}
+    return {
+        "tokens_per_pair": joint.tokenizer.inputs([bench.caption], block_shape[0]).input_ids.shape[1],
+        "pairs_per_s": rates,
+        "median": medians,
+        "best": max(medians, key=lambda setting: medians[setting]),
+    }
 
 
 def needed_pairs_per_second(model: Path, device: str = "auto") -> dict[str, Any]:
-    """The most pairs a second that the joint encoder of `model` scores here, and with which setting."""
+    """The highest speed of the joint encoder of `model` on this machine, with the setting that reaches it."""
     threads = (torch.get_num_threads(),)
     report = bench_rerank(RerankBench(model=model, batch_sizes=(32, 128), threads=threads, repeats=3, device=device))
-    ((name, found),) = report["joint_encoders"].items()
+    ((name, rates),) = report["joint_encoders"].items()
     return {
         "name": name,
-        "setting": found["best"],
+        "setting": rates["best"],
         "device": report["device"],
-        "pairs_per_s": found["median"][found["best"]],
+        "pairs_per_s": rates["median"][rates["best"]],
     }
 
 
@@ -106,7 +113,7 @@ def needed_pairs_per_second(model: Path, device: str = "auto") -> dict[str, Any]
 def pairs_per_second(
     joint: JointEncoder, block_shape: tuple[int, int], bench: RerankBench, batch: int, threads: int
 ) -> list[float]:
-    """Pairs a second of each repeat: tokenizing, the copy to the device, the joint encoder, the scores back."""
+    """Pairs per second of each repeat: tokenise, copy to the device, score, copy the scores back."""
     rng = np.random.default_rng(0)
     blocks = torch.from_numpy(rng.standard_normal((batch, *block_shape), dtype=np.float32)).to(torch.bfloat16)
 
@@ -123,7 +130,7 @@ def pairs_per_second(
 
 
 def _joint_encoders(bench: RerankBench, device: torch.device) -> Iterable[tuple[str, JointEncoder, tuple[int, int]]]:
-    """(name, joint encoder, block shape) of what is to be measured."""
+    """(name, joint encoder, block shape) of each model to measure."""
     if bench.model is not None:
         bundle = ModelBundle.load(bench.model, device=str(device), verify=False)
         config = bundle.joint.config
@@ -150,28 +157,29 @@ def random_joint_encoder(layers: int, width: int, words: int = _VOCABULARY) -> J
 
 
 def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
-    """Median milliseconds of each stage of a query, blocks in the page cache after the first."""
+    """Median milliseconds of each stage of a query. The first run loads the page cache and is left out."""
     manifest = Manifest.load(index)
     if manifest.ann.get("kind") == "none":
-        raise UsageError(f"{index} has no nearest-neighbour index, so no query to measure: build one from images")
-    model = ModelBundle.load(
-        bench.model or manifest.model["bundle"], device=bench.device, dtype=bench.dtype, verify=False
-    )
-    ann, scorer = AnnIndex(index), FinalScorer(index, manifest.spec, model)
+        raise UsageError(f"{index} has no nearest-neighbour index, so it cannot be searched: build one from images")
+    path = bench.model or manifest.model["bundle"]
+    model = ModelBundle.load(path, device=bench.device, dtype=bench.dtype, verify=False)
+    ann, reranker = AnnIndex(index), Reranker(index, manifest.spec, model, score=bench.score)
     precision = manifest.spec.precisions[0]
     stages: dict[str, list[float]] = {"text": [], "nearest": [], "fetch": [], "score": []}
     with TokenStore.open(index, precision) as store:
         for _ in range(bench.repeats + 1):
             query = _timed(stages["text"], lambda: model.text.encode([bench.caption])[0])
-            rows, similar = _timed(stages["nearest"], lambda query=query: ann.nearest(query, bench.pool))  # type: ignore[misc]
-            blocks = _timed(stages["fetch"], lambda rows=rows: store.fetch(rows))  # type: ignore[misc]
-            found = (rows, similar, blocks)
-            _timed(stages["score"], lambda found=found: scorer.scores(bench.caption, *found))  # type: ignore[misc]
-    medians = {name: statistics.median(found[1:]) * 1e3 for name, found in stages.items()}  # the first one loads
+            candidates = Candidates(*_timed(stages["nearest"], partial(ann.nearest, query, bench.pool)))
+            blocks = None
+            if reranker.reads_tokens:
+                blocks = _timed(stages["fetch"], partial(store.fetch, candidates.rows))
+            _timed(stages["score"], partial(reranker.scores, bench.caption, candidates, blocks))
+    medians = {name: statistics.median(times[1:]) * 1e3 for name, times in stages.items() if times}
     return {
         "index": str(index),
         "precision": precision,
-        "pool": len(rows),
+        "score": bench.score,
+        "pool": len(candidates.rows),
         "ms": medians,
         "total_ms": sum(medians.values()),
     }
@@ -185,6 +193,6 @@ def _timed(seconds: list[float], work: Callable[[], _T]) -> _T:
 
 
 def _seconds(work: Callable[[], None]) -> float:
-    found: list[float] = []
-    _timed(found, work)
-    return found[0]
+    seconds: list[float] = []
+    _timed(seconds, work)
+    return seconds[0]

@@ -1,67 +1,60 @@
-"""Model bundles: one folder with all that indexing and search need. Its layout is in ``bundle_info``."""
+"""Model bundles in memory. `bundles.info` describes their files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from edje_index.bundles.image_half import load_adapter
+from edje_index.bundles.encoder_parts import load_adapter
 from edje_index.bundles.info import (
     ADAPTER_WEIGHTS,
     BANK_WEIGHTS,
     INFO_FILE,
-    JOINT_CONFIG,
-    JOINT_FOLDER,
-    JOINT_WEIGHTS,
     VISION_FOLDER,
     VISION_WEIGHTS,
+    BundleDescription,
     BundleInfo,
     describe_bundle,
     read_bundle_info,
     verify_files,
 )
+from edje_index.bundles.joint_parts import load_hubness_bank, load_joint_encoder, save_joint_encoder
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder, write_json
 from edje_index.models.adapter import LOCAL, PATCHES, REDUCTIONS, Adapter
-from edje_index.models.bf16 import as_tensor
 from edje_index.models.clip_model import HF_TEXT_FOLDER, ClipConfig, build_clip, read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
-from edje_index.models.joint_encoder import JointEncoder, bert_config
-from edje_index.models.joint_inputs import load_joint_tokenizer
+from edje_index.models.joint_encoder import JointEncoder
 from edje_index.models.text_tower import TextTower, save_text_tokenizer, text_tokenizer
 from edje_index.models.vision_tower import VisionTower, vision_tower
 from edje_index.models.weights import assign_weights, read_weights, save_weights
-from edje_index.scoring.hubness import QueryBank
-from edje_index.scoring.pooled_similarity import PooledSimilarity
-from edje_index.scoring.weights import ScoreWeights
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from edje_index.scoring.hubness import HubnessBank
+from edje_index.scoring.parts import Part, ScoreModels
+from edje_index.scoring.pooled_similarity import PooledSimilarity, PooledVectors
+from edje_index.scoring.weights import BUNDLE_SCORE, DirectionWeights, ScoreWeights, check_parts, parse_score
 
 
 @dataclass
 class ModelBundle:
-    """Image and text tower, adapter and joint encoder, in memory.
+    """Vision and text tower, adapter, joint encoder and the other parts of the final score, in memory.
 
     Attributes:
         clip: the open_clip model that holds both towers.
-        clip_config: what it was built from.
+        clip_config: the configuration that it was built from.
         text_tokenizer: tokenizer of the text tower.
-        adapter: from patch tokens to stored tokens.
+        adapter: maps patch features to tokens.
         joint: the joint encoder, with its own tokenizer.
         trained: False for random weights: scores and order then mean nothing.
         notes: where the weights came from, for people.
-        embedding_weight: w of the score that re-ranking sorts by, joint score + w x embedding similarity.
-        bank: `prior_weight` times its prior is taken off that score; None without. The prior's temperature is
-            `prior_temperature`.
-        own_caption_weights: of the score that captions are sorted by; None where it is the same.
-        info: of the folder that this was loaded from; None for a bundle made in memory.
+        score: weights of the final score. The default is the published score, the logit alone.
+        pooled: the pooled similarity, if the bundle has one.
+        hubness_bank: the bank of the hubness correction, if the bundle has one.
+        info: description of the directory that this was loaded from; None for a bundle made in memory.
     """
 
     clip: torch.nn.Module
@@ -71,16 +64,14 @@ class ModelBundle:
     joint: JointEncoder
     trained: bool
     notes: str = ""
-    embedding_weight: float = 0.0
-    bank: QueryBank | None = None
-    prior_weight: float = 0.0
-    prior_temperature: float = 1.0
-    own_caption_weights: ScoreWeights | None = None
+    score: DirectionWeights = field(default_factory=DirectionWeights)
+    pooled: PooledSimilarity | None = None
+    hubness_bank: HubnessBank | None = None
     info: BundleInfo | None = None
 
     @cached_property
     def vision(self) -> VisionTower:
-        """The frozen image tower."""
+        """The frozen vision tower."""
         return vision_tower(self.clip.visual)  # type: ignore[arg-type]
 
     @cached_property
@@ -95,7 +86,7 @@ class ModelBundle:
 
     @property
     def embed_dim(self) -> int:
-        """Width of image and text embeddings."""
+        """Width of the embeddings."""
         return self.vision.embed_dim
 
     @property
@@ -108,18 +99,43 @@ class ModelBundle:
         """sha256 of what decides the stored tokens and embeddings, as loaded."""
         return self._loaded().encoder_fingerprint
 
+    @property
+    def pooled_vectors(self) -> PooledVectors:
+        """Maps captions and images into the space of the pooled similarity."""
+        return PooledVectors(self.joint, self.pooled)
+
+    def weights(self, direction: str, score: str | ScoreWeights = BUNDLE_SCORE) -> ScoreWeights:
+        """The weights of the final score in one direction.
+
+        Args:
+            direction: "t2i" or "i2t".
+            score: see `scoring.weights.parse_score`.
+
+        Raises:
+            UsageError: `score` names an unknown part or no weight.
+            ModelError: the bundle lacks a part that `score` weighs.
+        """
+        weights = parse_score(score, self.score.of(direction))
+        check_parts(weights, self.parts(direction, weights), "this model bundle")
+        return weights
+
+    def parts(self, direction: str, weights: ScoreWeights) -> Mapping[str, Part]:
+        """Every part of the final score that the bundle has, by name; `weights` define the hubness correction."""
+        models = ScoreModels(self.joint, self.pooled, self.hubness_bank)
+        return models.parts(direction, weights.hubness_similarity)
+
     @classmethod
     def load(cls, path: str | Path, *, device: str = "cpu", dtype: str = "float32", verify: bool = True) -> ModelBundle:
         """Read a bundle.
 
         Args:
-            path: its folder.
-            device: where the weights go: ``auto`` (CUDA where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-            dtype: of the joint encoder's matrix products, see `devices.resolve_dtype`.
+            path: its directory.
+            device: where the weights go: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+            dtype: number type of the joint encoder's matrix products, see `devices.resolve_dtype`.
             verify: compare every file with its hash first.
 
         Raises:
-            ModelError: not a bundle, or a file missing, changed or not fitting; no such device or dtype.
+            ModelError: `path` is not a bundle; a file is missing, changed or does not fit; no such device or dtype.
         """
         info = read_bundle_info(path)
         target = resolve_device(device)
@@ -127,75 +143,41 @@ class ModelBundle:
         if verify:
             verify_files(info)
         config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
-        clip = _load_clip(info, config)
-        joint = _load_joint(info)
+        joint, pooled = load_joint_encoder(info)
         joint.compute_dtype = compute_dtype
+        bank = load_hubness_bank(info)
         bundle = cls(
-            clip=clip.to(target),
+            clip=_load_clip(info, config).to(target),
             clip_config=config,
             text_tokenizer=text_tokenizer(config, info.path / VISION_FOLDER),
             adapter=load_adapter(info).to(target),
             joint=joint.to(target),
             trained=info.trained,
             notes=info.notes,
-            embedding_weight=info.weights.similarity,
-            bank=None if info.bank is None else _load_bank(info, info.bank).to(target),
-            prior_weight=info.weights.prior,
-            prior_temperature=info.weights.temperature,
-            own_caption_weights=info.caption_weights if "caption_weights" in info.joint else None,
+            score=info.score,
+            pooled=None if pooled is None else pooled.to(target),
+            hubness_bank=None if bank is None else bank.to(target),
             info=info,
         )
         _check_fit(bundle)
         return bundle
 
-    @property
-    def weights(self) -> ScoreWeights:
-        """Of the final score that images are sorted by for a caption."""
-        joint = self.joint
-        return ScoreWeights(
-            self.embedding_weight, joint.late_weight, joint.pooled_weight, self.prior_weight, self.prior_temperature
-        )
-
-    @property
-    def caption_weights(self) -> ScoreWeights:
-        """Of the one that captions are sorted by for an image."""
-        return self.own_caption_weights or self.weights
-
-    def image_priors(self, embeddings: NDArray[np.float32], tokens: torch.Tensor | Array) -> NDArray[np.float32]:
-        """What the query bank takes off the scores of images with embeddings [b, e] and stored tokens [b, m, d]: [b].
-
-        The same for every caption; 0 without a bank.
-        """
-        if self.bank is None or not self.weights.prior:
-            return np.zeros(len(embeddings), dtype=np.float32)
-        vectors, weights = self.joint.image_vectors(as_tensor(tokens)), self.weights
-        priors = self.bank.of_images(torch.from_numpy(embeddings).to(vectors.device), vectors, weights)
-        return (weights.prior * priors).numpy(force=True)
-
-    def caption_priors(self, embeddings: NDArray[np.float32], captions: Sequence[str]) -> NDArray[np.float32]:
-        """What it takes off the scores of captions with embeddings [b, e], the same for every image: [b]."""
-        if self.bank is None or not self.caption_weights.prior:
-            return np.zeros(len(embeddings), dtype=np.float32)
-        vectors, weights = self.joint.caption_vectors(captions), self.caption_weights
-        priors = self.bank.of_captions(torch.from_numpy(embeddings).to(vectors.device), vectors, weights)
-        return (weights.prior * priors).numpy(force=True)
-
     def save(self, path: str | Path, before_commit: Callable[[BundleInfo], None] = lambda info: None) -> BundleInfo:
-        """Write the bundle as a new folder, whole or not at all.
+        """Write the bundle as a new directory, completely or not at all.
 
         Args:
-            path: the folder to make.
-            before_commit: called when all is written and nothing is at `path` yet; the description's own path is the
-                folder that will be moved there.
+            path: the directory to make.
+            before_commit: called when everything is written and nothing is at `path` yet. The `path` of its argument is
+                the directory that will be moved there.
 
         Raises:
-            ModelError: the folder exists, or the parts do not fit each other.
+            ModelError: the directory exists, or the parts do not fit each other.
         """
         _check_fit(self)
         out = Path(path)
         with new_folder(out) as staging:
             self._write_parts(staging)
-            info = self._describe(staging)
+            info = describe_bundle(staging, self._description())
             write_json(staging / INFO_FILE, info.to_json())
             read_bundle_info(staging)
             before_commit(info)
@@ -203,9 +185,7 @@ class ModelBundle:
 
     def _write_parts(self, folder: Path) -> None:
         vision = folder / VISION_FOLDER
-        joint = folder / JOINT_FOLDER
         vision.mkdir()
-        joint.mkdir()
         self.clip_config.write(vision)
         save_weights(self.clip, folder / VISION_WEIGHTS)
         save_text_tokenizer(self.text_tokenizer, vision)
@@ -213,13 +193,11 @@ class ModelBundle:
             hf_text: Any = self.clip.text
             hf_text.config.save_pretrained(str(vision / HF_TEXT_FOLDER))
         save_weights(self.adapter, folder / ADAPTER_WEIGHTS)
-        save_weights(self.joint, folder / JOINT_WEIGHTS)
-        self.joint.tokenizer.save(joint)
-        write_json(folder / JOINT_CONFIG, self.joint.config.to_dict())
-        if self.bank is not None:
-            self.bank.save(folder / BANK_WEIGHTS)
+        save_joint_encoder(self.joint, self.pooled, folder)
+        if self.hubness_bank is not None:
+            self.hubness_bank.save(folder / BANK_WEIGHTS)
 
-    def _describe(self, folder: Path) -> BundleInfo:
+    def _description(self) -> BundleDescription:
         vision = {
             "name": self.clip_config.name,
             "patch_dim": self.vision.patch_dim,
@@ -229,30 +207,22 @@ class ModelBundle:
             "image_size": list(self.vision.image_size),
         }
         joint: dict[str, Any] = {"text_embed_dim": self.joint.text_projection.out_features}
-        weights = {
-            "embedding_weight": self.embedding_weight,
-            "late_weight": self.joint.late_weight,
-            "pooled_weight": self.joint.pooled_weight,
-            "prior_weight": self.prior_weight,
-        }
-        # Left out where it changes nothing: earlier bundles keep their fingerprints.
-        joint.update({name: weight for name, weight in weights.items() if weight})
-        if self.prior_weight:
-            joint["prior_temperature"] = self.prior_temperature
-        if self.own_caption_weights is not None:
-            joint["caption_weights"] = self.own_caption_weights._asdict()
-        if self.joint.pooled is not None:
-            joint["pooled"] = self.joint.pooled.sizes
-        if self.bank is not None:
-            joint["bank"] = self.bank.sizes
-        adapter = self.adapter.config.to_json()
-        return describe_bundle(
-            folder, vision=vision, adapter=adapter, joint=joint, trained=self.trained, notes=self.notes
+        if self.pooled is not None:
+            joint["pooled_similarity"] = self.pooled.sizes
+        if self.hubness_bank is not None:
+            joint["hubness_bank"] = self.hubness_bank.sizes
+        return BundleDescription(
+            vision=vision,
+            adapter=self.adapter.config.to_json(),
+            joint=joint,
+            score=self.score,
+            trained=self.trained,
+            notes=self.notes,
         )
 
     def _loaded(self) -> BundleInfo:
         if self.info is None:
-            raise ModelError("a bundle made in memory has no fingerprint yet: save it")
+            raise ModelError("a bundle made in memory has no fingerprint: save it first")
         return self.info
 
 
@@ -263,44 +233,37 @@ def _load_clip(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
     return clip.requires_grad_(False)
 
 
-def _load_joint(info: BundleInfo) -> JointEncoder:
-    tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER)
-    joint = JointEncoder(bert_config(info.path / JOINT_CONFIG), tokenizer, int(info.joint["text_embed_dim"]))
-    if info.pooled is not None:
-        joint.pooled = PooledSimilarity(joint.width, **info.pooled)
-    weights = info.path / JOINT_WEIGHTS
-    assign_weights(joint, read_weights(weights), str(weights))
-    joint.late_weight, joint.pooled_weight = info.weights.late, info.weights.pooled
-    return joint
-
-
-def _load_bank(info: BundleInfo, sizes: dict[str, int]) -> QueryBank:
-    if BANK_WEIGHTS not in info.files:
-        raise ModelError(f"the bundle {info.path} lacks {BANK_WEIGHTS}: copy the whole folder, or make it anew")
-    return QueryBank.load(info.path / BANK_WEIGHTS, info.embed_dim, sizes)
-
-
 def _check_fit(bundle: ModelBundle) -> None:
-    """Adapter, tower and joint encoder must have the same widths and counts where they meet."""
+    """ModelError unless the parts have the same widths and counts where they meet."""
+    _check_adapter(bundle)
+    for direction_weights in (bundle.score.t2i, bundle.score.i2t):
+        check_parts(direction_weights, bundle.parts("t2i", direction_weights), "the bundle")
+    if bundle.hubness_bank is not None:
+        dim = 0 if bundle.pooled is None else bundle.pooled.sizes["dim"]
+        if bundle.hubness_bank.sizes["dim"] != dim:
+            raise ModelError(
+                f"the hubness bank has pooled vectors of width {bundle.hubness_bank.sizes['dim']}, but the pooled "
+                f"similarity has width {dim}: take both from the same training run"
+            )
+
+
+def _check_adapter(bundle: ModelBundle) -> None:
     adapter, vision = bundle.adapter.config, bundle.vision
     name = bundle.clip_config.name
     if adapter.vision_dim != vision.patch_dim:
         raise ModelError(
-            f"the adapter takes patch tokens of width {adapter.vision_dim}, but the vision tower {name} gives "
+            f"the adapter takes patch features of width {adapter.vision_dim}, but the vision tower {name} gives "
             f"width {vision.patch_dim}: name the tower that the adapter was trained with"
         )
     if adapter.kind in (LOCAL, PATCHES) and adapter.num_tokens != vision.num_patches:
         raise ModelError(
-            f"a {adapter.kind} adapter stores every patch: {adapter.num_tokens} given, {name} has {vision.num_patches}"
+            f"a {adapter.kind} adapter stores one token per patch: it has {adapter.num_tokens} tokens, but {name} has "
+            f"{vision.num_patches} patches"
         )
     if adapter.kind in REDUCTIONS and adapter.num_tokens > vision.num_patches:
-        raise ModelError(f"cannot keep {adapter.num_tokens} of the {vision.num_patches} patches of {name}")
+        raise ModelError(f"cannot keep {adapter.num_tokens} patches: {name} has only {vision.num_patches}")
     if adapter.language_dim != bundle.joint.width and not adapter.is_feature:
         raise ModelError(
             f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads width "
             f"{bundle.joint.width}: take both from the same training run"
         )
-    if bundle.bank is not None:
-        has, wanted = bundle.bank.sizes["dim"], 0 if bundle.joint.pooled is None else bundle.joint.pooled.sizes["dim"]
-        if has != wanted:
-            raise ModelError(f"the query bank has pooled vectors of width {has}, the pooled similarity {wanted}")

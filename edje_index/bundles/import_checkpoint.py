@@ -1,4 +1,4 @@
-"""From a checkpoint of the published training code to a model bundle."""
+"""Imports a checkpoint of the published training code as a model bundle."""
 
 from __future__ import annotations
 
@@ -24,25 +24,28 @@ def import_checkpoint(
     tokenizer_dir: str | Path | None = None,
     text_tokenizer_dir: str | Path | None = None,
 ) -> BundleInfo:
-    """Make a bundle of a published checkpoint and the open_clip tower that it was trained with.
+    """Make a bundle from a published checkpoint and the open_clip model that it was trained with.
+
+    The bundle scores by the joint encoder's logit alone, as published.
 
     Args:
         checkpoint: the ``.pth`` file.
-        vision: the tower: ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``, ``hf-hub:ORG/REPO`` or
-            ``local-dir:FOLDER``, as open_clip names it.
-        out: the bundle's folder, which must not exist.
-        pretrained: tag or weights file of the tower, where ``vision`` does not say.
-        tokenizer_dir: the joint encoder's tokenizer and ``config.json``; else ``tokenizer/`` beside the checkpoint.
-        text_tokenizer_dir: files of the text tower's tokenizer, where it is a Hugging Face one that cannot be
-            downloaded; a ``local-dir:`` folder holds its own.
+        vision: the open_clip model: ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``, ``hf-hub:ORG/REPO`` or
+            ``local-dir:DIRECTORY``.
+        out: the bundle's directory, which must not exist.
+        pretrained: tag or weights file of the model, if ``vision`` does not name one.
+        tokenizer_dir: the joint encoder's tokenizer and ``config.json``; by default ``tokenizer/`` beside the
+            checkpoint.
+        text_tokenizer_dir: files of the text tower's tokenizer, if it is a Hugging Face tokenizer that cannot be
+            downloaded. A ``local-dir:`` directory holds its own.
 
     Raises:
-        HubUnreachableError: weights or a tokenizer are not here and cannot be downloaded.
-        ModelError: parts that are missing or do not fit each other.
+        HubUnreachableError: weights or a tokenizer are missing and cannot be downloaded.
+        ModelError: parts are missing or do not fit each other.
     """
     path = Path(checkpoint)
     if Path(out).exists():
-        raise ModelError(f"{out} exists already: give another folder, or remove it")
+        raise ModelError(f"{out} exists already: choose another directory, or remove it")
     tokenizer = _tokenizer_dir(path, tokenizer_dir)
     clip, config = load_clip(vision, pretrained)
     tower = vision_tower(clip.visual)  # type: ignore[arg-type]
@@ -65,8 +68,8 @@ def _tokenizer_dir(checkpoint: Path, given: str | Path | None) -> Path:
     folder = Path(given) if given else checkpoint.parent / "tokenizer"
     if not folder.is_dir():
         raise ModelError(
-            f"no joint tokenizer at {folder}: a checkpoint does not hold it; give the folder with the language "
-            "model's tokenizer and config.json (--tokenizer)"
+            f"no joint tokenizer at {folder}: a checkpoint does not contain it; name the directory with the language "
+            "model's tokenizer and config.json"
         )
     return folder
 
@@ -78,7 +81,7 @@ def _text_tokenizer_dir(vision: str, given: str | Path | None) -> Path | None:
 
 
 def _with_patch_count(adapter: Adapter, patches: int) -> Adapter:
-    """A local adapter stores as many tokens as the tower has patches, which its checkpoint does not say."""
+    """Give a local adapter as many tokens as the tower has patches, which its checkpoint does not record."""
     if adapter.config.kind != LOCAL:
         return adapter
     sized = build_adapter(replace(adapter.config, num_tokens=patches))

@@ -1,18 +1,18 @@
-"""``bundle.json``: what a model bundle says about itself, readable without torch.
+"""``bundle.json``: the description of a model bundle, readable without torch.
 
-A bundle is one folder:
+A bundle is one directory:
 
-    bundle.json                        this file: sizes, origin, hash of every other file, fingerprints
+    bundle.json                        this file: sizes, score weights, hash of every other file, fingerprints
     vision/open_clip_config.json       open_clip's model and preprocessing configuration
-    vision/open_clip_model.safetensors weights of the image and text tower
-    vision/...                         tokenizer of the text tower, where it is not open_clip's own
+    vision/open_clip_model.safetensors weights of the vision and text tower
+    vision/...                         tokenizer of the text tower, unless it is open_clip's own
     adapter.safetensors                weights of the adapter
     joint/config.json                  BERT configuration of the joint encoder
-    joint/model.safetensors            its weights
+    joint/model.safetensors            its weights; those of the pooled similarity begin with ``pooled.``
     joint/...                          its tokenizer
-    bank.safetensors                   the query bank, where there is one
+    bank.safetensors                   the bank of the hubness correction, if the bundle has one
 
-``vision/`` is a folder that open_clip itself opens as ``local-dir:BUNDLE/vision``.
+open_clip itself can open ``vision/`` as ``local-dir:BUNDLE/vision``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edje_index.bundles.migration import migrate_version_1
 from edje_index.errors import ModelError
 from edje_index.filesystem import read_versioned
 from edje_index.models.safety import check_bundle_folder
-from edje_index.scoring.weights import ScoreWeights
+from edje_index.scoring.weights import DirectionWeights
 
 FORMAT = "edje-model-bundle"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READ_VERSIONS = (1, FORMAT_VERSION)
 INFO_FILE = "bundle.json"
 VISION_FOLDER, JOINT_FOLDER = "vision", "joint"
 VISION_CONFIG = "vision/open_clip_config.json"
@@ -39,38 +41,32 @@ ADAPTER_WEIGHTS = "adapter.safetensors"
 JOINT_CONFIG = "joint/config.json"
 JOINT_WEIGHTS = "joint/model.safetensors"
 BANK_WEIGHTS = "bank.safetensors"
-# The files that decide what an index stores; text tower, joint encoder and tokenizers decide only how it is searched.
+# The files that decide what an index stores. The text tower and the joint encoder only decide how it is searched.
 ENCODER_FILES = (VISION_CONFIG, VISION_WEIGHTS, ADAPTER_WEIGHTS)
+# Part of every hash. It stays 1, so that an index built with a bundle of version 1 accepts the bundle saved again.
+_FINGERPRINT_VERSION = 1
 
 
-@dataclass(frozen=True)
-class BundleInfo:
-    """A bundle's own account of itself.
+@dataclass(frozen=True, kw_only=True)
+class BundleDescription:
+    """What a bundle consists of, apart from its files.
 
     Attributes:
-        path: the bundle's folder.
         vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim``, ``image_size`` of the tower.
         adapter: fields of the adapter's configuration.
-        joint: ``text_embed_dim`` of the joint encoder's text-embedding head; ``embedding_weight``, ``late_weight``,
-            ``pooled_weight`` and ``prior_weight`` of the final score, where they are not 0, with
-            ``prior_temperature``; ``caption_weights`` where captions have their own; sizes of ``pooled`` and ``bank``,
-            where there is one.
+        joint: ``text_embed_dim`` of the joint encoder's text-embedding head; sizes of the ``pooled_similarity`` and of
+            the ``hubness_bank``, if the bundle has them.
+        score: weights of the final score.
         trained: False for random weights.
         notes: where the weights came from, for people.
-        files: relative path to ``{"bytes", "sha256"}``, every file but ``bundle.json``.
-        fingerprint: sha256 over everything that decides any output.
-        encoder_fingerprint: sha256 over what decides the stored tokens and embeddings.
     """
 
-    path: Path
     vision: Mapping[str, Any]
     adapter: Mapping[str, Any]
     joint: Mapping[str, Any]
+    score: DirectionWeights
     trained: bool
     notes: str
-    files: Mapping[str, Mapping[str, Any]]
-    fingerprint: str
-    encoder_fingerprint: str
 
     @property
     def vision_name(self) -> str:
@@ -84,33 +80,35 @@ class BundleInfo:
 
     @property
     def embed_dim(self) -> int:
-        """Width of the pooled embedding."""
+        """Width of the embeddings."""
         return int(self.vision["embed_dim"])
 
     @property
-    def weights(self) -> ScoreWeights:
-        """Of the final score that images are sorted by."""
-        named = {name: float(self.joint.get(f"{name}_weight", 0.0)) for name in ("late", "pooled", "prior")}
-        similarity = float(self.joint.get("embedding_weight", 0.0))
-        return ScoreWeights(similarity, **named, temperature=float(self.joint.get("prior_temperature", 1.0)))
+    def pooled_similarity(self) -> dict[str, int] | None:
+        """``words`` and ``dim`` of the pooled similarity; None if the bundle has none."""
+        return _sizes(self.joint.get("pooled_similarity"), words=0, dim=0)
 
     @property
-    def caption_weights(self) -> ScoreWeights:
-        """Of the one that captions are sorted by; the same, where it says nothing else."""
-        own = self.joint.get("caption_weights")
-        return self.weights if own is None else ScoreWeights.of_json(own)
+    def hubness_bank(self) -> dict[str, int] | None:
+        """``captions``, ``images`` and ``dim`` of the bank of the hubness correction; None if the bundle has none."""
+        return _sizes(self.joint.get("hubness_bank"), captions=1, images=1, dim=0)
 
-    @property
-    def pooled(self) -> dict[str, int] | None:
-        """``words`` and ``dim`` of the pooled similarity; None where the joint encoder has none."""
-        sizes = self.joint.get("pooled")
-        return None if sizes is None else {name: int(sizes[name]) for name in ("words", "dim")}
 
-    @property
-    def bank(self) -> dict[str, int] | None:
-        """``captions``, ``images`` and ``dim`` of the query bank; None without one."""
-        sizes = self.joint.get("bank")
-        return None if sizes is None else {name: int(sizes[name]) for name in ("captions", "images", "dim")}
+@dataclass(frozen=True, kw_only=True)
+class BundleInfo(BundleDescription):
+    """A bundle as ``bundle.json`` describes it.
+
+    Attributes:
+        path: the bundle's directory.
+        files: relative path to ``{"bytes", "sha256"}``, for every file but ``bundle.json``.
+        fingerprint: sha256 over everything that decides any output.
+        encoder_fingerprint: sha256 over what decides the stored tokens and embeddings.
+    """
+
+    path: Path
+    files: Mapping[str, Mapping[str, Any]]
+    fingerprint: str
+    encoder_fingerprint: str
 
     @property
     def weights_bytes(self) -> int:
@@ -130,6 +128,7 @@ class BundleInfo:
             "vision": dict(self.vision),
             "adapter": dict(self.adapter),
             "joint": dict(self.joint),
+            "score": self.score.to_json(),
             "trained": self.trained,
             "notes": self.notes,
             "files": {name: dict(record) for name, record in self.files.items()},
@@ -138,68 +137,53 @@ class BundleInfo:
         }
 
 
-def describe_bundle(
-    path: Path,
-    *,
-    vision: Mapping[str, Any],
-    adapter: Mapping[str, Any],
-    joint: Mapping[str, Any],
-    trained: bool,
-    notes: str,
-) -> BundleInfo:
-    """Hash the files that lie in ``path`` and make the account of them."""
+def describe_bundle(path: Path, description: BundleDescription) -> BundleInfo:
+    """Hash the files in ``path`` and add them to the description."""
     names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file() and p.name != INFO_FILE)
     files = {name: {"bytes": (path / name).stat().st_size, "sha256": _sha256(path / name)} for name in names}
-    fingerprint = _fingerprint(adapter, joint, files, files)
-    encoder = encoder_fingerprint(adapter, files)
-    return BundleInfo(path, vision, adapter, joint, trained, notes, files, fingerprint, encoder)
+    score = None if description.score == DirectionWeights() else description.score.to_json()
+    return BundleInfo(
+        vision=description.vision,
+        adapter=description.adapter,
+        joint=description.joint,
+        score=description.score,
+        trained=description.trained,
+        notes=description.notes,
+        path=path,
+        files=files,
+        fingerprint=_fingerprint(description.adapter, description.joint, files, score),
+        encoder_fingerprint=encoder_fingerprint(description.adapter, files),
+    )
 
 
 def read_bundle_info(path: str | Path) -> BundleInfo:
-    """Read ``bundle.json`` of a bundle; weights are neither read nor checked (see :func:`verify_files`).
+    """Read ``bundle.json`` of a bundle. Weights are neither read nor checked (see :func:`verify_files`).
 
     Raises:
-        ModelError: not a bundle, one of another version, or a file changed by hand.
+        ModelError: the directory is not a bundle, has another format version, or was changed by hand.
     """
     folder = Path(path)
-    content = read_versioned(folder / INFO_FILE, "model bundle", form=FORMAT, versions=[FORMAT_VERSION])
+    content = read_versioned(folder / INFO_FILE, "model bundle", form=FORMAT, versions=READ_VERSIONS)
     try:
-        info = BundleInfo(
-            path=folder,
-            vision=dict(content["vision"]),
-            adapter=dict(content["adapter"]),
-            joint=dict(content["joint"]),
-            trained=bool(content["trained"]),
-            notes=str(content["notes"]),
-            files=dict(content["files"]),
-            fingerprint=str(content["fingerprint"]),
-            encoder_fingerprint=str(content["encoder_fingerprint"]),
-        )
-        for weights in (info.weights, info.caption_weights):
-            ScoreWeights.of_json(weights._asdict())
-        if info.pooled is not None and min(info.pooled.values()) < 0:
-            raise ValueError(f"sizes of the pooled similarity are {info.pooled}")
-        if info.bank is not None and min(info.bank["captions"], info.bank["images"], info.bank["dim"] + 1) < 1:
-            raise ValueError(f"sizes of the query bank are {info.bank}")
-        expected = (
-            _fingerprint(info.adapter, info.joint, info.files, info.files),
-            encoder_fingerprint(info.adapter, info.files),
-        )
+        info = _parse(folder, content)
+        fingerprints = _stored_fingerprint(content), encoder_fingerprint(info.adapter, info.files)
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{folder / INFO_FILE} is damaged ({error!r}): make the bundle anew") from error
-    if expected != (info.fingerprint, info.encoder_fingerprint):
-        raise ModelError(f"{folder / INFO_FILE} was changed: its fingerprint does not fit it; make the bundle anew")
+        raise ModelError(f"{folder / INFO_FILE} is damaged ({error!r}): make the bundle again") from error
+    if fingerprints != (info.fingerprint, info.encoder_fingerprint):
+        raise ModelError(
+            f"{folder / INFO_FILE} was changed: its fingerprint does not match its content; make the bundle again"
+        )
     check_bundle_folder(folder, info.files)
     return info
 
 
 def encoder_fingerprint(adapter: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> str:
-    """sha256 over what decides the stored tokens and embeddings: `files` are as in :class:`BundleInfo`."""
-    return _fingerprint(adapter, {}, files, ENCODER_FILES)
+    """sha256 over what decides the stored tokens and embeddings; `files` are as in :class:`BundleInfo`."""
+    return _fingerprint(adapter, {}, {name: files[name] for name in ENCODER_FILES}, None)
 
 
 def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:
-    """Compare files with the hashes in ``bundle.json``; all of them, or those named.
+    """Compare files with the hashes in ``bundle.json``: all files, or those in `names`.
 
     Raises:
         ModelError: a file is missing or has other content.
@@ -207,16 +191,61 @@ def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:
     for name in info.files if names is None else names:
         file, record = info.path / name, info.files[name]
         if not file.is_file():
-            raise ModelError(f"the bundle {info.path} lacks {name}: copy the whole folder, or make it anew")
+            raise ModelError(f"the bundle {info.path} lacks {name}: copy the whole directory, or make it again")
         if file.stat().st_size != record["bytes"] or _sha256(file) != record["sha256"]:
-            raise ModelError(f"{file} is not the file that the bundle was made with: copy it again, or make it anew")
+            raise ModelError(f"{file} differs from the file that the bundle was made with: copy it again")
+
+
+def _parse(folder: Path, content: Mapping[str, Any]) -> BundleInfo:
+    if content["format_version"] == 1:
+        joint, score = migrate_version_1(content["joint"])
+    else:
+        joint, score = dict(content["joint"]), DirectionWeights.from_json(content["score"])
+    info = BundleInfo(
+        vision=dict(content["vision"]),
+        adapter=dict(content["adapter"]),
+        joint=joint,
+        score=score,
+        trained=bool(content["trained"]),
+        notes=str(content["notes"]),
+        path=folder,
+        files=dict(content["files"]),
+        fingerprint=str(content["fingerprint"]),
+        encoder_fingerprint=str(content["encoder_fingerprint"]),
+    )
+    _ = info.pooled_similarity, info.hubness_bank  # refuses impossible sizes
+    return info
+
+
+def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | None:
+    """The integers named in `least`. ValueError if one of them is smaller than its limit."""
+    if value is None:
+        return None
+    sizes = {name: int(value[name]) for name in least}
+    if any(sizes[name] < limit for name, limit in least.items()):
+        raise ValueError(f"impossible sizes {sizes}")
+    return sizes
+
+
+def _stored_fingerprint(content: Mapping[str, Any]) -> str:
+    """The fingerprint that fits ``bundle.json`` as it was written, in either version."""
+    score = content.get("score")
+    if score is not None and DirectionWeights.from_json(score) == DirectionWeights():
+        score = None
+    return _fingerprint(content["adapter"], content["joint"], content["files"], score)
 
 
 def _fingerprint(
-    adapter: Mapping[str, Any], joint: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]], names: Iterable[str]
+    adapter: Mapping[str, Any],
+    joint: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, Any]],
+    score: Mapping[str, Any] | None,
 ) -> str:
-    hashes = {name: files[name]["sha256"] for name in names}
-    parts = {"format_version": FORMAT_VERSION, "adapter": dict(adapter), "joint": dict(joint), "files": hashes}
+    """`score` is left out if it is the logit alone, so that such bundles keep the fingerprint of version 1."""
+    hashes = {name: record["sha256"] for name, record in files.items()}
+    parts = {"format_version": _FINGERPRINT_VERSION, "adapter": dict(adapter), "joint": dict(joint), "files": hashes}
+    if score is not None:
+        parts["score"] = score
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

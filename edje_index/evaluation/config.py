@@ -1,12 +1,12 @@
-"""What an evaluation is asked to measure."""
+"""What an evaluation measures."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-TEXT_TO_IMAGE, IMAGE_TO_TEXT = "t2i", "i2t"
-DIRECTIONS = (TEXT_TO_IMAGE, IMAGE_TO_TEXT)
+from edje_index.scoring.weights import BUNDLE_SCORE, DIRECTIONS, ScoreWeights
+
 CUTOFFS = (1, 5, 10)
 FULL_CUTOFFS = (5, 10, 20)
 POOLS = (10, 20, 50)
@@ -18,23 +18,24 @@ class EvaluationConfig:
     """What to measure.
 
     Attributes:
-        systems: indexes, each with the bundle to search it with, or None for the one that built it.
-        captions: file of captions, see `captions.read_captions`.
-        images: folder that its image names begin at.
-        split: split of the file that questions are taken from.
-        precisions: of the tokens; all that an index holds where it is empty.
-        simulate: convert in memory what an index does not hold.
-        pools: sizes of the re-ranked pools; the protocol's where it is empty.
-        directions: of `DIRECTIONS`.
-        full: the full-dataset protocol.
-        full_captions: further files whose captions may be answered, for the full protocol.
+        systems: indexes, each with the bundle to search it with, or None for the bundle that built it.
+        captions: caption file, see `captions.reading.read_captions`.
+        images: base directory of relative image paths.
+        split: split of the caption file to take queries from.
+        precisions: precisions of the tokens; empty for all that an index holds.
+        simulate: convert precisions that an index does not hold in memory.
+        pools: numbers of candidates to re-rank; empty for those of the protocol.
+        directions: directions of search, of `DIRECTIONS`.
+        full: use the full-dataset protocol.
+        full_captions: further caption files whose captions are candidates in the full-dataset protocol.
         rerank: False measures the embeddings alone.
-        resamples: of the bootstrap; 0 for none.
-        queries: at most so many questions of each direction, drawn with `seed`.
-        seed: of the draw and of the bootstrap.
+        score: the score to re-rank by, see `scoring.weights.parse_score`.
+        resamples: number of bootstrap resamples; 0 for no intervals.
+        queries: largest number of queries per direction, sampled with `seed`.
+        seed: seed of the query sample and of the bootstrap.
         device: "auto", "cpu" or "cuda".
-        dtype: of the joint encoder's matrix products, "auto", "float32" or "bfloat16".
-        cache: folder that keeps scores.
+        dtype: number type of the joint encoder's matrix products, "auto", "float32" or "bfloat16".
+        cache: directory that keeps scores, so that an interrupted evaluation resumes.
     """
 
     systems: tuple[tuple[Path, Path | None], ...]
@@ -48,6 +49,7 @@ class EvaluationConfig:
     full: bool = False
     full_captions: tuple[Path, ...] = ()
     rerank: bool = True
+    score: str | ScoreWeights = BUNDLE_SCORE
     resamples: int = 1000
     queries: int | None = None
     seed: int = 0
@@ -62,5 +64,5 @@ class EvaluationConfig:
 
     @property
     def pool_sizes(self) -> tuple[int, ...]:
-        """Ascending, each once."""
+        """The pool sizes in ascending order, without duplicates."""
         return tuple(sorted(set(self.pools or (FULL_POOLS if self.full else POOLS))))

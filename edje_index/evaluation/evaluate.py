@@ -1,32 +1,32 @@
-"""An evaluation from beginning to end: what is measured on which indexes, and the figures that come of it."""
+"""Recall of one or more indexes on captioned images."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from edje_index.captions.matching import MatchedRows, match_items
 from edje_index.captions.reading import CaptionedImage, read_captions
-from edje_index.evaluation.bootstrap import ClusterBootstrap, Estimate
-from edje_index.evaluation.config import DIRECTIONS, IMAGE_TO_TEXT, TEXT_TO_IMAGE, EvaluationConfig
-from edje_index.evaluation.hubness import caption_priors, image_priors
-from edje_index.evaluation.pair_scores import PairScorer, ScoreCache, pack
+from edje_index.evaluation.bootstrap import ClusterBootstrap
+from edje_index.evaluation.config import EvaluationConfig
+from edje_index.evaluation.pool_scores import Embeddings, PoolScorer, dtype_name
 from edje_index.evaluation.pools import Pools, embedding_pools
 from edje_index.evaluation.protocol import EvaluationSet, full_set, split_set
-from edje_index.evaluation.recall import Floats, Ints, hits, ranks_after_reranking
+from edje_index.evaluation.recall import Bools, Floats, Ints
+from edje_index.evaluation.recall_results import RecallTable
 from edje_index.evaluation.results import Evaluation, Inputs, Result, System
 from edje_index.evaluation.token_sources import TokenSource, token_sources
 from edje_index.progress import OnProgress
-from edje_index.search.token_index import check_reranks, fused_scores, load_search_model
+from edje_index.scoring.weights import BUNDLE_SCORE, DIRECTIONS, IMAGE_TO_TEXT, TEXT_TO_IMAGE, ScoreWeights, parse_score
+from edje_index.search.reranking import check_reranks
+from edje_index.search.token_index import load_search_model
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import Manifest
 from storage_formats.reading.embeddings import read_embeddings
@@ -35,12 +35,11 @@ if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle
 
 NOT_IN_OTHER = "not-in-another-index"
-_PERCENT = 100.0
 
 
-@dataclass
-class _Opened:
-    """One index at work."""
+@dataclass(frozen=True)
+class _OpenIndex:
+    """One index that is evaluated; `matched` are the rows of the captioned images."""
 
     name: str
     root: Path
@@ -48,36 +47,36 @@ class _Opened:
     model_path: Path | None
     sources: list[TokenSource]
     matched: MatchedRows
-    pairs: int = 0
-    queries: dict[str, int] = field(default_factory=dict)
-    candidates: dict[str, int] = field(default_factory=dict)
 
 
-def evaluate(config: EvaluationConfig, on_progress: OnProgress) -> Evaluation:
+def evaluate(config: EvaluationConfig, on_progress: OnProgress = lambda activity, done, total: None) -> Evaluation:
     """Measure recall.
 
+    Example:
+        >>> config = EvaluationConfig(systems=((Path("photos.edje"), None),), captions=Path("captions.jsonl"))
+        >>> for result in evaluate(config).results:  # doctest: +SKIP
+        ...     print(result.direction, result.precision, result.pool, result.recall[1].value)
+
     Raises:
-        UsageError: options that contradict each other, captions that cannot be read or match no image, a precision
-            that is not there.
-        ModelError: a bundle that is not there, did not build its index, or cannot re-rank.
+        UsageError: settings that contradict each other, captions that cannot be read or match no image, or a precision
+            that the index does not hold.
+        ModelError: a bundle is missing, did not build its index, or cannot compute the score.
     """
     began = time.monotonic()
     _check(config)
-    everything = read_captions(config.captions, config.images)
-    items = everything if config.split is None else read_captions(config.captions, config.images, config.split)
-    opened = [_open(config, name, *system, items) for name, system in _named(config.systems)]
-    used = np.logical_and.reduce([each.matched.rows >= 0 for each in opened])
-    inputs = _inputs(items, opened, used)
-    systems, results = [], []
-    for each in opened:
-        asked = split_set([item for item, keep in zip(items, used, strict=True) if keep], each.matched.rows[used])
+    all_items = read_captions(config.captions, config.images)
+    items = all_items if config.split is None else read_captions(config.captions, config.images, config.split)
+    indexes = [_open(config, name, *system, items) for name, system in _named(config.systems)]
+    used = np.logical_and.reduce([index.matched.rows >= 0 for index in indexes])
+    inputs = _count_inputs(items, indexes, used)
+    measured = []
+    for index in indexes:
+        eval_set = split_set([item for item, keep in zip(items, used, strict=True) if keep], index.matched.rows[used])
         if config.full:
-            asked = full_set(each.root, asked, *_others(config, everything, each.root))
+            eval_set = full_set(index.root, eval_set, *_further_captions(config, all_items, index.root))
         if config.queries is not None:
-            asked = asked.subsampled(config.queries, config.seed)
-        system, figures = _evaluate_one(config, each, asked, on_progress)
-        systems.append(system)
-        results += figures
+            eval_set = eval_set.subsampled(config.queries, config.seed)
+        measured.append(_evaluate_index(config, index, eval_set, on_progress))
     return Evaluation(
         protocol="full" if config.full else "split",
         captions=str(config.captions),
@@ -87,24 +86,27 @@ def evaluate(config: EvaluationConfig, on_progress: OnProgress) -> Evaluation:
         resamples=config.resamples,
         seed=config.seed,
         inputs=inputs,
-        systems=tuple(systems),
-        results=tuple(results),
-        pairs=sum(each.pairs for each in opened),
+        systems=tuple(system for system, _, _ in measured),
+        results=tuple(result for _, results, _ in measured for result in results),
+        pairs=sum(pairs for _, _, pairs in measured),
         seconds=time.monotonic() - began,
     )
 
 
 def _check(config: EvaluationConfig) -> None:
     if config.full_captions and not config.full:
-        raise UsageError("further captions to be found belong to the full protocol: give --full too")
+        raise UsageError("full_captions needs the full-dataset protocol: set full too")
     if not config.directions or not set(config.directions) <= set(DIRECTIONS):
-        raise UsageError(f"a direction is one of {', '.join(DIRECTIONS)}, got {', '.join(config.directions) or 'none'}")
+        raise UsageError(f"directions must be of {', '.join(DIRECTIONS)}; got {', '.join(config.directions) or 'none'}")
     if min((*config.pool_sizes, 1)) < 1:
-        raise UsageError("a pool holds at least 1 candidate")
+        raise UsageError(f"a pool must hold at least 1 candidate, got {min(config.pool_sizes)}")
+    if config.score != BUNDLE_SCORE and not config.rerank:
+        raise UsageError("score is the score to re-rank by: leave it out, or set rerank")
+    parse_score(config.score, ScoreWeights())  # refuses a misspelt score before anything is read
 
 
 def _named(systems: Sequence[tuple[Path, Path | None]]) -> list[tuple[str, tuple[Path, Path | None]]]:
-    """Systems with names for people: the index's own, numbered where two are the same."""
+    """Systems with the file name of the index, numbered if two are the same."""
     stems = [root.resolve().stem for root, _ in systems]
     counts = Counter(stems)
     return [
@@ -115,20 +117,19 @@ def _named(systems: Sequence[tuple[Path, Path | None]]) -> list[tuple[str, tuple
 
 def _open(
     config: EvaluationConfig, name: str, root: Path, model: Path | None, items: Sequence[CaptionedImage]
-) -> _Opened:
-    """Everything that can be refused is refused here, before anything is computed; the weights are read later."""
+) -> _OpenIndex:
+    """Open an index without its weights, so that what cannot be evaluated is refused at once."""
     manifest = Manifest.load(root)
     sources = token_sources(root, config.precisions, simulate=config.simulate) if config.rerank else []
-    return _Opened(name, root, manifest, model, sources, match_items(root, items))
+    return _OpenIndex(name, root, manifest, model, sources, match_items(root, items))
 
 
-def _inputs(items: Sequence[CaptionedImage], opened: Sequence[_Opened], used: np.ndarray[Any, Any]) -> Inputs:
-    reasons: Counter[str] = Counter()
-    for at, keep in enumerate(used):
-        if not keep:
-            reasons[opened[0].matched.reasons[at] or NOT_IN_OTHER] += 1
+def _count_inputs(items: Sequence[CaptionedImage], indexes: Sequence[_OpenIndex], used: Bools) -> Inputs:
     if not used.any():
-        raise UsageError("no captioned image is in all of the indexes; evaluate them one by one")
+        raise UsageError("no captioned image is in all of the indexes: evaluate them one by one")
+    reasons = Counter(
+        indexes[0].matched.reasons[position] or NOT_IN_OTHER for position in np.flatnonzero(~used).tolist()
+    )
     counts = np.array([len(item.captions) for item in items])
     return Inputs(
         images=len(items),
@@ -139,208 +140,93 @@ def _inputs(items: Sequence[CaptionedImage], opened: Sequence[_Opened], used: np
     )
 
 
-def _others(
-    config: EvaluationConfig, everything: Sequence[CaptionedImage], root: Path
+def _further_captions(
+    config: EvaluationConfig, all_items: Sequence[CaptionedImage], root: Path
 ) -> tuple[list[CaptionedImage], MatchedRows]:
-    """What may be answered besides: the other splits of the file, and the further files."""
-    others = list(everything) if config.split is not None else []
+    """Candidates of the full-dataset protocol: the other splits of the caption file, and the further files."""
+    items = list(all_items) if config.split is not None else []
     for path in config.full_captions:
-        others += read_captions(path, config.images)
-    return others, match_items(root, others, allow_none=True)
+        items += read_captions(path, config.images)
+    return items, match_items(root, items, allow_none=True)
 
 
-def _evaluate_one(
-    config: EvaluationConfig, opened: _Opened, asked: EvaluationSet, on_progress: OnProgress
-) -> tuple[System, list[Result]]:
-    model = load_search_model(opened.root, opened.manifest, opened.model_path, device=config.device, dtype=config.dtype)
-    if config.rerank:
+def _evaluate_index(
+    config: EvaluationConfig, index: _OpenIndex, eval_set: EvaluationSet, on_progress: OnProgress
+) -> tuple[System, list[Result], int]:
+    """(the index as it was evaluated, its results, number of pairs that were scored)."""
+    model = load_search_model(index.root, index.manifest, index.model_path, device=config.device, dtype=config.dtype)
+    weights = {direction: model.weights(direction, config.score) for direction in config.directions}
+    embeddings = _embeddings(config, index, eval_set, model, on_progress)
+    pools = _pools(config, eval_set, embeddings)
+    index_key = [index.manifest.plan, index.manifest.model["fingerprint"], index.manifest.spec.rows]
+    scorer = PoolScorer(model, weights, eval_set, embeddings, pools, config.cache, index_key)
+    if config.rerank and scorer.reads_tokens:
         check_reranks(model)
-    embedded = _embedded(config, opened, asked, model, on_progress)
-    pools = _embedding_pools(config, opened, asked, embedded)
-    joint = _joint_scores(config, opened, asked, model, pools, on_progress)
+    scores = {source.precision: scorer.score(source, on_progress) for source in index.sources}
     results: list[Result] = []
     for direction in config.directions:
-        candidates, similarities = pools[direction].candidates, pools[direction].similarities
-        weights = model.weights if direction == TEXT_TO_IMAGE else model.caption_weights
-        of_images = partial(image_priors, model, asked.rows, embedded.images, candidates)
-        of_captions = None  # the same at every precision
-        if weights.prior and direction == IMAGE_TO_TEXT:
-            of_captions = caption_priors(model, asked.captions, embedded.texts, candidates)
-        scores = {}
-        for source in opened.sources:
-            parts = joint[source.precision][direction] @ np.array([1, weights.late, weights.pooled], dtype=np.float32)
-            scores[source.precision] = fused_scores(parts, similarities, weights.similarity)
-            if weights.prior:
-                scores[source.precision] -= of_captions if of_captions is not None else of_images(source)
-        results += _results(config, opened, direction, pools[direction], scores, _clusters(asked, direction))
+        bootstrap = ClusterBootstrap(_query_images(eval_set, direction), config.resamples, config.seed)
+        table = RecallTable(index.name, direction, pools[direction], config.cutoffs, bootstrap)
+        results.append(table.embedding_result())
+        by_precision = {precision: values[direction] for precision, values in scores.items()}
+        for pool in config.pool_sizes if scores else ():
+            results += table.reranked_results(pool, index.sources, by_precision)
+    system = _describe(config, index, model, eval_set, pools)
+    return system, results, len(scores) * scorer.count_pairs() if scores else 0
+
+
+def _describe(
+    config: EvaluationConfig,
+    index: _OpenIndex,
+    model: ModelBundle,
+    eval_set: EvaluationSet,
+    pools: dict[str, Pools],
+) -> System:
     assert model.info is not None
-    system = System(
-        name=opened.name,
-        index=str(opened.root),
+    candidates = {TEXT_TO_IMAGE: len(eval_set.rows), IMAGE_TO_TEXT: len(eval_set.captions)}
+    return System(
+        name=index.name,
+        index=str(index.root),
         bundle=str(model.info.path),
         fingerprint=model.fingerprint,
         trained=model.trained,
-        block_shape=opened.manifest.spec.block_shape,
-        weights=model.weights._asdict(),
-        caption_weights=model.caption_weights._asdict(),
-        candidates=opened.candidates,
-        queries=opened.queries,
-        dtype=_dtype_name(model) if config.rerank else None,
+        block_shape=index.manifest.spec.block_shape,
+        weights={direction: model.weights(direction, config.score).to_json() for direction in pools},
+        candidates={direction: candidates[direction] for direction in pools},
+        queries={direction: len(pool.ranks) for direction, pool in pools.items()},
+        dtype=dtype_name(model) if config.rerank else None,
     )
-    return system, results
 
 
-def _clusters(asked: EvaluationSet, direction: str) -> Ints:
-    """The image that each question belongs to."""
-    return asked.caption_rows[asked.query_captions] if direction == TEXT_TO_IMAGE else asked.query_rows
+def _query_images(eval_set: EvaluationSet, direction: str) -> Ints:
+    """The image that each query belongs to: queries of one image are resampled together."""
+    text_queries = direction == TEXT_TO_IMAGE
+    return eval_set.caption_rows[eval_set.query_captions] if text_queries else eval_set.query_rows
 
 
-@dataclass(frozen=True)
-class _Embedded:
-    """Embeddings of the captions of `_needed` [c, e] and of the candidate images [r, e]."""
-
-    texts: Floats
-    images: Floats
-
-
-def _embedded(
-    config: EvaluationConfig, opened: _Opened, asked: EvaluationSet, model: ModelBundle, on_progress: OnProgress
-) -> _Embedded:
+def _embeddings(
+    config: EvaluationConfig, index: _OpenIndex, eval_set: EvaluationSet, model: ModelBundle, on_progress: OnProgress
+) -> Embeddings:
+    """Embed the captions: all of them, or the queries alone if no candidate is a caption."""
     from edje_index.models.text_tower import embed_texts
 
-    texts = embed_texts(model.text, _needed(config, asked), partial(on_progress, "captions embedded"))
-    return _Embedded(texts, read_embeddings(opened.root, opened.manifest.spec, asked.rows))
+    captions: Sequence[str] = eval_set.captions
+    if IMAGE_TO_TEXT not in config.directions:
+        captions = [eval_set.captions[position] for position in eval_set.query_captions]
+    texts = embed_texts(model.text, captions, partial(on_progress, "captions embedded"))
+    return Embeddings(texts, read_embeddings(index.root, index.manifest.spec, eval_set.rows))
 
 
-def _embedding_pools(
-    config: EvaluationConfig, opened: _Opened, asked: EvaluationSet, embedded: _Embedded
-) -> dict[str, Pools]:
-    """Pools of each direction, as large as the largest that is re-ranked."""
-    texts, images = embedded.texts, embedded.images
+def _pools(config: EvaluationConfig, eval_set: EvaluationSet, embeddings: Embeddings) -> dict[str, Pools]:
+    """Pools by direction, as large as the largest that is re-ranked."""
+    texts, images = embeddings.texts, embeddings.images
     size = max(config.pool_sizes) if config.rerank else 1
     pools = {}
     if TEXT_TO_IMAGE in config.directions:
-        wanted = texts[asked.query_captions] if IMAGE_TO_TEXT in config.directions else texts
-        labels = asked.caption_rows[asked.query_captions]
-        pools[TEXT_TO_IMAGE] = embedding_pools(wanted, images, labels, asked.rows, size)
-        opened.candidates[TEXT_TO_IMAGE] = len(asked.rows)
+        queries: Floats = texts[eval_set.query_captions] if IMAGE_TO_TEXT in config.directions else texts
+        query_images = _query_images(eval_set, TEXT_TO_IMAGE)
+        pools[TEXT_TO_IMAGE] = embedding_pools(queries, images, query_images, eval_set.rows, size)
     if IMAGE_TO_TEXT in config.directions:
-        wanted = images[np.searchsorted(asked.rows, asked.query_rows)]
-        pools[IMAGE_TO_TEXT] = embedding_pools(wanted, texts, asked.query_rows, asked.caption_rows, size)
-        opened.candidates[IMAGE_TO_TEXT] = len(asked.captions)
-    opened.queries = {direction: len(pool.ranks) for direction, pool in pools.items()}
+        queries = images[np.searchsorted(eval_set.rows, eval_set.query_rows)]
+        pools[IMAGE_TO_TEXT] = embedding_pools(queries, texts, eval_set.query_rows, eval_set.caption_rows, size)
     return pools
-
-
-def _needed(config: EvaluationConfig, asked: EvaluationSet) -> Sequence[str]:
-    """Captions to embed: all that may be answered, or only the questions where no answer is a text."""
-    if IMAGE_TO_TEXT in config.directions:
-        return asked.captions
-    return [asked.captions[place] for place in asked.query_captions]
-
-
-def _joint_scores(
-    config: EvaluationConfig,
-    opened: _Opened,
-    asked: EvaluationSet,
-    model: ModelBundle,
-    pools: dict[str, Pools],
-    on_progress: OnProgress,
-) -> dict[str, dict[str, Floats]]:
-    """Parts of the scores [q, p, 3] of every pool, by precision and direction; a pair of both is scored once."""
-    used = [model.weights, model.caption_weights]
-    late, pooled = any(each.late for each in used), any(each.pooled for each in used)
-    pairs = {direction: _pairs(asked, direction, pool) for direction, pool in pools.items()}
-    captions, rows = (np.concatenate(part) for part in zip(*pairs.values(), strict=True))
-    found: dict[str, dict[str, Floats]] = {}
-    for source in opened.sources:
-        cache = ScoreCache(config.cache, _cache_key(opened, asked, model, source))
-        scores = PairScorer(model.joint, source, asked.captions, cache, late, pooled).score(captions, rows, on_progress)
-        opened.pairs += len(np.unique(pack(captions, rows)))
-        ends = np.cumsum([len(part) for part, _ in pairs.values()])[:-1]
-        found[source.precision] = {
-            direction: part.reshape(*pools[direction].candidates.shape, -1)
-            for direction, part in zip(pairs, np.split(scores, ends), strict=True)
-        }
-    return found
-
-
-def _pairs(asked: EvaluationSet, direction: str, pool: Pools) -> tuple[Ints, Ints]:
-    """(places of captions, row ids), flat, of a pool's candidates with their questions."""
-    size = pool.candidates.shape[1]
-    if direction == TEXT_TO_IMAGE:
-        return np.repeat(asked.query_captions, size), asked.rows[pool.candidates].ravel()
-    return pool.candidates.ravel(), np.repeat(asked.query_rows, size)
-
-
-def _cache_key(opened: _Opened, asked: EvaluationSet, model: ModelBundle, source: TokenSource) -> dict[str, Any]:
-    key = {
-        "bundle": model.fingerprint,
-        "index": [opened.manifest.plan, opened.manifest.model["fingerprint"], opened.manifest.spec.rows],
-        "precision": [source.precision, source.simulated_from],
-        "captions": hashlib.sha256(json.dumps(asked.captions).encode()).hexdigest(),
-    }
-    if (dtype := _dtype_name(model)) != "float32":  # scores of earlier versions have no name of it
-        key["dtype"] = dtype
-    return key
-
-
-def _dtype_name(model: ModelBundle) -> str:
-    """Of the joint encoder's matrix products."""
-    return str(model.joint.compute_dtype).removeprefix("torch.")
-
-
-def _results(
-    config: EvaluationConfig,
-    opened: _Opened,
-    direction: str,
-    pools: Pools,
-    scores: dict[str, Floats],
-    clusters: Ints,
-) -> list[Result]:
-    bootstrap = ClusterBootstrap(clusters, config.resamples, config.seed)
-    found = _Columns(config.cutoffs, bootstrap)
-    plain = found.recall(pools.ranks)
-    results = [Result(opened.name, direction, plain)]
-    reference = "bf16" if "bf16" in scores else next(iter(scores), None)
-    for pool in config.pool_sizes if scores else ():
-        in_pool = bootstrap.estimates(_PERCENT * (pools.ranks < pool)[:, None])[0]
-        ranks = {
-            name: ranks_after_reranking(values, pools.relevant, pool, pools.ranks) for name, values in scores.items()
-        }
-        for source in opened.sources:
-            name = source.precision
-            is_reference = name == reference
-            results.append(
-                Result(
-                    system=opened.name,
-                    direction=direction,
-                    recall=found.recall(ranks[name]),
-                    precision=name,
-                    simulated_from=source.simulated_from,
-                    bytes_per_image=source.bytes_per_image,
-                    pool=pool,
-                    in_pool=in_pool,
-                    gain=found.difference(ranks[name], pools.ranks),
-                    change=None if is_reference else found.difference(ranks[name], ranks[str(reference)]),
-                    change_from=None if is_reference else reference,
-                )
-            )
-    return results
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """Estimates of R@k, in percent, for each cutoff k."""
-
-    cutoffs: tuple[int, ...]
-    bootstrap: ClusterBootstrap
-
-    def recall(self, ranks: Ints) -> dict[int, Estimate]:
-        return self._estimates(hits(ranks, self.cutoffs).astype(np.float64))
-
-    def difference(self, ranks: Ints, reference: Ints) -> dict[int, Estimate]:
-        return self._estimates(hits(ranks, self.cutoffs).astype(np.float64) - hits(reference, self.cutoffs))
-
-    def _estimates(self, values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[int, Estimate]:
-        return dict(zip(self.cutoffs, self.bootstrap.estimates(_PERCENT * values), strict=True))

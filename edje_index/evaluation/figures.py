@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edje_index.evaluation.bootstrap import Estimate
-from edje_index.evaluation.config import TEXT_TO_IMAGE
 from edje_index.evaluation.plots import COLOURS, new_figure, save_figure
 from edje_index.evaluation.results import Evaluation, Result
+from edje_index.scoring.weights import TEXT_TO_IMAGE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""An evaluation for people and programs: tables as plain text or Markdown, one JSON object, a folder with plots."""
+"""Evaluation reports: tables as plain text or Markdown, a JSON object, and a directory with plots."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from edje_index.evaluation.bootstrap import Estimate
-from edje_index.evaluation.config import IMAGE_TO_TEXT, TEXT_TO_IMAGE
 from edje_index.evaluation.figures import write_figures
 from edje_index.evaluation.results import Evaluation, Result, System
-from edje_index.scoring.weights import ScoreWeights
+from edje_index.scoring.weights import IMAGE_TO_TEXT, TEXT_TO_IMAGE, ScoreWeights
 from storage_formats.errors import UsageError
 
 NAMES = {TEXT_TO_IMAGE: "Text-to-image", IMAGE_TO_TEXT: "Image-to-text"}
@@ -20,7 +19,7 @@ _CANDIDATES = {TEXT_TO_IMAGE: "images", IMAGE_TO_TEXT: "captions"}
 
 
 def to_json(evaluation: Evaluation) -> dict[str, Any]:
-    """All figures as plain JSON values; recall in percent, cutoffs as strings."""
+    """The evaluation as plain JSON values: recall in percent, cutoffs as strings."""
     value = asdict(evaluation)
     value["unit"] = "percent"
     value["results"] = [
@@ -30,7 +29,7 @@ def to_json(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def text_report(evaluation: Evaluation) -> str:
-    """For a terminal."""
+    """The evaluation as plain text."""
     lines = [*_preface(evaluation)]
     for title, header, rows in _tables(evaluation):
         lines += ["", title, *_aligned([header, *rows])]
@@ -38,7 +37,7 @@ def text_report(evaluation: Evaluation) -> str:
 
 
 def markdown_report(evaluation: Evaluation, figures: Sequence[str] = ()) -> str:
-    """For a file; `figures` are names of images beside it."""
+    """The evaluation as Markdown; `figures` are file names of plots in the same directory."""
     lines = ["# Recall", "", *(f"- {line}" for line in _preface(evaluation))]
     for title, header, rows in _tables(evaluation):
         marks = ["---", "---", *["---:"] * (len(header) - 2)]
@@ -50,7 +49,11 @@ def markdown_report(evaluation: Evaluation, figures: Sequence[str] = ()) -> str:
 
 
 def write_report(evaluation: Evaluation, folder: str | Path) -> list[Path]:
-    """Write `report.md`, `report.json` and plots into `folder`, which is made; returns what was written."""
+    """Write `report.md`, `report.json` and plots into the directory `folder`; returns their paths.
+
+    Raises:
+        UsageError: the files cannot be written.
+    """
     out = Path(folder)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -64,7 +67,7 @@ def write_report(evaluation: Evaluation, folder: str | Path) -> list[Path]:
 
 
 def _keyed(member: Any) -> Any:
-    """JSON has no integers for keys."""
+    """JSON keys are strings."""
     return {str(key): value for key, value in member.items()} if isinstance(member, dict) else member
 
 
@@ -78,25 +81,33 @@ def _preface(evaluation: Evaluation) -> list[str]:
         f"missing {inputs.images - inputs.used:,} images{f' ({missing})' if missing else ''}",
     ]
     if evaluation.protocol == "full":
-        lines.append("full protocol: all indexed images, and the captions of all splits, may be answered")
+        lines.append("full-dataset protocol: candidates are all images of the index and the captions of all splits")
     return lines + [_described(system) for system in evaluation.systems]
 
 
 def _described(system: System) -> str:
     m, d = system.block_shape
-    untrained = "" if system.trained else ", untrained: its figures are those of chance"
-    weights, others = ScoreWeights(**system.weights), ScoreWeights(**system.caption_weights)
-    score = f", score = {weights.described()}" if any(weights[:-1]) else ""
-    if others != weights:
-        score += f", of captions {others.described()}"
+    untrained = "" if system.trained else ", untrained: recall is that of a random order"
     rounded = "" if system.dtype in (None, "float32") else f", logits in {system.dtype}"
-    return f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}{score}{rounded}{untrained}"
+    return f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}{_score(system)}{rounded}{untrained}"
+
+
+def _score(system: System) -> str:
+    """The final score in words, one for both directions if they are the same; empty for the logit alone."""
+    scores = {direction: ScoreWeights.from_json(weights) for direction, weights in system.weights.items()}
+    terms = {direction: weights.described() for direction, weights in scores.items()}
+    distinct = set(terms.values())
+    if distinct <= {ScoreWeights().described()}:
+        return ""
+    if len(distinct) == 1:
+        return f", score = {distinct.pop()}"
+    return "".join(f", {NAMES[direction].lower()} score = {text}" for direction, text in terms.items())
 
 
 def _tables(evaluation: Evaluation) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(title, header, rows) of each direction."""
+    """(title, header, rows) for each direction."""
     cutoffs = evaluation.cutoffs
-    header = ["index", "tokens", "kB an image", "pool", *(f"R@{k}" for k in cutoffs)]
+    header = ["index", "tokens", "kB per image", "pool", *(f"R@{k}" for k in cutoffs)]
     if evaluation.pools:
         header += ["in pool", f"gain R@{cutoffs[0]}", f"change R@{cutoffs[0]}"]
     tables = []
@@ -138,22 +149,21 @@ def _shown(estimate: Estimate, number: str = "{:.1f}") -> str:
 
 
 def _notes(evaluation: Evaluation) -> list[str]:
-    notes = ["R@k: percent of queries with a right answer among the first k."]
+    notes = ["R@k: percentage of queries with a right answer among the first k."]
     if evaluation.resamples:
         notes.append(
-            f"In brackets: 95 % interval, {evaluation.resamples:,} bootstrap resamples of images, "
-            f"seed {evaluation.seed}; differences are paired."
+            f"In brackets: 95 % confidence interval from {evaluation.resamples:,} bootstrap resamples of images, "
+            f"seed {evaluation.seed}. Differences are paired."
         )
     if evaluation.pools:
-        others = sorted({result.change_from for result in evaluation.results if result.change_from})
-        notes.append("In pool: percent whose right answer the embeddings put into the pool. Gain: over embedding only.")
-        notes += [f"Change: from {name} at the same pool." for name in others]
+        references = sorted({result.change_from for result in evaluation.results if result.change_from})
+        notes.append("In pool: percentage of queries whose pool holds a right answer. Gain: over embedding only.")
+        notes += [f"Change: from {name} with the same pool." for name in references]
     simulated = {f"{each.precision} from {each.simulated_from}" for each in evaluation.results if each.simulated_from}
     if simulated:
-        made = ", ".join(sorted(simulated))
-        notes.append(f"* not stored in the index: tokens were encoded and decoded in memory ({made}).")
+        notes.append(f"* not stored in the index, converted in memory: {', '.join(sorted(simulated))}.")
     if evaluation.pairs:
-        notes.append(f"{evaluation.pairs:,} scores of pairs, {evaluation.seconds:.0f} s in all.")
+        notes.append(f"{evaluation.pairs:,} pairs scored, {evaluation.seconds:.0f} s in total.")
     return notes
 
 

@@ -1,15 +1,16 @@
-"""What an evaluation found."""
+"""The results of an evaluation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from edje_index.evaluation.bootstrap import Estimate
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Where every captioned image went: images = used + missing, the latter by reason."""
+    """What became of the captioned images: ``images`` are those used and those missing, the latter by reason."""
 
     images: int
     used: int
@@ -20,11 +21,17 @@ class Inputs:
 
 @dataclass(frozen=True)
 class System:
-    """One index with its bundle, as evaluated; `queries` and `candidates` by direction.
+    """One index with its bundle, as it was evaluated.
 
     Attributes:
-        weights, caption_weights: of the final score that images and captions are sorted by, see `score_weights`.
-        dtype: of the joint encoder's matrix products; None without re-ranking.
+        name: file name of the index.
+        index, bundle: their paths.
+        fingerprint: that of the bundle.
+        trained: False for a bundle of random weights.
+        block_shape: (m, d) of one image's tokens.
+        weights: weights of the final score by direction, see `scoring.weights.ScoreWeights`.
+        candidates, queries: their numbers by direction.
+        dtype: number type of the joint encoder's matrix products; None without re-ranking.
     """
 
     name: str
@@ -33,8 +40,7 @@ class System:
     fingerprint: str
     trained: bool
     block_shape: tuple[int, int]
-    weights: dict[str, float]
-    caption_weights: dict[str, float]
+    weights: dict[str, dict[str, Any]]
     candidates: dict[str, int]
     queries: dict[str, int]
     dtype: str | None = "float32"
@@ -42,20 +48,20 @@ class System:
 
 @dataclass(frozen=True)
 class Result:
-    """Figures of one system, direction, precision and pool, in percent; by cutoff k where they are R@k.
+    """Recall of one index in one direction, precision and pool size, in percent.
 
     Attributes:
-        system: its name.
+        system: name of the index.
         direction: "t2i" or "i2t".
-        precision: None for the embeddings alone, as the fields below.
-        simulated_from: the stored precision that tokens were converted from in memory.
-        bytes_per_image: of the tokens.
-        pool: candidates that were re-ranked.
-        recall: R@k.
-        in_pool: queries whose pool holds a right answer: no re-ranking can do better.
-        gain: R@k less that of the embeddings alone (paired).
-        change: R@k less that of `change_from`, the reference precision (paired); None for the reference itself.
-        change_from: "bf16", or the longest precision that was measured.
+        recall: R@k by cutoff k.
+        precision: precision of the tokens. None for the embeddings alone; the fields below are None then, too.
+        simulated_from: the stored precision that tokens were converted from in memory, if they were.
+        bytes_per_image: length of one record.
+        pool: number of candidates that were re-ranked.
+        in_pool: queries whose pool holds a right answer, the upper limit of re-ranking.
+        gain: R@k minus that of the embeddings alone, by cutoff (paired).
+        change: R@k minus that of the precision `change_from`, by cutoff (paired); None for that precision itself.
+        change_from: "bf16", or the highest-fidelity precision measured.
     """
 
     system: str
@@ -73,7 +79,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Everything that was measured."""
+    """All results of an evaluation, with the settings that produced them."""
 
     protocol: str
     captions: str

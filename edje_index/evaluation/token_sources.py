@@ -1,4 +1,4 @@
-"""The tokens of one precision: as an index stores them, or as it would store them."""
+"""Tokens of one precision, read from an index or converted in memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class TokenSource:
     """Tokens of one precision.
 
     Attributes:
-        store: where they are read.
-        codec: of the precision.
-        simulated: the store holds another precision; blocks are encoded and decoded in memory.
+        store: the store to read from.
+        codec: the codec of the precision.
+        simulated: True if the store holds another precision: blocks are encoded and decoded in memory.
     """
 
     store: TokenStore
@@ -31,20 +31,21 @@ class TokenSource:
 
     @property
     def precision(self) -> str:
+        """Name of the precision."""
         return self.codec.name
 
     @property
     def simulated_from(self) -> str | None:
-        """The stored precision that blocks are made from, where they are not stored in this one."""
+        """The stored precision that blocks are converted from, if they are simulated."""
         return self.store.precision if self.simulated else None
 
     @property
     def bytes_per_image(self) -> int:
-        """Length of a record, scales included."""
+        """Length of a record, with its scales."""
         return self.codec.record_bytes
 
     def fetch(self, rows: NDArray[np.int64]) -> Blocks:
-        """Blocks [k, m, d] of `rows` [k], each read and converted once however often it is asked for."""
+        """Blocks [k, m, d] of `rows` [k]. A row that occurs several times is read and converted once."""
         distinct, which = np.unique(rows, return_inverse=True)
         blocks = self.store.fetch(distinct)
         if self.simulated:
@@ -53,24 +54,32 @@ class TokenSource:
 
 
 def token_sources(root: Path, names: Sequence[str], *, simulate: bool) -> list[TokenSource]:
-    """Sources of the precisions `names`, all that the index holds where there are none, the longest records first.
+    """Sources of the precisions `names`, highest-fidelity first; of all precisions of the index if `names` is empty.
+
+    Args:
+        root: the index.
+        names: the precisions.
+        simulate: convert precisions that the index does not hold in memory.
 
     Raises:
-        UsageError: a precision is not stored and not to be simulated, or what is stored is coarser than it.
+        UsageError: a precision is neither stored nor simulated, or every stored precision is coarser.
     """
     spec = Manifest.load(root).spec
-    held = {name: codec(name, spec.block_shape) for name in spec.precisions}
-    finest = max(held.values(), key=lambda each: each.record_bytes)
+    stored = {name: codec(name, spec.block_shape) for name in spec.precisions}
+    finest = max(stored.values(), key=lambda entry: entry.record_bytes)
     sources = []
     for name in dict.fromkeys(names or spec.precisions):
-        wanted = codec(name, spec.block_shape)
-        if name not in held and not simulate:
+        requested = codec(name, spec.block_shape)
+        if name not in stored and not simulate:
             raise UsageError(
-                f"{root} does not hold precision '{name}' (it holds {', '.join(held)}): add it with "
-                f"'edje-index quantize {root} --to {name}', or give --simulate to convert in memory"
+                f"{root} does not hold precision '{name}' (it holds {', '.join(stored)}): add it with "
+                "'edje-index quantize', or simulate it",
+                parameter="simulate",
             )
-        if name not in held and wanted.record_bytes > finest.record_bytes:
-            raise UsageError(f"'{name}' cannot be simulated: the finest that {root} holds is {finest.name}")
-        stored = name if name in held else finest.name
-        sources.append(TokenSource(TokenStore.open(root, stored), wanted, simulated=name not in held))
+        if name not in stored and requested.record_bytes > finest.record_bytes:
+            raise UsageError(
+                f"'{name}' cannot be simulated: the highest-fidelity precision that {root} holds is {finest.name}"
+            )
+        source = TokenStore.open(root, name if name in stored else finest.name)
+        sources.append(TokenSource(source, requested, simulated=name not in stored))
     return sorted(sources, key=lambda source: -source.bytes_per_image)

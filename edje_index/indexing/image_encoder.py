@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from edje_index.bundles.image_half import load_adapter, load_visual
+from edje_index.bundles.encoder_parts import load_adapter, load_visual
 from edje_index.bundles.info import ENCODER_FILES, BundleInfo, read_bundle_info, verify_files
 from edje_index.images.preprocessing import Preprocessor
 from edje_index.models.adapter import Adapter

@@ -22,9 +22,18 @@ State = dict[str, torch.Tensor]
 
 def save_weights(module: torch.nn.Module, path: Path) -> None:
     """Write every distinct tensor of ``module`` to ``path`` (safetensors)."""
+    save_tensors(distinct_tensors(module), path)
+
+
+def distinct_tensors(module: torch.nn.Module) -> State:
+    """The state of ``module`` without names that share another name's tensor."""
     aliases = tied_names(module)
-    state = {k: v.detach().cpu().contiguous() for k, v in module.state_dict().items() if k not in aliases}
-    save_file(state, path)
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in aliases}
+
+
+def save_tensors(state: State, path: Path) -> None:
+    """Write tensors to ``path`` (safetensors)."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, path)
 
 
 def read_weights(path: Path, prefix: str = "") -> State:

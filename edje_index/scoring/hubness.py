@@ -1,42 +1,61 @@
-"""Query bank: what an image gets from captions in general, which is taken off its score.
+"""Hubness correction: candidates that are similar to many queries are scored lower (query-bank normalisation).
 
-Some images are near to many captions and come up for all of them. A bundle may hold a bank of captions (and of images,
-for the other direction) from its training. The prior of an image is
+A model bundle may hold a `HubnessBank` of captions and images from its training data. The hubness of an image is
 
-    prior = t log mean_j exp((w <e, e_j> + u <p, p_j>) / t)
+    t log mean_j exp((w <e, e_j> + u <p, p_j>) / t)
 
-over the captions j of the bank: e are embeddings and p vectors of the pooled similarity, with the weights that both
-have in the score; a caption's is the same over the images of the bank. The final score is lower by a multiple of it:
-querybank normalisation (Bogolin et al., CVPR 2022) as a term of the score, after the inverted softmax of Smith et al.
-(ICLR 2017). No prior is lower than that of a tenth of the bank's own images (or captions): what is like no photo of the
-training is near to no caption either, and would come first for all of them. The bank is a departure from the paper, and
-there is none unless `train --bank` made one.
+over the captions j of the bank, with embeddings e and pooled vectors p; w, u and the temperature t are those of
+`HubnessSimilarity`. The hubness of a caption is the same over the images of the bank. The correction is minus the
+hubness. It is query-bank normalisation (Bogolin et al., CVPR 2022) as a term of the score, after the inverted softmax
+of Smith et al. (ICLR 2017).
+
+The hubness has a lower limit, the 10 % quantile over the bank's own images (or captions). Without it, images unlike
+any training photo would have the lowest hubness and come first for every caption.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from edje_index.models.weights import assign_weights, read_weights, save_weights
-from edje_index.scoring.weights import ScoreWeights
+from edje_index.scoring.weights import TEXT_TO_IMAGE, HubnessSimilarity
 
-_LARGEST = 127
+_LARGEST_CODE = 127
 _CHUNK = 1024
-_FLOOR = 0.1
+_FLOOR_QUANTILE = 0.1
 
 
-class QueryBank(nn.Module):
-    """Captions and images to compare with, as int8 with one scale a vector. Buffers: nothing is trained by gradients.
+def hubness(
+    embedding_products: torch.Tensor, pooled_products: torch.Tensor, *, embedding: Any, pooled: Any, temperature: Any
+) -> torch.Tensor:
+    """The hubness [n] of n candidates, differentiable in all three weights.
 
     Args:
-        captions, images: c and i, how many.
-        embed_dim: e, width of embeddings.
-        dim: k, width of vectors of the pooled similarity; 0 without.
+        embedding_products: inner products [n, b] of the candidates' embeddings with those of the bank.
+        pooled_products: the same of the pooled vectors, [n, b] or one that broadcasts to it.
+        embedding, pooled, temperature: see `HubnessSimilarity`; numbers or scalar tensors.
+    """
+    similarities = (embedding * embedding_products + pooled * pooled_products) / temperature
+    values: torch.Tensor = temperature * (torch.logsumexp(similarities, dim=1) - math.log(similarities.shape[1]))
+    return values
+
+
+class HubnessBank(nn.Module):
+    """Captions and images to compare candidates with, stored as int8 with one scale per vector.
+
+    All tensors are buffers: gradients do not train them.
+
+    Args:
+        captions, images: numbers of captions and images.
+        embed_dim: width of the embeddings.
+        dim: width of the vectors of the pooled similarity; 0 if the model has none.
     """
 
     def __init__(self, captions: int, images: int, embed_dim: int, dim: int) -> None:
@@ -45,11 +64,11 @@ class QueryBank(nn.Module):
         self.caption_vectors = _Int8Rows(captions, dim)
         self.image_embeddings = _Int8Rows(images, embed_dim)
         self.image_vectors = _Int8Rows(images, dim)
-        self._floors: dict[tuple[ScoreWeights, bool], float] = {}
+        self._floors: dict[tuple[HubnessSimilarity, str], float] = {}
 
     @classmethod
-    def of(cls, captions: tuple[torch.Tensor, torch.Tensor], images: tuple[torch.Tensor, torch.Tensor]) -> QueryBank:
-        """A bank of embeddings and pooled vectors: [c, e] and [c, k], [i, e] and [i, k]."""
+    def of(cls, captions: tuple[torch.Tensor, torch.Tensor], images: tuple[torch.Tensor, torch.Tensor]) -> HubnessBank:
+        """A bank of captions and images, each as embeddings [b, e] and pooled vectors [b, k]."""
         bank = cls(len(captions[0]), len(images[0]), captions[0].shape[1], captions[1].shape[1])
         rows = (bank.caption_embeddings, bank.caption_vectors, bank.image_embeddings, bank.image_vectors)
         for part, values in zip(rows, (*captions, *images), strict=True):
@@ -57,8 +76,8 @@ class QueryBank(nn.Module):
         return bank
 
     @classmethod
-    def load(cls, path: Path, embed_dim: int, sizes: Mapping[str, int]) -> QueryBank:
-        """The bank that :meth:`save` wrote, of `sizes`. ModelError where the file is another."""
+    def load(cls, path: Path, embed_dim: int, sizes: Mapping[str, int]) -> HubnessBank:
+        """Read the bank of `sizes` that :meth:`save` wrote. ModelError if the file does not fit them."""
         bank = cls(embed_dim=embed_dim, **sizes)
         assign_weights(bank, read_weights(path), str(path))
         return bank
@@ -73,64 +92,52 @@ class QueryBank(nn.Module):
         captions, dim = self.caption_vectors.codes.shape
         return {"captions": captions, "images": len(self.image_embeddings.codes), "dim": dim}
 
-    def of_images(self, embeddings: torch.Tensor, vectors: torch.Tensor, weights: ScoreWeights) -> torch.Tensor:
-        """Priors [b] of images, not weighted yet.
+    def hubness(
+        self, embeddings: torch.Tensor, vectors: torch.Tensor, similarity: HubnessSimilarity, direction: str
+    ) -> torch.Tensor:
+        """The hubness [n] of candidates, at least :meth:`floor`.
 
         Args:
-            embeddings: of the images, float32 [b, e].
-            vectors: of the images in the space of the pooled similarity, float32 [b, k].
-            weights: of which `similarity`, `pooled` and `temperature` count.
+            embeddings: float32 [n, e].
+            vectors: vectors of the pooled similarity, float32 [n, k].
+            similarity: how candidates are compared with the bank.
+            direction: candidates are images in "t2i" and captions in "i2t".
         """
-        priors = _priors(embeddings, vectors, (self.caption_embeddings, self.caption_vectors), weights)
-        return priors.clamp(min=self.floor(weights, images=True))
+        chunks = [
+            hubness(*self.products(chunk_embeddings, chunk_vectors, direction), **asdict(similarity))
+            for chunk_embeddings, chunk_vectors in zip(
+                torch.split(embeddings, _CHUNK), torch.split(vectors, _CHUNK), strict=True
+            )
+        ]
+        return torch.cat(chunks).clamp(min=self.floor(similarity, direction))
 
-    def of_captions(self, embeddings: torch.Tensor, vectors: torch.Tensor, weights: ScoreWeights) -> torch.Tensor:
-        """Priors [b] of captions, in the same way."""
-        priors = _priors(embeddings, vectors, (self.image_embeddings, self.image_vectors), weights)
-        return priors.clamp(min=self.floor(weights, images=False))
+    def floor(self, similarity: HubnessSimilarity, direction: str) -> float:
+        """The lower limit of the hubness; computed once per similarity."""
+        if (similarity, direction) not in self._floors:
+            images = direction == TEXT_TO_IMAGE
+            embeddings = self.image_embeddings if images else self.caption_embeddings
+            vectors = self.image_vectors if images else self.caption_vectors
+            values = hubness(*self.products(embeddings.dense(), vectors.dense(), direction), **asdict(similarity))
+            self._floors[similarity, direction] = float(values.quantile(_FLOOR_QUANTILE))
+        return self._floors[similarity, direction]
 
-    def floor(self, weights: ScoreWeights, *, images: bool) -> float:
-        """The lowest prior of images, or of captions: that of a tenth of the bank's own. Found once for `weights`."""
-        if (weights, images) not in self._floors:
-            captions = (self.caption_embeddings, self.caption_vectors)
-            own, others = (self.image_embeddings, self.image_vectors), captions
-            if not images:
-                own, others = others, own
-            priors = _priors(own[0].dense(), own[1].dense(), others, weights)
-            self._floors[weights, images] = float(priors.quantile(_FLOOR))
-        return self._floors[weights, images]
+    def products(
+        self, embeddings: torch.Tensor, vectors: torch.Tensor, direction: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inner products [n, b] of candidates with the bank: of embeddings and of pooled vectors.
 
-    def caption_products(self, embeddings: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inner products [b, c] of images' embeddings and of their vectors with those of the captions, on the CPU.
-
-        The latter are zeros [1, 1] without a pooled similarity.
+        The latter are zeros [1, 1] if the model has no pooled similarity. Candidates in "t2i" are images, which are
+        compared with captions.
         """
-        return _products(embeddings, vectors, (self.caption_embeddings, self.caption_vectors))
-
-    def image_products(self, embeddings: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of captions with the images [b, i]."""
-        return _products(embeddings, vectors, (self.image_embeddings, self.image_vectors))
-
-
-def _products(
-    embeddings: torch.Tensor, vectors: torch.Tensor, bank: tuple[_Int8Rows, _Int8Rows]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    pooled = vectors @ bank[1].dense().T if vectors.shape[1] else torch.zeros(1, 1)
-    return (embeddings @ bank[0].dense().T).cpu(), pooled.cpu()
-
-
-def _priors(
-    embeddings: torch.Tensor, vectors: torch.Tensor, bank: tuple[_Int8Rows, _Int8Rows], weights: ScoreWeights
-) -> torch.Tensor:
-    t = weights.temperature
-    others = torch.cat([bank[0].dense() * (weights.similarity / t), bank[1].dense() * (weights.pooled / t)], dim=1).T
-    own = torch.cat([embeddings, vectors], dim=1)
-    parts = [torch.logsumexp(own[start : start + _CHUNK] @ others, dim=1) for start in range(0, len(own), _CHUNK)]
-    return t * (torch.cat(parts) - math.log(others.shape[1]))
+        captions = direction == TEXT_TO_IMAGE
+        bank_embeddings = self.caption_embeddings if captions else self.image_embeddings
+        bank_vectors = self.caption_vectors if captions else self.image_vectors
+        pooled = vectors @ bank_vectors.dense().T if vectors.shape[1] else vectors.new_zeros(1, 1)
+        return embeddings @ bank_embeddings.dense().T, pooled
 
 
 class _Int8Rows(nn.Module):
-    """Vectors [n, k], each int8 by one float32 scale."""
+    """Vectors [n, k], each int8 with one float32 scale."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -143,7 +150,7 @@ class _Int8Rows(nn.Module):
     def fill(self, values: torch.Tensor) -> None:
         """Round `values` [n, k]."""
         if values.shape[1]:
-            self.scales = values.float().abs().amax(dim=1) / _LARGEST
+            self.scales = values.float().abs().amax(dim=1) / _LARGEST_CODE
             self.codes = (values / self.scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
 
     def dense(self) -> torch.Tensor:

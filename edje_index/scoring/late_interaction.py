@@ -1,9 +1,9 @@
-"""Late interaction of image tokens with the words of a caption, as ColBERT's (Khattab and Zaharia, 2020).
+"""Late interaction of image tokens with the words of a caption, as in ColBERT (Khattab and Zaharia, 2020).
 
-The mean over a caption's content words of the largest cosine with any token of the image. Words and tokens are compared
-after the mean word has been taken from both: the vectors of a language model's words share one large component, which
-says nothing. It means something where an alignment phase brought the tokens among the words
-(`training.losses.alignment_scores` is the same for all pairs of a batch).
+The score is the mean, over the content words of a caption, of each word's largest cosine similarity with a token of
+the image. The mean word vector is subtracted from words and tokens first, because the word vectors of a language model
+share one large component that carries no information. The score means something only if an alignment phase trained the
+adapter to place tokens among the words (`training.model.losses.alignment_scores` computes it for all pairs of a batch).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ def late_interaction(
     """Scores of pairs, float32 [b] between -1 and 1; 0 for a caption without content words.
 
     Args:
-        captions: word numbers of each pair's caption.
+        captions: token ids of each pair's caption.
         tokens: image tokens of each pair [b, m, d].
-        words: vectors of the vocabulary [v, d].
-        content: which words count [v].
+        words: word vectors of the vocabulary [v, d].
+        content: whether each token id counts [v], see `stop_words.content_token_mask`.
     """
-    kept = [[word for word in caption if content[word]] for caption in captions]
-    lengths = torch.tensor([len(caption) for caption in kept])
-    place = torch.arange(max(1, int(lengths.max())))
-    there = (place < lengths[:, None]).to(tokens.device)
-    numbers = torch.zeros(there.shape, dtype=torch.int64)
-    numbers[place < lengths[:, None]] = torch.tensor([word for caption in kept for word in caption], dtype=torch.int64)
+    content_ids = [[token_id for token_id in caption if content[token_id]] for caption in captions]
+    lengths = torch.tensor([len(ids) for ids in content_ids])
+    is_word = torch.arange(max(1, int(lengths.max()))) < lengths[:, None]
+    padded_ids = torch.zeros(is_word.shape, dtype=torch.int64)
+    padded_ids[is_word] = torch.tensor([token_id for ids in content_ids for token_id in ids], dtype=torch.int64)
     mean = words.mean(dim=0)
-    asked = functional.normalize(words[numbers.to(words.device)] - mean, dim=2)
-    seen = functional.normalize(tokens.float() - mean, dim=2)
-    best = (asked @ seen.transpose(1, 2)).amax(dim=2)
-    return (best * there).sum(dim=1) / there.sum(dim=1).clamp(min=1)
+    queries = functional.normalize(words[padded_ids.to(words.device)] - mean, dim=2)
+    keys = functional.normalize(tokens.float() - mean, dim=2)
+    best = (queries @ keys.transpose(1, 2)).amax(dim=2)
+    is_word = is_word.to(tokens.device)
+    return (best * is_word).sum(dim=1) / is_word.sum(dim=1).clamp(min=1)

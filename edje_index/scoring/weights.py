@@ -1,46 +1,190 @@
-"""Weights of the parts of the final score: what images are sorted by for a caption, and captions for an image.
+"""Weights of the final score: one `ScoreWeights` per direction of search.
 
-final = logit + late x late interaction + pooled x pooled similarity + similarity x embedding similarity
-        - prior x prior of the query bank (`query_bank`), whose temperature is `temperature`
+The module loads neither torch nor NumPy, so that ``bundle.json`` can be read without them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, Self
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from edje_index.errors import ModelError
+from storage_formats.errors import UsageError
+
+TEXT_TO_IMAGE, IMAGE_TO_TEXT = "t2i", "i2t"
+DIRECTIONS = (TEXT_TO_IMAGE, IMAGE_TO_TEXT)
+
+LOGIT, LATE, POOLED, EMBEDDING, HUBNESS = "logit", "late", "pooled", "embedding", "hubness"
+PART_NAMES = {
+    LOGIT: "logit",
+    LATE: "late interaction",
+    POOLED: "pooled similarity",
+    EMBEDDING: "embedding similarity",
+    HUBNESS: "hubness correction",
+}
+"""The parts in the order in which they are summed, with their names in reports."""
+JOINT_PARTS = (LOGIT, LATE, POOLED)
+"""The parts that depend on the caption and on the stored tokens together."""
+BUNDLE_SCORE = "bundle"
+"""Names the weights that the model bundle holds."""
 
 
-class ScoreWeights(NamedTuple):
-    """Of one direction; all 0 sorts by the logit alone, as published models do.
+@dataclass(frozen=True)
+class HubnessSimilarity:
+    """The similarity that the hubness correction compares a candidate with the bank by.
 
     Attributes:
-        similarity: of the cosine of the embeddings.
-        late, pooled: of late interaction and pooled similarity.
-        prior: of what is taken off.
-        temperature: of that, in units of the final score.
+        embedding: weight of the cosine similarity of the embeddings.
+        pooled: weight of the pooled similarity.
+        temperature: softness of the maximum over the bank, in units of the similarity.
     """
 
-    similarity: float = 0.0
-    late: float = 0.0
+    embedding: float = 0.0
     pooled: float = 0.0
-    prior: float = 0.0
     temperature: float = 1.0
 
+    def __post_init__(self) -> None:
+        _check_finite(asdict(self))
+        if self.temperature <= 0:
+            raise ValueError(f"the temperature of the hubness correction must be positive, got {self.temperature}")
+
+
+@dataclass(frozen=True)
+class ScoreWeights:
+    """Weights of the parts of the final score in one direction. The default is the published score, the logit alone.
+
+    Attributes:
+        logit: weight of the joint encoder's matching logit.
+        late: weight of the late interaction.
+        pooled: weight of the pooled similarity.
+        embedding: weight of the cosine similarity of the embeddings.
+        hubness: weight of the hubness correction.
+        hubness_similarity: what the hubness correction is computed from. It does not follow the weights above.
+    """
+
+    logit: float = 1.0
+    late: float = 0.0
+    pooled: float = 0.0
+    embedding: float = 0.0
+    hubness: float = 0.0
+    hubness_similarity: HubnessSimilarity = field(default_factory=HubnessSimilarity)
+
+    def __post_init__(self) -> None:
+        _check_finite(self.by_part())
+
+    def by_part(self) -> dict[str, float]:
+        """The weight of every part."""
+        return {part: getattr(self, part) for part in PART_NAMES}
+
     @classmethod
-    def of_json(cls, value: Mapping[str, float]) -> Self:
-        """What `_asdict` gave. ValueError for numbers that are no weights, KeyError for one that is missing."""
-        weights = cls(*(float(value[name]) for name in cls._fields))
-        if not all(map(math.isfinite, weights)) or weights.temperature <= 0:
-            raise ValueError(f"weights of the score are {weights}")
-        return weights
+    def of_parts(cls, weights: Mapping[str, float], hubness_similarity: HubnessSimilarity | None = None) -> Self:
+        """Weights by the name of the part; a part that is not named, the logit included, has weight 0."""
+        logit, late, pooled, embedding, hubness = (float(weights.get(part, 0.0)) for part in PART_NAMES)
+        return cls(logit, late, pooled, embedding, hubness, hubness_similarity or HubnessSimilarity())
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """The weights that `to_json` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: a weight is missing or is not a finite number.
+        """
+        similarity = value["hubness_similarity"]
+        return cls.of_parts(
+            {part: value[part] for part in PART_NAMES},
+            HubnessSimilarity(*(float(similarity[name]) for name in ("embedding", "pooled", "temperature"))),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The weights as plain JSON values."""
+        return asdict(self)
 
     def described(self) -> str:
-        """The sum in words, parts of weight 0 left out."""
-        added = (
-            (self.late, "late interaction"),
-            (self.pooled, "pooled similarity"),
-            (self.similarity, "similarity"),
-        )
-        terms = "".join(f" + {weight:g} x {name}" for weight, name in added if weight)
-        return f"logit{terms}" + (f" - {self.prior:g} x prior" if self.prior else "")
+        """The sum in words, for example ``logit + 2.5 x embedding similarity``."""
+        terms = [
+            name if weight == 1 and part == LOGIT else f"{weight:g} x {name}"
+            for (part, name), weight in zip(PART_NAMES.items(), self.by_part().values(), strict=True)
+            if weight
+        ]
+        return " + ".join(terms) or "0"
+
+
+@dataclass(frozen=True)
+class DirectionWeights:
+    """The weights of both directions of search.
+
+    Attributes:
+        t2i: text-to-image, the score that images are sorted by for a caption.
+        i2t: image-to-text, the score that captions are sorted by for an image.
+    """
+
+    t2i: ScoreWeights = field(default_factory=ScoreWeights)
+    i2t: ScoreWeights = field(default_factory=ScoreWeights)
+
+    def of(self, direction: str) -> ScoreWeights:
+        """The weights of `direction`, one of `DIRECTIONS`."""
+        return {TEXT_TO_IMAGE: self.t2i, IMAGE_TO_TEXT: self.i2t}[direction]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """The weights that `to_json` wrote; the same exceptions as `ScoreWeights.from_json`."""
+        return cls(*(ScoreWeights.from_json(value[direction]) for direction in DIRECTIONS))
+
+    def to_json(self) -> dict[str, Any]:
+        """The weights by direction as plain JSON values."""
+        return {direction: self.of(direction).to_json() for direction in DIRECTIONS}
+
+
+def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> ScoreWeights:
+    """The weights that `score` names.
+
+    Args:
+        score: ``bundle`` for `bundle_weights`; or ``PART=WEIGHT,...`` with the parts of `PART_NAMES`, where ``PART``
+            alone means weight 1 and parts that are not named have weight 0; or weights, which are returned.
+        bundle_weights: the weights of the model bundle. They also define the hubness correction for ``hubness=WEIGHT``.
+
+    Raises:
+        UsageError: an unknown part, a weight that is not a finite number, or no weight other than 0.
+    """
+    if isinstance(score, ScoreWeights):
+        return score
+    if score == BUNDLE_SCORE:
+        return bundle_weights
+    weights = dict(_part_weight(item) for item in score.split(","))
+    if not any(weights.values()):
+        raise UsageError(f"the score '{score}' has no part with a weight other than 0")
+    return ScoreWeights.of_parts(weights, bundle_weights.hubness_similarity)
+
+
+def check_score(score: str) -> None:
+    """Raise the UsageError of `parse_score` for a score that no bundle can have."""
+    parse_score(score, ScoreWeights())
+
+
+def check_parts(weights: ScoreWeights, available: Mapping[str, Any], what: str) -> None:
+    """ModelError if `weights` use a part that is not among the `available` parts of `what`."""
+    missing = [PART_NAMES[part] for part, weight in weights.by_part().items() if weight and part not in available]
+    if missing:
+        raise ModelError(f"{what} has no {' and no '.join(missing)}; its parts are {', '.join(available)}")
+
+
+def _part_weight(item: str) -> tuple[str, float]:
+    part, equals, number = (text.strip() for text in item.partition("="))
+    if part not in PART_NAMES:
+        choices = f"'{BUNDLE_SCORE}' or parts with weights, PART=WEIGHT,... with PART one of {', '.join(PART_NAMES)}"
+        raise UsageError(f"unknown part '{part}' of the score; a score is {choices}")
+    try:
+        weight = float(number) if equals else 1.0
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UsageError(f"the weight of '{part}' must be a finite number, got '{number}'")
+    return part, weight
+
+
+def _check_finite(weights: Mapping[str, float]) -> None:
+    for name, weight in weights.items():
+        if not math.isfinite(weight):
+            raise ValueError(f"the weight '{name}' of the score must be a finite number, got {weight}")

@@ -1,22 +1,21 @@
-"""Searching an index: text embedding, nearest rows, token fetch, joint encoder, sort (the paper's algorithm 2)."""
+"""Search of an index: text embedding, nearest rows, token fetch, final score, sort (algorithm 2 of the paper)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edje_index.errors import ModelError, name_missing_extra
 from edje_index.indexing.faiss_index import AnnIndex
-from storage_formats.codecs import Blocks
+from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights
+from edje_index.search.reranking import Candidates, CandidateScores, Reranker, embedding_scores
 from storage_formats.errors import UsageError
-from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import read_rows
-from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
 
 if TYPE_CHECKING:
@@ -25,15 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hit:
-    """One result.
+    """One result of a search.
 
     Attributes:
-        row_id: its row.
+        row_id: row id of the image.
         uri: where the image came from.
-        score: what the hits are sorted by: the final score, or the embedding's without re-ranking.
-        embedding_score: cosine similarity of text and image embedding.
-        joint_score: the joint encoder's: its logit, with late interaction and pooled similarity where the model has
-            them; None without re-ranking.
+        score: the final score, which hits are sorted by; the embedding similarity without re-ranking.
+        embedding_score: cosine similarity of the text and image embeddings.
+        joint_score: logit, late interaction and pooled similarity, weighted and summed as in `score`. None if the score
+            has none of them.
+        parts: the parts of the final score by name, not weighted; see `edje_index.scoring.weights.PART_NAMES`.
     """
 
     row_id: int
@@ -41,39 +41,31 @@ class Hit:
     score: float
     embedding_score: float
     joint_score: float | None
-
-
-@dataclass(frozen=True)
-class FinalScorer:
-    """The second half of a search, over tokens that the caller has read.
-
-    Attributes:
-        root, spec: of the index.
-        model: bundle that built it.
-    """
-
-    root: Path
-    spec: IndexSpec
-    model: ModelBundle
-
-    def scores(
-        self, text: str, rows: NDArray[np.int64], similarities: NDArray[np.float32], blocks: Blocks
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Joint scores and final scores [k] of a query and candidates: rows and similarities [k], tokens [k, m, d]."""
-        joint: NDArray[np.float32] = self.model.joint.score(text, blocks).numpy(force=True)
-        final = fused_scores(joint, similarities, self.model.embedding_weight)
-        if self.model.bank is None or not self.model.weights.prior:
-            return joint, final
-        return joint, final - self.model.image_priors(read_embeddings(self.root, self.spec, rows), blocks)
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class TokenIndex:
-    """An index with the model that it was built by, ready to be searched."""
+    """An index and the model bundle that built it, ready to be searched.
 
-    def __init__(self, root: Path, manifest: Manifest, model: ModelBundle, precision: str) -> None:
+    Example:
+        >>> index = TokenIndex.open("photos.edje")  # doctest: +SKIP
+        >>> for hit in index.search("two dogs play in the snow", k=3):  # doctest: +SKIP
+        ...     print(hit.score, hit.uri)
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        manifest: Manifest,
+        model: ModelBundle,
+        *,
+        precision: str,
+        score: str | ScoreWeights = BUNDLE_SCORE,
+    ) -> None:
         self._root = root
         self._ann = AnnIndex(root)
         self._store = TokenStore.open(root, precision)
+        self._score = score
         self.manifest = manifest
         self.model = model
 
@@ -87,64 +79,82 @@ class TokenIndex:
         precision: str | None = None,
         device: str = "auto",
         dtype: str = "float32",
+        score: str | ScoreWeights = BUNDLE_SCORE,
     ) -> TokenIndex:
         """Open the index at `root`.
 
         Args:
             root: the index.
-            model: bundle to search with; the one that built the index where it is None.
-            precision: tokens to re-rank with; the first that the index holds where it is None.
+            model: bundle to search with; by default the one that built the index.
+            precision: precision of the tokens to re-rank with; by default the first that the index holds.
             device: "auto", "cpu" or "cuda", for the text tower and the joint encoder.
-            dtype: of the joint encoder's matrix products, "auto", "float32" or "bfloat16"; the latter takes about half
-                the time on processors that have it, and more on others.
+            dtype: number type of the joint encoder's matrix products: "auto", "float32" or "bfloat16". bfloat16 takes
+                about half the time on processors that support it, and longer on others.
+            score: the score to sort by: "bundle" (the weights of the bundle), "logit", "embedding",
+                "PART=WEIGHT,..." or `ScoreWeights`; see `edje_index.scoring.weights.parse_score`.
 
         Raises:
-            UsageError: no index, no such precision.
-            ModelError: the bundle is not there, or it did not build this index.
+            UsageError: no index at `root`, it does not hold the precision, or `score` is invalid.
+            ModelError: the bundle is missing, did not build this index, or lacks a part that `score` weighs.
         """
         manifest = Manifest.load(root)
         bundle = load_search_model(root, manifest, model, device=device, dtype=dtype)
-        return cls(Path(root), manifest, bundle, precision or manifest.spec.precisions[0])
+        bundle.weights("t2i", score)  # refuses what the bundle cannot compute
+        return cls(Path(root), manifest, bundle, precision=precision or manifest.spec.precisions[0], score=score)
 
-    def search(self, text: str, k: int = 10, pool: int = 100, *, rerank: bool = True) -> list[Hit]:
+    def search(
+        self,
+        text: str,
+        k: int = 10,
+        pool: int = 100,
+        *,
+        rerank: bool = True,
+        score: str | ScoreWeights | None = None,
+    ) -> list[Hit]:
         """The `k` best images for `text`, best first.
 
         Args:
             text: the query.
             k: number of hits.
-            pool: nearest rows by embedding that the joint encoder scores; at least `k`.
+            pool: number of candidates, the nearest rows by embedding, that are re-ranked; at least `k`.
             rerank: False keeps the order of the embeddings.
+            score: the score to sort by, see `open`; by default that given to `open`.
 
         Raises:
-            UsageError: an empty query, or numbers that do not fit.
-            ModelError: re-ranking with a bundle that stores features.
+            UsageError: an empty query, `k` or `pool` out of range, or an invalid `score`.
+            ModelError: the score needs tokens and the bundle stores features, or the bundle lacks a part of the score.
         """
         if not text.strip():
             raise UsageError("the query is empty")
         if k < 1 or pool < k:
             raise UsageError(f"need 1 <= k <= pool, got k = {k}, pool = {pool}")
+        reranker = None
         if rerank:
-            check_reranks(self.model)
+            chosen = self._score if score is None else score
+            reranker = Reranker(self._root, self.manifest.spec, self.model, score=chosen)
         query = self.model.text.encode([text])[0]
-        rows, similarities = self._ann.nearest(query, pool if rerank else k)
-        if not len(rows):
+        candidates = Candidates(*self._ann.nearest(query, k if reranker is None else pool))
+        if not len(candidates.rows):
             return []
-        joint, scores = None, similarities
-        if rerank:
-            scorer = FinalScorer(self._root, self.manifest.spec, self.model)
-            joint, scores = scorer.scores(text, rows, similarities, self._store.fetch(rows))
-        # Stable, so that equal scores keep the order of the embeddings.
-        order = np.argsort(-scores, kind="stable")[:k]
-        uris = read_rows(self._root, rows[order], ["uri"])["uri"].to_pylist()
+        if reranker is None:
+            return self._hits(candidates, embedding_scores(candidates), k)
+        blocks = self._store.fetch(candidates.rows) if reranker.reads_tokens else None
+        return self._hits(candidates, reranker.scores(text, candidates, blocks), k)
+
+    def _hits(self, candidates: Candidates, scores: CandidateScores, k: int) -> list[Hit]:
+        # A stable sort: equal scores keep the order of the embeddings.
+        order = np.argsort(-scores.final, kind="stable")[:k]
+        uris = read_rows(self._root, candidates.rows[order], ["uri"])["uri"].to_pylist()
         return [
             Hit(
-                row_id=int(rows[at]),
+                row_id=int(candidates.rows[position]),
                 uri=uri,
-                score=float(scores[at]),
-                embedding_score=float(similarities[at]),
-                joint_score=None if joint is None else float(joint[at]),
+                score=float(scores.final[position]),
+                embedding_score=float(candidates.similarities[position]),
+                joint_score=None if scores.joint is None else float(scores.joint[position]),
+                parts={part: float(values[position]) for part, values in scores.parts.items()},
             )
-            for at, uri in zip(order, uris, strict=True)
+            for position, uri in zip(order, uris, strict=True)
         ]
 
 
@@ -156,10 +166,10 @@ def load_search_model(
     device: str = "auto",
     dtype: str = "float32",
 ) -> ModelBundle:
-    """The bundle at `model`, or the one that built the index `root`, after a check that they belong together.
+    """The bundle at `model`, or the one that built the index at `root`, after a check that it built this index.
 
     Raises:
-        ModelError: the bundle is not there, or it did not build this index.
+        ModelError: the bundle is missing, or it did not build this index.
     """
     if model is None and "bundle" not in manifest.model:
         raise ModelError(
@@ -170,32 +180,14 @@ def load_search_model(
 
     path = Path(model) if model is not None else Path(manifest.model["bundle"])
     if model is None and not path.exists():
-        raise ModelError(f"the model bundle {path} that built {root} is gone; name its place with --model")
+        raise ModelError(
+            f"the model bundle {path} that built {root} does not exist any more: name the bundle's present path"
+        )
     info = read_bundle_info(path)
     built_by = manifest.model["fingerprint"]
     if info.encoder_fingerprint != built_by:
         raise ModelError(
-            f"the bundle {path} did not build {root}: its encoder is {info.encoder_fingerprint}, "
-            f"the index has {built_by}"
+            f"the bundle {path} did not build {root}: the bundle's encoder is {info.encoder_fingerprint}, that of the "
+            f"index is {built_by}"
         )
     return ModelBundle.load(path, device=device, dtype=dtype)
-
-
-def check_reranks(model: ModelBundle) -> None:
-    """ModelError for a bundle whose stored tokens are features to train on, which its joint encoder cannot read."""
-    config = model.adapter.config
-    if config.is_feature:
-        raise ModelError(
-            f"this bundle stores features to train on ({config.kind}), not tokens that its joint encoder was trained "
-            "with: search without re-ranking (--no-rerank), or with an index that a trained bundle built"
-        )
-
-
-def fused_scores(
-    joint: NDArray[np.float32], similarities: NDArray[np.float32], embedding_weight: float
-) -> NDArray[np.float32]:
-    """Joint scores + `embedding_weight` x cosine similarities, float32 of their shape: final but for a bank's prior.
-
-    The sum is ALBEF's and BLIP's way of re-ranking; a weight of 0 gives the logits themselves.
-    """
-    return joint + np.float32(embedding_weight) * similarities

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from edje_index.scoring.weights import BUNDLE_SCORE, DIRECTIONS
 from pipelines.cli.output import dtype_option, json_option, note, print_json, this_command
+from pipelines.cli.score_option import score_option
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,14 +24,18 @@ _PATH = click.Path(path_type=Path)
 @click.command("eval")
 @click.argument("index", type=_PATH)
 @click.argument("captions", type=_PATH)
-@click.option("--images", type=_PATH, help="Folder that image names begin at.  [default: that of CAPTIONS]")
-@click.option("--split", metavar="NAME", help="Split of CAPTIONS to ask for.  [default: all of it]")
+@click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: that of CAPTIONS]")
+@click.option("--split", metavar="NAME", help="Split of CAPTIONS to take queries from.  [default: all of CAPTIONS]")
 @click.option("--model", type=_PATH, help="Model bundle.  [default: the one that built INDEX]")
 @click.option(
     "--also", multiple=True, metavar="INDEX[=MODEL]", help="Another index to compare with, and its bundle; repeatable."
 )
 @click.option(
-    "--precision", "precisions", multiple=True, metavar="NAME", help="Tokens to use; repeatable.  [default: all held]"
+    "--precision",
+    "precisions",
+    multiple=True,
+    metavar="NAME",
+    help="Precision of the tokens; repeatable.  [default: all]",
 )
 @click.option("--simulate", is_flag=True, help="Convert precisions that INDEX does not hold in memory.")
 @click.option(
@@ -37,43 +43,61 @@ _PATH = click.Path(path_type=Path)
     "pools",
     type=_POSITIVE,
     multiple=True,
-    help="Candidates that are re-ranked; repeatable.  [default: 10 20 50; 100 with --full]",
+    help="Number of candidates to re-rank; repeatable.  [default: 10 20 50; 100 with --full]",
 )
 @click.option(
-    "--direction", type=click.Choice(["both", "t2i", "i2t"]), default="both", show_default=True, help="What is asked."
+    "--direction",
+    type=click.Choice(["both", "t2i", "i2t"]),
+    default="both",
+    show_default=True,
+    help="Text-to-image, image-to-text or both.",
 )
 @click.option(
-    "--full", is_flag=True, help="Full-dataset protocol: all that INDEX and CAPTIONS hold may be answered; R@5/10/20."
+    "--full",
+    is_flag=True,
+    help="Full-dataset protocol: the candidates are all of INDEX and CAPTIONS, not only --split; R@5/10/20.",
 )
-@click.option(
-    "--full-captions", type=_PATH, multiple=True, help="More captions that may be answered, with --full; repeatable."
-)
+@click.option("--full-captions", type=_PATH, multiple=True, help="More candidate captions, with --full; repeatable.")
+@score_option
 @click.option("--rerank/--no-rerank", default=True, help="Re-rank, or measure the embeddings alone.")
-@click.option("--queries", type=_POSITIVE, metavar="N", help="Ask N questions of each direction, drawn by --seed.")
-@click.option("--bootstrap", type=click.IntRange(min=0), default=1000, show_default=True, help="Resamples; 0 for none.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of --queries and --bootstrap.")
-@click.option("--cache", type=_PATH, help="Folder that keeps scores: an interrupted evaluation resumes from it.")
-@click.option("--report", type=_PATH, help="Folder to write report.md, report.json and plots to.")
+@click.option("--queries", type=_POSITIVE, metavar="N", help="Sample N queries per direction.")
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="For the model."
+    "--bootstrap", type=click.IntRange(min=0), default=1000, show_default=True, help="Bootstrap resamples; 0 for none."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed.")
+@click.option("--cache", type=_PATH, help="Directory that keeps scores: an interrupted evaluation resumes from it.")
+@click.option("--report", type=_PATH, help="Directory to write report.md, report.json and plots to.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Device of the model.",
 )
 @dtype_option
-@click.option("--quiet", is_flag=True, help="No progress.")
+@click.option("--quiet", is_flag=True, help="Show no progress.")
 @json_option
 def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: object) -> None:
     """Measure the recall of INDEX on captioned images, by embedding alone and re-ranked.
 
-    CAPTIONS is our .jsonl, Karpathy's .json (COCO, Flickr30k), COCO's caption .json, .parquet, or a WebDataset .tar.
-    A caption asks for its image; an image asks for any of its captions. Candidates are the images of CAPTIONS (of its
-    split) and their captions; with --full every image of INDEX and the captions of all splits.
+    CAPTIONS is a .jsonl file, Karpathy's .json (COCO, Flickr30k), COCO's caption .json, .parquet, or a WebDataset .tar.
+    In text-to-image search a caption must find its image; in image-to-text search an image must find any of its
+    captions. The candidates are the images and captions of CAPTIONS, or of one of its splits.
+
+    --score measures parts of the final score alone, on any bundle.
 
     \b
     Examples:
       edje-index eval photos.edje captions.jsonl --split dev --precision bf16 --precision fp8 --report out
       edje-index eval photos.edje dataset_flickr30k.json --images flickr30k-images --split test --pool 10
+      edje-index eval photos.edje captions.jsonl --score logit --cache scores
       edje-index eval m64.edje captions.jsonl --also m32.edje --queries 500 --cache scores
       edje-index eval photos.edje dataset_coco.json --split test --full
     """
+    if options["full_captions"] and not options["full"]:
+        raise UsageError("--full-captions needs --full")
+    if not options["rerank"] and options["score"] != BUNDLE_SCORE:
+        raise UsageError("--score is the score to re-rank by: leave out either --score or --no-rerank")
     config = _config(**options)
     if report is not None:
         _make(report)
@@ -86,13 +110,13 @@ def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: object)
             result = measure(config, progress_callback(on_event))
     except KeyboardInterrupt:
         if config.cache is not None:
-            note(f"stopped; the scores so far are kept. To resume: {this_command()}")
+            note(f"stopped; finished scores are kept. To resume: {this_command()}")
         raise
     _show(result, report, as_json=as_json)
 
 
 def _config(**options: object) -> EvaluationConfig:
-    from edje_index.evaluation.config import DIRECTIONS, EvaluationConfig
+    from edje_index.evaluation.config import EvaluationConfig
 
     chosen = dict(options)
     direction = chosen.pop("direction")
@@ -106,7 +130,7 @@ def _config(**options: object) -> EvaluationConfig:
 
 
 def _other(text: str) -> tuple[Path, Path | None]:
-    """INDEX or INDEX=MODEL; an index whose name holds a "=" is found first."""
+    """Parse INDEX or INDEX=MODEL; an existing path with a "=" in its name is an index."""
     index, equals, model = text.rpartition("=")
     if not equals or Path(text).exists():
         return Path(text), None
@@ -120,7 +144,7 @@ def _show(result: Evaluation, report: Path | None, *, as_json: bool) -> None:
 
     for system in result.systems:
         if not system.trained:
-            note(f"note: the weights that {system.name} is searched with are untrained; its recall is that of chance")
+            note(f"note: the model of {system.name} is untrained: its recall is that of a random order")
     if as_json:
         print_json(to_json(result))
     else:
@@ -131,7 +155,7 @@ def _show(result: Evaluation, report: Path | None, *, as_json: bool) -> None:
 
 
 def _make(folder: Path) -> None:
-    """The folder of the report, now rather than after hours. UsageError where nothing can be written."""
+    """Make the directory of the report before the evaluation. UsageError if it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

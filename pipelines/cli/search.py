@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from edje_index.scoring.weights import BUNDLE_SCORE
 from pipelines.cli.output import dtype_option, json_option, note, print_json
+from pipelines.cli.score_option import score_option
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,18 +22,17 @@ _POSITIVE = click.IntRange(min=1)
 @click.command()
 @click.argument("index", type=click.Path(path_type=Path))
 @click.argument("text")
-@click.option("-k", "k", type=_POSITIVE, default=10, show_default=True, help="Hits to show.")
-@click.option("--pool", type=_POSITIVE, default=100, show_default=True, help="Nearest rows that are re-ranked.")
-@click.option(
-    "--rerank/--no-rerank", default=True, help="Re-rank with the joint encoder, or keep the embeddings' order."
-)
+@click.option("-k", "k", type=_POSITIVE, default=10, show_default=True, help="Number of hits.")
+@click.option("--pool", type=_POSITIVE, default=100, show_default=True, help="Number of candidates to re-rank.")
+@score_option
+@click.option("--rerank/--no-rerank", default=True, help="Re-rank the candidates, or keep the order of the embeddings.")
 @click.option("--model", type=click.Path(path_type=Path), help="Model bundle.  [default: the one that built INDEX]")
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="Where the model runs.",
+    help="Device of the model.",
 )
 @dtype_option
 @json_option
@@ -40,34 +41,42 @@ def search(
     text: str,
     k: int,
     pool: int,
+    score: str,
     rerank: bool,
     model: Path | None,
     device: str,
     dtype: str,
     as_json: bool,
 ) -> None:
-    """Find the images that fit TEXT best.
+    """Find the images that match TEXT best.
 
-    The nearest rows by embedding are fetched from the token store and sorted by score: the joint encoder's, plus the
-    embeddings' similarity times the weight that the model bundle gives to it.
+    The candidates are the rows whose embeddings are nearest to that of TEXT. Their tokens are fetched and they are
+    sorted by the final score, a weighted sum of parts. The model bundle holds the weights; --score replaces them. An
+    imported checkpoint scores by the joint encoder's logit alone, as published.
+
+    With --json each hit has `score`, its unweighted `parts`, `embedding_score` (cosine similarity of the embeddings)
+    and `joint_score` (weighted logit, late interaction and pooled similarity).
 
     \b
     Examples:
       edje-index search photos.edje "two dogs play in the snow"
       edje-index search photos.edje "a red car" -k 3 --pool 500 --json
+      edje-index search photos.edje "a red car" --score logit
+      edje-index search photos.edje "a red car" --score logit=1,embedding=20
       edje-index search photos.edje "a red car" --no-rerank
-      edje-index search photos.edje "a red car" --dtype bfloat16
     """
     if rerank and pool < k:
-        raise UsageError(f"--pool {pool} is smaller than -k {k}: only what is in the pool is ranked")
+        raise UsageError(f"--pool {pool} is smaller than -k {k}: only candidates in the pool can become hits")
+    if not rerank and score != BUNDLE_SCORE:
+        raise UsageError("--score is the score to re-rank by: leave out either --score or --no-rerank")
     from storage_formats.format.manifest import Manifest
 
-    trained = Manifest.load(index).model.get("trained", True)  # before torch is loaded: it may raise
+    trained = Manifest.load(index).model.get("trained", True)  # may raise, so it comes before torch is loaded
     from edje_index.search.token_index import TokenIndex
 
-    opened = TokenIndex.open(index, model, device=device, dtype=dtype)
+    opened = TokenIndex.open(index, model, device=device, dtype=dtype, score=score)
     if not trained:
-        note("note: the weights of this model are untrained; the order of these results has no meaning")
+        note("note: this model is untrained: the order of these hits has no meaning")
     hits = opened.search(text, k, max(pool, k), rerank=rerank)
     if as_json:
         print_json({"query": text, "hits": [asdict(hit) for hit in hits]})

@@ -125,10 +125,7 @@ def describe_result(result: TrainResult) -> list[str]:
         f"{result.bundle}: {result.steps:,} steps on {result.images:,} images with {result.captions:,} captions, "
         f"{result.seconds:.1f} s"
     )
-    weights = (result.embedding_weight, result.late_weight, result.pooled_weight, result.prior_weight)
-    lines.append(f"score of images: {ScoreWeights(*weights).described()}")
-    if result.caption_weights:
-        lines.append(f"score of captions: {ScoreWeights(**result.caption_weights).described()}")
+    lines += [f"{direction} score: {ScoreWeights.from_json(w).described()}" for direction, w in result.score.items()]
     lines += [_describe_choice(candidates, choice) for candidates, choice in (result.dev or {}).items()]
     if result.bank_unused:
         lines.append("the hubness correction did not improve the likelihood of the dev captions and was left out")

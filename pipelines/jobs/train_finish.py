@@ -1,12 +1,12 @@
-"""The last part of the train job: what is fitted to the trained weights, and the bundle."""
+"""The last stage of a training run: fit the final score to the trained weights and write the bundle."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from edje_index.progress import OnProgress
 from pipelines.jobs.training.preparation import Prepared
 from pipelines.jobs.training.progress import stoppable_progress
 from pipelines.jobs.training.request import TrainRequest
@@ -18,12 +18,31 @@ from storage_formats.atomic import write_json_atomic
 if TYPE_CHECKING:
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.bundles.info import BundleInfo
-    from edje_index.scoring.weights import ScoreWeights
+    from edje_index.scoring.weights import DirectionWeights
     from edje_index.training.config import FittingConfig, TrainConfig
-    from edje_index.training.fitting.selection import WeightChoices
-    from edje_index.training.fitting.weight_choice import WeightChoice
+    from edje_index.training.fitting.fit_weights import WeightChoice
 
 RESULT = "result.json"
+
+Choices = dict[str, "WeightChoice"]
+"""The fitted weights by direction; empty if none were fitted."""
+
+
+@dataclass(frozen=True)
+class FinishedModel:
+    """A trained bundle with its final score.
+
+    Attributes:
+        bundle: the bundle, not saved yet.
+        steps: steps of the joint phase.
+        choices: how its weights were fitted.
+        bank_unused: a hubness bank was made, but the hubness correction got no weight.
+    """
+
+    bundle: ModelBundle
+    steps: int
+    choices: Choices
+    bank_unused: bool
 
 
 def finish_training(
@@ -34,95 +53,107 @@ def finish_training(
     should_stop: ShouldStop,
     started: float,
 ) -> TrainResult:
-    """Fit the score to the last checkpoint and write the bundle and `result.json`."""
-    from edje_index.training.fitting.finish import bank_of_trained, fit_trained, trained_bundle
-    from edje_index.training.loop.log import read_log
-
-    task = prepared.task
-    bundle, steps = trained_bundle(task.start, request.run.folder, task.run, "")
-    if config.fitting.pooled_dim:
-        progress = partial(stoppable_progress(on_event, should_stop), "fitting the pooled similarity")
-        bundle.joint.pooled = fit_trained(task, bundle, config.fitting.pooled_dim, progress)
-    if config.fitting.hubness_bank:
-        progress = partial(stoppable_progress(on_event, should_stop), "gathering the query bank")
-        bundle.bank = bank_of_trained(task, bundle, config.fitting.hubness_bank, progress)
-    choice = _choose_weights(bundle, request, config, prepared, on_event, should_stop)
-    weights = _given_weights(config.fitting) if choice is None else choice.images.weights
-    bundle.joint.late_weight, bundle.joint.pooled_weight = weights.late, weights.pooled
-    bundle = replace(
-        bundle,
-        notes=_notes(request, config, prepared, steps),
-        embedding_weight=weights.similarity,
-        prior_weight=weights.prior,
-        prior_temperature=weights.temperature,
-        own_caption_weights=None if choice is None else choice.captions.weights,
-    )
-    bank_unused = bundle.bank is not None and not (bundle.weights.prior or bundle.caption_weights.prior)
-    if bank_unused:
-        bundle.bank = None
-    records = read_log(request.run.folder)
-    result = TrainResult(
-        bundle=str(request.run.out),
-        fingerprint="",
-        run=task.run,
-        images=prepared.images,
-        captions=prepared.captions,
-        left_out=prepared.left_out,
-        steps=steps,
-        seconds=time.monotonic() - started,
-        last=records[-1] if records else {},
-        embedding_weight=bundle.embedding_weight,
-        late_weight=bundle.joint.late_weight,
-        pooled_weight=bundle.joint.pooled_weight,
-        prior_weight=bundle.prior_weight,
-        caption_weights=bundle.caption_weights._asdict(),
-        bank_unused=bank_unused,
-        fitting=config.fitting.model_dump(),
-        dev=None if choice is None else {"images": _as_json(choice.images), "captions": _as_json(choice.captions)},
-    )
+    """Fit the final score to the last checkpoint, then write the bundle and `result.json`."""
+    model = _finish_model(request, config, prepared, stoppable_progress(on_event, should_stop))
+    model = replace(model, bundle=replace(model.bundle, notes=_notes(request, config, prepared, model.steps)))
+    result = _result(request, config, prepared, model)
 
     def record(info: BundleInfo) -> None:
-        # A bundle without a record would be taken for somebody else's; a record without its bundle is made good.
+        # Written before the bundle appears: a bundle without its record would look like another run's.
         if not request.run.export:
-            write_json_atomic(request.run.folder / RESULT, asdict(replace(result, fingerprint=info.fingerprint)))
+            finished = replace(result, fingerprint=info.fingerprint, seconds=time.monotonic() - started)
+            write_json_atomic(request.run.folder / RESULT, asdict(finished))
 
-    return replace(result, fingerprint=bundle.save(request.run.out, record).fingerprint)
-
-
-def _as_json(choice: WeightChoice) -> dict[str, Any]:
-    return {**asdict(choice), "weights": choice.weights._asdict()}
+    info = model.bundle.save(request.run.out, record)
+    return replace(result, fingerprint=info.fingerprint, seconds=time.monotonic() - started)
 
 
-def _given_weights(fitting: FittingConfig) -> ScoreWeights:
-    """Those of the settings; 0 for one that was to be looked for, and of a pooled similarity that is not there."""
-    from edje_index.scoring.weights import ScoreWeights
+def _finish_model(
+    request: TrainRequest, config: TrainConfig, prepared: Prepared, on_progress: OnProgress
+) -> FinishedModel:
+    from edje_index.training.fitting.finish import fit_trained_similarity, make_trained_bank, trained_bundle
 
-    pooled = fitting.pooled_weight if fitting.pooled_dim else None
-    return ScoreWeights(fitting.embedding_weight or 0.0, fitting.late_weight or 0.0, pooled or 0.0)
+    task, fitting = prepared.task, config.fitting
+    bundle, steps = trained_bundle(task.start, request.run.folder, task.run)
+    if fitting.pooled_dim:
+        bundle = replace(bundle, pooled=fit_trained_similarity(task, bundle, fitting.pooled_dim, on_progress))
+    if fitting.hubness_bank:
+        bundle = replace(bundle, hubness_bank=make_trained_bank(task, bundle, fitting.hubness_bank, on_progress))
+    choices = _choose_weights(bundle, request, fitting, prepared, on_progress)
+    bundle = replace(bundle, score=_score(fitting, choices))
+    bank_unused = bundle.hubness_bank is not None and not (bundle.score.t2i.hubness or bundle.score.i2t.hubness)
+    if bank_unused:
+        bundle = replace(bundle, hubness_bank=None)
+    return FinishedModel(bundle, steps, choices, bank_unused)
 
 
 def _choose_weights(
     bundle: ModelBundle,
     request: TrainRequest,
-    config: TrainConfig,
+    fitting: FittingConfig,
     prepared: Prepared,
-    on_event: OnEvent,
-    should_stop: ShouldStop,
-) -> WeightChoices | None:
-    fitting = config.fitting
+    on_progress: OnProgress,
+) -> Choices:
     weights = [fitting.embedding_weight, fitting.late_weight]
     if fitting.pooled_dim:
         weights.append(fitting.pooled_weight)
-    if prepared.dev is None or (None not in weights and bundle.bank is None):
-        return None
+    if prepared.dev is None or (None not in weights and bundle.hubness_bank is None):
+        return {}
     from edje_index.training.data.batches import Features
-    from edje_index.training.fitting.selection import choose_weights, make_dev_set
+    from edje_index.training.fitting.dev_pools import choose_dev_weights, make_dev_set
 
-    progress = partial(stoppable_progress(on_event, should_stop), "fitting the score weights")
-    features = prepared.task.features
-    dev = make_dev_set(prepared.dev, bundle.text, features)
-    found = Features(features, bundle.adapter.config)
-    return choose_weights(bundle, dev, found, fitting, request.run.device, progress)
+    index = prepared.task.features
+    dev = make_dev_set(prepared.dev, bundle.text, index)
+    features = Features(index, bundle.adapter.config)
+    return choose_dev_weights(bundle, dev, features, fitting, request.run.device, on_progress)
+
+
+def _score(fitting: FittingConfig, choices: Choices) -> DirectionWeights:
+    """The fitted weights; without a fit those of the settings, and 0 for a weight that the settings leave open."""
+    from edje_index.scoring.weights import DirectionWeights, ScoreWeights
+
+    if choices:
+        return DirectionWeights(**{direction: choice.weights for direction, choice in choices.items()})
+    weights = ScoreWeights(
+        late=fitting.late_weight or 0.0,
+        pooled=(fitting.pooled_weight or 0.0) if fitting.pooled_dim else 0.0,
+        embedding=fitting.embedding_weight or 0.0,
+    )
+    return DirectionWeights(weights, weights)
+
+
+def _result(request: TrainRequest, config: TrainConfig, prepared: Prepared, model: FinishedModel) -> TrainResult:
+    """The result without the fingerprint and the time."""
+    from edje_index.training.loop.log import read_log
+
+    records, score = read_log(request.run.folder), model.bundle.score
+    return TrainResult(
+        bundle=str(request.run.out),
+        fingerprint="",
+        run=prepared.task.run,
+        images=prepared.images,
+        captions=prepared.captions,
+        left_out=prepared.left_out,
+        steps=model.steps,
+        seconds=0.0,
+        last=records[-1] if records else {},
+        score=score.to_json(),
+        embedding_weight=score.t2i.embedding,
+        late_weight=score.t2i.late,
+        pooled_weight=score.t2i.pooled,
+        prior_weight=score.t2i.hubness,
+        caption_weights=score.i2t.by_part(),
+        bank_unused=model.bank_unused,
+        fitting=config.fitting.model_dump(),
+        dev=_dev_json(model.choices),
+    )
+
+
+def _dev_json(choices: Choices) -> dict[str, Any] | None:
+    """The choices by what is ranked: images in text-to-image search, captions in image-to-text search."""
+    if not choices:
+        return None
+    return {"images": asdict(choices["t2i"]), "captions": asdict(choices["i2t"])}
 
 
 def _notes(request: TrainRequest, config: TrainConfig, prepared: Prepared, steps: int) -> str:

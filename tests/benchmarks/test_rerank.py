@@ -76,3 +76,8 @@ def test_an_index_without_neighbours_has_no_query_to_measure(model, index, capsy
     arguments = ["--model", model, "--index", index, "--batch-size", 1, "--threads", 1, "--repeats", 1]
     assert main(["bench", "rerank", *map(str, arguments)]) == 2
     assert "no nearest-neighbour index" in capsys.readouterr().err
+
+
+def test_a_score_without_a_query_is_refused(model, capsys):
+    assert main(["bench", "rerank", "--model", str(model), "--score", "logit"]) == 2
+    assert "give --index too" in capsys.readouterr().err

@@ -170,7 +170,7 @@ def test_views_and_a_pooled_similarity(case, tmp_path):
     assert np.load(run_dir / "view-rows.npy").tolist() == [[2 * at, 2 * at + 1] for at in range(24)]
     assert not (run_dir / "views").exists()
     assert len(TokenStore.open(run_dir / "views.edje")) == 48
-    assert read_bundle_info(tmp_path / "out").pooled["dim"] == 8
+    assert read_bundle_info(tmp_path / "out").pooled_similarity["dim"] == 8
     run_here("build", case / "photos", "--out", tmp_path / "index", "--model", tmp_path / "out", "--engine", "inline")
     assert len(run_here("search", tmp_path / "index", "red at the left", "-k", "3")["hits"]) == 3
 
@@ -200,19 +200,21 @@ def test_views_of_another_run_are_taken_as_they_are(case, tmp_path):
     assert "lacks 24 of 24 photos" in error
 
 
-def test_a_query_bank_is_fitted_to_dev_captions(case, tmp_path):
+def test_a_hubness_bank_is_fitted_to_dev_captions(case, tmp_path):
     error = run_here(*training(case, tmp_path / "out"), "--set", "fitting.hubness_bank=8", expect=2)["error"]
     assert "fitting.hubness_bank needs inputs.dev (--dev)" in error
     asked = ["--dev", case / "dev.jsonl", "--set", "fitting.hubness_bank=8", "--steps", "2"]
     result = run_here(*training(case, tmp_path / "banked"), *asked)
     info = read_bundle_info(tmp_path / "banked")
     if result["bank_unused"]:  # 16 captions of random photos need not be likelier with it
-        assert info.bank is None
+        assert info.hubness_bank is None
     else:
-        assert info.bank == {"captions": 8, "images": 8, "dim": 0}
-    assert info.weights.prior == result["prior_weight"]
-    assert info.weights._asdict() == result["dev"]["images"]["weights"]
-    assert info.caption_weights._asdict() == result["caption_weights"] == result["dev"]["captions"]["weights"]
+        assert info.hubness_bank == {"captions": 8, "images": 8, "dim": 0}
+    assert info.score.to_json() == result["score"]
+    assert info.score.t2i.hubness == result["prior_weight"]
+    assert info.score.t2i.to_json() == result["dev"]["images"]["weights"]
+    assert info.score.i2t.to_json() == result["dev"]["captions"]["weights"]
+    assert info.score.i2t.by_part() == result["caption_weights"]
     other = ["--dev", case / "dev.jsonl", "--set", "fitting.hubness_bank=7", "--steps", "2"]
     assert (
         "other settings of the final score" in run_here(*training(case, tmp_path / "banked"), *other, expect=2)["error"]

@@ -114,7 +114,7 @@ def test_search_shows_both_scores_and_says_that_random_weights_mean_nothing(run,
     assert code == 0
     assert "untrained" in err
     hits = json.loads(out)["hits"]
-    assert [set(hit) for hit in hits] == [{"row_id", "uri", "score", "embedding_score", "joint_score"}] * 3
+    assert [set(hit) for hit in hits] == [{"row_id", "uri", "score", "embedding_score", "joint_score", "parts"}] * 3
     assert [hit["score"] for hit in hits] == [hit["joint_score"] for hit in hits], "no weight for the embedding"
     assert [hit["joint_score"] for hit in hits] == sorted((hit["joint_score"] for hit in hits), reverse=True)
     rounded = json.loads(run("search", index, "a photo", "-k", 3, "--dtype", "bfloat16", "--json")[1])["hits"]

@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.models.bf16 import as_tensor
-from edje_index.scoring.hubness import QueryBank
-from edje_index.scoring.weights import ScoreWeights
+from edje_index.scoring.parts import Pairs
+from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights
 from pipelines.cli import main
 from storage_formats import TokenStore, codec
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import read_rows
 from storage_formats.reading.embeddings import iter_embeddings
+from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts
 from tests.pipelines.conftest import write_photo
 
 WORDS = ["dog", "cat", "red", "blue", "tree", "house", "water", "boy", "girl", "ball"]
@@ -61,8 +60,8 @@ def captions_of(world, splits) -> list[tuple[int, str]]:
     return pairs
 
 
-def by_hand(world, bundle, *, candidates, queries, captions, pool, weight=0.0, precision="bf16", rerank=True):
-    """R@k of both directions in percent, one question and one pair at a time; a bank counts where `bundle` has one."""
+def by_hand(world, bundle, *, candidates, queries, captions, pool, precision="bf16", rerank=True, score="bundle"):
+    """R@k of both directions in percent, one query and one pair at a time."""
     model = ModelBundle.load(bundle)
     embeddings = np.concatenate(
         [part for _, part in iter_embeddings(world / "index", Manifest.load(world / "index").spec)]
@@ -71,22 +70,20 @@ def by_hand(world, bundle, *, candidates, queries, captions, pool, weight=0.0, p
     tokens = codec(precision, blocks.shape[1:])
     text = {caption: model.text.encode([caption])[0] for _, caption in captions}
 
-    def score(caption, row, *, of_images):
+    def final(caption, row, direction):
         block = tokens.decode(tokens.encode(blocks[row : row + 1]))
-        joint = float(model.joint.score([caption], block)[0]) + weight * float(text[caption] @ embeddings[row])
-        if of_images:
-            return joint - float(model.image_priors(embeddings[row : row + 1], block)[0])
-        if model.own_caption_weights is not None:
-            others = model.own_caption_weights
-            late = float(model.joint.late_interaction([caption], as_tensor(block))[0])
-            joint += others.late * late + (others.similarity - weight) * float(text[caption] @ embeddings[row])
-        return joint - float(model.caption_priors(text[caption][None], [caption])[0])
+        weights = model.weights(direction, score)
+        parts = model.parts(direction, weights)
+        similarity = np.array([text[caption] @ embeddings[row]])
+        candidate = embeddings[row : row + 1] if direction == "t2i" else text[caption][None]
+        pair = Pairs([caption], block, similarity, candidate)
+        return sum(w * float(parts[part].of(pair)[0]) for part, w in weights.by_part().items() if w)
 
     def ranks(pairs, right):
         order = sorted(pairs, key=lambda pair: -float(text[pair[0]] @ embeddings[pair[1]]))
         if rerank:
-            of_images = len({caption for caption, _ in pairs}) == 1
-            order[:pool] = sorted(order[:pool], key=lambda pair: -score(*pair, of_images=of_images))
+            direction = "t2i" if len({caption for caption, _ in pairs}) == 1 else "i2t"
+            order[:pool] = sorted(order[:pool], key=lambda pair: -final(*pair, direction))
         return next(at for at, pair in enumerate(order) if pair in right)
 
     asked = [ranks([(caption, row) for row in candidates], [(caption, right)]) for right, caption in queries]
@@ -132,16 +129,16 @@ def test_recall_equals_brute_force(run, world, tiny_bundle, pool):
 
 
 def test_simulated_precisions_and_a_weight(run, world, tiny_bundle, tmp_path):
-    weighted = ModelBundle.load(tiny_bundle)
-    weighted.embedding_weight = 3.0
+    weights = ScoreWeights(embedding=3.0)
+    weighted = replace(ModelBundle.load(tiny_bundle), score=DirectionWeights(weights, weights), info=None)
     weighted.save(tmp_path / "weighted")
     options = ("--split", "dev", "--model", tmp_path / "weighted", "--pool", 4, "--bootstrap", 0)
     options += ("--precision", "sign1", "--precision", "bf16", "--simulate")
     report = json.loads(run(*arguments(world, *options, "--json"))[1])
     dev = captions_of(world, ["dev"])
-    known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "pool": 4, "weight": 3.0}
+    known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "pool": 4}
     for precision in ("bf16", "sign1"):
-        found = by_hand(world, tiny_bundle, **known, precision=precision)
+        found = by_hand(world, tmp_path / "weighted", **known, precision=precision)
         for direction, ranks in zip(("t2i", "i2t"), found, strict=True):
             assert recall_of(report, direction, precision=precision) == percent(ranks, (1, 5, 10))
     (sign1,) = [each for each in report["results"] if each.get("precision") == "sign1" and each["direction"] == "t2i"]
@@ -153,31 +150,32 @@ def test_simulated_precisions_and_a_weight(run, world, tiny_bundle, tmp_path):
     assert "sign1 from bf16" in text
 
 
-def test_the_prior_of_a_query_bank_is_taken_off(run, world, tiny_bundle, tmp_path):
-    model = ModelBundle.load(tiny_bundle)
-    rng = torch.Generator().manual_seed(0)
-    made = torch.nn.functional.normalize(torch.randn(6, model.embed_dim, generator=rng), dim=1)
-    none = torch.zeros(6, 0)
-    bank = QueryBank.of((made, none), (-made, none))  # the floor is that of opposites: lower than all
-    others = ScoreWeights(1.0, late=2.0, prior=3.0)
-    banked = replace(model, bank=bank, embedding_weight=3.0, prior_weight=50.0, own_caption_weights=others, info=None)
-    banked.save(tmp_path / "banked")
-    options = ("--split", "dev", "--model", tmp_path / "banked", "--pool", 6, "--bootstrap", 0)
+@pytest.mark.parametrize("score", ["bundle", "logit", "embedding", *(f"{part}=2" for part in PART_NAMES)])
+def test_every_score_of_a_bundle_with_all_parts(run, world, tiny_bundle, tmp_path, score):
+    bundle_with_all_parts(tiny_bundle).save(tmp_path / "model")
+    options = ("--split", "dev", "--model", tmp_path / "model", "--pool", 6, "--bootstrap", 0, "--score", score)
     options += ("--precision", "sign1", "--precision", "bf16", "--simulate", "--json")
     report = json.loads(run(*arguments(world, *options))[1])
-    system = report["systems"][0]
-    assert (system["weights"]["prior"], system["caption_weights"]["late"]) == (50, 2)
+    weights = report["systems"][0]["weights"]
+    assert score != "bundle" or weights == WEIGHTS.to_json()
+    if score == "logit":
+        assert {ScoreWeights.from_json(each).described() for each in weights.values()} == {"logit"}
     dev = captions_of(world, ["dev"])
-    known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "pool": 6, "weight": 3.0}
-    replace(banked, bank=None, info=None).save(tmp_path / "without")
-    changed = np.zeros(2, dtype=bool)
+    known = {"candidates": sorted({row for row, _ in dev}), "queries": dev, "captions": dev, "pool": 6}
     for precision in ("bf16", "sign1"):
-        found = by_hand(world, tmp_path / "banked", **known, precision=precision)
-        for direction, ranks in zip(("t2i", "i2t"), found, strict=True):
+        ranks_by_hand = by_hand(world, tmp_path / "model", **known, precision=precision, score=score)
+        for direction, ranks in zip(("t2i", "i2t"), ranks_by_hand, strict=True):
             assert recall_of(report, direction, precision=precision) == percent(ranks, (1, 5, 10))
-        without = by_hand(world, tmp_path / "without", **known, precision=precision)
-        changed |= [(a != b).any() for a, b in zip(found, without, strict=True)]
-    assert changed.all(), "the bank must matter for this to test anything"
+
+
+def test_parts_are_cached_one_by_one(run, world, tiny_bundle, tmp_path, monkeypatch):
+    bundle_with_all_parts(tiny_bundle).save(tmp_path / "model")
+    options = ("--split", "dev", "--model", tmp_path / "model", "--cache", tmp_path / "scores", "--json", "--score")
+    assert run(*arguments(world, *options, "logit"))[0] == 0
+    monkeypatch.setattr("edje_index.scoring.parts.Logit.of", None)
+    assert run(*arguments(world, *options, "logit=1,late=3"))[0] == 0, "logits are not computed again"
+    keys = [json.loads(path.read_text()) for path in (tmp_path / "scores").glob("*/key.json")]
+    assert sorted(key["part"] for key in keys) == ["late", "logit"]
 
 
 def test_the_full_protocol(run, world, tiny_bundle):
@@ -202,7 +200,7 @@ def test_an_interrupted_evaluation_resumes_from_its_scores(run, world, tmp_path,
     options = ("--split", "dev", "--pool", 5, "--bootstrap", 0, "--cache", tmp_path / "scores", "--json")
     whole = json.loads(run(*arguments(world, *options))[1])
     monkeypatch.setattr("edje_index.evaluation.pair_scores.CHUNK_PAIRS", 8)
-    monkeypatch.setattr("edje_index.evaluation.pair_scores._SAVE_SECONDS", -1.0)
+    monkeypatch.setattr("edje_index.evaluation.score_cache._SAVE_SECONDS", -1.0)
     real = TokenStore.fetch
     calls = []
 
@@ -282,6 +280,9 @@ def test_indexes_are_compared_on_the_images_of_both(run, world, tiny_bundle, tmp
         (["--precision", "fp8"], "does not hold precision 'fp8'"),
         (["--precision", "fp3", "--simulate"], "unknown precision"),
         (["--full-captions", "x.jsonl"], "--full"),
+        (["--score", "joint"], "--score: unknown part 'joint'"),
+        (["--score", "late=x"], "--score: the weight of 'late' must be a finite number, got 'x'"),
+        (["--score", "logit", "--no-rerank"], "leave out either --score or --no-rerank"),
         (["--images", "nowhere"], "no folder"),
         (["--also", "=x"], "INDEX=MODEL"),
         (["--also", "nowhere"], "no index at nowhere"),
@@ -292,6 +293,12 @@ def test_senseless_requests_are_refused(run, world, tmp_path, monkeypatch, optio
     code, out, err = run(*arguments(world, *options))
     assert (code, out) == (2, "")
     assert words in err
+
+
+def test_a_part_that_the_bundle_lacks_is_refused(run, world):
+    code, out, err = run(*arguments(world, "--score", "logit=1,hubness=1"))
+    assert (code, out) == (1, "")
+    assert "has no hubness correction; its parts are logit, late, embedding" in err
 
 
 def test_captions_of_other_images_are_refused(run, world, tmp_path):

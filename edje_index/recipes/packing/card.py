@@ -42,7 +42,7 @@ def model_card(info: BundleInfo) -> str:
         width=width,
         embed=info.embed_dim,
         fingerprint=info.fingerprint,
-        images=info.weights.described(),
-        captions=info.caption_weights.described(),
+        images=info.score.t2i.described(),
+        captions=info.score.i2t.described(),
         notes=info.notes or "no notes",
     )

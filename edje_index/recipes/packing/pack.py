@@ -120,14 +120,7 @@ def _copy_other_files(info: BundleInfo, tensors: PackedTensors, bases: BaseTower
             if name not in WEIGHT_FILES:
                 shutil.copyfile(info.path / name, whole / name)
         write_weights(tensors, bases, whole)
-        described = describe_bundle(
-            whole,
-            vision=info.vision,
-            adapter=info.adapter,
-            joint=info.joint,
-            trained=info.trained,
-            notes=info.notes,
-        )
+        described = describe_bundle(whole, info)
         write_json(whole / INFO_FILE, described.to_json())
         for name in WEIGHT_FILES:
             (whole / name).unlink(missing_ok=True)

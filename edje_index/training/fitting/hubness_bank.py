@@ -1,8 +1,8 @@
-"""The query bank of a trained bundle: captions and images that it was trained on, drawn at random."""
+"""Makes the hubness bank of a trained bundle: a random sample of its training captions and images."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,80 +11,82 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from edje_index.models.joint_encoder import JointEncoder
-from edje_index.scoring.hubness import QueryBank
+from edje_index.progress import OnProgress
+from edje_index.scoring.hubness import HubnessBank
+from edje_index.scoring.pooled_similarity import PooledVectors
 from edje_index.training.data.batches import BatchSource
 from edje_index.training.data.dataset import image_embeddings
 from edje_index.training.data.sampling import BANK, stream
 from edje_index.training.data.token_rows import SpecialTokens, joint_rows
 
 _BATCH = 64
-
-OnProgress = Callable[[int, int], None]
-"""Called with captions and images done, and their number."""
+_ACTIVITY = "making the hubness bank, captions and images"
 
 
 @torch.inference_mode()
-def make_bank(
+def make_hubness_bank(
     adapter: nn.Module,
-    joint: JointEncoder,
+    vectors: PooledVectors,
     source: BatchSource,
     index: Path,
     count: int,
-    on_progress: OnProgress = lambda done, total: None,
-) -> QueryBank:
-    """A bank of `count` captions and `count` images, or as many as there are; on the CPU, without a weight.
+    on_progress: OnProgress = lambda activity, done, total: None,
+) -> HubnessBank:
+    """A bank of `count` captions and `count` images, or fewer if there are fewer; on the CPU.
 
     Args:
-        adapter: from features [b, n, d_v] to tokens [b, m, d], trained.
-        joint: with the pooled similarity, where there is one.
-        source: of features and captions.
-        index: of the features, which holds the images' embeddings too.
-        count: at most.
-        on_progress: of making the vectors of both.
+        adapter: the trained adapter, from features [b, n, d_v] to tokens [b, m, d].
+        vectors: the pooled similarity, if any.
+        source: features and captions of the training data.
+        index: the feature index, which also holds the embeddings of the images.
+        count: largest number of captions, and of images.
+        on_progress: reports captions and images done.
     """
     data, rng = source.data, stream(source.config.loop.seed, BANK)
     captions = np.sort(rng.permutation(len(data.text_embeddings))[:count])
     images = np.sort(rng.permutation(data.images)[:count])
-    vectors = _Vectors(joint, len(captions) + len(images), on_progress)
-    return QueryBank.of(
-        (torch.from_numpy(data.text_embeddings[captions]), vectors.of_captions(source, captions)),
-        (torch.from_numpy(image_embeddings(index, data.rows[images])), vectors.of_images(source, images, adapter)),
+    sample = _Sample(adapter, vectors, source, len(captions) + len(images), on_progress)
+    return HubnessBank.of(
+        (torch.from_numpy(data.text_embeddings[captions]), sample.caption_vectors(captions)),
+        (torch.from_numpy(image_embeddings(index, data.rows[images])), sample.image_vectors(images)),
     )
 
 
 @dataclass
-class _Vectors:
-    """Vectors of the pooled similarity, of width 0 where there is none."""
+class _Sample:
+    """Computes the pooled vectors of training captions and images; of width 0 without a pooled similarity."""
 
-    joint: JointEncoder
+    adapter: nn.Module
+    vectors: PooledVectors
+    source: BatchSource
     total: int
     on_progress: OnProgress
     done: int = 0
 
-    def of_captions(self, source: BatchSource, captions: NDArray[np.int64]) -> torch.Tensor:
-        if (pooled := self.joint.pooled) is None:
+    def caption_vectors(self, captions: NDArray[np.int64]) -> torch.Tensor:
+        joint, pooled = self.vectors.joint, self.vectors.pooled
+        if pooled is None:
             return torch.zeros(len(captions), 0)
-        special_tokens = SpecialTokens.of(self.joint.tokenizer)
-        parts = []
-        for places in self._batches(captions):
-            numbers = [source.data.caption(at) for at in places]
-            sentences = self.joint.sentence_vectors(joint_rows(numbers, 0, special_tokens))
-            parts.append(pooled.captions([each.tolist() for each in numbers], sentences).cpu())
-        return torch.cat(parts)
+        special_tokens = SpecialTokens.of(joint.tokenizer)
+        chunks = []
+        for batch in self._batches(captions):
+            token_ids = [self.source.data.caption(caption) for caption in batch]
+            sentences = joint.sentence_vectors(joint_rows(token_ids, 0, special_tokens))
+            chunks.append(pooled.captions([ids.tolist() for ids in token_ids], sentences).cpu())
+        return torch.cat(chunks)
 
-    def of_images(self, source: BatchSource, images: NDArray[np.int64], adapter: nn.Module) -> torch.Tensor:
-        if self.joint.pooled is None:
+    def image_vectors(self, images: NDArray[np.int64]) -> torch.Tensor:
+        if self.vectors.pooled is None:
             return torch.zeros(len(images), 0)
-        device = self.joint.text_projection.weight.device
-        parts = []
-        for places in self._batches(images):
-            blocks = source.features.fetch(source.data.rows[places]).to(device).float()
-            parts.append(self.joint.image_vectors(adapter(blocks).bfloat16()).cpu())  # as they are stored
-        return torch.cat(parts)
+        chunks = []
+        for batch in self._batches(images):
+            features = self.source.features.fetch(self.source.data.rows[batch])
+            tokens = self.adapter(features.to(self.vectors.joint.device).float())
+            chunks.append(self.vectors.of_images(tokens.bfloat16()).cpu())  # bfloat16, as an index stores tokens
+        return torch.cat(chunks)
 
-    def _batches(self, places: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        for start in range(0, len(places), _BATCH):
-            self.on_progress(self.done, self.total)
-            yield places[start : start + _BATCH]
-            self.done += len(places[start : start + _BATCH])
+    def _batches(self, positions: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        for start in range(0, len(positions), _BATCH):
+            self.on_progress(_ACTIVITY, self.done, self.total)
+            yield positions[start : start + _BATCH]
+            self.done += len(positions[start : start + _BATCH])

@@ -1,16 +1,15 @@
-"""Fitting the pooled similarity of a trained adapter: linear algebra over the training images, no steps.
+"""Fits the pooled similarity of a trained adapter in closed form, from the training images and captions.
 
-First a canonical correlation analysis with ridges (Vinod, 1976) between pooled patches of images and their captions
-finds the common space, its directions weighted by a power of their correlations (Gong et al., 2014). The captions have
-no say in the second fit, which reads an image's place in that space off its pooled *tokens* by ridge regression: an
-adapter shows captions that it was trained on more clearly than others, and a fit between its tokens and those
-captions would count on that.
+First, canonical correlation analysis with ridges (Vinod, 1976) between the pooled patch features of images and their
+captions gives the common space. Its directions are weighted by a power of their correlations (Gong et al., 2014).
+Second, ridge regression predicts an image's position in that space from the statistics of its *tokens*. The captions
+take no part in the second fit, because adapter tokens overfit their training captions; patch features do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -18,35 +17,122 @@ from numpy.typing import NDArray
 from torch import nn
 
 from edje_index.models.joint_encoder import JointEncoder
-from edje_index.scoring.pooled_similarity import PooledSimilarity, pooled_tokens, word_bags
+from edje_index.progress import OnProgress
+from edje_index.scoring.pooled_similarity import PooledSimilarity, token_statistics, word_bags
 from edje_index.training.data.batches import BatchSource, Features
 from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.sampling import POOLING, stream
 from edje_index.training.data.token_rows import SpecialTokens, joint_rows
+from edje_index.training.fitting.linear_maps import canonical_maps, ridge_map
 
-FIT_IMAGES = 10_000  # of which 50,000 captions as bags of 4,000 words take 3 GB
-MIN_CAPTIONS = 10  # that have a word, for the word to be counted
+FIT_IMAGES = 10_000  # bounds memory: 50,000 captions as bags of 4,000 words take 3 GB
+MIN_CAPTIONS = 10  # captions that contain a word, for the word to count
 MAX_WORDS = 4_000
-# Chosen on the dev captions of Flickr8k; the ridges are parts of the mean variance.
-_PATCH_RIDGE = 0.1
-_CAPTION_RIDGE = 0.1
-_TOKEN_RIDGE = 0.01
-_POWER = 1.5
-_WORDS_SHARE = 3.0  # length of the words' part of a caption; that of the hidden state is about 1
+_WORDS_SHARE = 3.0  # length of a caption's bag of words; the length of its hidden state is about 1
 _IMAGE_BATCH, _CAPTION_BATCH = 64, 256
+_ACTIVITY = "fitting the pooled similarity, images"
 
-OnProgress = Callable[[int, int], None]
-"""Called with images done and their number, views counted."""
+
+def fit_pooled_similarity(
+    adapter: nn.Module,
+    joint: JointEncoder,
+    source: BatchSource,
+    dim: int,
+    on_progress: OnProgress = lambda activity, done, total: None,
+) -> PooledSimilarity:
+    """Fit the pooled similarity to the images of `source`, at most 10,000 of them.
+
+    Args:
+        adapter: the trained adapter, from features [b, n, d_v] to tokens [b, m, d].
+        joint: the joint encoder, whose language model reads the captions.
+        source: features, views and captions of the training data.
+        dim: largest width of the common space; it is smaller if the images or captions have fewer dimensions.
+        on_progress: reports images and views read.
+    """
+    data = source.data
+    chosen = np.sort(stream(source.config.loop.seed, POOLING).permutation(data.images)[:FIT_IMAGES])
+    images = _pool_images(adapter, source, chosen, joint.device, on_progress)
+    captions = _Captions.of(joint, data, chosen)
+    patches = (images.patches - images.patches.mean(dim=0)) / _scale(images.patches)
+    of_images, of_captions = canonical_maps(
+        patches.T @ patches / len(patches),
+        captions.columns.T @ captions.columns / len(captions.columns),
+        patches.T @ captions.mean_per_image[torch.from_numpy(images.image)] / len(patches),
+        dim,
+    )
+    token_mean, token_scale = images.tokens.mean(dim=0), _scale(images.tokens)
+    of_tokens = ridge_map((images.tokens - token_mean) / token_scale, patches @ of_images) / token_scale[:, None]
+    of_sentences, of_words, caption_offset = captions.unscaled_maps(of_captions)
+    fitted = PooledSimilarity(joint.width, len(captions.word_ids), of_words.shape[1])
+    fitted.load_state_dict(
+        {
+            "image": of_tokens.float(),
+            "image_offset": -(token_mean @ of_tokens).float(),
+            "sentence": of_sentences.float(),
+            "word_numbers": captions.word_ids,
+            "word_weights": captions.word_weights,
+            "words": of_words.float(),
+            "caption_offset": caption_offset.float(),
+        }
+    )
+    return fitted
 
 
 @dataclass(frozen=True)
-class PooledImages:
+class _Captions:
+    """c captions of n images, as centred and scaled columns: the hidden state [d], then the bag of words [w].
+
+    Attributes:
+        columns: float64 [c, d + w].
+        mean_per_image: mean of the captions of each image, float64 [n, d + w].
+        sentence_mean, sentence_scale: of the hidden states [d].
+        bag_mean: of the bags of words [w].
+        word_ids, word_weights: the words that count [w], see `PooledSimilarity`.
+    """
+
+    columns: torch.Tensor
+    mean_per_image: torch.Tensor
+    sentence_mean: torch.Tensor
+    sentence_scale: torch.Tensor
+    bag_mean: torch.Tensor
+    word_ids: torch.Tensor
+    word_weights: torch.Tensor
+
+    @classmethod
+    def of(cls, joint: JointEncoder, data: TrainingData, images: NDArray[np.int64]) -> Self:
+        """The captions of `images`, positions in the training data [n]."""
+        captions = np.concatenate([np.arange(*data.caption_starts[[image, image + 1]]) for image in images])
+        image_of_caption = np.repeat(np.arange(len(images)), np.diff(data.caption_starts)[images])
+        word_ids, word_weights = _counted_words(data, captions)
+        sentences = _sentence_vectors(joint, data, captions)
+        sentence_mean, sentence_scale = sentences.mean(dim=0), _scale(sentences) * joint.width**0.5
+        columns = torch.empty(len(captions), joint.width + len(word_ids), dtype=torch.float64)
+        columns[:, : joint.width] = (sentences - sentence_mean) / sentence_scale
+        bags = columns[:, joint.width :]
+        bags.copy_(word_bags([data.caption(caption).tolist() for caption in captions], word_ids, word_weights))
+        bag_mean = bags.mean(dim=0)
+        bags.sub_(bag_mean).mul_(_WORDS_SHARE)
+        mean = torch.zeros(len(images), columns.shape[1], dtype=torch.float64)
+        mean.index_add_(0, torch.from_numpy(image_of_caption), columns)
+        mean /= torch.from_numpy(np.bincount(image_of_caption, minlength=len(images)).clip(min=1))[:, None]
+        return cls(columns, mean, sentence_mean, sentence_scale, bag_mean, word_ids, word_weights)
+
+    def unscaled_maps(self, of_columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(map of hidden states [d, k], map of bags [w, k], offset [k]) from the map of the columns [d + w, k]."""
+        width = len(self.sentence_mean)
+        of_sentences = of_columns[:width] / self.sentence_scale[:, None]
+        of_words = _WORDS_SHARE * of_columns[width:]
+        return of_sentences, of_words, -(self.sentence_mean @ of_sentences + self.bag_mean @ of_words)
+
+
+@dataclass(frozen=True)
+class _PooledImages:
     """n images and views of images.
 
     Attributes:
-        patches: mean and standard deviation over an image's patches, float64 [n, 2 d_v].
-        tokens: see `pooled_tokens`, float64 [n, 3 d].
-        image: which of the images it is, or is a view of, int64 [n].
+        patches: mean and standard deviation over an image's patch features, float64 [n, 2 d_v].
+        tokens: statistics of the tokens, see `token_statistics`, float64 [n, 3 d].
+        image: position of the image that each is, or is a view of, int64 [n].
     """
 
     patches: torch.Tensor
@@ -54,101 +140,11 @@ class PooledImages:
     image: NDArray[np.int64]
 
 
-def fit_pooled(
-    adapter: nn.Module,
-    joint: JointEncoder,
-    source: BatchSource,
-    dim: int,
-    on_progress: OnProgress = lambda done, total: None,
-) -> PooledSimilarity:
-    """The pooled similarity of what `adapter` makes of the images of `source`, at most 10,000 of them.
-
-    Args:
-        adapter: from features [b, n, d_v] to tokens [b, m, d], trained.
-        joint: whose language model reads the captions.
-        source: of features, views and captions.
-        dim: k of the common space, at most; fewer where the images or captions have fewer dimensions.
-        on_progress: of reading the images.
-    """
-    data = source.data
-    chosen = np.sort(stream(source.config.loop.seed, POOLING).permutation(data.images)[:FIT_IMAGES])
-    images = _pooled_images(adapter, source, chosen, joint.text_projection.weight.device, on_progress)
-    captions = np.concatenate([np.arange(*data.caption_starts[[at, at + 1]]) for at in chosen])
-    owner = np.repeat(np.arange(len(chosen)), np.diff(data.caption_starts)[chosen])
-    numbers, weights = _counted_words(data, captions)
-    sentences = _sentences(joint, data, captions)
-    sentence_mean, sentence_scale = sentences.mean(dim=0), _scale(sentences) * joint.width**0.5
-    words = torch.empty(len(captions), joint.width + len(numbers), dtype=torch.float64)
-    words[:, : joint.width] = (sentences - sentence_mean) / sentence_scale
-    bags = words[:, joint.width :]
-    bags.copy_(word_bags([data.caption(at).tolist() for at in captions], numbers, weights))
-    bag_mean = bags.mean(dim=0)
-    bags.sub_(bag_mean).mul_(_WORDS_SHARE)
-    described = torch.zeros(len(chosen), words.shape[1], dtype=torch.float64)
-    described.index_add_(0, torch.from_numpy(owner), words)
-    described /= torch.from_numpy(np.bincount(owner, minlength=len(chosen)).clip(min=1))[:, None]
-
-    patches = (images.patches - images.patches.mean(dim=0)) / _scale(images.patches)
-    across = patches.T @ described[torch.from_numpy(images.image)] / len(patches)
-    of_images, of_captions = _canonical(patches.T @ patches / len(patches), words.T @ words / len(words), across, dim)
-    places = patches @ of_images
-
-    token_mean, token_scale = images.tokens.mean(dim=0), _scale(images.tokens)
-    read = _ridge((images.tokens - token_mean) / token_scale, places) / token_scale[:, None]
-    of_sentences = of_captions[: joint.width] / sentence_scale[:, None]
-    of_words = _WORDS_SHARE * of_captions[joint.width :]
-    fitted = PooledSimilarity(joint.width, len(numbers), of_words.shape[1])
-    fitted.load_state_dict(
-        {
-            "image": read.float(),
-            "image_offset": -(token_mean @ read).float(),
-            "sentence": of_sentences.float(),
-            "word_numbers": numbers,
-            "word_weights": weights,
-            "words": of_words.float(),
-            "caption_offset": -(sentence_mean @ of_sentences + bag_mean @ of_words).float(),
-        }
-    )
-    return fitted
-
-
-def _canonical(
-    images: torch.Tensor, captions: torch.Tensor, across: torch.Tensor, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maps [p, k] and [q, k] into the common space from covariances [p, p], [q, q] and [p, q]."""
-    left, right = _inverse_root(images, _PATCH_RIDGE), _inverse_root(captions, _CAPTION_RIDGE)
-    u, correlations, vh = torch.linalg.svd(left @ across @ right, full_matrices=False)
-    scale = correlations[:dim] ** _POWER
-    return left @ u[:, :dim] * scale, right @ vh.T[:, :dim] * scale
-
-
-def _inverse_root(covariance: torch.Tensor, ridge: float) -> torch.Tensor:
-    values, vectors = torch.linalg.eigh(covariance)
-    values = values.clamp(min=0)
-    ridged = values + ridge * values.mean().clamp(min=torch.finfo(values.dtype).tiny)
-    root: torch.Tensor = vectors * ridged.rsqrt() @ vectors.T
-    return root
-
-
-def _ridge(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The matrix [p, k] that maps centred inputs [n, p] to targets [n, k]."""
-    gram = inputs.T @ inputs
-    penalty = _TOKEN_RIDGE * gram.diagonal().mean().clamp(min=torch.finfo(gram.dtype).tiny)
-    gram.diagonal().add_(penalty)
-    solved: torch.Tensor = torch.linalg.solve(gram, inputs.T @ targets)
-    return solved
-
-
-def _scale(values: torch.Tensor) -> torch.Tensor:
-    """Standard deviation of each column; 1 for a column of equal numbers."""
-    deviation = values.std(dim=0, correction=0)
-    return torch.where(deviation > 1e-9, deviation, 1.0)
-
-
 @torch.inference_mode()
-def _pooled_images(
+def _pool_images(
     adapter: nn.Module, source: BatchSource, chosen: NDArray[np.int64], device: torch.device, on_progress: OnProgress
-) -> PooledImages:
+) -> _PooledImages:
+    """Pool the features and tokens of the images `chosen`, then of their views. Missing views have row -1."""
     parts: list[tuple[Features, NDArray[np.int64]]] = [(source.features, source.data.rows[chosen])]
     if (views := source.views) is not None:
         parts += [(views.features, views.rows[chosen, view]) for view in range(views.rows.shape[1])]
@@ -156,34 +152,41 @@ def _pooled_images(
     total = len(chosen) * len(parts)
     for part, (features, rows) in enumerate(parts):
         for start in range(0, len(rows), _IMAGE_BATCH):
-            there = start + np.flatnonzero(rows[start : start + _IMAGE_BATCH] >= 0)
-            if len(there):
-                blocks = features.fetch(rows[there]).to(device).float()
+            existing = start + np.flatnonzero(rows[start : start + _IMAGE_BATCH] >= 0)
+            if len(existing):
+                blocks = features.fetch(rows[existing]).to(device).float()
                 deviation, mean = torch.std_mean(blocks, dim=1, correction=0)
                 patches.append(torch.cat([mean, deviation], dim=1).cpu())
-                tokens.append(pooled_tokens(adapter(blocks).bfloat16()).cpu())  # as they are stored
-                image.append(there)
-            on_progress(part * len(chosen) + min(start + _IMAGE_BATCH, len(rows)), total)
-    return PooledImages(torch.cat(patches).double(), torch.cat(tokens).double(), np.concatenate(image))
+                # bfloat16, as an index stores tokens
+                tokens.append(token_statistics(adapter(blocks).bfloat16()).cpu())
+                image.append(existing)
+            on_progress(_ACTIVITY, part * len(chosen) + min(start + _IMAGE_BATCH, len(rows)), total)
+    return _PooledImages(torch.cat(patches).double(), torch.cat(tokens).double(), np.concatenate(image))
 
 
 def _counted_words(data: TrainingData, captions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The words that enough captions have, at most 4,000, ascending, and their inverse document frequencies."""
-    distinct = np.concatenate([np.unique(data.caption(at)) for at in captions])
-    numbers, counts = np.unique(distinct, return_counts=True)
+    """The token ids that enough captions contain, at most 4,000, ascending, and their inverse document frequencies."""
+    distinct = np.concatenate([np.unique(data.caption(caption)) for caption in captions])
+    token_ids, counts = np.unique(distinct, return_counts=True)
     kept = np.flatnonzero(counts >= MIN_CAPTIONS)
     kept = np.sort(kept[np.argsort(-counts[kept], kind="stable")[:MAX_WORDS]])
     weights = np.log(len(captions) / counts[kept])
-    return torch.from_numpy(numbers[kept].astype(np.int64)), torch.from_numpy(weights.astype(np.float32))
+    return torch.from_numpy(token_ids[kept].astype(np.int64)), torch.from_numpy(weights.astype(np.float32))
 
 
-def _sentences(joint: JointEncoder, data: TrainingData, captions: NDArray[np.int64]) -> torch.Tensor:
-    """Mean hidden states, float64 [c, d]; captions of like length go together."""
+def _sentence_vectors(joint: JointEncoder, data: TrainingData, captions: NDArray[np.int64]) -> torch.Tensor:
+    """Mean hidden states, float64 [c, d]. Captions of similar length share a batch."""
     special_tokens = SpecialTokens.of(joint.tokenizer)
     order = np.argsort(np.diff(data.token_starts)[captions], kind="stable")
-    found = torch.empty(len(captions), joint.width, dtype=torch.float64)
+    vectors = torch.empty(len(captions), joint.width, dtype=torch.float64)
     for start in range(0, len(order), _CAPTION_BATCH):
-        places = order[start : start + _CAPTION_BATCH]
-        inputs = joint_rows([data.caption(at) for at in captions[places]], 0, special_tokens)
-        found[places] = joint.sentence_vectors(inputs).double().cpu()
-    return found
+        batch = order[start : start + _CAPTION_BATCH]
+        inputs = joint_rows([data.caption(caption) for caption in captions[batch]], 0, special_tokens)
+        vectors[batch] = joint.sentence_vectors(inputs).double().cpu()
+    return vectors
+
+
+def _scale(values: torch.Tensor) -> torch.Tensor:
+    """Standard deviation of each column; 1 for a constant column."""
+    deviation = values.std(dim=0, correction=0)
+    return torch.where(deviation > 1e-9, deviation, 1.0)

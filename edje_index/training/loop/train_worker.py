@@ -12,7 +12,7 @@ import torch
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.adapter import CompressionAdapter
 from edje_index.models.devices import resolve_device
-from edje_index.scoring.content_words import content_words
+from edje_index.scoring.stop_words import content_token_mask
 from edje_index.training.config import LoopConfig, TrainConfig
 from edje_index.training.data.batches import BatchSource, Features, TeacherSource, ViewSource
 from edje_index.training.data.dataset import TrainingData
@@ -131,7 +131,7 @@ def _alignment_phase(config: TrainConfig, start: ModelBundle, source: BatchSourc
         name=ALIGNMENT,
         stage=0,
         module=AlignmentObjective(adapter, start.joint, config.augmentation),
-        batch=source.alignment(content_words(start.joint.tokenizer)),
+        batch=source.alignment(content_token_mask(start.joint.tokenizer)),
         steps=settings.steps,
         accumulate=1,
         images=min(settings.batch_size, source.data.images),

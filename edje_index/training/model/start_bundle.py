@@ -19,6 +19,7 @@ from edje_index.models.pretrained_clip import LOCAL_DIR, load_clip
 from edje_index.models.text_tower import text_tokenizer
 from edje_index.models.vision_tower import VisionTower, vision_tower
 from edje_index.models.weights import save_weights
+from edje_index.scoring.weights import DirectionWeights
 from edje_index.training.config import ArchitectureConfig
 from edje_index.training.model.language_model import load_language_model
 
@@ -58,9 +59,8 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
         if joint.text_projection.out_features != bundle.embed_dim:
             joint.text_projection = nn.Linear(joint.width, bundle.embed_dim)
         adapter = _adapter(config, bundle.vision, joint, init)
-    joint.late_weight, joint.pooled_weight, joint.pooled = 0.0, 0.0, None
-    start = replace(bundle, adapter=adapter, joint=joint, trained=False, notes=NOTES, info=None)
-    return replace(start, embedding_weight=0.0, bank=None, prior_weight=0.0, own_caption_weights=None)
+    started = replace(bundle, adapter=adapter, joint=joint, trained=False, notes=NOTES, info=None)
+    return replace(started, score=DirectionWeights(), pooled=None, hubness_bank=None)
 
 
 def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:

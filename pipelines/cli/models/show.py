@@ -50,7 +50,7 @@ def _record(info: BundleInfo) -> dict[str, Any]:
         "bytes": sum(int(file["bytes"]) for file in info.files.values()),
         "fingerprint": info.fingerprint,
         "encoder_fingerprint": info.encoder_fingerprint,
-        "score": {"t2i": info.weights.described(), "i2t": info.caption_weights.described()},
+        "score": {"t2i": info.score.t2i.described(), "i2t": info.score.i2t.described()},
         "notes": info.notes,
     }
 

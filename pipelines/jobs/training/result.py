@@ -19,12 +19,14 @@ class TrainResult:
         steps: of the joint phase.
         seconds: wall time of this command.
         last: the last line of the log.
-        embedding_weight, late_weight, pooled_weight, prior_weight: of the final score that images are sorted by.
-        caption_weights: of the one that captions are sorted by, see `edje_index.scoring.weights`.
-        bank_unused: a query bank was asked for, and left out for it made nothing likelier on --dev.
+        score: weights of the final score by direction, see `edje_index.scoring.weights.DirectionWeights`.
+        embedding_weight, late_weight, pooled_weight, prior_weight: weights of the embedding similarity, late
+            interaction, pooled similarity and hubness correction in text-to-image search, as in `score`.
+        caption_weights: weight of each part in image-to-text search, as in `score`.
+        bank_unused: a hubness bank was requested, but the hubness correction got no weight on the dev captions.
         fitting: the settings of the final score that decide what is made of the last checkpoint.
         dev: the choice of weights for `images` and `captions` with its recalls, where --dev was given; see
-            `edje_index.training.fitting.weight_choice`.
+            `edje_index.training.fitting.fit_weights`.
         already_finished: nothing was left to do.
     """
 
@@ -37,6 +39,7 @@ class TrainResult:
     steps: int
     seconds: float
     last: dict[str, Any] = field(default_factory=dict)
+    score: dict[str, Any] = field(default_factory=dict)
     embedding_weight: float = 0.0
     late_weight: float = 0.0
     pooled_weight: float = 0.0

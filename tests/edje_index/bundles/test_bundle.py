@@ -21,6 +21,7 @@ from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
 from edje_index.models.adapter import COMPRESSED, LOCAL, PATCHES, REDUCTIONS, build_adapter
 from edje_index.models.clip_model import ClipConfig
 from edje_index.models.text_tower import text_tokenizer
+from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from tests.edje_index.published_cases import WORDS
 from tests.edje_index.towers import SMALL_TEXT, random_clip, random_pixels, timm_config
 
@@ -74,14 +75,11 @@ def test_encoder_fingerprint_is_only_about_what_is_stored(tiny_model: ModelBundl
     assert tiny_model.save(tmp_path / "adapter").encoder_fingerprint != before.encoder_fingerprint
 
 
-def test_a_weight_for_the_embedding_is_kept_and_none_leaves_no_trace(tiny_model: ModelBundle, tmp_path: Path) -> None:
-    assert tiny_model.embedding_weight == 0.0
-    assert tiny_model.info is not None
-    assert "embedding_weight" not in tiny_model.info.joint
-    tiny_model.embedding_weight = 2.5
-    info = tiny_model.save(tmp_path / "weighted")
-    assert (info.joint["embedding_weight"], info.weights.similarity) == (2.5, 2.5)
-    assert ModelBundle.load(tmp_path / "weighted").embedding_weight == 2.5
+def test_the_score_is_kept_and_part_of_the_fingerprint(tiny_model: ModelBundle, tmp_path: Path) -> None:
+    assert tiny_model.score == DirectionWeights()
+    score = DirectionWeights(t2i=ScoreWeights(embedding=2.5, late=1.0))
+    info = replace(tiny_model, score=score, info=None).save(tmp_path / "weighted")
+    assert info.score == ModelBundle.load(tmp_path / "weighted").score == score
     assert info.fingerprint != tiny_model.fingerprint
     assert info.encoder_fingerprint == tiny_model.encoder_fingerprint
 
@@ -106,7 +104,7 @@ def test_a_changed_or_missing_file_is_noticed(copied: Path) -> None:
     content[-1] ^= 1
     weights.write_bytes(content)
     for open_bundle in (ModelBundle.load, ImageEncoder.open):
-        with pytest.raises(ModelError, match="not the file that the bundle was made with"):
+        with pytest.raises(ModelError, match="differs from the file that the bundle was made with"):
             open_bundle(copied)
     weights.unlink()
     for open_bundle in (ModelBundle.load, ImageEncoder.open):
@@ -126,8 +124,8 @@ def test_an_encoder_does_not_need_the_joint_encoder(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda c: c["adapter"].update(num_heads=1), "fingerprint does not fit"),
-        (lambda c: c.update(fingerprint="0"), "fingerprint does not fit"),
+        (lambda c: c["adapter"].update(num_heads=1), "fingerprint does not match"),
+        (lambda c: c.update(fingerprint="0"), "fingerprint does not match"),
         (lambda c: c.update(format_version=99), "format version 99"),
         (lambda c: c.update(format="other"), "does not describe a model bundle"),
         (lambda c: c.pop("vision"), "damaged"),
@@ -164,8 +162,8 @@ def test_parts_that_do_not_fit_are_refused(tiny_model: ModelBundle, tmp_path: Pa
     wrong = {
         "width 40.*width 32": replace(config, vision_dim=40),
         "width 12.*width 16": replace(config, language_dim=12),
-        "7 given.*has 16": replace(config, kind=LOCAL, num_tokens=7),
-        "cannot keep 20 of the 16": replace(config, kind="strided", num_tokens=20),
+        "7 tokens.*has 16 patches": replace(config, kind=LOCAL, num_tokens=7),
+        "cannot keep 20 patches.*only 16": replace(config, kind="strided", num_tokens=20),
     }
     for message, adapter in wrong.items():
         tiny_model.adapter = build_adapter(adapter)

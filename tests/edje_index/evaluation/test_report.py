@@ -31,9 +31,9 @@ def evaluation(*, intervals: bool = True) -> Evaluation:
         results.append(Result("photos", "t2i", better, precision="bf16", bytes_per_image=49152, **shared))
         lossy = {"precision": "fp8", "simulated_from": "bf16", "bytes_per_image": 24576}
         results.append(Result("photos", "t2i", better, **lossy, **shared, change=change, change_from="bf16"))
-    weights = ScoreWeights(2.5, 4.0, 3.0, 0.5, 10.0)
-    both = (weights._asdict(), weights._replace(late=1.0)._asdict())
-    system = System("photos", "i", "b", "f" * 64, True, (64, 384), *both, {"t2i": 1000}, {"t2i": 5000})
+    weights = ScoreWeights(late=4.0, pooled=3.0, embedding=2.5, hubness=0.5)
+    by_direction = {"t2i": weights.to_json(), "i2t": replace(weights, late=1.0).to_json()}
+    system = System("photos", "i", "b", "f" * 64, True, (64, 384), by_direction, {"t2i": 1000}, {"t2i": 5000})
     inputs = Inputs(1001, 1000, {"not-in-index": 1}, 5005, 5000)
     shape = ((1, 5), (10, 100), 1000 if intervals else 0, 0)
     return Evaluation("split", "c.jsonl", "dev", *shape, inputs, (system,), tuple(results), 123456, 60.0)
@@ -42,22 +42,22 @@ def evaluation(*, intervals: bool = True) -> Evaluation:
 def test_the_text_says_what_was_measured_and_on_what():
     text = text_report(evaluation())
     assert "used 1,000 images with 5,000 captions, missing 1 images (not-in-index 1)" in text
-    terms = "4 x late interaction + 3 x pooled similarity + 2.5 x similarity - 0.5 x prior"
-    assert f"bundle ffffffffffff, score = logit + {terms}, of captions logit + 1 x late" in text
+    terms = "4 x late interaction + 3 x pooled similarity + 2.5 x embedding similarity + 0.5 x hubness correction"
+    assert f"bundle ffffffffffff, text-to-image score = logit + {terms}, image-to-text score = logit + 1 x late" in text
     assert "Text-to-image: 5,000 queries, 1,000 images" in text
     rows = [line.split() for line in text.splitlines() if line.startswith("photos  ")]
     assert rows[0][:7] == ["photos", "embedding", "only", "-", "-", "10.0", "[9.0,"]
     assert " ".join(rows[2]) == (
         "photos fp8* 24.6 10 20.0 [19.0, 21.0] 40.0 [39.0, 41.0] 61.0 +10.0 [+9.0, +11.0] -0.12 [-1.12, +0.88]"
     )
-    assert "(fp8 from bf16)" in text
+    assert "converted in memory: fp8 from bf16." in text
     assert len({len(line) for line in text.splitlines() if line.startswith("photos  ")}) == 1, "columns are aligned"
 
 
 def test_rounded_logits_are_named():
     found = evaluation()
     rounded = replace(found, systems=(replace(found.systems[0], dtype="bfloat16"),))
-    assert "x prior, logits in bfloat16" in text_report(rounded)
+    assert "x hubness correction, logits in bfloat16" in text_report(rounded)
     assert "bfloat16" not in text_report(found)
     assert to_json(rounded)["systems"][0]["dtype"] == "bfloat16"
 

@@ -24,7 +24,8 @@ from edje_index.recipes.packing import tensors
 from edje_index.recipes.packing.pack import pack_model
 from edje_index.recipes.packing.tensors import pack_tensor, unpack_tensor
 from edje_index.recipes.packing.unpack import unpack_model
-from edje_index.scoring.hubness import QueryBank
+from edje_index.scoring.hubness import HubnessBank
+from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
 from edje_index.training.model.language_model import load_language_model
 from tests.edje_index.tiny_towers import tiny_sources
 
@@ -106,7 +107,7 @@ def trained(towers, tmp_path_factory):
         adapter=build_adapter(adapter),
         joint=joint,
         trained=True,
-        embedding_weight=3.0,
+        score=DirectionWeights(t2i=ScoreWeights(embedding=3.0)),
     )
     path = tmp_path_factory.mktemp("bundles") / "trained"
     bundle.save(path)
@@ -119,7 +120,7 @@ def test_the_unpacked_bundle_has_the_recorded_fingerprint(towers, trained, tmp_p
     second = unpack_model(tmp_path / "packed", towers, tmp_path / "second")
     assert packed.fingerprint == first.fingerprint == second.fingerprint
     assert first.trained
-    assert first.weights.similarity == 3.0
+    assert first.score.t2i.embedding == 3.0
     assert packed.packings["base"][0] > packed.packings["delta8"][0] > 0
     before, after = ModelBundle.load(trained), ModelBundle.load(tmp_path / "first")
     blocks = torch.randn(2, 4, 16)
@@ -134,16 +135,17 @@ def test_the_unpacked_bundle_has_the_recorded_fingerprint(towers, trained, tmp_p
     assert again.size == pytest.approx(packed.size, rel=0.01)
 
 
-def test_a_query_bank_is_packed_unchanged(towers, trained, tmp_path):
+def test_a_hubness_bank_is_packed_unchanged(towers, trained, tmp_path):
     """The same bytes, and a score to the last bit the same as without packing."""
-    bank = QueryBank.of((torch.randn(5, 12), torch.zeros(5, 0)), (torch.randn(3, 12), torch.zeros(3, 0)))
-    banked = replace(ModelBundle.load(trained), bank=bank, prior_weight=0.75, prior_temperature=4.0, info=None)
+    bank = HubnessBank.of((torch.randn(5, 12), torch.zeros(5, 0)), (torch.randn(3, 12), torch.zeros(3, 0)))
+    score = DirectionWeights(t2i=ScoreWeights(hubness=0.75, hubness_similarity=HubnessSimilarity(1.0, 0.0, 4.0)))
+    banked = replace(ModelBundle.load(trained), hubness_bank=bank, score=score, info=None)
     info = banked.save(tmp_path / "banked")
     pack_model(tmp_path / "banked", towers, tmp_path / "packed")
-    assert "- 0.75 x prior" in (tmp_path / "packed" / "MODEL_CARD.md").read_text()
+    assert "+ 0.75 x hubness correction" in (tmp_path / "packed" / "MODEL_CARD.md").read_text()
     made = unpack_model(tmp_path / "packed", towers, tmp_path / "made")
     assert made.files[BANK_WEIGHTS] == info.files[BANK_WEIGHTS]
-    assert (made.bank, made.weights) == (info.bank, info.weights)
+    assert (made.hubness_bank, made.score) == (info.hubness_bank, info.score)
     assert not list((tmp_path / "packed" / "bundle").rglob("model.safetensors"))
 
 
@@ -170,7 +172,7 @@ def test_damage_is_found(towers, trained, tmp_path):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ModelError, match="not the file"):
+    with pytest.raises(ModelError, match="differs from the file"):
         unpack_model(tmp_path / "packed", towers, tmp_path / "out")
     description = tmp_path / "packed" / "carried.json"
     description.write_text(json.dumps({**json.loads(description.read_text()), "format_version": 2}))

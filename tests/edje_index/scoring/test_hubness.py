@@ -1,4 +1,4 @@
-"""The prior of the query bank, against NumPy in float64; kept in bundles; taken off in every place that re-ranks."""
+"""The hubness correction, against NumPy in float64, and its bank in bundles."""
 
 from __future__ import annotations
 
@@ -14,40 +14,20 @@ from hypothesis import strategies as st
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import BANK_WEIGHTS, INFO_FILE, read_bundle_info
 from edje_index.errors import ModelError
-from edje_index.scoring.hubness import QueryBank
-from edje_index.scoring.pooled_similarity import PooledSimilarity
-from edje_index.scoring.weights import ScoreWeights
+from edje_index.scoring.hubness import HubnessBank, hubness
+from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
+from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts, random_bank, unit
 
 
-def unit(rows: int, width: int, seed: int = 0) -> torch.Tensor:
-    values = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
-    return torch.nn.functional.normalize(values, dim=1)
+def expected(candidates, others, own, similarity):
+    """The definition without care for large exponents; `own` is the bank on the side of the candidates."""
 
+    def values(side):
+        parts = [rows.double().numpy() for rows in (*side, *others)]
+        scores = similarity.embedding * parts[0] @ parts[2].T + similarity.pooled * parts[1] @ parts[3].T
+        return similarity.temperature * np.log(np.exp(scores / similarity.temperature).mean(axis=1))
 
-def a_bank(dim: int = 5) -> QueryBank:
-    return QueryBank.of((unit(7, 24, 1), unit(7, dim, 2)), (unit(9, 24, 3), unit(9, dim, 4)))
-
-
-def with_bank(path) -> ModelBundle:
-    """The bundle at `path` with a pooled similarity of random numbers and a bank."""
-    bundle = ModelBundle.load(path)
-    pooled = PooledSimilarity(bundle.joint.width, 0, 5)
-    rng = torch.Generator().manual_seed(1)
-    pooled.load_state_dict({name: torch.randn(v.shape, generator=rng) for name, v in pooled.state_dict().items()})
-    pooled.word_numbers = torch.zeros(0, dtype=torch.int64)
-    bundle.joint.pooled, bundle.joint.pooled_weight, bundle.embedding_weight = pooled, 3.0, 20.0
-    return replace(bundle, bank=a_bank(), prior_weight=0.5, prior_temperature=2.0, info=None)
-
-
-def expected(embeddings, vectors, others, own, weights, t):
-    """The definition, without the care for large exponents; `own` are those of the bank on the same side."""
-
-    def priors(*side):
-        parts = [values.double().numpy() for values in (*side, *others)]
-        scores = weights[0] * parts[0] @ parts[2].T + weights[1] * parts[1] @ parts[3].T
-        return t * np.log(np.exp(scores / t).mean(axis=1))
-
-    return np.maximum(priors(embeddings, vectors), np.quantile(priors(*own), 0.1))
+    return np.maximum(values(candidates), np.quantile(values(own), 0.1))
 
 
 @settings(max_examples=30)
@@ -57,116 +37,121 @@ def expected(embeddings, vectors, others, own, weights, t):
     dim=st.sampled_from([0, 1, 5]),
 )
 def test_it_is_the_soft_maximum_over_the_bank(weights, temperature, dim):
-    bank, used = a_bank(dim), ScoreWeights(weights[0], 9.0, weights[1], 0.3, temperature)
-    embeddings, vectors = unit(6, 24, 5), unit(6, dim, 6)
+    bank, similarity = random_bank(dim), HubnessSimilarity(*weights, temperature)
+    candidates = unit(6, 24, 5), unit(6, dim, 6)
     captions = (bank.caption_embeddings.dense(), bank.caption_vectors.dense())
     images = (bank.image_embeddings.dense(), bank.image_vectors.dense())
-    found = bank.of_images(embeddings, vectors, used)
-    np.testing.assert_allclose(found, expected(embeddings, vectors, captions, images, weights, temperature), atol=1e-3)
-    found = bank.of_captions(embeddings, vectors, used)
-    np.testing.assert_allclose(found, expected(embeddings, vectors, images, captions, weights, temperature), atol=1e-3)
+    values = bank.hubness(*candidates, similarity, "t2i")
+    np.testing.assert_allclose(values, expected(candidates, captions, images, similarity), atol=1e-3)
+    values = bank.hubness(*candidates, similarity, "i2t")
+    np.testing.assert_allclose(values, expected(candidates, images, captions, similarity), atol=1e-3)
+
+
+def test_all_weights_have_a_gradient():
+    products = torch.randn(5, 7, dtype=torch.float64), torch.randn(5, 7, dtype=torch.float64)
+    weights = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (2.0, 3.0, 0.5)]
+
+    def of(embedding, pooled, temperature):
+        return hubness(*products, embedding=embedding, pooled=pooled, temperature=temperature)
+
+    assert torch.autograd.gradcheck(of, weights)
 
 
 @given(scale=st.floats(1e-20, 1e20), rows=st.integers(1, 5), width=st.integers(1, 8))
 def test_vectors_are_kept_to_a_part_in_254_of_their_largest(scale, rows, width):
     values = scale * torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
-    bank = QueryBank.of((values, values), (values, values))
+    bank = HubnessBank.of((values, values), (values, values))
     allowed = values.abs().amax(dim=1, keepdim=True) / 253.9
     assert (bank.caption_embeddings.dense() - values).abs().le(allowed).all()
 
 
 def test_a_vector_of_zeros_stays_one():
-    bank = QueryBank.of((torch.zeros(2, 3), torch.zeros(2, 0)), (torch.zeros(1, 3), torch.zeros(1, 0)))
+    bank = HubnessBank.of((torch.zeros(2, 3), torch.zeros(2, 0)), (torch.zeros(1, 3), torch.zeros(1, 0)))
     assert not bank.caption_embeddings.dense().any()
 
 
-def test_what_is_like_nothing_has_the_prior_of_a_tenth():
-    bank, weights = a_bank(), ScoreWeights(20.0, pooled=3.0)
-    strange = bank.of_images(torch.zeros(1, 24), torch.zeros(1, 5), weights)
-    own = bank.of_images(bank.image_embeddings.dense(), bank.image_vectors.dense(), weights)
-    assert strange.item() == pytest.approx(own.min().item())
-    assert strange.item() == bank.floor(weights, images=True)
-    assert bank.floor(weights, images=False) != bank.floor(weights, images=True)
-    assert bank.floor(weights._replace(similarity=1.0), images=True) != strange.item()
+def test_candidates_unlike_the_bank_have_the_lowest_hubness():
+    bank, similarity = random_bank(), HubnessSimilarity(20.0, 3.0)
+    unlike = bank.hubness(torch.zeros(1, 24), torch.zeros(1, 5), similarity, "t2i")
+    own = bank.hubness(bank.image_embeddings.dense(), bank.image_vectors.dense(), similarity, "t2i")
+    assert unlike.item() == pytest.approx(own.min().item())
+    assert unlike.item() == bank.floor(similarity, "t2i") != bank.floor(similarity, "i2t")
+    assert bank.floor(replace(similarity, embedding=1.0), "t2i") != unlike.item()
 
 
-def test_many_rows_go_in_pieces():
-    bank = a_bank()
+def test_many_candidates_are_computed_in_chunks():
+    bank, similarity = random_bank(), HubnessSimilarity(2.0, 3.0)
     embeddings, vectors = unit(2500, 24, 5), unit(2500, 5, 6)
-    weights = ScoreWeights(2.0, pooled=3.0)
-    whole = bank.of_images(embeddings, vectors, weights)
-    apart = torch.cat([bank.of_images(e[None], v[None], weights) for e, v in zip(embeddings, vectors, strict=True)])
-    torch.testing.assert_close(whole, apart)
+    whole = bank.hubness(embeddings, vectors, similarity, "t2i")
+    rows = [bank.hubness(embeddings[row, None], vectors[row, None], similarity, "t2i") for row in range(2500)]
+    torch.testing.assert_close(whole, torch.cat(rows))
+    assert bank.hubness(embeddings[:0], vectors[:0], similarity, "t2i").shape == (0,)
 
 
 def test_a_bundle_keeps_it(tiny_bundle, tmp_path):
-    bundle = replace(with_bank(tiny_bundle), own_caption_weights=ScoreWeights(1.0, 2.0, 3.0, 4.0, 5.0))
+    bundle = bundle_with_all_parts(tiny_bundle)
     info = bundle.save(tmp_path / "with")
     again = ModelBundle.load(tmp_path / "with")
-    assert info.bank == {"captions": 7, "images": 9, "dim": 5}
-    assert info.weights == again.weights == bundle.weights == (20.0, 0.0, 3.0, 0.5, 2.0)
-    assert info.caption_weights == again.caption_weights == (1.0, 2.0, 3.0, 4.0, 5.0)
-    for name, value in bundle.bank.state_dict().items():
-        assert torch.equal(value, again.bank.state_dict()[name])
+    assert info.hubness_bank == {"captions": 7, "images": 9, "dim": 5}
+    assert info.score == again.score == WEIGHTS
+    for name, value in bundle.hubness_bank.state_dict().items():
+        assert torch.equal(value, again.hubness_bank.state_dict()[name])
     plain = read_bundle_info(tiny_bundle)
     assert info.encoder_fingerprint == plain.encoder_fingerprint, "an index need not be built again"
-    assert (plain.bank, plain.weights, plain.caption_weights) == (None, ScoreWeights(), ScoreWeights())
-    assert info.fingerprint != replace(bundle, bank=None).save(tmp_path / "without").fingerprint
+    assert (plain.hubness_bank, plain.score) == (None, DirectionWeights())
+    other = replace(WEIGHTS, i2t=replace(WEIGHTS.i2t, hubness=0.3))
+    assert info.fingerprint != replace(bundle, score=other).save(tmp_path / "other").fingerprint
 
 
-def test_priors_of_a_bundle_are_those_of_its_tokens_and_captions(tiny_bundle):
-    bundle = replace(
-        with_bank(tiny_bundle), own_caption_weights=ScoreWeights(10.0, pooled=6.0, prior=0.25, temperature=3)
-    )
-    embeddings, tokens = unit(4, 24, 8), torch.randn(4, *bundle.block_shape)
-    vectors = bundle.joint.pooled.images(tokens)
-    captions = (bundle.bank.caption_embeddings.dense(), bundle.bank.caption_vectors.dense())
-    images = (bundle.bank.image_embeddings.dense(), bundle.bank.image_vectors.dense())
-    taken = 0.5 * expected(embeddings, vectors, captions, images, (20.0, 3.0), 2.0)
-    np.testing.assert_allclose(bundle.image_priors(embeddings.numpy(), tokens), taken, atol=1e-4)
-    texts = ["a dog", "two cats", "a dog", "red"]
-    taken = 0.25 * expected(embeddings, bundle.joint.caption_vectors(texts), images, captions, (10.0, 6.0), 3.0)
-    np.testing.assert_allclose(bundle.caption_priors(embeddings.numpy(), texts), taken, atol=1e-4)
-    without = replace(bundle, bank=None)
-    assert not without.image_priors(embeddings.numpy(), tokens).any()
-    assert not without.caption_priors(embeddings.numpy(), texts).any()
+def test_a_weight_without_its_part_is_refused(tiny_bundle, tmp_path):
+    bundle = bundle_with_all_parts(tiny_bundle)
+    with pytest.raises(ModelError, match="the bundle has no hubness correction"):
+        replace(bundle, hubness_bank=None).save(tmp_path / "never")
+    plain = replace(bundle, hubness_bank=None, pooled=None, score=DirectionWeights(i2t=ScoreWeights(pooled=1.0)))
+    with pytest.raises(ModelError, match="the bundle has no pooled similarity"):
+        plain.save(tmp_path / "never")
 
 
 def test_a_bank_of_another_width_is_refused(tiny_bundle, tmp_path):
-    bundle = replace(with_bank(tiny_bundle), bank=a_bank(dim=4))
-    with pytest.raises(ModelError, match="pooled vectors of width 4, the pooled similarity 5"):
+    bundle = replace(bundle_with_all_parts(tiny_bundle), hubness_bank=random_bank(dim=4))
+    with pytest.raises(ModelError, match="pooled vectors of width 4, but the pooled similarity has width 5"):
         bundle.save(tmp_path / "never")
 
 
+NO_TEMPERATURE = {"embedding": 1.0, "pooled": 1.0, "temperature": 0}
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("group", "change"),
     [
-        {"bank": {"captions": 0, "images": 9, "dim": 5}},
-        {"bank": {"captions": 7, "images": 9}},
-        {"prior_temperature": 0},
-        {"prior_weight": float("nan")},
-        {"caption_weights": {"similarity": 1.0}},
-        {"caption_weights": {**ScoreWeights()._asdict(), "late": float("inf")}},
+        ("joint", {"hubness_bank": {"captions": 0, "images": 9, "dim": 5}}),
+        ("joint", {"hubness_bank": {"captions": 7, "images": 9}}),
+        ("joint", {"pooled_similarity": {"words": -1, "dim": 5}}),
+        ("score", {"t2i": {**ScoreWeights().to_json(), "late": float("inf")}}),
+        ("score", {"i2t": {"logit": 1.0}}),
+        (
+            "score",
+            {
+                "i2t": {
+                    **ScoreWeights().to_json(),
+                    "hubness_similarity": {**vars(HubnessSimilarity()), "temperature": 0},
+                }
+            },
+        ),
     ],
 )
-def test_damaged_numbers_are_refused(tiny_bundle, tmp_path, change):
-    with_bank(tiny_bundle).save(tmp_path / "with")
+def test_damaged_numbers_are_refused(tiny_bundle, tmp_path, group, change):
+    bundle_with_all_parts(tiny_bundle).save(tmp_path / "with")
     path = tmp_path / "with" / INFO_FILE
     content = json.loads(path.read_text())
-    content["joint"].update(change)
+    content[group].update(change)
     path.write_text(json.dumps(content))
     with pytest.raises(ModelError, match="damaged"):
         read_bundle_info(tmp_path / "with")
 
 
-def test_a_score_in_words():
-    assert ScoreWeights().described() == "logit"
-    assert ScoreWeights(2.5, 0.0, 3.0).described() == "logit + 3 x pooled similarity + 2.5 x similarity"
-    assert ScoreWeights(late=1.0, prior=0.5).described() == "logit + 1 x late interaction - 0.5 x prior"
-
-
-def test_a_bank_that_is_gone_is_named(tiny_bundle, tmp_path):
-    with_bank(tiny_bundle).save(tmp_path / "with")
+def test_a_bank_that_is_missing_is_named(tiny_bundle, tmp_path):
+    bundle_with_all_parts(tiny_bundle).save(tmp_path / "with")
     (tmp_path / "with" / BANK_WEIGHTS).unlink()
     with pytest.raises(ModelError, match=f"lacks {BANK_WEIGHTS}"):
         ModelBundle.load(tmp_path / "with")

@@ -10,28 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.scoring.pooled_similarity import PooledSimilarity, pooled_tokens, word_bags
+from edje_index.scoring.parts import Pairs
+from edje_index.scoring.pooled_similarity import token_statistics, word_bags
+from edje_index.scoring.weights import DirectionWeights, ScoreWeights
+from tests.edje_index.scoring.bundles import random_pooled_similarity
 
 CAPTIONS = ["a dog", "two cats and a house", "a dog", "zzz"]
 
 
 @pytest.fixture
 def bundle(tiny_bundle):
-    """With a pooled similarity of random numbers."""
     bundle = ModelBundle.load(tiny_bundle)
-    numbers = sorted({word for ids in bundle.joint.tokenizer.caption_ids(CAPTIONS[:2]) for word in ids})
-    pooled = PooledSimilarity(bundle.joint.width, len(numbers), 5)
-    rng = torch.Generator().manual_seed(1)
-    pooled.load_state_dict({name: torch.randn(v.shape, generator=rng) for name, v in pooled.state_dict().items()})
-    pooled.word_numbers = torch.tensor(numbers)
-    pooled.word_weights.abs_()
-    bundle.joint.pooled = pooled
-    return bundle
+    return replace(bundle, pooled=random_pooled_similarity(bundle, CAPTIONS[:2]), info=None)
 
 
 def test_it_is_the_cosine_of_two_linear_maps(bundle):
     """Against NumPy in float64, caption by caption."""
-    pooled, joint = bundle.joint.pooled, bundle.joint
+    pooled, joint = bundle.pooled, bundle.joint
     tokens = torch.randn(len(CAPTIONS), *bundle.block_shape).bfloat16()
     maps = {name: value.double().numpy() for name, value in pooled.state_dict().items()}
     expected = []
@@ -44,31 +39,24 @@ def test_it_is_the_cosine_of_two_linear_maps(bundle):
         bag /= np.linalg.norm(bag) or 1
         said = hidden @ maps["sentence"] + bag @ maps["words"] + maps["caption_offset"]
         expected.append(seen @ said / np.linalg.norm(seen) / np.linalg.norm(said))
-    found = joint.pooled_similarity(CAPTIONS, tokens)
-    np.testing.assert_allclose(found.numpy(), expected, atol=2e-5)
+    found = bundle.parts("t2i", ScoreWeights())["pooled"].of(Pairs(CAPTIONS, tokens))
+    np.testing.assert_allclose(found, expected, atol=2e-5)
     assert len(set(found.tolist())) == len(CAPTIONS)
 
 
-def test_it_is_added_to_the_logit_with_its_weight(bundle):
-    tokens = torch.randn(len(CAPTIONS), *bundle.block_shape)
-    logits = bundle.joint.score(CAPTIONS, tokens)
-    similar = bundle.joint.pooled_similarity(CAPTIONS, tokens)
-    bundle.joint.pooled_weight = 3.0
-    torch.testing.assert_close(bundle.joint.score(CAPTIONS, tokens), logits + 3 * similar)
-
-
-def test_without_one_it_is_nothing(tiny_bundle):
-    joint = ModelBundle.load(tiny_bundle).joint
-    assert not joint.pooled_similarity(["a dog"], torch.randn(1, 4, joint.width)).any()
+def test_without_maps_vectors_have_no_width(tiny_model):
+    vectors = tiny_model.pooled_vectors
+    assert vectors.of_captions(["a dog"]).shape == (1, 0)
+    assert vectors.of_images(torch.randn(2, *tiny_model.block_shape)).shape == (2, 0)
 
 
 def test_a_bundle_keeps_it(bundle, tmp_path):
-    bundle.joint.pooled_weight = 2.5
-    info = replace(bundle, info=None).save(tmp_path / "with")
-    again = ModelBundle.load(tmp_path / "with").joint
-    assert (info.weights.pooled, again.pooled_weight) == (2.5, 2.5)
-    assert again.pooled is not None
-    for name, value in bundle.joint.pooled.state_dict().items():
+    score = DirectionWeights(t2i=ScoreWeights(pooled=2.5))
+    info = replace(bundle, score=score).save(tmp_path / "with")
+    again = ModelBundle.load(tmp_path / "with")
+    assert info.score == again.score == score
+    assert info.pooled_similarity == bundle.pooled.sizes
+    for name, value in bundle.pooled.state_dict().items():
         assert torch.equal(value, again.pooled.state_dict()[name])
 
 
@@ -80,7 +68,7 @@ def test_a_bundle_without_keeps_its_fingerprint(tiny_bundle, tmp_path):
 def test_one_token_has_no_deviation():
     tokens = torch.randn(2, 1, 3)
     expected = torch.cat([tokens[:, 0], torch.zeros(2, 3), tokens[:, 0]], dim=1)
-    torch.testing.assert_close(pooled_tokens(tokens), expected)
+    torch.testing.assert_close(token_statistics(tokens), expected)
 
 
 @given(

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from edje_index import TokenIndex
@@ -19,11 +18,12 @@ from edje_index.indexing.faiss_index import build_ann
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.shard_encoding import ShardTask, encode_shard
 from edje_index.models.adapter import PATCHES, AdapterConfig, build_adapter
-from edje_index.scoring.hubness import QueryBank
+from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights
 from storage_formats import TokenStore, UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.reading.embeddings import iter_embeddings
 from storage_formats.writing.publish import Provenance, begin_index, finish_index
+from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts
 
 SPEC = IndexSpec(rows=12, shard_size=8, block_shape=(4, 16), embed_dim=24)
 HOLE = 5
@@ -90,33 +90,65 @@ def test_scores_in_bfloat16_are_rounded(built):
 
 
 def test_a_bundle_may_weigh_the_embedding_in(built, tmp_path):
-    bundle = ModelBundle.load(built[1])
-    bundle.embedding_weight = 30.0
-    bundle.save(tmp_path / "fused")
+    score = DirectionWeights(t2i=ScoreWeights(embedding=30.0))
+    replace(ModelBundle.load(built[1]), score=score, info=None).save(tmp_path / "fused")
     hits = TokenIndex.open(built[0], model=tmp_path / "fused").search("a red canoe", k=6, pool=6)
     pool = by_hand(built, "a red canoe", 6)
     expected = sorted(pool, key=lambda hit: -(hit[2] + 30 * hit[1]))
     assert [hit.row_id for hit in hits] == [row for row, _, _ in expected] != [row for row, _, _ in pool]
     np.testing.assert_allclose([hit.score for hit in hits], [score + 30 * sim for _, sim, score in expected], atol=1e-4)
+    again = TokenIndex.open(built[0], model=built[1], score="logit=1,embedding=30").search("a red canoe", k=6, pool=6)
+    assert [(hit.row_id, hit.score) for hit in again] == [(hit.row_id, hit.score) for hit in hits]
 
 
-def test_a_query_bank_takes_its_prior_off(built, tmp_path):
-    rng = torch.Generator().manual_seed(0)
-    made = torch.nn.functional.normalize(torch.randn(2, 6, SPEC.embed_dim, generator=rng), dim=2)
-    vectors = [(each, torch.zeros(6, 0)) for each in made]
-    bank = QueryBank.of(*vectors)
-    bundle = replace(ModelBundle.load(built[1]), bank=bank, embedding_weight=2.0, prior_weight=4.0, info=None)
-    bundle.save(tmp_path / "banked")
-    index = TokenIndex.open(built[0], model=tmp_path / "banked")
-    hits = index.search("a red canoe", k=6, pool=6)
-    pool = by_hand(built, "a red canoe", 6)
-    rows = np.array([row for row, _, _ in pool])
-    embeddings = np.concatenate([vectors for _, vectors in iter_embeddings(built[0], SPEC)])[rows]
-    priors = bundle.image_priors(embeddings, TokenStore.open(built[0]).fetch(rows))
-    assert priors.std() > 0.01
-    final = {row: score + 2 * sim - prior for (row, sim, score), prior in zip(pool, priors, strict=True)}
-    assert [hit.row_id for hit in hits] == sorted(final, key=lambda row: -final[row])
-    np.testing.assert_allclose([hit.score for hit in hits], sorted(final.values(), reverse=True), atol=1e-4)
+@pytest.fixture(scope="module")
+def with_all_parts(built, tmp_path_factory):
+    """The index, searched with a bundle that has every part of the score."""
+    path = tmp_path_factory.mktemp("parts") / "model"
+    bundle_with_all_parts(built[1]).save(path)
+    return TokenIndex.open(built[0], model=path)
+
+
+def test_hits_carry_their_parts(with_all_parts):
+    hits = with_all_parts.search("a red canoe", k=11, pool=11)
+    weights = WEIGHTS.t2i.by_part()
+    for hit in hits:
+        assert set(hit.parts) == set(weights)
+        assert hit.score == pytest.approx(sum(weights[part] * hit.parts[part] for part in weights), abs=1e-4)
+        joint = sum(weights[part] * hit.parts[part] for part in ("logit", "late", "pooled"))
+        assert hit.joint_score == pytest.approx(joint, abs=1e-4)
+        assert hit.parts["embedding"] == hit.embedding_score
+    assert np.std([hit.parts["hubness"] for hit in hits]) > 0.01
+
+
+@pytest.mark.parametrize("part", PART_NAMES)
+def test_each_part_alone(with_all_parts, part):
+    """By the part that a hit of the whole score carries."""
+    whole = {hit.row_id: hit.parts[part] for hit in with_all_parts.search("a red canoe", k=11, pool=11)}
+    hits = with_all_parts.search("a red canoe", k=11, pool=11, score=f"{part}=2")
+    assert {hit.row_id: hit.parts for hit in hits} == {
+        row: {part: pytest.approx(value, abs=1e-5)} for row, value in whole.items()
+    }
+    assert [hit.score for hit in hits] == pytest.approx(sorted((2 * value for value in whole.values()), reverse=True))
+
+
+def test_the_embedding_alone_reads_no_tokens(with_all_parts, monkeypatch):
+    plain = with_all_parts.search("a red canoe", k=4, pool=6, rerank=False)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("tokens were read")
+
+    monkeypatch.setattr(TokenStore, "fetch", refuse)
+    assert with_all_parts.search("a red canoe", k=4, pool=6, score="embedding") == plain
+
+
+def test_a_part_that_the_bundle_lacks_is_refused(built):
+    with pytest.raises(ModelError, match="no hubness correction; its parts are logit, late, embedding"):
+        TokenIndex.open(built[0], score="logit=1,hubness=1")
+    with pytest.raises(ModelError, match="no pooled similarity"):
+        TokenIndex.open(built[0]).search("a red canoe", score="pooled")
+    with pytest.raises(UsageError, match="unknown part 'joint'"):
+        TokenIndex.open(built[0], score="joint")
 
 
 def test_without_the_joint_encoder_the_embeddings_decide(built):
@@ -137,7 +169,7 @@ def test_features_to_train_on_are_not_reranked(built):
     vision = opened.model.vision
     width = vision.patch_dim
     opened.model.adapter = build_adapter(AdapterConfig(PATCHES, vision.num_patches, width, width, hidden_dim=0))
-    with pytest.raises(ModelError, match="--no-rerank"):
+    with pytest.raises(ModelError, match="stores features to train on"):
         opened.search("anything", k=1, pool=1)
     assert len(opened.search("anything", k=2, pool=2, rerank=False)) == 2
 

@@ -10,7 +10,7 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.adapter import AdapterConfig, build_adapter
-from edje_index.scoring.content_words import content_words
+from edje_index.scoring.stop_words import content_token_mask
 from edje_index.training.config import AugmentationConfig
 from edje_index.training.data.batches import TeacherSource
 from edje_index.training.model.losses import distillation_loss, itm_loss, mlm_loss, recovery_loss
@@ -127,7 +127,7 @@ def test_distillation_is_of_all_pairs(case, bundle):
 
 def test_alignment_trains_the_adapter_alone(case, bundle):
     source = case.source(alignment__steps=1, alignment__batch_size=12, alignment__captions=2)
-    batch = source.alignment(content_words(bundle.joint.tokenizer))(0)
+    batch = source.alignment(content_token_mask(bundle.joint.tokenizer))(0)
     assert batch.patches.shape == (12, 16, 32)
     assert batch.shares.shape == (len(batch.words), 24)
     objective = AlignmentObjective(bundle.adapter, bundle.joint, AugmentationConfig())
@@ -149,14 +149,6 @@ def test_alignment_finds_images_that_contain_their_words(bundle):
     objective = AlignmentObjective(features, bundle.joint, AugmentationConfig())
     batch = AlignmentBatch(table[words].view(3, 2, 16), words, torch.eye(3).repeat_interleave(2, dim=0) / 2)
     assert objective(batch)["accuracy"] == 1
-
-
-def test_content_words(bundle):
-    tokenizer = bundle.joint.tokenizer
-    content = content_words(tokenizer)
-    number = tokenizer.tokenizer.convert_tokens_to_ids
-    assert not content[[number(word) for word in ("[CLS]", "[MASK]", "<image>", ".", "the", "a", "of")]].any()
-    assert content[[number(word) for word in ("b", "##z", "7")]].all()
 
 
 def test_a_step_sees_as_much_of_an_image_as_is_asked_for(case, bundle):

@@ -155,5 +155,5 @@ def test_patches_of_another_width_make_a_bundle_and_a_local_count_is_held(tiny_b
     with pytest.raises(ModelError, match="equal widths"):
         build_adapter(AdapterConfig("patches", 16, 32, 16, 0))
     bundle.adapter = build_adapter(AdapterConfig("patches", 9, 32, 32, 0))
-    with pytest.raises(ModelError, match="patches adapter stores every patch"):
+    with pytest.raises(ModelError, match="patches adapter stores one token per patch"):
         bundle.save(tiny_bundle.with_name("never"))

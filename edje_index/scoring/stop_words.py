@@ -1,4 +1,4 @@
-"""Which words of a vocabulary carry content: those that image tokens are compared with."""
+"""Stop words: the token ids that late interaction leaves out of a caption."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from numpy.typing import NDArray
 
 from edje_index.models.joint_inputs import JointTokenizer
 
-# The common function words of English, after which nothing in a picture is named.
-_FUNCTION_WORDS = """
+# Common English function words, which name nothing that a picture can show.
+_STOP_WORDS = """
 a an the this that these those some any each both all one its his her their them they he she it him who which what there
 here and or but if while as than then so not no nor is are was were be been being am has have had having do does did
 doing can could will would may might shall should must of to from by with without for at in on into onto over under up
 down out off through about against between during before after above below again very just also other another such own
 same s t
 """
-STOPWORDS = frozenset(_FUNCTION_WORDS.split())
+STOP_WORDS = frozenset(_STOP_WORDS.split())
 
 
-def content_words(tokenizer: JointTokenizer) -> NDArray[np.bool_]:
-    """For each number of the vocabulary whether it is a word or a piece of one: no mark, punctuation, stopword."""
+def content_token_mask(tokenizer: JointTokenizer) -> NDArray[np.bool_]:
+    """True for each token id [v] that is a word or a word piece, and no stop word, punctuation or special token."""
     words: Any = tokenizer.tokenizer
-    content = np.zeros(len(tokenizer), dtype=bool)
-    special = set(words.all_special_ids) | {tokenizer.image_token_id}
-    for word, number in words.get_vocab().items():
+    mask = np.zeros(len(tokenizer), dtype=bool)
+    special_ids = set(words.all_special_ids) | {tokenizer.image_token_id}
+    for word, token_id in words.get_vocab().items():
         piece = word.removeprefix("##")
-        content[number] = number not in special and any(map(str.isalnum, piece)) and word not in STOPWORDS
-    return content
+        mask[token_id] = token_id not in special_ids and any(map(str.isalnum, piece)) and word not in STOP_WORDS
+    return mask

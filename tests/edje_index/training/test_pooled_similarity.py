@@ -6,8 +6,11 @@ import numpy as np
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.scoring.parts import Pairs
+from edje_index.scoring.weights import ScoreWeights
 from edje_index.training.data.batches import ViewSource
-from edje_index.training.fitting.pooled_similarity import MIN_CAPTIONS, _canonical, _ridge, fit_pooled
+from edje_index.training.fitting.linear_maps import canonical_maps, ridge_map
+from edje_index.training.fitting.pooled_similarity import MIN_CAPTIONS, fit_pooled_similarity
 from edje_index.training.model.objectives import trained_part
 
 
@@ -22,7 +25,7 @@ def covariances(rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor, t
 def test_canonical_maps_are_defined_by_their_covariances():
     """What makes them canonical: each side uncorrelated under its ridged covariance, and across only pair by pair."""
     xx, yy, xy = covariances(np.random.default_rng(0))
-    left, right = _canonical(xx, yy, xy, 4)
+    left, right = canonical_maps(xx, yy, xy, 4)
     assert (left.shape, right.shape) == ((7, 4), (5, 4))
     ridged = [c + 0.1 * torch.linalg.eigvalsh(c).mean() * torch.eye(len(c), dtype=c.dtype) for c in (xx, yy)]
     scale = (left.T @ ridged[0] @ left).diagonal()
@@ -35,7 +38,7 @@ def test_canonical_maps_are_defined_by_their_covariances():
 
 
 def test_no_more_dimensions_than_there_are():
-    left, right = _canonical(*covariances(np.random.default_rng(1)), 100)
+    left, right = canonical_maps(*covariances(np.random.default_rng(1)), 100)
     assert left.shape[1] == right.shape[1] == 5
 
 
@@ -43,7 +46,7 @@ def test_the_ridge_solution_has_no_gradient():
     """Of |x m - y|^2 + penalty |m|^2, by torch's differentiation."""
     rng = torch.Generator().manual_seed(0)
     x, y = (torch.randn(50, width, generator=rng, dtype=torch.float64) for width in (6, 3))
-    found = _ridge(x, y).requires_grad_()
+    found = ridge_map(x, y).requires_grad_()
     penalty = 0.01 * (x.T @ x).diagonal().mean()
     loss = (x @ found - y).pow(2).sum() + penalty * found.pow(2).sum()
     (gradient,) = torch.autograd.grad(loss, found)
@@ -55,7 +58,9 @@ def test_it_tells_whose_caption_it_is(case):
     bundle = ModelBundle.load(case.bundle)
     source = case.source()
     reports = []
-    fitted = fit_pooled(trained_part(bundle.adapter), bundle.joint, source, 12, lambda *at: reports.append(at))
+    fitted = fit_pooled_similarity(
+        trained_part(bundle.adapter), bundle.joint, source, 12, lambda *report: reports.append(report[1:])
+    )
     assert reports[-1] == (24, 24)
     assert fitted.sizes["dim"] == 12
     data = source.data
@@ -63,12 +68,13 @@ def test_it_tells_whose_caption_it_is(case):
     counted = [set(data.caption(at).tolist()) for at in range(len(data.token_starts) - 1)]
     every = {word for caption in counted for word in caption}
     assert words == sorted(word for word in every if sum(word in caption for caption in counted) >= MIN_CAPTIONS)
-    bundle.joint.pooled = fitted
+    bundle = replace(bundle, pooled=fitted, info=None)
     with torch.no_grad():
         tokens = trained_part(bundle.adapter)(source.features.fetch(data.rows).float()).bfloat16()
     numbers = [data.caption(at).tolist() for at in data.caption_starts[:-1]]
     texts = [bundle.joint.tokenizer.tokenizer.decode(ids) for ids in numbers]
-    scores = torch.stack([bundle.joint.pooled_similarity([text] * len(tokens), tokens) for text in texts])
+    similarity = bundle.parts("t2i", ScoreWeights())["pooled"]
+    scores = torch.from_numpy(np.stack([similarity.of(Pairs([text] * len(tokens), tokens)) for text in texts]))
     own = scores.diagonal()
     better = (scores > own[:, None]).sum(dim=1).float().mean()
     assert better < 6, "by chance 11.5 other images score higher"
@@ -78,11 +84,11 @@ def test_views_are_further_images(case):
     bundle = ModelBundle.load(case.bundle)
     source = case.source()
     adapter = trained_part(bundle.adapter)
-    plain = fit_pooled(adapter, bundle.joint, source, 4)
+    plain = fit_pooled_similarity(adapter, bundle.joint, source, 4)
     same = ViewSource(source.features, np.stack([source.data.rows] * 2, axis=1))
-    twice = fit_pooled(adapter, bundle.joint, replace(source, views=same), 4)
+    twice = fit_pooled_similarity(adapter, bundle.joint, replace(source, views=same), 4)
     none = ViewSource(source.features, np.full((len(source.data.rows), 2), -1))
-    without = fit_pooled(adapter, bundle.joint, replace(source, views=none), 4)
+    without = fit_pooled_similarity(adapter, bundle.joint, replace(source, views=none), 4)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(twice.state_dict()[name].abs(), value.abs(), rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(without.state_dict()[name], value)

@@ -1,4 +1,4 @@
-"""The image half of a model bundle, part by part: what an indexing worker loads."""
+"""The parts of a model bundle that indexing needs: vision tower and adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edje_index.models.weights import assign_weights, read_weights
 
 
 def load_visual(info: BundleInfo) -> tuple[VisionTower, ClipConfig]:
-    """The image tower of a bundle alone; the text tower's weights are not read."""
+    """The vision tower of a bundle. The weights of the text tower are not read."""
     config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
     visual = build_visual(config)
     weights = info.path / VISION_WEIGHTS
@@ -24,7 +24,7 @@ def load_adapter(info: BundleInfo) -> Adapter:
     try:
         config = AdapterConfig(**info.adapter)
     except TypeError as error:
-        raise ModelError(f"the adapter described in {info.path / INFO_FILE} is not known: {error}") from error
+        raise ModelError(f"{info.path / INFO_FILE} describes an unknown adapter: {error}") from error
     adapter = build_adapter(config)
     weights = info.path / ADAPTER_WEIGHTS
     assign_weights(adapter, read_weights(weights), str(weights))

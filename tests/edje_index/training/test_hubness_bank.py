@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.data.dataset import image_embeddings
-from edje_index.training.fitting.hubness_bank import make_bank
-from edje_index.training.fitting.pooled_similarity import fit_pooled
+from edje_index.training.fitting.hubness_bank import make_hubness_bank
+from edje_index.training.fitting.pooled_similarity import fit_pooled_similarity
 from edje_index.training.model.objectives import trained_part
 
 
@@ -18,8 +20,9 @@ def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
     bundle, source, reports = ModelBundle.load(case.bundle), case.source(), []
     adapter = trained_part(bundle.adapter)
     if pooled:
-        bundle.joint.pooled = fit_pooled(adapter, bundle.joint, source, 4)
-    bank = make_bank(adapter, bundle.joint, source, case.features, count, lambda *at: reports.append(at))
+        bundle = replace(bundle, pooled=fit_pooled_similarity(adapter, bundle.joint, source, 4), info=None)
+    vectors = bundle.pooled_vectors
+    bank = make_hubness_bank(adapter, vectors, source, case.features, count, lambda *report: reports.append(report[1:]))
     data = source.data
     texts = [
         bundle.joint.tokenizer.tokenizer.decode(data.caption(at).tolist()) for at in range(len(data.text_embeddings))
@@ -32,17 +35,17 @@ def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
         "images": (bank.image_embeddings, bank.image_vectors),
     }
     wanted = {
-        "captions": (data.text_embeddings, bundle.joint.caption_vectors(texts).numpy()),
-        "images": (embedded, bundle.joint.image_vectors(tokens).numpy()),
+        "captions": (data.text_embeddings, vectors.of_captions(texts).numpy()),
+        "images": (embedded, vectors.of_images(tokens).numpy()),
     }
-    for name, (embeddings, vectors) in found.items():
+    for name, (embeddings, pooled_vectors) in found.items():
         all_embeddings, all_vectors = wanted[name]
-        assert len(embeddings.codes) == len(vectors.codes) == min(count, len(all_embeddings))
+        assert len(embeddings.codes) == len(pooled_vectors.codes) == min(count, len(all_embeddings))
         places = (embeddings.dense().numpy() @ all_embeddings.T).argmax(axis=1)
         np.testing.assert_allclose(embeddings.dense().numpy(), all_embeddings[places], atol=5e-3)
-        np.testing.assert_allclose(vectors.dense().numpy(), all_vectors[places], atol=1e-2)
-        assert vectors.codes.shape[1] == (4 if pooled else 0)
+        np.testing.assert_allclose(pooled_vectors.dense().numpy(), all_vectors[places], atol=1e-2)
+        assert pooled_vectors.codes.shape[1] == (4 if pooled else 0)
     total = min(count, 48) + min(count, 24)
     assert reports == ([(0, total), (min(count, 48), total)] if pooled else [])
-    again = make_bank(adapter, bundle.joint, source, case.features, count)
+    again = make_hubness_bank(adapter, vectors, source, case.features, count)
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in bank.state_dict().items())

@@ -1,0 +1,156 @@
+"""Final scores of the pools of an evaluation, in one precision at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edje_index.evaluation.pair_scores import PairScorer, pack
+from edje_index.evaluation.pools import Pools
+from edje_index.evaluation.protocol import EvaluationSet
+from edje_index.evaluation.recall import Floats, Ints
+from edje_index.evaluation.score_cache import ScoreCache
+from edje_index.evaluation.token_sources import TokenSource
+from edje_index.progress import OnProgress
+from edje_index.scoring.final_score import FinalScore
+from edje_index.scoring.parts import Pairs, reads_tokens
+from edje_index.scoring.weights import EMBEDDING, HUBNESS, JOINT_PARTS, TEXT_TO_IMAGE, ScoreWeights
+
+if TYPE_CHECKING:
+    from edje_index.bundles.bundle import ModelBundle
+
+_HUBNESS_BATCH = 256  # candidates: 13 MB of 64 x 384 bfloat16 blocks
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Embeddings of the captions [c, e] and of the candidate images [r, e]."""
+
+    texts: Floats
+    images: Floats
+
+
+@dataclass(frozen=True)
+class PoolScorer:
+    """Scores the pools of both directions.
+
+    Attributes:
+        model: the bundle.
+        weights: weights of the final score by direction.
+        eval_set: the queries and candidates.
+        embeddings: embeddings of the candidates.
+        pools: the pools by direction.
+        cache: directory of cached scores, if any.
+        index_key: what identifies the index in the cache.
+    """
+
+    model: ModelBundle
+    weights: Mapping[str, ScoreWeights]
+    eval_set: EvaluationSet
+    embeddings: Embeddings
+    pools: Mapping[str, Pools]
+    cache: Path | None
+    index_key: Any
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether any score needs the tokens."""
+        return any(reads_tokens(FinalScore.of(w).parts, direction) for direction, w in self.weights.items())
+
+    @property
+    def joint_parts(self) -> list[str]:
+        """The parts of a caption and an image together that count in any direction."""
+        used = {part for weights in self.weights.values() for part in FinalScore.of(weights).parts}
+        return [part for part in JOINT_PARTS if part in used]
+
+    def count_pairs(self) -> int:
+        """The number of distinct pairs that each source is scored on."""
+        return len(np.unique(pack(*self._all_pairs()))) if self.joint_parts else 0
+
+    def score(self, source: TokenSource, on_progress: OnProgress) -> dict[str, Floats]:
+        """Final scores [q, p] of the pools by direction, with the tokens of `source`."""
+        values: dict[str, dict[str, Floats]] = {
+            direction: {EMBEDDING: pools.similarities} for direction, pools in self.pools.items()
+        }
+        for part in self.joint_parts:
+            for direction, scores in self._joint_part(part, source, on_progress).items():
+                values[direction][part] = scores
+        finals = {}
+        for direction, parts in values.items():
+            score = FinalScore.of(self.weights[direction])
+            if HUBNESS in score.parts:
+                parts[HUBNESS] = self._hubness(direction, source)
+            finals[direction] = score.sum(parts)
+        return finals
+
+    def _joint_part(self, part: str, source: TokenSource, on_progress: OnProgress) -> dict[str, Floats]:
+        """One part [q, p] by direction. A pair that both directions need is scored once."""
+        direction = next(iter(self.pools))
+        scorer = PairScorer(
+            part=self.model.parts(direction, self.weights[direction])[part],
+            name=part,
+            source=source,
+            captions=self.eval_set.captions,
+            tokenizer=self.model.joint.tokenizer,
+            cache=ScoreCache(self.cache, self._cache_key(part, source)),
+        )
+        scores = scorer.score(*self._all_pairs(), on_progress)
+        ends = np.cumsum([pools.candidates.size for pools in self.pools.values()])[:-1]
+        return {
+            direction: flat.reshape(pools.candidates.shape)
+            for (direction, pools), flat in zip(self.pools.items(), np.split(scores, ends), strict=True)
+        }
+
+    def _all_pairs(self) -> tuple[Ints, Ints]:
+        """(positions of captions, row ids) of all directions, flat."""
+        pairs = [self._pairs(direction, pools) for direction, pools in self.pools.items()]
+        return np.concatenate([captions for captions, _ in pairs]), np.concatenate([rows for _, rows in pairs])
+
+    def _pairs(self, direction: str, pools: Pools) -> tuple[Ints, Ints]:
+        size = pools.candidates.shape[1]
+        if direction == TEXT_TO_IMAGE:
+            return np.repeat(self.eval_set.query_captions, size), self.eval_set.rows[pools.candidates].ravel()
+        return pools.candidates.ravel(), np.repeat(self.eval_set.query_rows, size)
+
+    def _hubness(self, direction: str, source: TokenSource) -> Floats:
+        """The hubness correction [q, p] of the candidates, each computed once."""
+        part = self.model.parts(direction, self.weights[direction])[HUBNESS]
+
+        def images(positions: Ints) -> Pairs:
+            tokens = source.fetch(self.eval_set.rows[positions])
+            return Pairs(tokens=tokens, candidate_embeddings=self.embeddings.images[positions])
+
+        def captions(positions: Ints) -> Pairs:
+            texts = [self.eval_set.captions[position] for position in positions]
+            return Pairs(texts, candidate_embeddings=self.embeddings.texts[positions])
+
+        pairs_of = images if direction == TEXT_TO_IMAGE else captions
+        return _each_once(self.pools[direction].candidates, lambda positions: part.of(pairs_of(positions)))
+
+    def _cache_key(self, part: str, source: TokenSource) -> dict[str, Any]:
+        return {
+            "bundle": self.model.fingerprint,
+            "index": self.index_key,
+            "precision": [source.precision, source.simulated_from],
+            "captions": hashlib.sha256(json.dumps(self.eval_set.captions).encode()).hexdigest(),
+            "dtype": dtype_name(self.model),
+            "part": part,
+        }
+
+
+def dtype_name(model: ModelBundle) -> str:
+    """Number type of the joint encoder's matrix products."""
+    return str(model.joint.compute_dtype).removeprefix("torch.")
+
+
+def _each_once(candidates: Ints, score: Callable[[Ints], Floats]) -> Floats:
+    positions, which = np.unique(candidates, return_inverse=True)
+    starts = range(0, len(positions), _HUBNESS_BATCH)
+    scores: Floats = np.concatenate([score(positions[start : start + _HUBNESS_BATCH]) for start in starts])
+    return scores[which.reshape(candidates.shape)]

@@ -1,0 +1,22 @@
+"""The candidates of many queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edje_index.indexing.faiss_index import AnnIndex
+from edje_index.search.reranking import Candidates
+
+if TYPE_CHECKING:
+    from edje_index.bundles.bundle import ModelBundle
+
+
+def query_candidates(
+    root: Path, model: ModelBundle, queries: Sequence[str], pool: int
+) -> Iterator[tuple[str, Candidates]]:
+    """Each query with its `pool` nearest rows in the index at `root`."""
+    index = AnnIndex(root)
+    for query, embedding in zip(queries, model.text.encode(queries), strict=True):
+        yield query, Candidates(*index.nearest(embedding, pool))

@@ -1,0 +1,201 @@
+"""The pools that score weights are fitted to: dev captions and images, scored with a trained bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.models.devices import resolve_device
+from edje_index.models.text_tower import TextTower
+from edje_index.progress import OnProgress
+from edje_index.scoring.parts import Pairs
+from edje_index.scoring.weights import (
+    EMBEDDING,
+    IMAGE_TO_TEXT,
+    JOINT_PARTS,
+    LATE,
+    POOLED,
+    TEXT_TO_IMAGE,
+    ScoreWeights,
+)
+from edje_index.training.config import FittingConfig
+from edje_index.training.data.batches import Features
+from edje_index.training.data.dataset import CaptionSet, image_embeddings
+from edje_index.training.data.sampling import DEV, stream
+from edje_index.training.fitting.fit_weights import (
+    DevPools,
+    Given,
+    HubnessProducts,
+    Scores,
+    WeightChoice,
+    choose_weights,
+)
+from edje_index.training.model.objectives import trained_part
+
+_ADAPTER_BATCH = 32
+_ACTIVITY = "choosing the weights of the final score on the dev captions, queries"
+
+
+@dataclass(frozen=True)
+class DevSet:
+    """n images and c captions that are not trained on.
+
+    Attributes:
+        rows: row ids of the images in the feature index, int64 [n].
+        captions: the texts.
+        caption_images: position of each caption's image, int64 [c].
+        image_embeddings, text_embeddings: embeddings, float32 [n, e] and [c, e].
+    """
+
+    rows: NDArray[np.int64]
+    captions: list[str]
+    caption_images: NDArray[np.int64]
+    image_embeddings: NDArray[np.float32]
+    text_embeddings: NDArray[np.float32]
+
+
+def make_dev_set(items: CaptionSet, tower: TextTower, features: Path) -> DevSet:
+    """Embed the captions of `items`; the embeddings of the images are read from the index `features`."""
+    texts = items.texts()
+    caption_images = np.repeat(np.arange(len(items.rows)), [len(group) for group in items.captions])
+    return DevSet(items.rows, texts, caption_images, image_embeddings(features, items.rows), tower.encode(texts))
+
+
+def choose_dev_weights(
+    bundle: ModelBundle,
+    dev: DevSet,
+    features: Features,
+    config: FittingConfig,
+    device: str,
+    on_progress: OnProgress = lambda activity, done, total: None,
+) -> dict[str, WeightChoice]:
+    """Fit the weights that `config` leaves open, by direction. Moves the bundle to `device`.
+
+    `on_progress` is called before every query and every fit; what it raises ends the choice.
+    """
+    for module in (bundle.adapter, bundle.joint, bundle.pooled, bundle.hubness_bank):
+        if module is not None:
+            module.to(resolve_device(device)).eval()
+    queries = {
+        TEXT_TO_IMAGE: np.sort(stream(0, DEV, 0).permutation(len(dev.captions))[: config.dev_captions]),
+        IMAGE_TO_TEXT: np.sort(stream(0, DEV, 1).permutation(len(dev.rows))[: config.dev_captions]),
+    }
+    before, total = 0, sum(map(len, queries.values()))
+    choices = {}
+    for direction, positions in queries.items():
+        scorer = _DevScorer(bundle, dev, features, direction)
+        report = partial(_report, on_progress, before, total)
+        pools = scorer.pools(positions, config.dev_pool, report)
+        choices[direction] = choose_weights(pools, _given(config, pools), partial(report, len(positions)))
+        before += len(positions)
+    return choices
+
+
+def _report(on_progress: OnProgress, before: int, total: int, done: int) -> None:
+    on_progress(_ACTIVITY, before + done, total)
+
+
+def _given(config: FittingConfig, pools: DevPools) -> Given:
+    given = {EMBEDDING: config.embedding_weight, LATE: config.late_weight, POOLED: config.pooled_weight}
+    return {part: weight for part, weight in given.items() if part in pools.parts}
+
+
+@dataclass(frozen=True)
+class _DevScorer:
+    """Scores dev queries in one direction."""
+
+    bundle: ModelBundle
+    dev: DevSet
+    features: Features
+    direction: str
+
+    def pools(self, queries: NDArray[np.int64], size: int, on_query: Callable[[int], None]) -> DevPools:
+        """The `size` nearest candidates of each of `queries`, positions among the captions or images [q]."""
+        dev, text_queries = self.dev, self.direction == TEXT_TO_IMAGE
+        embeddings = (dev.text_embeddings, dev.image_embeddings)
+        query_embeddings, candidate_embeddings = embeddings if text_queries else embeddings[::-1]
+        similarities = query_embeddings[queries] @ candidate_embeddings.T
+        near = np.argsort(-similarities, axis=1, kind="stable")[:, :size]
+        repeated = np.repeat(queries[:, None], near.shape[1], axis=1)
+        captions, images = (repeated, near) if text_queries else (near, repeated)
+        tokens = _DevTokens.of(self.bundle, dev, self.features, images)
+        joint_parts = self._joint_parts(captions, images, tokens, on_query)
+        return DevPools(
+            parts={EMBEDDING: np.take_along_axis(similarities, near, axis=1), **joint_parts},
+            right=dev.caption_images[captions] == images,
+            images=dev.rows[dev.caption_images[queries] if text_queries else queries],
+            hubness=self._hubness_products(near, tokens),
+        )
+
+    def _joint_parts(
+        self,
+        captions: NDArray[np.int64],
+        images: NDArray[np.int64],
+        tokens: _DevTokens,
+        on_query: Callable[[int], None],
+    ) -> dict[str, Scores]:
+        """The parts that read the tokens, float32 [q, p] each; `captions` and `images` are positions [q, p]."""
+        available = self.bundle.parts(self.direction, ScoreWeights())
+        parts = {name: available[name] for name in JOINT_PARTS if name in available}
+        scores: dict[str, list[NDArray[np.float32]]] = {name: [] for name in parts}
+        for query, (caption_row, image_row) in enumerate(zip(captions, images, strict=True)):
+            on_query(query)
+            pairs = Pairs([self.dev.captions[position] for position in caption_row], tokens.at(image_row))
+            for name, part in parts.items():
+                scores[name].append(part.of(pairs))
+        return {name: np.stack(rows) for name, rows in scores.items()}
+
+    @torch.inference_mode()
+    def _hubness_products(self, candidates: NDArray[np.int64], tokens: _DevTokens) -> HubnessProducts | None:
+        bank, vectors_of = self.bundle.hubness_bank, self.bundle.pooled_vectors
+        if bank is None:
+            return None
+        distinct, which = np.unique(candidates, return_inverse=True)
+        if self.direction == TEXT_TO_IMAGE:
+            vectors, embeddings = vectors_of.of_images(tokens.at(distinct)), self.dev.image_embeddings
+        else:
+            texts = [self.dev.captions[position] for position in distinct]
+            vectors, embeddings = vectors_of.of_captions(texts), self.dev.text_embeddings
+        own = torch.from_numpy(embeddings[distinct]).to(vectors.device)
+        embedding_products, pooled_products = bank.products(own, vectors, self.direction)
+        return HubnessProducts(
+            embedding=embedding_products.cpu(),
+            pooled=pooled_products.cpu(),
+            candidates=which.reshape(candidates.shape),
+            floor=partial(bank.floor, direction=self.direction),
+        )
+
+
+@dataclass(frozen=True)
+class _DevTokens:
+    """Tokens of some images of a dev set, rounded to bfloat16 as an index stores them.
+
+    Attributes:
+        images: positions in the dev set, ascending, int64 [n].
+        blocks: bfloat16 [n, m, d].
+    """
+
+    images: NDArray[np.int64]
+    blocks: torch.Tensor
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, bundle: ModelBundle, dev: DevSet, features: Features, positions: NDArray[np.int64]) -> _DevTokens:
+        """The tokens of the images at `positions`, an array of any shape."""
+        adapter = trained_part(bundle.adapter)
+        images, blocks = np.unique(positions), []
+        for start in range(0, len(images), _ADAPTER_BATCH):
+            batch = features.fetch(dev.rows[images[start : start + _ADAPTER_BATCH]])
+            blocks.append(adapter(batch.to(bundle.joint.device).float()).bfloat16().cpu())
+        return cls(images, torch.cat(blocks))
+
+    def at(self, positions: NDArray[np.int64]) -> torch.Tensor:
+        """The blocks of images by their positions in the dev set."""
+        return self.blocks[torch.from_numpy(np.searchsorted(self.images, positions))]

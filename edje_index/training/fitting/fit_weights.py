@@ -1,0 +1,302 @@
+"""Fits the weights of the final score to captions and images that were not trained on, by maximum likelihood.
+
+The weights are those under which a softmax over the candidates most probably picks the right one. Maximising recall
+directly overfits a small dev set (docs/architecture.md has the comparison). The hubness correction contains the weights
+of the embedding and pooled similarity, so all weights are fitted together with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from edje_index.scoring.final_score import FinalScore
+from edje_index.scoring.hubness import hubness
+from edje_index.scoring.weights import EMBEDDING, HUBNESS, LOGIT, POOLED, HubnessSimilarity, ScoreWeights
+
+Scores = NDArray[np.floating[Any]]
+Columns = Mapping[str, torch.Tensor]
+Given = Mapping[str, float | None]
+"""Weight of each part beside the logit that has one; None for a weight that is to be fitted."""
+
+_REGULARISATION = 0.01  # of factors of columns with standard deviation 1
+_LEAST_LOGIT = 1e-3  # smallest factor of the logit, as a share of the largest factor
+_STEPS = 100
+_LOG_RANGE = math.log(100)  # how far a weight may move from where the fit with hubness starts
+_LEAST_GAIN = 1e-6  # of the mean loss, for the hubness correction to get a weight
+_FOLDS = 5
+
+
+@dataclass(frozen=True)
+class HubnessProducts:
+    """Inner products of n candidates with the b captions or images of a hubness bank.
+
+    Attributes:
+        embedding: of the embeddings, float [n, b].
+        pooled: of the pooled vectors, float [n, b], or one that broadcasts to it.
+        candidates: which of the n candidates each position of the pools holds, int64 [q, p].
+        floor: the lower limit of the hubness with a similarity. The fit ignores it.
+    """
+
+    embedding: torch.Tensor
+    pooled: torch.Tensor
+    candidates: NDArray[np.int64]
+    floor: Callable[[HubnessSimilarity], float] = lambda similarity: -math.inf
+
+    def correction(self, similarity: HubnessSimilarity) -> Scores:
+        """The hubness correction of the candidates, float32 [q, p]."""
+        values = hubness(self.embedding, self.pooled, **asdict(similarity))
+        correction: Scores = -values.clamp(min=self.floor(similarity)).float().numpy(force=True)[self.candidates]
+        return correction
+
+
+@dataclass(frozen=True)
+class DevPools:
+    """The pools of q queries with p candidates each, in one direction.
+
+    Attributes:
+        parts: parts of the final score without the hubness correction, float32 [q, p] each.
+        right: whether a candidate answers its query, bool [q, p].
+        images: the image of each query, any integers [q].
+        hubness: what the hubness correction is computed from; None without a bank.
+    """
+
+    parts: Mapping[str, Scores]
+    right: NDArray[np.bool_]
+    images: NDArray[np.int64]
+    hubness: HubnessProducts | None = None
+
+    def select(self, queries: NDArray[np.bool_]) -> Self:
+        """The pools of the queries in the mask `queries` [q]."""
+        bank = self.hubness
+        return replace(
+            self,
+            parts={part: values[queries] for part, values in self.parts.items()},
+            right=self.right[queries],
+            images=self.images[queries],
+            hubness=None if bank is None else replace(bank, candidates=bank.candidates[queries]),
+        )
+
+    def hits(self, weights: ScoreWeights) -> NDArray[np.bool_]:
+        """Whether the candidate with the highest final score is right, bool [q]. The first of equal scores counts."""
+        parts = dict(self.parts)
+        if self.hubness is not None:
+            parts[HUBNESS] = self.hubness.correction(weights.hubness_similarity)
+        best = FinalScore.of(weights).sum(parts).argmax(axis=1)[:, None]
+        hits: NDArray[np.bool_] = np.take_along_axis(self.right, best, axis=1)[:, 0]
+        return hits
+
+
+@dataclass(frozen=True)
+class WeightChoice:
+    """The weights of one direction, and R@1 with them between 0 and 1.
+
+    Attributes:
+        weights: the fitted and given weights.
+        recall: R@1 with them on the queries that they were fitted to.
+        held_out_recall: R@1 by cross-validation: the queries of each fifth of the images are scored with weights fitted
+            to the others. Images of that fifth may still be wrong candidates in the fit. None with a single image.
+        logit_recall: R@1 by the logit alone.
+        embedding_recall: R@1 without re-ranking.
+        queries, pool: number of queries, and of candidates per query.
+    """
+
+    weights: ScoreWeights
+    recall: float
+    held_out_recall: float | None
+    logit_recall: float
+    embedding_recall: float
+    queries: int
+    pool: int
+
+
+def choose_weights(pools: DevPools, given: Given, on_fit: Callable[[], None] = lambda: None) -> WeightChoice:
+    """Fit the weights of one direction and measure them; `on_fit` is called before each fit and may raise."""
+    on_fit()
+    weights = fit_weights(pools, given)
+    return WeightChoice(
+        weights=weights,
+        recall=float(pools.hits(weights).mean()),
+        held_out_recall=_cross_validate(pools, given, on_fit),
+        logit_recall=float(pools.hits(ScoreWeights()).mean()),
+        embedding_recall=float(pools.hits(ScoreWeights(logit=0.0, embedding=1.0)).mean()),
+        queries=len(pools.right),
+        pool=pools.right.shape[1],
+    )
+
+
+def _cross_validate(pools: DevPools, given: Given, on_fit: Callable[[], None]) -> float | None:
+    images, image_index = np.unique(pools.images, return_inverse=True)
+    if len(images) < 2:
+        return None
+    folds = image_index % _FOLDS
+    hits = []
+    for fold in np.unique(folds):
+        on_fit()
+        weights = fit_weights(pools.select(folds != fold), given)
+        hits.append(pools.select(folds == fold).hits(weights))
+    return float(np.concatenate(hits).mean())
+
+
+def fit_weights(pools: DevPools, given: Given) -> ScoreWeights:
+    """The likeliest weights, none below 0; the logit has weight 1.
+
+    Weights that are 0 without the hubness correction stay 0 with it. The hubness correction has weight 0 if it does not
+    make the right candidates likelier. Queries without a right candidate in their pool are ignored.
+    """
+    answered: NDArray[np.bool_] = np.any(pools.right, axis=1)
+    start = _weights({LOGIT: 1.0, **_fit_without_hubness(pools, given, answered)}, temperature=1.0)
+    if pools.hubness is None or not answered.any():
+        return start
+    free = [part for part, weight in given.items() if weight is None and start.by_part()[part] > 0]
+    return _HubnessFit.of(pools.select(answered), start, free).solve() or start
+
+
+def _weights(weights: Mapping[str, Any], temperature: float) -> ScoreWeights:
+    """The weights by part; the hubness correction compares candidates by the same weights."""
+    by_part = {part: _number(weight) for part, weight in weights.items()}
+    similarity = HubnessSimilarity(by_part.get(EMBEDDING, 0.0), by_part.get(POOLED, 0.0), temperature)
+    return ScoreWeights.of_parts(by_part, similarity)
+
+
+def _number(value: float | torch.Tensor) -> float:
+    return float(value.detach()) if isinstance(value, torch.Tensor) else value
+
+
+def _fit_without_hubness(pools: DevPools, given: Given, answered: NDArray[np.bool_]) -> dict[str, float]:
+    """The given and the fitted weights beside that of the logit."""
+    fixed = {part: weight for part, weight in given.items() if weight is not None}
+    free = [part for part in given if part not in fixed]
+    if not free or not answered.any() or pools.right.shape[1] == 1:
+        return {part: weight or 0.0 for part, weight in given.items()}
+    scores = {LOGIT: FinalScore({LOGIT: 1.0, **fixed}).sum(pools.parts), **{part: pools.parts[part] for part in free}}
+    columns = {part: torch.from_numpy(values[answered].astype(np.float64)) for part, values in scores.items()}
+    scales = {part: values.std(correction=0).clamp(min=1e-9) for part, values in columns.items()}
+    scaled = {part: values / scales[part] for part, values in columns.items()}
+    factors = _likeliest_factors(scaled, torch.from_numpy(pools.right[answered]))
+    factors = {part: factors[part] / scales[part] for part in columns}
+    # If the logit says nothing, or the opposite, the other parts outweigh it.
+    unit = factors[LOGIT].clamp(min=float(max(factors.values())) * _LEAST_LOGIT).clamp(min=1e-9)
+    return {**fixed, **{part: float(factors[part] / unit) for part in free}}
+
+
+def _likeliest_factors(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Factors of the columns [q, p] that minimise the loss. Columns whose factor would be negative are left out: 0."""
+    factors = {part: torch.zeros((), dtype=torch.float64) for part in columns}
+    kept = dict(columns)
+    while kept:
+        minimum = _minimise(kept, right)
+        if all(factor >= 0 for factor in minimum.values()):
+            return factors | minimum
+        kept = {part: values for part, values in kept.items() if minimum[part] >= 0}
+    return factors
+
+
+def _minimise(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The factors with weak regularisation. With one right candidate per query the problem is convex."""
+    factors = torch.ones(len(columns), dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([factors], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        total = _mean_loss(FinalScore(dict(zip(columns, factors, strict=True))).sum(columns), right)
+        total = total + _REGULARISATION / len(right) * factors.square().sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        return total
+
+    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    return dict(zip(columns, factors.detach(), strict=True))
+
+
+@dataclass(frozen=True)
+class _HubnessFit:
+    """The fit of all weights together, around the weights `start` that have no hubness correction.
+
+    Attributes:
+        columns: parts of the score, float64 [q, p] each.
+        right: bool [q, p].
+        products: the hubness products of the pools.
+        start: the weights without the hubness correction.
+        free: parts whose weights move with the hubness correction.
+        scale: first values of the factor of the whole score, the weight of the correction and its temperature.
+    """
+
+    columns: Columns
+    right: torch.Tensor
+    products: HubnessProducts
+    start: ScoreWeights
+    free: list[str]
+    scale: torch.Tensor
+
+    @classmethod
+    def of(cls, pools: DevPools, start: ScoreWeights, free: list[str]) -> Self:
+        """The fit to `pools`, each with a right candidate."""
+        assert pools.hubness is not None
+        bank = pools.hubness
+        columns = {part: torch.from_numpy(values.astype(np.float64)) for part, values in pools.parts.items()}
+        right = torch.from_numpy(pools.right)
+        scores = FinalScore.of(start).sum(columns)
+        deviation = scores.std().clamp(min=1e-9)
+        factor = (_likeliest_factors({LOGIT: scores / deviation}, right)[LOGIT] / deviation).clamp(min=1e-9)
+        temperature = scores.std(dim=1).mean().clamp(min=1e-9) / 3
+        products = replace(bank, embedding=bank.embedding.double(), pooled=bank.pooled.double())
+        scale = torch.stack([factor, torch.ones_like(factor), temperature])
+        return cls(columns, right, products, start, free, scale)
+
+    def solve(self) -> ScoreWeights | None:
+        """The likeliest weights; None if they are no likelier than the start."""
+        limit = float(_mean_loss(self.scale[0] * FinalScore.of(self.start).sum(self.columns), self.right)) - _LEAST_GAIN
+        best: ScoreWeights | None = None
+        moves = torch.zeros(3 + len(self.free), dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.LBFGS([moves], max_iter=_STEPS, line_search_fn="strong_wolfe")
+
+        def loss() -> torch.Tensor:
+            nonlocal best, limit
+            optimizer.zero_grad()
+            factor, weights, temperature = self._point(moves)
+            mean_loss = _mean_loss(factor * self._scores(weights, temperature), self.right)
+            if mean_loss < limit:
+                limit, best = float(mean_loss.detach()), _weights(weights, _number(temperature))
+            total = mean_loss + self._penalty(factor, weights)
+            total.backward()  # type: ignore[no-untyped-call]
+            return total
+
+        optimizer.step(loss)  # type: ignore[no-untyped-call]
+        return best
+
+    def _point(self, moves: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
+        """(factor of the score, weights, temperature): the start times factors of at most 100 and at least 1/100."""
+        times = (_LOG_RANGE * torch.tanh(moves / _LOG_RANGE)).exp()
+        factor, correction, temperature = self.scale * times[:3]
+        weights: dict[str, Any] = {
+            part: weight for part, weight in self.start.by_part().items() if part in self.columns
+        }
+        for part, time in zip(self.free, times[3:], strict=True):
+            weights[part] = weights[part] * time
+        return factor, {**weights, HUBNESS: correction}, temperature
+
+    def _scores(self, weights: Mapping[str, Any], temperature: torch.Tensor) -> torch.Tensor:
+        values = hubness(
+            self.products.embedding,
+            self.products.pooled,
+            embedding=weights[EMBEDDING],
+            pooled=weights.get(POOLED, 0.0),
+            temperature=temperature,
+        )
+        scores: torch.Tensor = FinalScore(weights).sum({**self.columns, HUBNESS: -values[self.products.candidates]})
+        return scores
+
+    def _penalty(self, factor: torch.Tensor, weights: Mapping[str, Any]) -> torch.Tensor:
+        squares = [(factor * weights[part] * column.std()).square() for part, column in self.columns.items()]
+        return _REGULARISATION / len(self.right) * torch.stack(squares).sum()
+
+
+def _mean_loss(scores: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Mean of -log of the probability that a softmax over the candidates [q, p] gives to the right ones together."""
+    return (scores.logsumexp(dim=1) - scores.masked_fill(~right, -math.inf).logsumexp(dim=1)).mean()

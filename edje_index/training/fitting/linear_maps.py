@@ -1,0 +1,47 @@
+"""The linear algebra of the pooled similarity, in float64."""
+
+from __future__ import annotations
+
+import torch
+
+# Chosen on the dev captions of Flickr8k. The ridges are shares of the mean variance.
+PATCH_RIDGE = 0.1
+CAPTION_RIDGE = 0.1
+TOKEN_RIDGE = 0.01
+POWER = 1.5
+
+
+def canonical_maps(
+    images: torch.Tensor, captions: torch.Tensor, across: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Canonical correlation analysis with ridges (Vinod, 1976).
+
+    Args:
+        images, captions, across: covariances [p, p], [q, q] and [p, q] of centred columns.
+        dim: largest width of the common space.
+
+    Returns:
+        Maps [p, k] and [q, k] into the common space, whose directions are weighted by a power of their correlations
+        (Gong et al., 2014).
+    """
+    left, right = _inverse_root(images, PATCH_RIDGE), _inverse_root(captions, CAPTION_RIDGE)
+    u, correlations, vh = torch.linalg.svd(left @ across @ right, full_matrices=False)
+    scale = correlations[:dim] ** POWER
+    return left @ u[:, :dim] * scale, right @ vh.T[:, :dim] * scale
+
+
+def _inverse_root(covariance: torch.Tensor, ridge: float) -> torch.Tensor:
+    values, vectors = torch.linalg.eigh(covariance)
+    values = values.clamp(min=0)
+    ridged = values + ridge * values.mean().clamp(min=torch.finfo(values.dtype).tiny)
+    root: torch.Tensor = vectors * ridged.rsqrt() @ vectors.T
+    return root
+
+
+def ridge_map(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The ridge regression [p, k] of targets [n, k] on centred inputs [n, p]."""
+    gram = inputs.T @ inputs
+    penalty = TOKEN_RIDGE * gram.diagonal().mean().clamp(min=torch.finfo(gram.dtype).tiny)
+    gram.diagonal().add_(penalty)
+    solved: torch.Tensor = torch.linalg.solve(gram, inputs.T @ targets)
+    return solved

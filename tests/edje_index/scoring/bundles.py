@@ -1,0 +1,48 @@
+"""A bundle with every part of the final score, from random numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.scoring.hubness import HubnessBank
+from edje_index.scoring.pooled_similarity import PooledSimilarity
+from edje_index.scoring.weights import DirectionWeights, HubnessSimilarity, ScoreWeights
+
+POOLED_DIM = 5
+WEIGHTS = DirectionWeights(
+    t2i=ScoreWeights(1.0, 0.75, 3.0, 20.0, 0.5, HubnessSimilarity(20.0, 3.0, 2.0)),
+    i2t=ScoreWeights(1.0, 2.0, 6.0, 10.0, 0.25, HubnessSimilarity(10.0, 6.0, 3.0)),
+)
+
+
+def unit(rows: int, width: int, seed: int = 0) -> torch.Tensor:
+    """Random unit vectors [rows, width]."""
+    values = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.normalize(values, dim=1)
+
+
+def random_bank(dim: int = POOLED_DIM, embed_dim: int = 24) -> HubnessBank:
+    """Seven captions and nine images."""
+    return HubnessBank.of((unit(7, embed_dim, 1), unit(7, dim, 2)), (unit(9, embed_dim, 3), unit(9, dim, 4)))
+
+
+def random_pooled_similarity(bundle: ModelBundle, captions: list[str]) -> PooledSimilarity:
+    """A pooled similarity that counts the words of `captions`."""
+    word_ids = sorted({word for ids in bundle.joint.tokenizer.caption_ids(captions) for word in ids})
+    pooled = PooledSimilarity(bundle.joint.width, len(word_ids), POOLED_DIM)
+    rng = torch.Generator().manual_seed(1)
+    pooled.load_state_dict({name: torch.randn(v.shape, generator=rng) for name, v in pooled.state_dict().items()})
+    pooled.word_numbers = torch.tensor(word_ids, dtype=torch.int64)
+    pooled.word_weights.abs_()
+    return pooled
+
+
+def bundle_with_all_parts(path: Path) -> ModelBundle:
+    """The bundle at `path` with all parts of the final score."""
+    bundle = ModelBundle.load(path)
+    pooled = random_pooled_similarity(bundle, ["a dog", "two cats and a house"])
+    return replace(bundle, pooled=pooled, hubness_bank=random_bank(), score=WEIGHTS, info=None)

@@ -1,0 +1,228 @@
+"""Weights by maximum likelihood, in worlds whose weights are known, and what a choice of weights reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from edje_index.scoring.final_score import FinalScore
+from edje_index.scoring.weights import HubnessSimilarity, ScoreWeights
+from edje_index.training.fitting.fit_weights import DevPools, HubnessProducts, choose_weights, fit_weights
+
+FREE = {"embedding": None, "late": None, "pooled": None}
+TRUE = ScoreWeights(
+    embedding=2.0, late=0.5, pooled=1.0, hubness=1.0, hubness_similarity=HubnessSimilarity(2.0, 1.0, 1.0)
+)
+
+
+def dev_pools(parts, right, hubness=None) -> DevPools:
+    return DevPools(parts, right, np.arange(len(right)), hubness)
+
+
+def noisy_pools(weights: dict[str, float], captions: int = 4000, pool: int = 5) -> DevPools:
+    """A world in which the softmax of the final score with these weights is the truth."""
+    rng = np.random.default_rng(0)
+    parts = dict(zip(["logit", *weights], rng.standard_normal((1 + len(weights), captions, pool)), strict=True))
+    scores = FinalScore({"logit": 1.0, **weights}).sum(parts)
+    best = (scores + rng.gumbel(size=scores.shape)).argmax(axis=1)
+    return dev_pools(parts, np.arange(pool) == best[:, None])
+
+
+def free(pools: DevPools) -> dict[str, None]:
+    return {part: None for part in pools.parts if part != "logit"}
+
+
+def test_the_true_weights_are_found():
+    weights = {"embedding": 2.0, "late": 0.5, "pooled": 3.0}
+    fitted = fit_weights(noisy_pools(weights), FREE).by_part()
+    assert {part: fitted[part] for part in weights} == pytest.approx(weights, rel=0.15)
+    assert (fitted["logit"], fitted["hubness"]) == (1, 0)
+
+
+def test_a_given_weight_stays_beside_the_fitted_one():
+    fitted = fit_weights(noisy_pools({"embedding": 2.0, "late": 0.5}), {"embedding": 2.0, "late": None})
+    assert fitted.embedding == 2
+    assert fitted.late == pytest.approx(0.5, rel=0.2)
+
+
+def test_no_weight_is_negative_and_the_others_are_fitted_without_it():
+    pools = noisy_pools({"embedding": 2.0, "late": -1.0})
+    fitted = fit_weights(pools, free(pools))
+    assert fitted.late == 0
+    alone = replace(pools, parts={part: pools.parts[part] for part in ("logit", "embedding")})
+    assert fitted.embedding == pytest.approx(fit_weights(alone, free(alone)).embedding, rel=1e-3)
+
+
+def test_senseless_logits_are_outweighed():
+    pools = noisy_pools({"embedding": 2.0})
+    pools = replace(pools, parts={**pools.parts, "logit": -pools.parts["logit"]})
+    assert fit_weights(pools, free(pools)).embedding > 100
+
+
+def test_pools_without_a_right_candidate_are_ignored():
+    pools = noisy_pools({"embedding": 2.0})
+    even = np.arange(len(pools.right)) % 2 == 0
+    half = replace(pools, right=pools.right & even[:, None])
+    assert fit_weights(half, free(pools)) == fit_weights(pools.select(even), free(pools))
+    assert fit_weights(replace(pools, right=pools.right & False), free(pools)) == ScoreWeights()
+
+
+def test_any_of_several_right_candidates_will_do():
+    """The softmax gives its mass to the right ones together: a world where each of two is right."""
+    rng = np.random.default_rng(0)
+    logits, late = rng.standard_normal((2, 4000, 6))
+    best = (logits + 2 * late + rng.gumbel(size=late.shape)).argmax(axis=1)
+    right = np.arange(6) // 2 == best[:, None] // 2
+    pools = dev_pools({"logit": logits, "late": late}, right)
+    assert fit_weights(pools, {"late": None}).late == pytest.approx(2, rel=0.15)
+
+
+def test_a_pool_of_one_says_nothing():
+    one = np.ones((1, 1), dtype=np.float32)
+    pools = dev_pools({"logit": one, "embedding": one, "late": one}, one > 0)
+    assert fit_weights(pools, {"embedding": None, "late": 2.0}).by_part() == ScoreWeights(late=2.0).by_part()
+
+
+def world_with_hubs(weights: ScoreWeights, queries: int = 4000, images: int = 40, pool: int = 6) -> DevPools:
+    """Pools in which the final score with `weights` is the truth.
+
+    Images differ in how near they are to captions of the bank; the logits contain that nearness, too.
+    """
+    rng = np.random.default_rng(0)
+    embedding, pooled = (torch.from_numpy(rng.standard_normal((images, 30)) * 0.2) for _ in range(2))
+    embedding += torch.from_numpy(rng.standard_normal((images, 1)))
+    products = HubnessProducts(embedding, pooled, rng.integers(0, images, (queries, pool)))
+    logits, *others = rng.standard_normal((4, queries, pool))
+    correction = products.correction(weights.hubness_similarity)
+    logits -= weights.hubness * correction
+    parts = dict(zip(["logit", "embedding", "late", "pooled"], [logits, *others], strict=True))
+    final = FinalScore.of(weights).sum({**parts, "hubness": correction})
+    best = (final + rng.gumbel(size=final.shape)).argmax(axis=1)
+    return dev_pools(parts, np.arange(pool) == best[:, None], products)
+
+
+def weighted_correction(pools: DevPools, weights: ScoreWeights) -> np.ndarray:
+    return weights.hubness * pools.hubness.correction(weights.hubness_similarity)
+
+
+def test_the_hubness_correction_is_fitted_with_the_weights_that_it_contains():
+    pools = world_with_hubs(TRUE)
+    fitted = fit_weights(pools, FREE)
+    by_part, true = fitted.by_part(), TRUE.by_part()
+    assert {part: by_part[part] for part in FREE} == pytest.approx({part: true[part] for part in FREE}, rel=0.15)
+    assert (fitted.hubness_similarity.embedding, fitted.hubness_similarity.pooled) == (fitted.embedding, fitted.pooled)
+    values, wanted = (weighted_correction(pools, weights) for weights in (fitted, TRUE))
+    assert np.corrcoef(values.ravel(), wanted.ravel())[0, 1] > 0.99
+    assert values.std() == pytest.approx(wanted.std(), rel=0.15)
+    without = fit_weights(replace(pools, hubness=None), FREE)
+    assert abs(without.embedding - 2.0) > abs(fitted.embedding - 2.0), "the others make up for the missing correction"
+
+
+@pytest.mark.parametrize("queries", [30, 100, 500])
+def test_few_queries_give_finite_weights(queries):
+    """Every fit ends in finite weights that are likelier than none; from 500 queries on near the truth."""
+    pools = world_with_hubs(TRUE)
+    rng = np.random.default_rng(1)
+    for _ in range(12):
+        few = pools.select(np.isin(np.arange(len(pools.right)), rng.permutation(len(pools.right))[:queries]))
+        single = replace(few.hubness, embedding=few.hubness.embedding.float(), pooled=few.hubness.pooled.float())
+        few = replace(few, hubness=single)
+        fitted = fit_weights(few, FREE)
+        assert fitted.hubness > 0
+        ratio = weighted_correction(few, fitted).std() / weighted_correction(few, TRUE).std()
+        assert np.isfinite(ratio)
+        assert queries < 500 or 0.5 < ratio < 2
+
+
+def test_given_weights_stay_with_the_hubness_correction():
+    fitted = fit_weights(world_with_hubs(TRUE), {"embedding": 2.0, "late": 0.0, "pooled": None})
+    assert (fitted.embedding, fitted.late) == (2.0, 0.0)
+    assert fitted.pooled == pytest.approx(1.0, rel=0.2)
+    assert fitted.hubness > 0.5
+
+
+def test_a_correction_without_gain_has_no_weight():
+    pools = world_with_hubs(replace(TRUE, hubness=0.0))
+    flat = replace(pools.hubness, embedding=torch.zeros(40, 30), pooled=torch.zeros(40, 30))
+    assert fit_weights(replace(pools, hubness=flat), FREE) == fit_weights(replace(pools, hubness=None), FREE)
+
+
+def test_nothing_to_learn_from_gives_no_correction():
+    pools = world_with_hubs(TRUE, queries=20)
+    given = {"embedding": None, "late": 3.0, "pooled": None}
+    assert fit_weights(replace(pools, right=pools.right & False), given) == ScoreWeights(late=3.0)
+
+
+def random_pools(queries: int, images: int, *, signal: float = 0.0, bank: bool = False, seed: int = 0) -> DevPools:
+    """Random parts, the right candidate `signal` better; the queries of one image follow each other."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((4, queries, 5)).astype(np.float32)
+    values[1:, :, 0] += signal
+    order = rng.permuted(np.tile(np.arange(5), (queries, 1)), axis=1)
+    shuffled = [np.take_along_axis(part, order, axis=1) for part in values]
+    products = HubnessProducts(
+        torch.from_numpy(rng.standard_normal((9, 7))),
+        torch.from_numpy(rng.standard_normal((9, 7))),
+        rng.integers(0, 9, (queries, 5)),
+    )
+    return DevPools(
+        parts=dict(zip(["embedding", "logit", "late", "pooled"], shuffled, strict=True)),
+        right=order == 0,
+        images=np.arange(queries) * images // queries + 40,
+        hubness=products if bank else None,
+    )
+
+
+def test_held_out_queries_are_scored_with_weights_of_other_images():
+    """Each query alone, with weights fitted to the queries of the images in the other fifths."""
+    pools = random_pools(60, 12, signal=0.4)
+    hits = []
+    for query in range(60):
+        others = np.array([(pools.images[other] - pools.images[query]) % 5 != 0 for other in range(60)])
+        weights = fit_weights(pools.select(others), FREE).by_part()
+        final = sum(weights[part] * values[query].astype(np.float64) for part, values in pools.parts.items())
+        hits.append(pools.right[query][final.argmax()])
+    assert choose_weights(pools, FREE).held_out_recall == pytest.approx(np.mean(hits))
+
+
+def test_chance_does_not_raise_the_held_out_recall():
+    """Parts that say nothing: fitted to few queries they seem to help those, and no others (chance is 0.2)."""
+    choices = [choose_weights(random_pools(20, 20, seed=seed), FREE) for seed in range(40)]
+    assert np.mean([choice.recall for choice in choices]) > 0.26
+    assert np.mean([choice.held_out_recall for choice in choices]) == pytest.approx(0.2, abs=0.04)
+
+
+def test_selected_queries_keep_the_hubness_of_their_candidates():
+    pools = random_pools(60, 12, bank=True)
+    weights = ScoreWeights(1.0, 1.0, 1.0, 1.0, 2.0, HubnessSimilarity(1.0, 1.0, 1.5))
+    selected = pools.images % 3 == 0
+    assert (pools.select(selected).hits(weights) == pools.hits(weights)[selected]).all()
+    assert (pools.hits(weights) != pools.hits(replace(weights, hubness=0.0))).any()
+    assert fit_weights(pools.select(selected), FREE).hubness >= 0
+
+
+def test_every_fit_can_be_stopped():
+    pools, fits = random_pools(30, 10, signal=0.5), []
+    choose_weights(pools, FREE, lambda: fits.append(None))
+    assert len(fits) == 1 + 5
+
+    def stop() -> None:
+        fits.pop()
+        if len(fits) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        choose_weights(pools, FREE, stop)
+
+
+def test_given_weights_have_the_same_recall_held_out():
+    choice = choose_weights(random_pools(30, 10, signal=0.5), {"embedding": 1.0, "late": 2.0, "pooled": 0.5})
+    assert choice.held_out_recall == choice.recall
+    assert choice.weights.by_part() == ScoreWeights(embedding=1.0, late=2.0, pooled=0.5).by_part()
+
+
+def test_one_image_leaves_nothing_to_hold_out():
+    assert choose_weights(random_pools(4, 1), FREE).held_out_recall is None

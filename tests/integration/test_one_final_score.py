@@ -1,0 +1,169 @@
+"""Every place that scores changes alike with each weight, because all of them call `FinalScore`."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.rerank import RerankBench, bench_rerank
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.evaluation.config import EvaluationConfig
+from edje_index.evaluation.evaluate import evaluate
+from edje_index.evaluation.recall_results import RecallTable
+from edje_index.scoring.final_score import FinalScore
+from edje_index.scoring.parts import Pairs
+from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights
+from edje_index.search.token_index import TokenIndex
+from edje_index.training.fitting.fit_weights import DevPools, HubnessProducts
+from storage_formats import TokenStore
+from storage_formats.format.manifest import Manifest
+from storage_formats.reading.embeddings import read_embeddings
+from tests.conftest import REPO
+
+GOLDEN = REPO / "tests" / "golden" / "release_0_1"
+INDEX, MODEL = GOLDEN / "index", GOLDEN / "model"
+QUERY = "a dog plays in the snow"
+
+
+@pytest.fixture(scope="module")
+def bundle() -> ModelBundle:
+    return ModelBundle.load(MODEL)
+
+
+def perturbed(weights: ScoreWeights, part: str) -> ScoreWeights:
+    return replace(weights, **{part: getattr(weights, part) + 1.25})
+
+
+def search_scores(bundle: ModelBundle, weights: ScoreWeights) -> dict[int, float]:
+    """Final score of each row."""
+    index = TokenIndex.open(INDEX, MODEL)
+    index.model = replace(bundle, score=DirectionWeights(weights, weights))
+    return {hit.row_id: hit.score for hit in index.search(QUERY, k=20, pool=20)}
+
+
+def evaluation_scores(weights: ScoreWeights, captions: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    """Final scores [1, p] of the pool of the only query."""
+    captured = []
+    original = RecallTable.reranked_results
+
+    def capture(table, pool, sources, scores):
+        captured.append((table.pools.candidates, scores["bf16"]))
+        return original(table, pool, sources, scores)
+
+    monkeypatch.setattr(RecallTable, "reranked_results", capture)
+    evaluate(
+        EvaluationConfig(
+            systems=((INDEX, MODEL),),
+            captions=captions,
+            images=Path("/photos"),
+            precisions=("bf16",),
+            pools=(20,),
+            directions=("t2i",),
+            full=True,
+            score=weights,
+            resamples=0,
+        )
+    )
+    ((candidates, scores),) = captured
+    return scores[0][np.argsort(candidates[0])]
+
+
+def fitted_scores(bundle: ModelBundle, rows: list[int], weights: ScoreWeights, monkeypatch) -> np.ndarray:
+    """The scores by which the fit of weights ranks, for the same candidates."""
+    spec = Manifest.load(INDEX).spec
+    embeddings, blocks = read_embeddings(INDEX, spec, np.array(rows)), TokenStore.open(INDEX).fetch(rows)
+    similarities = embeddings @ bundle.text.encode([QUERY])[0]
+    parts = bundle.parts("t2i", weights)
+    pairs = Pairs([QUERY] * len(rows), blocks, similarities, embeddings)
+    values = {part: parts[part].of(pairs)[None] for part in PART_NAMES if part != "hubness"}
+    vectors = bundle.pooled_vectors.of_images(pairs.token_tensor)
+    products = bundle.hubness_bank.products(torch.from_numpy(embeddings), vectors, "t2i")
+    floor = lambda similarity: bundle.hubness_bank.floor(similarity, "t2i")  # noqa: E731
+    hubness = HubnessProducts(*products, candidates=np.arange(len(rows))[None], floor=floor)
+    pools = DevPools(values, np.ones((1, len(rows)), dtype=bool), np.zeros(1, np.int64), hubness)
+    sums, original = [], FinalScore.sum
+    with monkeypatch.context() as patch:
+        patch.setattr(FinalScore, "sum", lambda score, values: sums.append(original(score, values)) or sums[-1])
+        pools.hits(weights)
+    return sums[0][0]
+
+
+@pytest.fixture
+def one_caption(tmp_path) -> Path:
+    """A caption file with `QUERY` for the first image of the golden captions."""
+    first = json.loads((GOLDEN / "captions.jsonl").read_text().splitlines()[0])
+    path = tmp_path / "captions.jsonl"
+    path.write_text(json.dumps({**first, "captions": [QUERY]}) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("part", PART_NAMES)
+def test_each_weight_changes_all_scores_alike(bundle, part, one_caption, monkeypatch):
+    plain, changed = bundle.score.t2i, perturbed(bundle.score.t2i, part)
+    before, after = (search_scores(bundle, weights) for weights in (plain, changed))
+    rows = sorted(before)
+    change = np.array([after[row] - before[row] for row in rows])
+    hits = TokenIndex.open(INDEX, MODEL).search(QUERY, k=20, pool=20)
+    own = {hit.row_id: hit.parts[part] for hit in hits}
+    np.testing.assert_allclose(change, [1.25 * own[row] for row in rows], atol=1e-5)
+    assert np.std(change) > 1e-4
+
+    fitted = [fitted_scores(bundle, rows, weights, monkeypatch) for weights in (plain, changed)]
+    np.testing.assert_allclose(fitted[0], [before[row] for row in rows], atol=1e-5)
+    np.testing.assert_allclose(fitted[1] - fitted[0], change, atol=1e-5)
+
+    evaluated = [evaluation_scores(weights, one_caption, monkeypatch) for weights in (plain, changed)]
+    np.testing.assert_allclose(evaluated[0], [before[row] for row in rows], atol=1e-5)
+    np.testing.assert_allclose(evaluated[1] - evaluated[0], change, atol=1e-5)
+
+
+class OtherSumError(Exception):
+    """Raised in place of the sum."""
+
+
+def test_every_score_is_summed_in_one_place(bundle, one_caption, monkeypatch, tmp_path):
+    """Without the sum nothing can be scored."""
+    from pipelines.jobs.quantization_report import ReportConfig, measure_precisions
+
+    def refuse(*_: object) -> None:
+        raise OtherSumError
+
+    monkeypatch.setattr(FinalScore, "sum", refuse)
+    calls = [
+        lambda: TokenIndex.open(INDEX, MODEL).search(QUERY, k=2, pool=4),
+        lambda: evaluation_scores(bundle.score.t2i, one_caption, monkeypatch),
+        lambda: measure_precisions(ReportConfig(INDEX, ("fp8",), model=MODEL, device="cpu")),
+        lambda: bench_rerank(RerankBench(MODEL, INDEX, batch_sizes=(1,), threads=(1,), repeats=1, device="cpu")),
+        lambda: DevPools({"logit": np.ones((1, 2))}, np.ones((1, 2), bool), np.zeros(1, np.int64)).hits(ScoreWeights()),
+    ]
+    for call in calls:
+        with pytest.raises(OtherSumError):
+            call()
+
+
+def products_of_parts(path: Path) -> list[int]:
+    """Lines that multiply by a weight of the final score: an attribute or item with the name of a part."""
+    lines = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.MatMult):
+            operands = [operand for side in (node.left, node.right) for operand in ast.walk(side)]
+            names = {operand.attr for operand in operands if isinstance(operand, ast.Attribute)}
+            items = [operand.slice for operand in operands if isinstance(operand, ast.Subscript)]
+            names |= {item.value for item in items if isinstance(item, ast.Constant)}
+            if names & set(PART_NAMES) or any(name.endswith("_weight") for name in names if isinstance(name, str)):
+                lines.append(node.lineno)
+    return lines
+
+
+def test_no_other_module_multiplies_by_a_weight():
+    homes = [REPO / "edje_index" / folder for folder in ("search", "evaluation", "bundles", "models", "scoring")]
+    paths = [path for home in homes for path in home.rglob("*.py")]
+    paths += [*(REPO / "pipelines").rglob("*.py"), REPO / "benchmarks" / "rerank.py"]
+    paths += (REPO / "edje_index" / "training" / "fitting").rglob("*.py")
+    assert {str(path.relative_to(REPO)): lines for path in paths if (lines := products_of_parts(path))} == {}
