@@ -30,15 +30,36 @@ EXTRAS_OF_MODULE = {
 
 
 class ModelError(EdjeError):
-    """A model, bundle, checkpoint or tokenizer cannot be used as it is."""
+    """A model, bundle, checkpoint or tokenizer cannot be used as it is.
+
+    Example:
+        >>> from edje_index import ModelError, read_bundle_info
+        >>> try:
+        ...     read_bundle_info("photos")
+        ... except ModelError:
+        ...     print("not a bundle")
+        not a bundle
+    """
 
 
 class HubUnreachableError(ModelError):
-    """Weights, a configuration or a tokenizer are not in the local cache and cannot be downloaded."""
+    """Weights, a configuration or a tokenizer are not in the local cache and cannot be downloaded.
+
+    Example:
+        >>> from edje_index import HubUnreachableError, ModelError
+        >>> issubclass(HubUnreachableError, ModelError)
+        True
+    """
 
 
 class MissingExtraError(EdjeError, ImportError):
-    """A module of an extra is not installed; the message names the command that installs it."""
+    """A module of an extra is not installed; the message names the command that installs it.
+
+    Example:
+        >>> from edje_index.errors import missing_extra
+        >>> str(missing_extra(ModuleNotFoundError("No module named 'onnx'", name="onnx")))
+        "this needs the package onnx, which is not installed; run: pip install 'edje-index[towers]'"
+    """
 
 
 def missing_extra(error: BaseException, preferred: str = "") -> MissingExtraError | None:

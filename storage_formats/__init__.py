@@ -1,7 +1,7 @@
 """The bytes of an EDJE index and their meaning: format, writer, reader, verification.
 
-Light on purpose: NumPy, PyArrow and checksums, no torch, Ray or FAISS. The normative text is SPEC.md beside
-this file. Names are loaded when they are first used.
+This package needs NumPy, Numba and PyArrow, but neither torch nor Ray nor FAISS. SPEC.md in this directory is the
+normative text. The names below are the public interface; each is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from storage_formats.writing.index_writer import IndexWriter
     from storage_formats.writing.shard_writer import ShardWriter
 
-_HOME = {
+_MODULES = {
     "CorruptIndexError": "storage_formats.errors",
     "EdjeError": "storage_formats.errors",
     "IncompleteIndexError": "storage_formats.errors",
@@ -58,6 +58,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'storage_formats' has no attribute '{name}'")
-    return getattr(import_module(_HOME[name]), name)
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

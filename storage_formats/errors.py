@@ -8,7 +8,16 @@ from __future__ import annotations
 
 
 class EdjeError(Exception):
-    """Base class of all expected errors: something outside the program is wrong. Exit code 1."""
+    """Base class of all expected errors: something outside the program is wrong. Exit code 1.
+
+    Example:
+        >>> from storage_formats import EdjeError, TokenStore
+        >>> try:
+        ...     TokenStore.open("nowhere.edje")
+        ... except EdjeError as error:
+        ...     print(error)
+        there is no index at nowhere.edje
+    """
 
     exit_code = 1
 
@@ -20,6 +29,14 @@ class UsageError(EdjeError):
 
     Attributes:
         parameter: name of the wrong parameter, if there is one. The command line adds its option to the message.
+
+    Example:
+        >>> from storage_formats import UsageError, codec
+        >>> try:
+        ...     codec("fp7")
+        ... except UsageError as error:
+        ...     print(error)
+        unknown precision 'fp7'...
     """
 
     exit_code = 2
@@ -30,12 +47,44 @@ class UsageError(EdjeError):
 
 
 class RowIdError(UsageError, IndexError):
-    """A row id is out of range. This error is also an `IndexError`."""
+    """A row id is out of range. This error is also an `IndexError`.
+
+    Example:
+        >>> from storage_formats import RowIdError, TokenStore
+        >>> from storage_formats.example import example_index
+        >>> try:
+        ...     TokenStore.open(example_index()).fetch([10])
+        ... except RowIdError as error:
+        ...     print(error)
+        row id 10 is out of range: the index has 10 rows, 0 to 9
+    """
 
 
 class IncompleteIndexError(EdjeError):
-    """The build of the index has not finished. The same build command resumes it."""
+    """The index is not finished. The same build command resumes a build; an `IndexWriter` has to start again.
+
+    Example:
+        >>> from storage_formats import IncompleteIndexError, IndexWriter, TokenStore
+        >>> writer = IndexWriter.create("begun.edje", block_shape=(4, 16), embed_dim=8)
+        >>> try:
+        ...     TokenStore.open("begun.edje")
+        ... except IncompleteIndexError:
+        ...     print("not finished")
+        not finished
+        >>> writer.abort()
+    """
 
 
 class CorruptIndexError(EdjeError):
-    """Bytes on disk contradict the manifest or the format."""
+    """Bytes on disk contradict the manifest or the format.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from storage_formats import CorruptIndexError, TokenStore
+        >>> _ = Path("photos.edje/index.json").write_text("damaged")
+        >>> try:
+        ...     TokenStore.open("photos.edje")
+        ... except CorruptIndexError:
+        ...     print("damaged")
+        damaged
+    """

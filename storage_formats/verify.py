@@ -31,6 +31,13 @@ class Problem:
         path: file, relative to the index.
         code: kind of the problem, for programs.
         message: a sentence without its subject, which is the file: what is wrong with it.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from storage_formats import verify_index
+        >>> Path("photos.edje/rows/00000000.parquet").unlink()
+        >>> [(problem.path, problem.code) for problem in verify_index("photos.edje")]
+        [('rows/00000000.parquet', 'missing-file')]
     """
 
     path: str

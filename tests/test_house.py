@@ -76,7 +76,10 @@ HEAVY = [
 ]
 
 
-@pytest.mark.parametrize("code", ["import edje_index", "import storage_formats", "import pipelines.cli"])
+IMPORTS = ["import edje_index", "import storage_formats", "import pipelines", "import pipelines.cli"]
+
+
+@pytest.mark.parametrize("code", IMPORTS)
 def test_importing_a_package_loads_nothing_heavy(code):
     script = f"import sys\n{code}\nprint(sorted(set({HEAVY}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=REPO)

@@ -1,1 +1,1 @@
-"""Token blocks for torch: a dataset for `DataLoader`, and a fetcher that decodes on the GPU."""
+"""Token blocks for PyTorch: a dataset for `DataLoader`, and a fetcher that decodes on the GPU."""

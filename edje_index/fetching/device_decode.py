@@ -1,7 +1,7 @@
-"""Decoding stored records with torch, on whatever device they are: the same bits as `storage_formats.codecs`.
+"""Decoding of stored records with PyTorch, on the device that holds them. The bits equal those of the codecs.
 
-SPEC.md section 6.1 is the definition. Codes with one-byte scales go through a table of every product, so that no
-device's treatment of subnormal numbers can change a bit.
+SPEC.md section 6.1 defines the records. Codes with one-byte scales are decoded through a table of all products, because
+devices differ in how they treat subnormal numbers.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from storage_formats.errors import UsageError
 
 
 def decode_records_torch(name: str, records: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
-    """Blocks of stored records.
+    """Decode stored records.
 
     Args:
-        name: precision of the records, one of `storage_formats.codecs.precisions()`.
+        name: precision of the records, one of `storage_formats.precisions()`.
         records: uint8 [k, record_bytes], on any device.
         block_shape: (m, d).
 
     Returns:
-        bfloat16 [k, m, d] on the same device; for `bf16` it shares memory with contiguous `records`.
+        bfloat16 [k, m, d] on the same device. For `bf16` it shares memory with contiguous `records`.
 
     Raises:
-        UsageError: unknown precision, or records of another length or type.
+        UsageError: an unknown precision, or records of the wrong length or type.
     """
     entry = codec(name, block_shape)
     if records.dtype != torch.uint8 or records.ndim != 2 or records.shape[1] != entry.record_bytes:
@@ -61,7 +61,7 @@ def _products(name: str, device: torch.device) -> torch.Tensor:
     """Bits of scale x code, int16 [256 scales * codes]."""
     entry = codec(name)
     assert isinstance(entry, GroupScaledCodec)
-    with np.errstate(over="ignore", invalid="ignore"):  # scales that no encoder writes
+    with np.errstate(over="ignore", invalid="ignore"):  # the table has products that no encoder writes
         products = (entry.scale_values[:, None] * entry.element.values).astype(BF16)
     bits = np.where(np.isnan(products), np.uint16(CANONICAL_NAN), products.view(np.uint16))
     return torch.from_numpy(bits.reshape(-1).view(np.int16)).to(device)
@@ -76,8 +76,8 @@ def _decode_int8(records: torch.Tensor, block_shape: tuple[int, int]) -> torch.T
 
 def _decode_sign1(records: torch.Tensor, block_shape: tuple[int, int]) -> torch.Tensor:
     size = block_shape[0] * block_shape[1] // 8
-    places = torch.arange(8, dtype=torch.uint8, device=records.device)
-    negative = (records[:, :size].unsqueeze(-1) >> places) & 1
+    bits = torch.arange(8, dtype=torch.uint8, device=records.device)
+    negative = (records[:, :size].unsqueeze(-1) >> bits) & 1
     signs = negative.reshape(-1, *block_shape).to(torch.int16) << 15
     return _canonical((_words(records[:, size:]).unsqueeze(-1) ^ signs).view(torch.bfloat16))
 
@@ -88,7 +88,7 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 
 
 def _canonical(blocks: torch.Tensor) -> torch.Tensor:
-    """`blocks` with the one NaN that decoders give."""
+    """`blocks` with every NaN replaced by the one that the codecs return."""
     bits = blocks.view(torch.int16)
     return torch.where(blocks.isnan(), torch.tensor(CANONICAL_NAN, dtype=torch.int16, device=bits.device), bits).view(
         torch.bfloat16

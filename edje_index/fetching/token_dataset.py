@@ -9,18 +9,25 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from edje_index.models.bf16 import as_tensor
+from storage_formats.errors import RowIdError
 from storage_formats.token_store import TokenStore
 
 
 class TokenDataset(Dataset[torch.Tensor]):
-    """The blocks of an index by row id, bfloat16 [m, d] each.
+    """The blocks of an index by row id, bfloat16 [m, d] each. Holes are NaN.
 
-    Workers may be forked or spawned: each process opens a store of its own when it first reads. A batch is read by
-    one call, so use a `batch_size` (or `batch_sampler`) and not single items. Holes are all NaN.
+    Worker processes may be forked or spawned: each opens its own store at the first read. A batch is read by one call,
+    so pass a `batch_size` or a `batch_sampler` to the `DataLoader`.
 
     Args:
-        root, precision, engine: as `TokenStore.open`, whose errors it raises at once.
+        root, precision, engine: as in `TokenStore.open`, which is called at once and raises its errors.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from edje_index import TokenDataset
+        >>> loader = DataLoader(TokenDataset("photos.edje"), batch_size=4)
+        >>> [tuple(blocks.shape) for blocks in loader]
+        [(4, 4, 16), (2, 4, 16)]
     """
 
     def __init__(self, root: str | Path, precision: str = "bf16", engine: str = "auto") -> None:
@@ -32,14 +39,14 @@ class TokenDataset(Dataset[torch.Tensor]):
 
     def __getitem__(self, row_id: int) -> torch.Tensor:
         if not -len(self) <= row_id < len(self):
-            raise IndexError(f"row {row_id} of {len(self)}")
+            raise RowIdError(f"row id {row_id} is out of range: the index has {len(self)} rows")
         return self.__getitems__([row_id % len(self)])[0]
 
     def __getitems__(self, row_ids: Sequence[int]) -> list[torch.Tensor]:
-        """The blocks of a batch, read together; views of one array."""
+        """The blocks of a batch, read together. They are views of one tensor."""
         if self._owner != os.getpid():
             self._open()
-        return list(as_tensor(self._store.fetch(row_ids)))
+        return list(self._store.fetch(row_ids, as_torch=True))
 
     def __getstate__(self) -> tuple[str, str, str]:
         return self._arguments

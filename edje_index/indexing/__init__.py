@@ -1,1 +1,1 @@
-"""Indexing: the image encoder of a worker, the encoding of one shard, and the FAISS index."""
+"""Indexing: the image encoder, the encoding of one shard, and the nearest-neighbour index."""

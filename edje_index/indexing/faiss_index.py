@@ -41,7 +41,7 @@ def add_ann(root: str | Path) -> Manifest:
 
     Example:
         >>> from edje_index import add_ann
-        >>> add_ann("arrays.edje").ann["kind"]
+        >>> add_ann("pages.edje").ann["kind"]
         'flat'
 
     Raises:

@@ -1,7 +1,7 @@
-"""The encoder of an indexing worker: from pixels to what the index stores, with nothing else in memory.
+"""The encoder of an indexing worker: from pixels to the tokens and embeddings that the index stores.
 
-The same bundle, device type, number type, number of threads and batch give the same bits in every process
-and every instance. Threads and batch are therefore part of a build's plan.
+It loads only the image half of a bundle. The same bundle, device type, dtype, number of threads and batch size give the
+same bits in every process. Threads and batch size are therefore part of a build plan.
 """
 
 from __future__ import annotations
@@ -24,14 +24,24 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class ImageEncoder:
-    """Image tower and adapter of a bundle, ready to encode.
+    """Vision tower and adapter of a bundle, ready to encode images.
 
     Attributes:
-        info: the bundle's own account.
-        device: where the model is.
-        dtype: type that matrix products are made in; weights stay float32.
-        preprocess: callable from a PIL image (RGB) to float32 [3, height, width], open_clip's own
-            evaluation transform bit for bit; may be called from many threads.
+        info: description of the bundle.
+        device: device of the weights.
+        dtype: dtype of the matrix products; weights stay float32.
+        preprocess: maps a PIL image (RGB) to float32 [3, height, width], with the same bits as the evaluation
+            transform of open_clip. Thread-safe.
+
+    Example:
+        >>> import torch
+        >>> from PIL import Image
+        >>> from edje_index import ImageEncoder
+        >>> encoder = ImageEncoder.open("model", device="cpu")
+        >>> pixels = encoder.preprocess(Image.open("photos/0.jpg").convert("RGB"))
+        >>> tokens, embeddings = encoder.encode(torch.stack([pixels]))
+        >>> tokens.shape, embeddings.shape
+        ((1, 4, 16), (1, 24))
     """
 
     def __init__(
@@ -56,13 +66,13 @@ class ImageEncoder:
         """Load the image half of a bundle.
 
         Args:
-            bundle_path: the bundle's folder.
-            device: ``auto`` (CUDA where there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-            threads: CPU threads of torch in this process; None leaves them as they are.
-            dtype: ``auto`` (bfloat16 on CUDA, float32 on CPU), ``float32`` or ``bfloat16``.
+            bundle_path: directory of the bundle.
+            device: "auto" (CUDA if available), "cpu", "cuda" or "cuda:N".
+            threads: CPU threads of torch in this process; None keeps the current number.
+            dtype: "auto" (bfloat16 on CUDA, float32 on a CPU), "float32" or "bfloat16".
 
         Raises:
-            ModelError: not a sound bundle, or a device or type that is not there.
+            ModelError: the bundle is damaged, or the device or dtype is not available.
         """
         info = read_bundle_info(bundle_path)
         verify_files(info, ENCODER_FILES)
@@ -70,28 +80,28 @@ class ImageEncoder:
         if threads is not None:
             torch.set_num_threads(threads)
         vision, config = load_visual(info)
-        number = resolve_dtype(dtype, target)
-        return cls(info, vision.to(target), load_adapter(info).to(target), Preprocessor(config), number)
+        adapter = load_adapter(info).to(target)
+        return cls(info, vision.to(target), adapter, Preprocessor(config), resolve_dtype(dtype, target))
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """(m, d) of one image's stored tokens."""
+        """(m, d), tokens per image and their width."""
         return self.info.block_shape
 
     @property
     def embed_dim(self) -> int:
-        """Width of the pooled embedding."""
+        """Width of the embedding."""
         return self.vision.embed_dim
 
     def encode(self, pixels: torch.Tensor) -> tuple[Array, Array]:
         """Encode a batch.
 
         Args:
-            pixels: float32 [b, 3, height, width], from ``preprocess``.
+            pixels: float32 [b, 3, height, width], from `preprocess`.
 
         Returns:
-            Tokens ``ml_dtypes.bfloat16`` [b, m, d], rounded to nearest even, and L2-normalised embeddings
-            float32 [b, embed_dim].
+            Tokens, ml_dtypes.bfloat16 [b, m, d], rounded to nearest even, and embeddings of unit length, float32
+            [b, embed_dim].
         """
         with torch.inference_mode(), autocast(self.dtype, self.device):
             tokens, embeddings = image_tokens(self.vision, self.adapter, self._on_device(pixels))
@@ -104,7 +114,7 @@ class ImageEncoder:
 
 
 def image_tokens(vision: VisionTower, adapter: Adapter, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adapter tokens [b, m, d] and L2-normalised embeddings [b, e] of ``pixels`` in one pass of the tower."""
+    """Tokens [b, m, d] and embeddings of unit length [b, e] of `pixels`, from one pass of the tower."""
     if adapter.needs_attention:
         patches, embeddings, received = vision.encode_with_attention(pixels)
         return adapter(patches, received), embeddings

@@ -1,8 +1,8 @@
-"""Encoding one shard: from a `ShardTask` to a committed shard and its receipt.
+"""Encoding of one shard: from a `ShardTask` to a committed shard and its receipt.
 
-Both engines run this one function, so they cannot differ. It depends on the task, the frozen inputs and the
-encoder alone, and may be run any number of times. Images are read and decoded in threads ahead of the model;
-batches are cut inside the shard, always at the same rows.
+All engines run this function, so their results cannot differ. It depends only on the task, the planned inputs and the
+encoder, and can be repeated. Threads read and decode images ahead of the model. Batches never cross a shard and always
+begin at the same rows.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
     from storage_formats.codecs import Blocks
 
-_BATCHES_AHEAD = 2  # decoded batches that may wait for the model: one in work, one ready
+_BATCHES_AHEAD = 2  # decoded batches that may wait for the model: one being decoded, one ready
 
 
 class Encoder(Protocol):
-    """The part of `edje_index.indexing.image_encoder.ImageEncoder` that a shard needs."""
+    """The methods of `edje_index.indexing.image_encoder.ImageEncoder` that encoding a shard needs."""
 
     def preprocess(self, image: Image) -> torch.Tensor:
-        """RGB image -> float32 [3, h, w]. Called from several threads at once."""
+        """RGB image -> float32 [3, h, w]. Several threads call this at once."""
         ...
 
     def encode(self, pixels: torch.Tensor) -> tuple[Blocks, NDArray[np.float32]]:
@@ -51,16 +51,16 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class ShardTask:
-    """All that decides what a shard will hold, given the encoder.
+    """What determines the contents of a shard, together with the encoder.
 
     Attributes:
         root: the index.
-        shard: its number.
+        shard: shard number.
         spec: shape of the index.
         plan: fingerprint of the build plan.
-        batch_size: images a forward pass.
-        max_pixels: larger images fail as "too-many-pixels".
-        decode_threads: threads that read and decode; does not change any result.
+        batch_size: images per forward pass.
+        max_pixels: larger images fail with the reason "too-many-pixels".
+        decode_threads: threads that read and decode; they do not change the result.
     """
 
     root: str
@@ -74,7 +74,7 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class StageProgress:
-    """How far a shard is, and seconds spent so far by stage; read and decode are summed over threads."""
+    """Rows of a shard that are done, and seconds per stage; read and decode are summed over threads."""
 
     shard: int
     done: int
@@ -87,7 +87,7 @@ class StageProgress:
 
 
 class EncodingInterrupted(EdjeError):
-    """The caller asked to stop; the attempt was removed."""
+    """`should_stop` returned True; the attempt was removed."""
 
 
 def encode_shard(
@@ -99,19 +99,19 @@ def encode_shard(
     """Encode and commit one shard.
 
     Args:
-        task: what to encode.
-        encoder: the model; only this thread calls `encode`, the decode threads call `preprocess`.
+        task: the shard.
+        encoder: the model. This thread calls `encode`; the decode threads call `preprocess`.
         on_progress: called after each batch.
-        should_stop: asked before each batch.
+        should_stop: called before each batch.
 
     Raises:
-        EncodingInterrupted: `should_stop` said so.
-        OSError: the index cannot be written. Inputs that cannot be read or decoded become failed rows instead.
+        EncodingInterrupted: `should_stop` returned True.
+        OSError: the index cannot be written. An input that cannot be read or decoded becomes a failed row instead.
     """
     refs = read_inputs(Layout(Path(task.root)).inputs(task.shard))
     first_row = task.spec.shard_rows(task.shard).start
-    images = [_Image(ref, _row_record(first_row + position, ref)) for position, ref in enumerate(refs)]
-    records = [image.record for image in images]
+    images = [_Image(ref, _row_entry(first_row + position, ref)) for position, ref in enumerate(refs)]
+    entries = [image.entry for image in images]
     stages = dict.fromkeys(("wait", "encode", "write"), 0.0)
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
@@ -128,35 +128,35 @@ def encode_shard(
                 with _timed(stages, "encode"):
                     tokens, embeddings = _encode(encoder, ready)
                 with _timed(stages, "write"):
-                    writer.put(np.array([image.record.row_id - first_row for image in ready]), tokens, embeddings)
+                    writer.put(np.array([image.entry.row_id - first_row for image in ready]), tokens, embeddings)
             done += len(batch)
-            on_progress(_progress(task.shard, records, done, stages))
+            on_progress(_progress(task.shard, entries, done, stages))
         with _timed(stages, "write"):
-            table = rows_table(records)
+            table = rows_table(entries)
             read, decode = (sum(table[f"{stage}_seconds"].to_pylist()) for stage in ("read", "decode"))
         return writer.commit(table, task.plan, {"read": read, "decode": decode, **stages})
 
 
 @dataclass
 class _Image:
-    """One input on its way through a shard; `pixels` is set while it waits for the model."""
+    """One input of the shard; `pixels` is set between decoding and encoding."""
 
     ref: InputRef
-    record: RowEntry
+    entry: RowEntry
     pixels: torch.Tensor | None = None
 
 
-def _row_record(row_id: int, ref: InputRef) -> RowEntry:
-    record = RowEntry(row_id, ref.uri, _raw_name(ref), size=ref.size, content_hash=ref.content_hash)
+def _row_entry(row_id: int, ref: InputRef) -> RowEntry:
+    entry = RowEntry(row_id, ref.uri, _raw_name(ref), size=ref.size, content_hash=ref.content_hash)
     if ref.problem is not None:
-        record.fail(ref.problem, "found while planning")
+        entry.fail(ref.problem, "found while planning")
     elif ref.duplicate_of is not None:
-        record.status, record.duplicate_of = DUPLICATE, ref.duplicate_of
-    return record
+        entry.status, entry.duplicate_of = DUPLICATE, ref.duplicate_of
+    return entry
 
 
 def _raw_name(ref: InputRef) -> bytes | None:
-    """The bytes of a file name that is not UTF-8, which `ref.uri` can only paraphrase."""
+    """The bytes of a file name that is not UTF-8 and that `ref.uri` therefore holds in escaped form."""
     try:
         ref.path.decode()
     except UnicodeDecodeError:
@@ -167,7 +167,7 @@ def _raw_name(ref: InputRef) -> bytes | None:
 def _batches_ahead(
     task: ShardTask, images: list[_Image], prepare: Callable[[_Image], _Image], pool: Executor
 ) -> Iterator[list[Future[_Image]]]:
-    """Batches in row order, each submitted to `pool` a bounded number of batches before it is asked for."""
+    """Batches in row order, each submitted to `pool` up to `_BATCHES_AHEAD` batches early."""
     pending: deque[list[Future[_Image]]] = deque()
     for start in range(0, len(images), task.batch_size):
         pending.append([pool.submit(prepare, image) for image in images[start : start + task.batch_size]])
@@ -177,29 +177,29 @@ def _batches_ahead(
 
 
 def _prepare(encoder: Encoder, max_pixels: int, image: _Image) -> _Image:
-    """Read, decode and preprocess one image; what fails becomes the row's status and reason."""
-    record = image.record
-    if record.status != INDEXED:
+    """Read, decode and preprocess one image; a failure becomes the row's status and reason."""
+    entry = image.entry
+    if entry.status != INDEXED:
         return image
     started = time.perf_counter()
     try:
         data = read_bytes(image.ref)
-        record.size, record.content_hash = len(data), content_hash(data)
-        if image.ref.content_hash not in (None, record.content_hash):
-            raise ImageError("changed-since-plan", "its bytes are not those that were planned")
-        record.read_seconds = time.perf_counter() - started
+        entry.size, entry.content_hash = len(data), content_hash(data)
+        if image.ref.content_hash not in (None, entry.content_hash):
+            raise ImageError("changed-since-plan", "the file has changed since the build was planned")
+        entry.read_seconds = time.perf_counter() - started
         started = time.perf_counter()
         rgb = decode_rgb(data, max_pixels)
-        record.width, record.height = rgb.size
+        entry.width, entry.height = rgb.size
         image.pixels = encoder.preprocess(rgb)
-        record.decode_seconds = time.perf_counter() - started
+        entry.decode_seconds = time.perf_counter() - started
     except ImageError as error:
-        record.fail(error.reason, error.detail)
+        entry.fail(error.reason, error.detail)
     return image
 
 
 def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.float32]]:
-    """Run the model on `images`; those with an output that is not finite become failed rows and leave the list."""
+    """Run the model on `images`. One with a non-finite output becomes a failed row and is removed from the list."""
     import torch
 
     started = time.perf_counter()
@@ -207,15 +207,15 @@ def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.
     finite = np.isfinite(embeddings).all(axis=1) & ~_has_non_finite(tokens)
     for image, good in zip(list(images), finite, strict=True):
         image.pixels = None
-        image.record.encode_seconds = (time.perf_counter() - started) / len(finite)
+        image.entry.encode_seconds = (time.perf_counter() - started) / len(finite)
         if not good:
-            image.record.fail("non-finite-output", "the model gave NaN or infinity for this image")
+            image.entry.fail("non-finite-output", "the model returned NaN or infinity for this image")
             images.remove(image)
     return tokens[finite], embeddings[finite]
 
 
 def _has_non_finite(tokens: Blocks) -> NDArray[np.bool_]:
-    """Which of bfloat16 [b, m, d] hold a NaN or an infinity, that is an exponent of all ones -> [b]."""
+    """Whether each of bfloat16 [b, m, d] holds a NaN or an infinity (an exponent of all ones) -> [b]."""
     bits = tokens.view(np.uint16).reshape(len(tokens), -1)
     return np.asarray(((bits & 0x7F80) == 0x7F80).any(axis=1))
 
@@ -227,13 +227,13 @@ def _timed(stages: dict[str, float], stage: str) -> Iterator[None]:
     stages[stage] += time.perf_counter() - started
 
 
-def _progress(shard: int, records: list[RowEntry], done: int, stages: dict[str, float]) -> StageProgress:
-    finished = records[:done]
+def _progress(shard: int, entries: list[RowEntry], done: int, stages: dict[str, float]) -> StageProgress:
+    finished = entries[:done]
     return StageProgress(
         shard=shard,
         done=done,
-        failed=sum(record.status == FAILED for record in finished),
-        read=sum(record.read_seconds for record in finished),
-        decode=sum(record.decode_seconds for record in finished),
+        failed=sum(entry.status == FAILED for entry in finished),
+        read=sum(entry.read_seconds for entry in finished),
+        decode=sum(entry.decode_seconds for entry in finished),
         **stages,
     )

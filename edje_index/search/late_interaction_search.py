@@ -33,6 +33,11 @@ class TokenHit:
         row_id: its row.
         uri: where the input came from.
         score: MaxSim of the query vectors and the row's tokens.
+
+    Example:
+        >>> from edje_index import TokenHit
+        >>> TokenHit(row_id=7, uri="page-7", score=12.5).uri
+        'page-7'
     """
 
     row_id: int
@@ -46,7 +51,7 @@ class LateInteractionSearch:
     Example:
         >>> import numpy as np
         >>> from edje_index import LateInteractionSearch
-        >>> index = LateInteractionSearch.open("arrays.edje")
+        >>> index = LateInteractionSearch.open("pages.edje")
         >>> query = index.store.fetch([7])[0][:2].astype(np.float32)  # two tokens of row 7
         >>> [hit.row_id for hit in index.search(query, k=1, row_ids=range(30))]
         [7]

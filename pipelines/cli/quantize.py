@@ -72,11 +72,11 @@ def quantize(
             _print_report(report, request)
         output = {"report": asdict(report)} if to or drop else asdict(report)
     if to or drop:
-        from pipelines.jobs.quantize import QuantizeConfig, quantize_index
+        from pipelines.jobs.quantize import QuantizeConfig, run_quantize
 
         chosen_engine = _engine(engine, workers, address)
         with running_job(quiet=quiet) as (on_event, should_stop):
-            result = quantize_index(QuantizeConfig(index, to, drop, source), chosen_engine, on_event, should_stop)
+            result = run_quantize(QuantizeConfig(index, to, drop, source), chosen_engine, on_event, should_stop)
         if not as_json:
             _print(index, result)
         output |= asdict(result)

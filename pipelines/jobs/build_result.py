@@ -30,6 +30,12 @@ class BuildResult:
         images_per_second: rows that this run encoded, divided by the time for its shards; 0 if it encoded none.
         bottleneck: the stage that the workers spent most time on.
         already_finished: the index was finished before this run.
+
+    Example:
+        >>> from pipelines import build_index
+        >>> result = build_index("photos", "new.edje", "model", engine="inline")
+        >>> result.inputs == result.indexed + result.duplicates + result.failed == 6
+        True
     """
 
     inputs: int

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.planning.resources import disk_need
-from pipelines.planning.machine import free_disk
+from pipelines.planning.resources import check_index_size
 from pipelines.progress.events import OnEvent, Progress, StatusMessage
 from pipelines.progress.stopping import JobStopped, ShouldStop
-from pipelines.progress.wording import human_bytes
 from storage_formats.errors import UsageError
 from storage_formats.format.layout import IndexSpec
 
@@ -96,7 +94,7 @@ def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldSt
     _, m, d = tokens.shape
     spec = IndexSpec(len(tokens), config.shard_size, (m, d), embeddings.shape[1], config.precisions)
     parts = _row_parts(config.rows, spec.rows)
-    _check_disk(config.out, spec)
+    check_index_size(config.out, spec)
     with IndexWriter.create(
         config.out,
         block_shape=spec.block_shape,
@@ -167,12 +165,6 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
         raise UsageError(f"{path} has {file.metadata.num_rows} rows, the arrays have {rows}")
     batches = file.iter_batches(_CHUNK_ROWS, columns=columns, use_threads=False)
     return ((len(batch), batch) for batch in batches)
-
-
-def _check_disk(out: Path, spec: IndexSpec) -> None:
-    need, free = disk_need(spec), free_disk(out)
-    if need.total > free:
-        raise UsageError(f"the index needs {need} of disk, {human_bytes(free)} are free at {out}")
 
 
 def _result(manifest: Manifest, seconds: float) -> ArraysResult:

@@ -57,6 +57,12 @@ class QuantizeResult:
         shards: shards of the index.
         bytes_per_image: length of a record by precision.
         seconds: wall time of this run.
+
+    Example:
+        >>> from pipelines import quantize_index
+        >>> result = quantize_index("photos.edje", ["int8"])
+        >>> result.source, result.added, result.dropped
+        ('bf16', ('int8',), ())
     """
 
     source: str | None
@@ -84,7 +90,7 @@ class _Conversion:
         return hashlib.sha256(f"convert {self.spec} {self.source} {self.targets}".encode()).hexdigest()
 
 
-def quantize_index(
+def run_quantize(
     config: QuantizeConfig, engine: Engine, on_event: OnEvent, should_stop: ShouldStop = lambda: False
 ) -> QuantizeResult:
     """Add the precisions that are missing, then remove those to drop. A stopped conversion is resumed.

@@ -18,7 +18,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class JobStopped(EdjeError):
-    """The job ended early, on request or because something failed. Finished work is kept and is reused on resume."""
+    """The job ended early, on request or because something failed. Finished work is kept and is reused on resume.
+
+    Example:
+        >>> from pipelines import JobStopped, build_index
+        >>> try:
+        ...     build_index("photos", "new.edje", "model", engine="inline", should_stop=lambda: True)
+        ... except JobStopped:
+        ...     print("stopped")
+        stopped
+    """
 
 
 class StopFlag:

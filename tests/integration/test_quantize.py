@@ -6,7 +6,7 @@ import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from pipelines.engines.inline import InlineEngine
-from pipelines.jobs.quantize import QuantizeConfig, precision_to_read, quantize_index
+from pipelines.jobs.quantize import QuantizeConfig, precision_to_read, run_quantize
 from pipelines.progress.events import Progress
 from pipelines.progress.stopping import JobStopped
 from storage_formats import UsageError, codec, verify_index
@@ -66,15 +66,15 @@ def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch)
             finished.append(event)
 
     with pytest.raises(JobStopped):
-        quantize_index(config, engine, note_shards, lambda: bool(finished))
+        run_quantize(config, engine, note_shards, lambda: bool(finished))
     left = 4 - len(finished)
     assert 0 < left < 4
     size = padded_shard_bytes(8, 8, codec("fp8", Manifest.load(tmp_path / "a").spec.block_shape).record_bytes)[1]
     monkeypatch.setattr("pipelines.jobs.quantize.free_disk", lambda _: left * size - 1)
     with pytest.raises(UsageError, match=f"fp8 of {left} shards need up to {left * size} bytes"):
-        quantize_index(config, engine, lambda _: None)
+        run_quantize(config, engine, lambda _: None)
     monkeypatch.setattr("pipelines.jobs.quantize.free_disk", lambda _: left * size)
-    assert quantize_index(config, engine, lambda _: None).added == ("fp8",)
+    assert run_quantize(config, engine, lambda _: None).added == ("fp8",)
 
 
 def test_the_most_faithful_precision_is_converted_from(tmp_path):

@@ -57,7 +57,7 @@ def test_round_trip(run, files, tmp_path):
     assert table["width"].to_pylist() == list(range(ROWS))
 
 
-def test_other_commands_take_the_index(run, files, tmp_path):
+def test_other_commands_take_the_index(run, files, tmp_path, tiny_bundle):
     out = tmp_path / "pages.edje"
     assert run("import-arrays", *files[:2], "--out", out, "--encoder", "mine-1", "--quiet")[0] == 0
     code, output, _ = run("info", out)
@@ -69,7 +69,7 @@ def test_other_commands_take_the_index(run, files, tmp_path):
     code, _, message = run("search", out, "a page about boats")
     assert code == 1
     assert message.endswith("has no model for text; search it with edje_index.LateInteractionSearch\n")
-    code, _, message = run("build", tmp_path, "--out", out, "--model", tmp_path)
+    code, _, message = run("build", files[0].parent, "--out", out, "--model", tiny_bundle)
     assert (code, message.count("\n")) == (2, 1)
     query = np.load(files[0])[7, :2]
     assert LateInteractionSearch.open(out).search(query, k=1, embedding=np.load(files[1])[7])[0].row_id == 7

@@ -30,7 +30,7 @@ def test_items_are_blocks(built):
     assert same_bits(to_bf16_array(torch.stack([dataset[3], dataset[-1]])), expected[[3, 36]])
     assert torch.isnan(dataset[5]).all()
     for row in (37, -38):
-        with pytest.raises(IndexError, match=f"row {row} of 37"):
+        with pytest.raises(IndexError, match=f"row id {row} is out of range"):
             dataset[row]
 
 

@@ -1,0 +1,125 @@
+"""The jobs as functions with keyword arguments: what the commands `build` and `quantize` do, for Python programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+
+from edje_index.errors import name_missing_extra
+
+if TYPE_CHECKING:
+    from pipelines.jobs.build_result import BuildResult
+    from pipelines.jobs.quantize import QuantizeResult
+    from pipelines.progress.events import Event, OnEvent
+    from pipelines.progress.stopping import ShouldStop
+
+
+class BuildOptions(TypedDict, total=False):
+    """Optional settings of `build_index`; `pipelines.planning.config.BuildConfig` describes them and their defaults."""
+
+    engine: Literal["ray", "inline"]
+    workers: int | None
+    threads: int | None
+    shard_size: int
+    batch_size: int
+    device: str
+    dtype: str
+    precisions: Sequence[str]
+    dedupe: bool
+    column: str | None
+    max_pixels: int | None
+    address: str | None
+
+
+def _ignore(event: Event) -> None:
+    """Shows no progress."""
+
+
+def _never() -> bool:
+    """Never stops."""
+    return False
+
+
+@name_missing_extra("build")
+def build_index(
+    sources: str | Path | Sequence[str | Path],
+    out: str | Path,
+    model: str | Path,
+    *,
+    on_event: OnEvent = _ignore,
+    should_stop: ShouldStop = _never,
+    **options: Unpack[BuildOptions],
+) -> BuildResult:
+    """Index images, as `edje-index build` does. The same call resumes an index that was begun.
+
+    Args:
+        sources: directories, tar archives, lists of paths or image files, in the order of the rows.
+        out: directory of the index.
+        model: directory of the model bundle.
+        on_event: called with progress; `pipelines.progress.display.progress_display` yields one that prints.
+        should_stop: called often; the build stops once it returns True.
+        options: see `BuildOptions`.
+
+    Raises:
+        UsageError, ModelError: the request is invalid.
+        JobStopped: the build stopped before its end; the same call resumes it.
+        EdjeError: another process is working on the index, or no input could be indexed.
+        MissingExtraError: a package of the extra `build` is not installed.
+
+    Example:
+        >>> from pipelines import build_index
+        >>> result = build_index("photos", "new.edje", "model", engine="inline", precisions=["fp8"])
+        >>> result.inputs, result.indexed, result.failed
+        (6, 6, 0)
+    """
+    from pipelines.jobs.build import run_build
+    from pipelines.planning.config import BuildConfig
+
+    names = [sources] if isinstance(sources, str | Path) else sources
+    settings = {**options, "precisions": tuple(options.get("precisions", BuildConfig.precisions))}
+    config = BuildConfig(tuple(map(str, names)), Path(out), Path(model), **settings)  # type: ignore[arg-type]
+    return run_build(config, on_event, should_stop)
+
+
+@name_missing_extra("build")
+def quantize_index(
+    index: str | Path,
+    to: Sequence[str] = (),
+    *,
+    drop: Sequence[str] = (),
+    source: str | None = None,
+    workers: int | None = None,
+    on_event: OnEvent = _ignore,
+) -> QuantizeResult:
+    """Store the tokens of an index in further precisions, as `edje-index quantize` does, without the model.
+
+    Args:
+        index: directory of the index, which stays readable.
+        to: precisions to add; those that the index holds are left as they are.
+        drop: precisions to remove afterwards.
+        source: precision to convert from; None takes the most faithful one.
+        workers: number of Ray workers; None converts in this process.
+        on_event: as in `build_index`.
+
+    Raises:
+        UsageError: there is no index, a precision is unknown, or the disk is too small.
+        JobStopped: a shard could not be converted; the same call resumes.
+        MissingExtraError: `workers` is given and Ray is not installed.
+
+    Example:
+        >>> from pipelines import quantize_index
+        >>> result = quantize_index("photos.edje", ["fp8", "nvfp4"])
+        >>> result.precisions, result.bytes_per_image["nvfp4"]
+        (('bf16', 'fp8', 'nvfp4'), 36)
+    """
+    from pipelines.engines.base import Engine
+    from pipelines.engines.inline import InlineEngine
+    from pipelines.jobs.quantize import QuantizeConfig, run_quantize
+
+    engine: Engine = InlineEngine()
+    if workers is not None:
+        from pipelines.engines.ray_engine import RayEngine
+
+        engine = RayEngine(workers)
+    return run_quantize(QuantizeConfig(Path(index), tuple(to), tuple(drop), source), engine, on_event)

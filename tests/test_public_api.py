@@ -1,0 +1,113 @@
+"""The public names of the packages: each can be imported, is described, and has an example; every example runs."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipelines import build_index
+from storage_formats import IndexWriter
+from tests.conftest import REPO
+
+PACKAGES = ["storage_formats", "edje_index", "pipelines"]
+NAMES = [
+    (package, name)
+    for package in PACKAGES
+    for name in importlib.import_module(package).__all__
+    if not name.startswith("__")
+]
+MODULES = [
+    ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__")
+    for package in PACKAGES
+    for path in sorted((REPO / package).rglob("*.py"))
+    if ">>> " in path.read_text()
+]
+WITHOUT_EXAMPLE = {
+    "BundleInfo",
+    "Evaluation",
+    "EvaluationConfig",
+    "Hit",
+    "JointEncoder",
+    "ModelBundle",
+    "PublishedModel",
+    "TextTower",
+    "TokenIndex",
+    "VisionTower",
+    "create_untrained_bundle",
+    "evaluate",
+    "import_checkpoint",
+    "load_published_checkpoint",
+    "read_bundle_info",
+}
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Path:
+    """The files that the examples name: photos, captions, a model, indexes, and a published checkpoint."""
+    folder = tmp_path_factory.mktemp("examples")
+    (folder / "photos").mkdir()
+    rng = np.random.default_rng(0)
+    for row in range(6):
+        Image.fromarray(rng.integers(0, 255, (48, 64, 3), dtype=np.uint8)).save(folder / "photos" / f"{row}.jpg")
+    lines = [json.dumps({"image": f"{row}.jpg", "captions": [f"photo number {row}"]}) for row in range(6)]
+    (folder / "captions.jsonl").write_text("\n".join(lines) + "\n")
+    shutil.copytree(tiny_bundle, folder / "model")
+    build_index(folder / "photos", folder / "photos.edje", folder / "model", engine="inline", threads=1)
+    with IndexWriter.create(folder / "pages.edje", block_shape=(4, 16), embed_dim=8) as writer:
+        writer.append(rng.standard_normal((30, 4, 16), np.float32), rng.standard_normal((30, 8), np.float32))
+    golden = REPO / "tests" / "golden" / "compressed_small"
+    shutil.copy(golden / "checkpoint.pth", folder)
+    shutil.copytree(golden / "tokenizer", folder / "tokenizer")
+    return folder
+
+
+def docstrings(value: object) -> Iterator[str]:
+    """Docstrings of a public object, and of the public methods of a class."""
+    yield inspect.getdoc(value) or ""
+    if inspect.isclass(value):
+        for name in vars(value):
+            member = getattr(value, name)
+            if not name.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
+                yield inspect.getdoc(member) or ""
+
+
+@pytest.mark.parametrize(("package", "name"), NAMES, ids=[f"{package}.{name}" for package, name in NAMES])
+def test_every_name_is_described_by_an_example(package, name):
+    value = getattr(importlib.import_module(package), name)
+    described = list(docstrings(value))
+    assert described[0], f"{name} has no docstring"
+    has_example = any(doctest.DocTestParser().get_examples(text) for text in described)
+    assert has_example == (name not in WITHOUT_EXAMPLE), f"{name} has no example"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_of_a_module_run(module, files, tmp_path, monkeypatch):
+    shutil.copytree(files, tmp_path / "examples")
+    monkeypatch.chdir(tmp_path / "examples")
+    results = doctest.testmod(importlib.import_module(module), optionflags=OPTIONS)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_exports_are_complete(package):
+    module: ModuleType = importlib.import_module(package)
+    assert len(module.__all__) == len(set(module.__all__))
+    assert set(module.__all__) <= set(dir(module))
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = module.nothing_such
+    star = subprocess.run([sys.executable, "-c", f"from {package} import *"], cwd=REPO, check=False)
+    assert star.returncode == 0
