@@ -197,9 +197,6 @@ def test_public_functions_have_few_parameters():
 
 
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
-KNOWN_TO_NAME_FLAGS = {
-    "pipelines/sources/opening.py",
-}
 
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
@@ -219,7 +216,6 @@ def test_messages_of_the_library_name_no_flag():
         f"{path.relative_to(REPO)}:{line} {text!r}"
         for path in modules()
         if not str(path.relative_to(REPO)).startswith(("pipelines/cli/", "benchmarks/"))
-        and str(path.relative_to(REPO)) not in KNOWN_TO_NAME_FLAGS
         for line, text in messages(path)
         if FLAG.search(text)
     ]

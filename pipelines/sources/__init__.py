@@ -1,4 +1,4 @@
-"""Where images come from: folders, WebDataset tars, lists of paths, single files."""
+"""Sources of images: directories, WebDataset tar archives, lists of paths, single files."""
 
 from __future__ import annotations
 

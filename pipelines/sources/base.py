@@ -1,4 +1,4 @@
-"""What every kind of source offers."""
+"""The interface of all kinds of sources."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from edje_index.images.inputs import InputRef
 
 
 class Source(Protocol):
-    """Something that names images.
+    """A source of images.
 
     Attributes:
-        spec: what the user wrote.
+        spec: the source as the user wrote it.
         kind: "folder", "webdataset", "list" or "image".
-        path: the folder or file, absolute, for finding overlaps.
-        ignored: of the latest pass: what was found and is no input, counted by suffix (".txt") or nature ("(hidden)").
+        path: absolute path of the directory or file.
+        ignored: number of entries of the latest pass that are not inputs, by suffix (".txt") or reason ("(hidden)").
     """
 
     spec: str
@@ -26,8 +26,8 @@ class Source(Protocol):
     def ignored(self) -> Mapping[str, int]: ...
 
     def iter_inputs(self) -> Iterator[InputRef]:
-        """Every input once, always in the same order while nothing changes, without holding them all.
+        """Yield every input once. The order is the same in every pass, unless the source changes.
 
-        What cannot be read is an input with a problem, never an exception.
+        An entry that cannot be read is an input with a problem; it does not raise an exception.
         """
         ...

@@ -1,4 +1,4 @@
-"""Brace expansion of shard names, as shells and WebDataset write it: `{0000..0127}.tar`, `{train,val}.tar`."""
+"""Brace expansion of shard names, as in shells and WebDataset: `{0000..0127}.tar`, `{train,val}.tar`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})")
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """All names that a pattern stands for, in order; [pattern] where it holds no braces to expand.
+    """All names that a pattern stands for, in order; [pattern] if it has no braces to expand.
 
-    Groups may be nested. Ranges keep the width of a bound that begins with 0, and may run down. Raises UsageError
-    for more than `MAX_EXPANSIONS` names.
+    Groups can be nested. A range keeps the width of a bound that starts with 0, and can count down.
+
+    Raises:
+        UsageError: the pattern stands for more than `MAX_EXPANSIONS` names.
     """
     names = list(itertools.islice(_expand(pattern), MAX_EXPANSIONS + 1))
     if len(names) > MAX_EXPANSIONS:
-        raise UsageError(f"{pattern} stands for more than {MAX_EXPANSIONS} names; give it in parts")
+        raise UsageError(f"{pattern} stands for more than {MAX_EXPANSIONS:,} names; split it", parameter="sources")
     return names
 
 
 def _expand(text: str) -> Iterator[str]:
-    for start in (place for place, letter in enumerate(text) if letter == "{"):
+    for start in (position for position, letter in enumerate(text) if letter == "{"):
         parts, end = _group(text, start)
         choices = _choices(parts)
         if choices is not None:
@@ -36,21 +38,21 @@ def _expand(text: str) -> Iterator[str]:
 
 
 def _group(text: str, start: int) -> tuple[list[str], int]:
-    """The parts between the commas of the group that opens at `start`, and its end; no parts where it is not closed."""
-    parts, depth, begun = [], 0, start + 1
-    for place in range(start, len(text)):
-        letter = text[place]
+    """The comma-separated parts of the group that opens at `start`, and its end; no parts if it is not closed."""
+    parts, depth, part_start = [], 0, start + 1
+    for position in range(start, len(text)):
+        letter = text[position]
         depth += (letter == "{") - (letter == "}")
         if depth == 0 or (depth == 1 and letter == ","):
-            parts.append(text[begun:place])
-            begun = place + 1
+            parts.append(text[part_start:position])
+            part_start = position + 1
         if depth == 0:
-            return parts, begun
+            return parts, part_start
     return [], start
 
 
 def _choices(parts: list[str]) -> Iterable[str] | None:
-    """What a group may be replaced by; None where it is no list and no range, and stands for itself."""
+    """The replacements of a group; None if it is neither a list nor a range and stands for itself."""
     if len(parts) > 1:
         return itertools.chain.from_iterable(_expand(part) for part in parts)
     bounds = _RANGE.fullmatch(parts[0]) if parts else None

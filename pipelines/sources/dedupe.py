@@ -1,32 +1,26 @@
-"""Finding byte-identical inputs before anything is encoded, so that it depends on nothing but the inputs."""
+"""Finds byte-identical inputs before any is encoded, so that the result depends on the inputs alone."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from edje_index.images.decode import ImageError, content_hash
 from edje_index.images.inputs import InputRef, read_bytes
 
 _MAX_THREADS = 8
-_AHEAD = 4  # inputs in work or finished early, for each thread
+_AHEAD = 4  # inputs per thread that are being hashed or wait for the caller
 
 
-def mark_duplicates(
-    refs: Iterable[InputRef], on_progress: Callable[[int], None] = lambda _: None
-) -> Iterator[InputRef]:
-    """The same inputs in the same order, each with its content hash, and later copies with `duplicate_of`.
+def mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
+    """Yield the inputs in the same order with their content hashes, and mark repeated ones with `duplicate_of`.
 
-    Row ids are the places in `refs`, from 0. The first of identical inputs is the original. An input that cannot be
-    read gets its reason as `problem` and is a duplicate of nothing. Memory: about 200 bytes for each
-    distinct content, and the files that the threads hold.
-
-    Args:
-        refs: inputs without hashes.
-        on_progress: told how many inputs are finished, after each.
+    The first of several identical inputs is the original; `duplicate_of` is its position in `refs`, which is its row
+    id. An input that cannot be read gets a `problem` and is not a duplicate. Memory grows by about 200 bytes per
+    distinct content.
     """
     first_row: dict[bytes, int] = {}
     for row, ref in enumerate(_hashed(refs)):
@@ -35,11 +29,10 @@ def mark_duplicates(
             if original != row:
                 ref = dataclasses.replace(ref, duplicate_of=original)
         yield ref
-        on_progress(row + 1)
 
 
 def _hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
-    """`refs` in their order, read and hashed by threads a bounded number of inputs ahead."""
+    """Yield `refs` in order. Threads read and hash a bounded number of inputs ahead."""
     threads = min(_MAX_THREADS, 2 * (os.cpu_count() or 1))
     pending: deque[Future[InputRef]] = deque()
     with ThreadPoolExecutor(threads, "edje-hash") as pool:

@@ -1,4 +1,4 @@
-"""A folder of images, and everything below it; or one image file."""
+"""A directory of images with all its subdirectories, or one image file."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from edje_index.images.headers import HEAD_BYTES
 from edje_index.images.inputs import InputRef, display_path
 from pipelines.sources.selection import Ignored, has_image_suffix, ignored_as
 
-_FolderId = tuple[int, int]  # device and inode: the same however a folder is reached
+_DirectoryId = tuple[int, int]  # device and inode: the same for every path to a directory
 
 
 @dataclass
 class FolderSource:
-    """Images below a folder: in each folder its files by name (bytes compared), then its folders by name.
+    """The images in a directory and its subdirectories.
 
-    Links are followed, and what they lead to is counted once: a folder that is reached by several ways is
-    walked at the first; of a file's link and the file itself the one that comes first is an input. Hidden files
-    and folders are left out and counted. Memory grows with the longest single folder, the number of folders
-    and the number of links to files.
+    In each directory the files come first, sorted by the bytes of their names, then the subdirectories. Links are
+    followed, and each target is used once: a directory with several paths is walked at the first of them, and of a file
+    and a link to it, the first is the input. Hidden files and directories are counted as ignored. Memory grows with the
+    size of the largest directory, the number of directories, and the number of links to files.
     """
 
     spec: str
@@ -54,7 +54,7 @@ class ImageFileSource:
 
 
 def file_input(path: bytes, uri: str | None = None) -> InputRef:
-    """The input that is the whole file at `path`; with a problem where it cannot be looked at or is no regular file."""
+    """The whole file at `path` as an input; it has a problem if the file is missing, unreadable or not regular."""
     uri = display_path(path) if uri is None else uri
     try:
         status = os.stat(path)
@@ -66,7 +66,7 @@ def file_input(path: bytes, uri: str | None = None) -> InputRef:
 
 
 def problem_of(error: Exception) -> str:
-    """The reason that an operating system's error stands for."""
+    """The problem that an error of the operating system stands for."""
     return "missing" if isinstance(error, FileNotFoundError | NotADirectoryError) else "unreadable"
 
 
@@ -78,57 +78,57 @@ def read_head(path: bytes) -> bytes:
 
 @dataclass
 class _Entries:
-    """What a folder holds, by kind; names only."""
+    """Names of the entries of a directory, by kind."""
 
     files: list[bytes] = field(default_factory=list)
-    folders: list[bytes] = field(default_factory=list)
+    directories: list[bytes] = field(default_factory=list)
     links: set[bytes] = field(default_factory=set)
 
 
 class _Walk:
-    """One pass over a tree."""
+    """One pass over a directory tree."""
 
     def __init__(self, ignored: Ignored) -> None:
         self._ignored = ignored
-        self._visited: set[_FolderId] = set()
-        self._linked: dict[_FolderId, set[bytes]] = {}  # files already counted through a link, by their own folder
+        self._visited: set[_DirectoryId] = set()
+        self._linked: dict[_DirectoryId, set[bytes]] = {}  # files already used through a link, by directory
 
     def below(self, root: bytes) -> Iterator[InputRef]:
         pending = [root]
         while pending:
-            folder = pending.pop()
+            directory = pending.pop()
             try:
-                here = _folder_id(folder)
-                entries = _Entries() if here in self._visited else self._list(folder)
+                identity = _directory_id(directory)
+                entries = _Entries() if identity in self._visited else self._list(directory)
             except OSError as error:
-                yield InputRef(display_path(folder), folder, problem=problem_of(error))
+                yield InputRef(display_path(directory), directory, problem=problem_of(error))
                 continue
-            if here in self._visited:
+            if identity in self._visited:
                 self._ignored.count("(folder seen)")
-            self._visited.add(here)
-            yield from self._files(folder, here, entries)
-            pending += [os.path.join(folder, name) for name in sorted(entries.folders, reverse=True)]
+            self._visited.add(identity)
+            yield from self._files(directory, identity, entries)
+            pending += [os.path.join(directory, name) for name in sorted(entries.directories, reverse=True)]
 
-    def _list(self, folder: bytes) -> _Entries:
-        found = _Entries()
-        with os.scandir(folder) as listing:
+    def _list(self, directory: bytes) -> _Entries:
+        entries = _Entries()
+        with os.scandir(directory) as listing:
             for entry in listing:
                 if entry.is_symlink():
-                    found.links.add(entry.name)
+                    entries.links.add(entry.name)
                 elif entry.is_file(follow_symlinks=False):
-                    found.files.append(entry.name)
+                    entries.files.append(entry.name)
                 elif not entry.is_dir(follow_symlinks=False):
                     self._ignored.count("(not a file)")
                 elif entry.name.startswith(b"."):
                     self._ignored.count("(hidden)")
                 else:
-                    found.folders.append(entry.name)
-        return found
+                    entries.directories.append(entry.name)
+        return entries
 
-    def _files(self, folder: bytes, here: _FolderId, entries: _Entries) -> Iterator[InputRef]:
-        prefix = os.path.join(folder, b"")
+    def _files(self, directory: bytes, identity: _DirectoryId, entries: _Entries) -> Iterator[InputRef]:
+        prefix = os.path.join(directory, b"")
         prefix_uri = display_path(prefix)
-        linked = self._linked.get(here, ())
+        linked = self._linked.get(identity, ())
         for name in sorted([*entries.files, *entries.links]):
             path = prefix + name
             link = name in entries.links
@@ -153,7 +153,7 @@ class _Walk:
         return None
 
     def _leads_to_file(self, link: bytes, name: bytes, entries: _Entries) -> bool:
-        """Whether a link has to be looked at as a file. A link to a folder joins the folders."""
+        """Whether a link leads to a file. A link to a directory is added to the directories of `entries`."""
         if name.startswith(b"."):
             self._ignored.count("(hidden)")
             return False
@@ -165,16 +165,16 @@ class _Walk:
             self._ignored.count("(broken link)")
             return False
         if stat.S_ISDIR(mode):
-            entries.folders.append(name)
+            entries.directories.append(name)
         elif not stat.S_ISREG(mode):
             self._ignored.count("(not a file)")
         return stat.S_ISREG(mode)
 
     def _is_new_target(self, link: bytes) -> bool:
-        """Note the file that a link leads to; False where that was counted, through another link or by itself."""
-        folder, name = os.path.split(os.path.realpath(link))
+        """Record the target of a link; False if the target was used before, directly or through another link."""
+        directory, name = os.path.split(os.path.realpath(link))
         try:
-            home = _folder_id(folder)
+            home = _directory_id(directory)
             if home in self._visited and ignored_as(name, lambda: read_head(link)) is None:
                 return False
         except OSError:
@@ -186,6 +186,6 @@ class _Walk:
         return True
 
 
-def _folder_id(folder: bytes) -> _FolderId:
-    status = os.stat(folder)
+def _directory_id(directory: bytes) -> _DirectoryId:
+    status = os.stat(directory)
     return status.st_dev, status.st_ino

@@ -1,4 +1,4 @@
-"""From what the user wrote to sources: the kind of each, and a refusal of what cannot be served."""
+"""Opens sources: finds the kind of each, and refuses those that cannot be read or overlap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipelines.sources.webdataset import WebDatasetSource
 from storage_formats.errors import UsageError
 
 ACCEPTED = (
-    "a folder, an uncompressed .tar (or a pattern of them such as shards-{0000..0127}.tar), "
+    "a directory, an uncompressed .tar (or a pattern such as shards-{0000..0127}.tar), "
     f"a list of paths ({', '.join(LIST_SUFFIXES)}), or an image file"
 )
 _COMPRESSED = {
@@ -31,33 +31,32 @@ _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip",
 }
-_TARS_AT_ONCE = 8
+_ARCHIVES_AT_ONCE = 8
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def open_sources(specs: Iterable[str], column: str | None = None) -> list[Source]:
-    """The sources that `specs` name, in order; a brace pattern gives several.
+    """Open sources in order. A brace pattern opens several.
 
     Args:
-        specs: as `ACCEPTED` says.
-        column: column of paths in lists.
+        specs: paths or patterns, as in `ACCEPTED`.
+        column: path column of lists.
 
     Raises:
-        UsageError: a source does not exist, is of no known kind, or names what another one names too; or `column` is
-            given and no source is a list.
+        UsageError: a source does not exist, has no known kind, or overlaps another one; or there is a `column` but
+            no list.
     """
     sources = [open_source(name, column) for spec in specs for name in _expanded(spec)]
     if column is not None and not any(source.kind == "list" for source in sources):
-        raise UsageError(f"--column {column} says where a list has its paths, but no source is a list")
+        raise UsageError(f"column {column} needs a list of paths, but no source is one", parameter="column")
     _refuse_overlaps(sources)
     return sources
 
 
 def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
-    """All inputs of all sources: their order is that of the rows.
+    """Yield the inputs of all sources. Their order is the order of the rows.
 
-    Of consecutive tars a few are scanned at once, and their members held: where headers come from a disk, nearly
-    all of a scan is waiting for them.
+    Several consecutive tar archives are read at once, because reading headers mostly waits for the disk.
     """
     for are_tars, group in itertools.groupby(sources, lambda source: source.kind == "webdataset"):
         if are_tars:
@@ -67,16 +66,16 @@ def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
                 yield from source.iter_inputs()
 
 
-def _scan_ahead(tars: list[Source]) -> Iterator[InputRef]:
-    if len(tars) == 1:
-        yield from tars[0].iter_inputs()
+def _scan_ahead(archives: list[Source]) -> Iterator[InputRef]:
+    if len(archives) == 1:
+        yield from archives[0].iter_inputs()
         return
     pending: deque[Future[list[InputRef]]] = deque()
-    with ThreadPoolExecutor(_TARS_AT_ONCE, "edje-scan") as pool:
+    with ThreadPoolExecutor(_ARCHIVES_AT_ONCE, "edje-scan") as pool:
         try:
-            for tar in tars:
-                pending.append(pool.submit(list, tar.iter_inputs()))
-                if len(pending) >= _TARS_AT_ONCE:
+            for archive in archives:
+                pending.append(pool.submit(list, archive.iter_inputs()))
+                if len(pending) >= _ARCHIVES_AT_ONCE:
                     yield from pending.popleft().result()
             while pending:
                 yield from pending.popleft().result()
@@ -85,13 +84,13 @@ def _scan_ahead(tars: list[Source]) -> Iterator[InputRef]:
 
 
 def open_source(spec: str, column: str | None = None) -> Source:
-    """The source that `spec`, one folder or file, names. Raises UsageError where it names none."""
+    """Open one directory or file. Raises UsageError if it is not a source."""
     suffix = os.path.splitext(spec)[1].lower()
     if _SCHEME.match(spec):
-        raise UsageError(f"{spec} is not on this machine: sources are local paths; mount or copy it")
+        raise UsageError(f"{spec} is not a local path; mount or copy it", parameter="sources")
     if os.path.isdir(spec):
         if not os.access(spec, os.R_OK | os.X_OK):
-            raise UsageError(f"source {spec} cannot be read: you have no permission to list it")
+            raise UsageError(f"cannot list {spec}: permission denied", parameter="sources")
         return FolderSource(spec)
     if suffix in LIST_SUFFIXES and os.path.isfile(spec):
         return PathListSource(spec, column)
@@ -99,13 +98,14 @@ def open_source(spec: str, column: str | None = None) -> Source:
     compression = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
     if compression:
         raise UsageError(
-            f"{spec} is compressed ({compression}), so nothing in it can be read in place; unpack it first"
+            f"{spec} is compressed ({compression}), so its members cannot be read in place; decompress it first",
+            parameter="sources",
         )
     if suffix == ".tar":
         return WebDatasetSource(spec)
     if image_format(head) or has_image_suffix(os.fsencode(spec)):
         return ImageFileSource(spec)
-    raise UsageError(f"{spec} is no source of images: give {ACCEPTED}")
+    raise UsageError(f"{spec} is not a source of images; a source is {ACCEPTED}", parameter="sources")
 
 
 def _expanded(spec: str) -> list[str]:
@@ -115,28 +115,30 @@ def _expanded(spec: str) -> list[str]:
 def _head(spec: str) -> bytes:
     try:
         if not stat.S_ISREG(os.stat(spec).st_mode):
-            raise UsageError(f"{spec} is neither a folder nor a regular file: give {ACCEPTED}")
+            raise UsageError(
+                f"{spec} is neither a directory nor a regular file; a source is {ACCEPTED}", parameter="sources"
+            )
         return read_head(os.fsencode(spec))
     except FileNotFoundError as error:
-        raise UsageError(f"source {spec} does not exist") from error
+        raise UsageError(f"{spec} does not exist", parameter="sources") from error
     except OSError as error:
-        raise UsageError(f"source {spec} cannot be read: {error.strerror}") from error
+        raise UsageError(f"cannot read {spec}: {error.strerror}", parameter="sources") from error
 
 
 def _refuse_overlaps(sources: Sequence[Source]) -> None:
-    """UsageError where two sources are one and the same, or one lies in a folder that is a source.
+    """Raise UsageError if two sources are the same, or one lies inside another one.
 
-    What lists name is not looked at: the same file may be listed any number of times.
+    The contents of lists are not compared: a list may name a file any number of times.
     """
-    found: dict[bytes, Source] = {}
+    source_of_path: dict[bytes, Source] = {}
     for source in sources:
-        other = found.setdefault(os.path.realpath(source.path), source)
+        other = source_of_path.setdefault(os.path.realpath(source.path), source)
         if other is not source:
-            raise UsageError(f"sources {other.spec} and {source.spec} are the same: give it once")
-    for path, source in found.items():
-        above = os.path.dirname(path)
-        while source.kind in ("folder", "image") and above != path:
-            other_folder = found.get(above)
-            if other_folder is not None and other_folder.kind == "folder":
-                raise UsageError(f"source {source.spec} lies inside source {other_folder.spec}: leave one out")
-            path, above = above, os.path.dirname(above)
+            raise UsageError(f"{other.spec} and {source.spec} are the same source; name it once", parameter="sources")
+    for path, source in source_of_path.items():
+        parent = os.path.dirname(path)
+        while source.kind in ("folder", "image") and parent != path:
+            outer = source_of_path.get(parent)
+            if outer is not None and outer.kind == "folder":
+                raise UsageError(f"{source.spec} lies inside {outer.spec}; leave one out", parameter="sources")
+            path, parent = parent, os.path.dirname(parent)

@@ -1,4 +1,4 @@
-"""Which names are inputs, and the count of those that are not. Shared by folders and tars."""
+"""Decides which names are inputs and counts the others. Directories and tar archives share it."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ IMAGE_SUFFIXES = frozenset(
     b".jpg .jpeg .jpe .jfif .jif .png .apng .gif .webp .bmp .dib .tif .tiff .ppm .pgm .pbm .pnm .pfm"
     b" .avif .avifs .heic .heif .hif .jp2 .j2k .j2c .jpc .jpf .jpx .jxl .mpo .qoi".split()
 )
-"""Suffixes that make a file an input. Some (HEIC, JPEG XL) are not decoded: each such file is a row that says so."""
+"""Suffixes of inputs. Formats that cannot be decoded (HEIC, JPEG XL) become failed rows instead of ignored files."""
 
 _LONGEST_SUFFIX = 12
-_MOST_SUFFIXES = 100
+_MAX_KEYS = 100
 
 
 class Ignored(dict[str, int]):
-    """What was found and is no input: how many by suffix, or by what it is in round brackets."""
+    """Number of entries that are not inputs, by suffix, or by a reason in parentheses."""
 
-    def count(self, what: str) -> None:
-        """Count one more; the number of different keys stays bounded."""
-        if what not in self and ((len(what) > _LONGEST_SUFFIX and what[0] == ".") or len(self) >= _MOST_SUFFIXES):
-            what = "(other)"
-        self[what] = self.get(what, 0) + 1
+    def count(self, key: str) -> None:
+        """Count one entry. The number of keys is bounded; further ones count as "(other)"."""
+        if key not in self and ((len(key) > _LONGEST_SUFFIX and key[0] == ".") or len(self) >= _MAX_KEYS):
+            key = "(other)"
+        self[key] = self.get(key, 0) + 1
 
 
 def has_image_suffix(name: bytes) -> bool:
-    """Whether a name alone makes a file an input."""
+    """Whether the suffix of a name makes the file an input."""
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def ignored_as(name: bytes, read_head: Callable[[], bytes]) -> str | None:
-    """What to count a regular file under, or None where it is an input.
+    """The key of `Ignored` to count a regular file under; None if the file is an input.
 
     Args:
-        name: its name without folders.
-        read_head: gives its first bytes; called only where the name has no suffix, and may raise OSError.
+        name: name of the file, without directories.
+        read_head: returns the first bytes of the file. Called only if the name has no suffix; may raise OSError.
     """
     if name.startswith(b"."):
         return "(hidden)"

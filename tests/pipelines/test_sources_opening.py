@@ -49,10 +49,10 @@ def test_unknown_kinds_are_refused_with_what_is_accepted(photos: Path) -> None:
     (photos / "notes.txt").write_text("x")
     for name in ("notes.txt", "missing", "missing.tar", "missing.csv", "missing-{00..03}.tar"):
         assert name.partition("{")[0] in refused(photos / name)
-    assert "a folder, an uncompressed .tar" in refused(photos / "notes.txt")
-    assert "not on this machine" in refused("s3://bucket/photos")
+    assert "a directory, an uncompressed .tar" in refused(photos / "notes.txt")
+    assert "not a local path" in refused("s3://bucket/photos")
     os.mkfifo(photos / "pipe.jpg")
-    assert "neither a folder nor a regular file" in refused(photos / "pipe.jpg")
+    assert "neither a directory nor a regular file" in refused(photos / "pipe.jpg")
 
 
 def test_images_are_known_by_suffix_or_content(photos: Path) -> None:
@@ -65,7 +65,7 @@ def test_images_are_known_by_suffix_or_content(photos: Path) -> None:
 def test_compressed_archives_are_refused(photos: Path, name: str) -> None:
     (photos / name).write_bytes(gzip.compress(bytes(10240)))
     assert "gzip" in refused(photos / name)
-    assert "unpack" in refused(photos / name)
+    assert "decompress it" in refused(photos / name)
 
 
 def test_overlaps_are_refused_with_both_names(photos: Path) -> None:
@@ -95,7 +95,7 @@ def test_neighbours_do_not_overlap(photos: Path) -> None:
 
 
 def test_a_column_needs_a_list(photos: Path) -> None:
-    assert "no source is a list" in refused(photos / "photos", column="path")
+    assert "needs a list of paths, but no source is one" in refused(photos / "photos", column="path")
 
 
 def test_a_name_with_braces_that_exists_is_that_file(photos: Path) -> None:
