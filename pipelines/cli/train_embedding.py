@@ -16,33 +16,33 @@ _PATH = click.Path(path_type=Path)
 
 @click.command("train-embedding")
 @click.argument("captions", type=_PATH)
-@click.option("--images", type=_PATH, help="Folder that image names begin at.  [default: that of CAPTIONS]")
+@click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: that of CAPTIONS]")
 @click.option("--split", help="Use only this split of CAPTIONS.")
-@click.option("--dev", type=_PATH, help="Captions to choose the epoch by, on images of their own.")
+@click.option("--dev", type=_PATH, help="Captions of other images. The epoch with the best recall on them is kept.")
 @click.option("--dev-split", help="Use only this split of --dev.")
-@click.option("--towers", type=_PATH, help="Folder of fetch-towers: stands for the two options below.")
-@click.option("--image-tower", help="TIMM_NAME:WEIGHTS, a vision transformer and its weights file.")
-@click.option("--text-tower", type=_PATH, help="Folder of a Hugging Face BERT with its tokenizer.")
-@click.option("--image-size", type=click.IntRange(min=14), default=224, show_default=True, help="Side in pixels.")
-@click.option("--out", required=True, type=_PATH, help="New folder of the open_clip model.")
-@click.option("--cache", type=_PATH, help="Folder that keeps image features.  [default: OUT.features]")
+@click.option("--towers", type=_PATH, help="Directory written by fetch-towers. It provides both towers.")
+@click.option("--image-tower", help="Vision tower as TIMM_NAME:WEIGHTS, a model name and a file.")
+@click.option("--text-tower", type=_PATH, help="Text tower: directory of a Hugging Face BERT with its tokenizer.")
+@click.option("--image-size", type=click.IntRange(min=14), default=224, show_default=True, help="Input width and height in pixels.")
+@click.option("--out", required=True, type=_PATH, help="Directory of the open_clip model to write.")
+@click.option("--cache", type=_PATH, help="Directory where image features are kept.  [default: OUT.features]")
 @click.option("--embed-dim", default=512, show_default=True, help="Width of the embedding.")
 @click.option("--epochs", default=14, show_default=True, help="Passes over all captions.")
-@click.option("--batch-size", default=512, show_default=True, help="Pairs of a step.")
+@click.option("--batch-size", default=512, show_default=True, help="Pairs per step.")
 @click.option("--lr", default=1e-3, show_default=True, help="Learning rate of the heads.")
-@click.option("--tune-text", default=0, show_default=True, help="Layers of the text tower to train, from the top.")
+@click.option("--tune-text", default=0, show_default=True, help="Last layers of the text tower to train as well.")
 @click.option("--text-lr", default=1e-4, show_default=True, help="Learning rate of those layers.")
-@click.option("--weight-decay", default=0.5, show_default=True, help="Weight decay, not of biases and norms.")
-@click.option("--image-dropout", default=0.3, show_default=True, help="Dropout on the side of the image.")
-@click.option("--text-dropout", default=0.3, show_default=True, help="Dropout on the side of the text.")
-@click.option("--seed", default=0, show_default=True, help="Decides everything random.")
+@click.option("--weight-decay", default=0.5, show_default=True, help="Weight decay. Biases and norms have none.")
+@click.option("--image-dropout", default=0.3, show_default=True, help="Dropout in the image head.")
+@click.option("--text-dropout", default=0.3, show_default=True, help="Dropout in the text head.")
+@click.option("--seed", default=0, show_default=True, help="Seed of everything random.")
 @json_option
 def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) -> None:
-    """Train an embedding model from captions: contrastive heads over towers that were trained apart.
+    """Train an embedding model: contrastive heads over separately trained vision and text towers.
 
-    CAPTIONS is a file of captions (JSON lines, Karpathy or COCO JSON, Parquet). The image tower stays frozen and sees
-    each image once; its features are kept in --cache, so that another try takes minutes. The result is an open_clip
-    model: other commands take it as --vision local-dir:OUT.
+    CAPTIONS is a JSONL, Karpathy or COCO JSON, or Parquet file. The vision tower is frozen. Its features are computed once
+    and kept in --cache, so that another training takes minutes. The result is an open_clip model; other commands take it
+    as --vision local-dir:OUT.
 
     \b
     Examples:

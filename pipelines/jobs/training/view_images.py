@@ -1,6 +1,6 @@
-"""Views of photos to train on: random crops, half of them mirrored, as files that the build job makes features of.
+"""Augmented views of photos: random crops, half of them mirrored, written as files for the build job.
 
-The crops are those of Szegedy et al. (2015), of at least a third of the photo: a caption describes most of it.
+The crops follow Szegedy et al. (2015), but cover at least a third of the photo, because a caption describes most of it.
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ LIST = "views.jsonl"
 def write_views(
     refs: Iterable[InputRef], folder: Path, views: int, size: tuple[int, int], seed: int, should_stop: ShouldStop
 ) -> Path:
-    """Write the views of all photos and the list of them; a list that is there is taken as it is.
+    """Write the views of all photos and a list of them. An existing list is returned unchanged.
 
     Args:
-        refs: the photos. One that cannot be decoded has no views.
-        folder: receives `views` files of each photo, named by :func:`view_path`, and the list.
+        refs: the photos. A photo that cannot be decoded gets no views.
+        folder: receives `views` files per photo, named by :func:`view_path`, and the list.
+        views: number of views per photo.
         size: (height, width) of a view in pixels.
         seed: decides the crops.
+        should_stop: as for every job.
 
     Raises:
-        JobStopped: `should_stop()` turned true; the views are made again.
+        JobStopped: `should_stop()` returned True; a later call starts again.
     """
-    made = folder / LIST
-    if made.exists():
-        return made
+    list_file = folder / LIST
+    if list_file.exists():
+        return list_file
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     photos = iter(refs)
@@ -63,12 +65,12 @@ def write_views(
             for written in pool.map(lambda ref: _write(ref, folder, views, size, seed), batch):
                 lines += [json.dumps({"path": str(path)}) + "\n" for path in written]
             done += len(batch)
-    write_bytes_atomic(made, "".join(lines).encode())
-    return made
+    write_bytes_atomic(list_file, "".join(lines).encode())
+    return list_file
 
 
 def view_path(folder: Path, uri: str, view: int) -> Path:
-    """Where view number `view`, counted from 0, of the photo `uri` is."""
+    """File of view number `view` of the photo `uri`."""
     return folder / f"{hashlib.sha256(uri.encode()).hexdigest()[:32]}-{view}.jpg"
 
 
@@ -76,17 +78,17 @@ def _write(ref: InputRef, folder: Path, views: int, size: tuple[int, int], seed:
     try:
         data = read_bytes(ref)
         photo = decode_rgb(data)
-    except ImageError:  # it has no features either, and is reported there
+    except ImageError:  # the photo has no features either; the feature build reports it
         return []
     paths = [view_path(folder, ref.uri, view) for view in range(views)]
-    content = int(content_hash(data)[:32], 16)  # wherever the photo lies, its views are the same
+    content = int(content_hash(data)[:32], 16)  # so that a moved photo has the same views
     for view, path in enumerate(paths):
         random_view(photo, size, stream(seed, VIEWS, content, view)).save(path, quality=_QUALITY)
     return paths
 
 
 def random_view(photo: Image.Image, size: tuple[int, int], rng: np.random.Generator) -> Image.Image:
-    """A random crop of `photo`, stretched to `size` (height, width), mirrored half the time."""
+    """A random crop of `photo`, resized to `size` (height, width), and mirrored with probability 1/2."""
     area, aspect = rng.uniform(*_AREA), np.exp(rng.uniform(*np.log(_ASPECT)))
     pixels = photo.width * photo.height * area
     width, height = min(photo.width, (pixels * aspect) ** 0.5), min(photo.height, (pixels / aspect) ** 0.5)
