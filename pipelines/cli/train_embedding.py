@@ -23,7 +23,13 @@ _PATH = click.Path(path_type=Path)
 @click.option("--towers", type=_PATH, help="Directory written by fetch-towers. It provides both towers.")
 @click.option("--image-tower", help="Vision tower as TIMM_NAME:WEIGHTS, a model name and a file.")
 @click.option("--text-tower", type=_PATH, help="Text tower: directory of a Hugging Face BERT with its tokenizer.")
-@click.option("--image-size", type=click.IntRange(min=14), default=224, show_default=True, help="Input width and height in pixels.")
+@click.option(
+    "--image-size",
+    type=click.IntRange(min=14),
+    default=224,
+    show_default=True,
+    help="Image side in pixels.",
+)
 @click.option("--out", required=True, type=_PATH, help="Directory of the open_clip model to write.")
 @click.option("--cache", type=_PATH, help="Directory where image features are kept.  [default: OUT.features]")
 @click.option("--embed-dim", default=512, show_default=True, help="Width of the embedding.")
@@ -40,9 +46,9 @@ _PATH = click.Path(path_type=Path)
 def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) -> None:
     """Train an embedding model: contrastive heads over separately trained vision and text towers.
 
-    CAPTIONS is a JSONL, Karpathy or COCO JSON, or Parquet file. The vision tower is frozen. Its features are computed once
-    and kept in --cache, so that another training takes minutes. The result is an open_clip model; other commands take it
-    as --vision local-dir:OUT.
+    CAPTIONS is a JSONL, Karpathy or COCO JSON, or Parquet file. The vision tower is frozen. Its features are computed
+    once and kept in --cache, so that another training takes minutes. The result is an open_clip model; other commands
+    take it as --vision local-dir:OUT.
 
     \b
     Examples:

@@ -37,7 +37,7 @@ from edje_index.training.fitting.fit_weights import (
     WeightChoice,
     choose_weights,
 )
-from edje_index.training.model.objectives import trained_part
+from edje_index.training.model.trained_part import trained_part
 
 _ADAPTER_BATCH = 32
 _ACTIVITY = "choosing the weights of the final score on the dev captions, queries"

@@ -17,11 +17,11 @@ from edje_index.scoring.pooled_similarity import PooledSimilarity
 from edje_index.training.data.batches import BatchSource
 from edje_index.training.fitting.hubness_bank import make_hubness_bank
 from edje_index.training.fitting.pooled_similarity import fit_pooled_similarity
+from edje_index.training.loop.batch_source import batch_source
 from edje_index.training.loop.checkpoint import Checkpoints
 from edje_index.training.loop.distributed import WorkerGroup
 from edje_index.training.loop.task import TrainTask
-from edje_index.training.loop.train_worker import batch_source
-from edje_index.training.model.objectives import trained_part
+from edje_index.training.model.trained_part import trained_part
 
 
 def trained_bundle(start: Path, run_dir: Path, run: str) -> tuple[ModelBundle, int]:

@@ -1,10 +1,39 @@
-"""The learning-rate schedule."""
+"""Length and learning-rate schedule of the joint phase."""
 
 from __future__ import annotations
 
 import math
 
-from edje_index.training.config import OptimizerConfig
+from edje_index.training.config import LoopConfig, OptimizerConfig
+from storage_formats.errors import UsageError
+
+
+def total_steps(config: LoopConfig, images: int) -> int:
+    """Optimiser steps of the joint phase.
+
+    Raises:
+        UsageError: neither steps nor epochs are set, or there are fewer images than a batch holds.
+    """
+    if images < config.batch_size:
+        raise UsageError(f"{images} images do not fill a batch of {config.batch_size}; lower loop.batch_size")
+    if config.steps is not None:
+        return config.steps
+    if config.epochs is None:
+        raise UsageError("the length of the training is missing; set loop.steps or loop.epochs")
+    return max(1, math.ceil(config.epochs * steps_per_epoch(config, images)))
+
+
+def check_batch_split(batch_size: int, workers: int) -> None:
+    """Raise UsageError unless every worker gets an equal part of a batch."""
+    if batch_size % workers:
+        raise UsageError(
+            f"loop.batch_size is {batch_size} and run.workers is {workers}; the batch size must be a multiple"
+        )
+
+
+def steps_per_epoch(config: LoopConfig, images: int) -> float:
+    """Optimiser steps per pass over `images` images; may be a fraction."""
+    return (images // config.batch_size) / config.accumulate
 
 
 def learning_rate(step: int, total_steps: int, steps_per_epoch: float, peak: float, config: OptimizerConfig) -> float:

@@ -6,12 +6,10 @@ together; the short text-only rows pass it separately.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
-from edje_index.models.adapter import Adapter, ReducedAdapter
+from edje_index.models.adapter import Adapter
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.models.joint_inputs import JointInputs
 from edje_index.training.config import AugmentationConfig, ObjectiveConfig
@@ -25,37 +23,12 @@ from edje_index.training.model.losses import (
     mlm_loss,
     recovery_loss,
 )
+from edje_index.training.model.teacher import Teacher
+from edje_index.training.model.trained_part import trained_part
 
 Losses = dict[str, torch.Tensor]
 TOTAL = "loss"
-SCORE_BATCH = 256
 FIRST_TEMPERATURE = 0.07
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """A trained joint encoder whose logits the student imitates.
-
-    Attributes:
-        joint: the frozen joint encoder.
-        adapter: maps features to its tokens; None if batches hold the tokens.
-    """
-
-    joint: JointEncoder
-    adapter: nn.Module | None
-
-    @torch.no_grad()
-    def logits(self, batch: JointBatch) -> torch.Tensor:
-        """Logits of the batch's pairs, float32 [b (1 + 2 k)]."""
-        assert batch.teacher is not None
-        inputs, blocks = batch.teacher
-        tokens = blocks.float() if self.adapter is None else self.adapter(blocks.float())
-        image = batch.image[: inputs.input_ids.shape[0]]
-        parts = []
-        for start in range(0, len(image), SCORE_BATCH):
-            rows = slice(start, start + SCORE_BATCH)
-            parts.append(self.joint(_rows(inputs, rows), tokens.index_select(0, image[rows])).float())
-        return torch.cat(parts)
 
 
 class JointObjective(nn.Module):
@@ -164,12 +137,3 @@ def random_subset(blocks: torch.Tensor, count: int | None) -> torch.Tensor:
     if count is None or count >= n:
         return blocks
     return blocks[:, torch.randperm(n)[:count].sort().values.to(blocks.device)]
-
-
-def trained_part(adapter: Adapter) -> nn.Module:
-    """The part of an adapter that is trained. Patches are reduced when features are made, so that is the MLP alone."""
-    return adapter.local if isinstance(adapter, ReducedAdapter) else adapter
-
-
-def _rows(inputs: JointInputs, rows: slice) -> JointInputs:
-    return JointInputs(inputs.input_ids[rows], inputs.token_type_ids[rows], inputs.attention_mask[rows])

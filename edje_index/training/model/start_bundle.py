@@ -63,6 +63,17 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
     return replace(started, score=DirectionWeights(), pooled=None, hubness_bank=None)
 
 
+def trainable_bundle(path: Path, architecture: ArchitectureConfig, device: torch.device) -> ModelBundle:
+    """The bundle of the first step, with gradients and dropout as the settings want them."""
+    bundle = ModelBundle.load(path, verify=False)
+    bundle.adapter.requires_grad_(True)
+    bundle.joint.requires_grad_(True)
+    bundle.joint.text_embeddings.requires_grad_(architecture.word_embeddings == "trained")
+    set_dropout(bundle.joint, architecture.dropout, architecture.attention_dropout)
+    set_attention(bundle.joint, device)
+    return bundle
+
+
 def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:
     """Encoder fingerprints of bundles whose index the adapter `trained` can learn from, with the tower of `info`.
 

@@ -60,8 +60,8 @@ def prepare_training(
         UsageError, ModelError: an input does not fit.
         JobStopped: `should_stop()` returned True; finished parts are kept.
     """
+    from edje_index.training.loop.schedule import total_steps
     from edje_index.training.loop.task import Runtime, TrainTask
-    from edje_index.training.loop.train_worker import total_steps
 
     inputs, folder = request.inputs, request.run.folder
     total_steps(config.loop, len(captions.trained))

@@ -21,7 +21,8 @@ def run_steps(
         JobStopped: `should_stop()` returned True; the last checkpoint holds all finished steps.
     """
     from edje_index.training.loop.distributed import WorkerGroup
-    from edje_index.training.loop.train_worker import check_batch_split, run_worker
+    from edje_index.training.loop.schedule import check_batch_split
+    from edje_index.training.loop.train_worker import run_worker
     from edje_index.training.loop.training_loop import TrainingStopped
 
     check_batch_split(task.config.loop.batch_size, workers)

@@ -15,8 +15,8 @@ from edje_index.training.data.dataset import CaptionSet
 from edje_index.training.fitting.dev_pools import choose_dev_weights, make_dev_set
 from edje_index.training.fitting.hubness_bank import make_hubness_bank
 from edje_index.training.fitting.pooled_similarity import fit_pooled_similarity
-from edje_index.training.model.objectives import trained_part
 from edje_index.training.model.start_bundle import Origin, make_start
+from edje_index.training.model.trained_part import trained_part
 from tests.edje_index.training.conftest import IMAGES, captions
 
 

@@ -10,7 +10,7 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.training.data.dataset import image_embeddings
 from edje_index.training.fitting.hubness_bank import make_hubness_bank
 from edje_index.training.fitting.pooled_similarity import fit_pooled_similarity
-from edje_index.training.model.objectives import trained_part
+from edje_index.training.model.trained_part import trained_part
 
 
 @pytest.mark.parametrize("count", [9, 1000])

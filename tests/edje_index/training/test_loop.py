@@ -14,7 +14,8 @@ from edje_index.training.fitting.finish import trained_bundle
 from edje_index.training.loop.checkpoint import Checkpoints
 from edje_index.training.loop.distributed import WorkerGroup
 from edje_index.training.loop.log import TrainLog, read_log
-from edje_index.training.loop.train_worker import run_worker, total_steps
+from edje_index.training.loop.schedule import total_steps
+from edje_index.training.loop.train_worker import run_worker
 from edje_index.training.loop.training_loop import TrainingStopped, make_optimizer
 from edje_index.training.model.objectives import JointObjective
 from storage_formats.errors import UsageError

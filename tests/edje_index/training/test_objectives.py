@@ -14,7 +14,8 @@ from edje_index.scoring.stop_words import content_token_mask
 from edje_index.training.config import AugmentationConfig
 from edje_index.training.data.batches import TeacherSource
 from edje_index.training.model.losses import distillation_loss, itm_loss, mlm_loss, recovery_loss
-from edje_index.training.model.objectives import AlignmentObjective, JointObjective, Teacher, random_subset
+from edje_index.training.model.objectives import AlignmentObjective, JointObjective, random_subset
+from edje_index.training.model.teacher import Teacher
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from edje_index.scoring.weights import ScoreWeights
 from edje_index.training.data.batches import ViewSource
 from edje_index.training.fitting.linear_maps import canonical_maps, ridge_map
 from edje_index.training.fitting.pooled_similarity import MIN_CAPTIONS, fit_pooled_similarity
-from edje_index.training.model.objectives import trained_part
+from edje_index.training.model.trained_part import trained_part
 
 
 def covariances(rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

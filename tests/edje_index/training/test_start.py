@@ -130,7 +130,7 @@ def test_features_are_what_the_adapter_is_trained_on(tiny_bundle, tmp_path, adap
     """A feature bundle and the trained part of the adapter make together what the whole adapter makes."""
     from dataclasses import replace
 
-    from edje_index.training.model.objectives import trained_part
+    from edje_index.training.model.trained_part import trained_part
 
     config = ArchitectureConfig(adapter=adapter, tokens=4, adapter_hidden=20)
     start = make_start(Origin(tiny_bundle), config, seed=0)
