@@ -1,4 +1,4 @@
-"""Pictures to decode: how the tests make them, and what comes of them."""
+"""Image files for the decoding tests."""
 
 from __future__ import annotations
 

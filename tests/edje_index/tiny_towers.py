@@ -1,4 +1,4 @@
-"""Tiny towers to train heads on: a timm ViT and a BERT of random weights, and pictures of plain colours."""
+"""Tiny towers to train heads on: a timm ViT and a BERT with random weights, and pictures in one colour."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLOURS = {"red": (200, 30, 30), "green": (30, 180, 40), "blue": (20, 40, 220), 
 
 
 def tiny_sources(folder: Path) -> TowerSources:
-    """Weights files of both towers."""
+    """Write the weights of both towers."""
     torch.manual_seed(0)
     trunk = timm.create_model(IMAGE_NAME, num_classes=0)
     save_file(trunk.state_dict(), folder / "image.safetensors")

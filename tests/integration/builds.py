@@ -1,4 +1,4 @@
-"""Photos on disk to build an index of, and what two builds of them must have in common."""
+"""Photos on disk to build an index from, and the contents that two builds of them must share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from storage_formats.format.rows import TIMING_COLUMNS, read_rows
 
 
 def make_photos(folder: Path, count: int) -> None:
-    """`count` small JPEGs, of which each seventh is cut short and each eleventh repeats the one before."""
+    """Write `count` small JPEGs: every seventh is truncated, every eleventh repeats the one before."""
     folder.mkdir(parents=True)
     for at in range(count):
         path = folder / f"{at:04d}.jpg"
@@ -27,7 +27,7 @@ def make_photos(folder: Path, count: int) -> None:
 
 
 def contents(root: Path) -> dict[str, Any]:
-    """Everything of a finished index that must not differ between two builds of one plan."""
+    """The parts of a finished index that two builds of one plan must share."""
     folders = [root / name for name in ("tokens", "embeddings", "checksums", "ann")]
     files = sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
     found: dict[str, Any] = {str(path.relative_to(root)): path.read_bytes() for path in files}

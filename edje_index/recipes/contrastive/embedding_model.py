@@ -91,7 +91,9 @@ def train_embedding(
         records.append(dict(record))
         on_epoch(record)
 
-    training = train_heads(Heads(model.clip, config.tune_text), train_pairs, dev_pairs, config, on_record)
+    training = train_heads(
+        Heads(model.clip, config.tune_text), train_pairs, dev=dev_pairs, config=config, on_record=on_record
+    )
     model.save(request.out)
     (request.out / LOG).write_text("".join(json.dumps(record) + "\n" for record in records))
     return TrainedEmbedding(request.out, len(train_pairs.images), unreadable, training)

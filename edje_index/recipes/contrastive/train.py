@@ -61,7 +61,7 @@ class HeadTraining:
 
 
 def train_heads(
-    heads: Heads, data: PairFeatures, dev: PairFeatures | None, config: ContrastiveConfig, on_record: OnRecord
+    heads: Heads, data: PairFeatures, *, dev: PairFeatures | None, config: ContrastiveConfig, on_record: OnRecord
 ) -> HeadTraining:
     """Train ``heads`` in place.
 

@@ -1,4 +1,4 @@
-"""Files of captions in every form, sound and damaged."""
+"""Caption files in every format, sound and damaged."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_parquet(tmp_path, captions):
     key = "captions" if isinstance(captions, list) else "caption"
     table = pa.table({"file_name": [*NAMES[:2]], key: [captions] * 2, "split": ["dev", None], "noise": [1, 2]})
     pq.write_table(table, tmp_path / "c.parquet")
-    said = captions if isinstance(captions, list) else [captions]
-    expected = [item(tmp_path, NAMES[0], *said, split="dev"), item(tmp_path, NAMES[1], *said)]
+    texts = captions if isinstance(captions, list) else [captions]
+    expected = [item(tmp_path, NAMES[0], *texts, split="dev"), item(tmp_path, NAMES[1], *texts)]
     assert read_captions(tmp_path / "c.parquet") == expected
 
 

@@ -1,4 +1,4 @@
-"""Pictures of every kind that a collection holds: decoded rightly, or refused with a reason."""
+"""Decoding of the image formats and modes that collections hold."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.edje_index.image_cases import LIMIT, encoded, gradient, pixels, png, 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "AVIF"])
 def test_exif_orientation_is_applied(orientation: int, kind: str) -> None:
     upright = np.zeros((16, 32, 3), np.uint8)
-    upright[:8, :16] = 255  # a white quarter at the top left tells all eight apart with the shape ...
-    upright[:8, 16:] = 96  # ... and a grey one beside it
+    upright[:8, :16] = 255  # with the shape, a white top-left quarter ...
+    upright[:8, 16:] = 96  # ... and a grey one beside it identify all eight orientations
     stored = {  # EXIF 2.3, Orientation: what the 0th row and column of the stored array are
         1: upright,
         2: upright[:, ::-1],
@@ -108,9 +108,9 @@ def test_cmyk_jpeg_is_read_as_inverted(progressive: bool) -> None:
 
 
 def test_adobe_ycck_jpeg() -> None:
-    """The same CMYK samples, stored as YCCK: the Adobe marker says so by transform 2."""
+    """The same CMYK samples, stored as YCCK (transform 2 in the Adobe marker)."""
     rgb = Image.fromarray(np.full((16, 16, 3), (200, 60, 30), np.uint8))
-    cmy = 255 - np.asarray(rgb)  # libjpeg, jdcolor.c: "YCCK": YCC of CMY in the place of RGB, K passed through
+    cmy = 255 - np.asarray(rgb)  # libjpeg, jdcolor.c: "YCCK": YCC of CMY instead of RGB, K unchanged
     ycc = np.asarray(Image.fromarray(cmy).convert("YCbCr"))
     ycck = np.dstack([ycc, np.full((16, 16), 255, np.uint8)])  # Adobe's inverted K: no black
     data = encoded(Image.fromarray(255 - ycck, "CMYK"), "JPEG", quality=98)
@@ -232,7 +232,7 @@ def test_16_bit_pgm() -> None:
 @pytest.mark.parametrize(
     ("samples", "expected"),
     [
-        (np.array([[0.0, 0.5, 1.0]], np.float32), [0, 128, 255]),  # shares of white
+        (np.array([[0.0, 0.5, 1.0]], np.float32), [0, 128, 255]),  # fractions of white
         (np.array([[0.1, 0.2]], np.float32), [26, 51]),  # dim stays dim
         (np.array([[0.0, 1000.0, 4000.0]], np.float32), [0, 64, 255]),
         (np.array([[-2.0, 0.0, 2.0]], np.float32), [0, 128, 255]),
@@ -268,7 +268,7 @@ def test_transparent_gif_lies_on_white() -> None:
     assert pixels(encoded(image, "GIF", transparency=0)).tolist() == [[[255, 255, 255], [1, 2, 3]]]
 
 
-# Pillow kept from refusing, printing and interfering
+# Pillow must not refuse, print or interfere
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -299,7 +299,7 @@ def noisy_images() -> list[bytes]:
 
 
 def test_pillow_warns_about_these() -> None:
-    """Otherwise the next test would hold of itself."""
+    """Otherwise the next test could not fail."""
     for data in noisy_images():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -310,7 +310,7 @@ def test_pillow_warns_about_these() -> None:
 
 
 def noisy_tiffs() -> dict[str, bytes]:
-    """Files on which libtiff or Pillow's log speak, and what they say."""
+    """Files about which libtiff or Pillow's log print, and what they print."""
     lzw = encoded(Image.fromarray(gradient()), "TIFF", compression="tiff_lzw")
     return {
         "tempfile.tif": lzw.replace(lzw[8:40], b"\xff" * 32),
@@ -320,7 +320,7 @@ def noisy_tiffs() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("said", noisy_tiffs())
 def test_libraries_print_nothing(said: str) -> None:
-    """In processes of their own: as the libraries are left alone, they print; after a first decode they do not."""
+    """In separate processes: the unchanged libraries print; after a first `decode_rgb` they do not."""
     program = """
 import io, sys
 from PIL import Image
@@ -347,7 +347,7 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             decode_rgb(data, LIMIT)
-        decode_rgb(data, LIMIT)  # under the test run's own filter, that makes errors of warnings
+        decode_rgb(data, LIMIT)  # the filter of the test run turns warnings into errors
     assert capfd.readouterr() == ("", "")
 
 

@@ -1,4 +1,4 @@
-"""Files that are no picture, half of one or too large: each refused with its reason, whatever the bytes."""
+"""Files that are no image, truncated or too large: each is refused with its reason, whatever its bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_cut_pixels_are_called_truncated(kind: str) -> None:
 
 
 def bombs() -> dict[str, bytes]:
-    """Small files that declare (or unpack to) 40,000 x 40,000 pixels, or as many as the format can."""
+    """Small files that declare (or unpack to) 40,000 x 40,000 pixels, or the maximum of the format."""
     side = 40_000
     jpeg = encoded(Image.new("L", (8, 8)), "JPEG")
     frame = jpeg.index(b"\xff\xc0") + 5
@@ -138,7 +138,7 @@ SEEDS = [
 
 
 def image_or_reason(data: bytes) -> None:
-    """Any other exception fails the test."""
+    """Any exception but `ImageError` fails the test."""
     try:
         outcome = decode_rgb(data, LIMIT).mode
     except ImageError as error:

@@ -1,4 +1,4 @@
-"""Inputs: read back as planned, or refused with a reason; the frozen list keeps every byte of a path."""
+"""Inputs: read as planned or refused with a reason; the stored list keeps every byte of a path."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ def test_no_permission(file: Path) -> None:
 
 
 def test_pipes_devices_and_sockets_do_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # a socket's path has to be short
+    monkeypatch.chdir(tmp_path)  # the path of a socket must be short
     os.mkfifo("pipe.jpg")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket.jpg")
-        signal.alarm(5)  # ends the run where the open blocks
+        signal.alarm(5)  # ends the run if the open blocks
         try:
             for name in ("pipe.jpg", "socket.jpg", "/dev/zero"):
                 assert reason(InputRef(name, os.fsencode(name))) == "unreadable"

@@ -1,4 +1,4 @@
-"""Vision towers: one pass gives the tokens and the embedding that open_clip and timm give apart."""
+"""Vision towers: one pass gives the features and the embedding that open_clip and timm compute separately."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_image_tower_alone_is_the_same_as_in_the_whole_model(config: ClipConfig)
 @pytest.mark.parametrize(("config", "heads"), [(clip_config(), 2), (SIGLIP, 3)], ids=["clip", "siglip"])
 @torch.inference_mode()
 def test_attention_is_that_of_the_last_layer(config: ClipConfig, heads: int) -> None:
-    """Against a layer run by PyTorch's own multi-head attention with weights asked for."""
+    """Compare with PyTorch's own multi-head attention, which can return its weights."""
     tower, model = tower_and_model(config)
     pixels = random_pixels(config)
     patches, embedding, received = tower.encode_with_attention(pixels)

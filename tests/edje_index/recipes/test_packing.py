@@ -80,7 +80,7 @@ def test_small_new_tensors_and_vectors_stay_as_they_are():
 
 @pytest.fixture(scope="module")
 def towers(tmp_path_factory):
-    """Tiny towers in the place of the base towers."""
+    """Tiny towers instead of the base towers."""
     folder = tmp_path_factory.mktemp("towers")
     sources = tiny_sources(folder)
     (folder / IMAGE_TOWER).mkdir()
@@ -91,7 +91,7 @@ def towers(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(towers, tmp_path_factory):
-    """A bundle over those towers whose heads, adapter and joint encoder are its own."""
+    """A bundle of those towers with new heads, adapter and joint encoder."""
     from edje_index.recipes.contrastive.config import TowerSources
 
     sources = TowerSources("test_vit", towers / IMAGE_TOWER / WEIGHTS, towers / TEXT_TOWER, 64)
@@ -136,7 +136,7 @@ def test_the_unpacked_bundle_has_the_recorded_fingerprint(towers, trained, tmp_p
 
 
 def test_a_hubness_bank_is_packed_unchanged(towers, trained, tmp_path):
-    """The same bytes, and a score to the last bit the same as without packing."""
+    """The bytes of the bank and the weights of the score are those of the bundle before packing."""
     bank = HubnessBank.of((torch.randn(5, 12), torch.zeros(5, 0)), (torch.randn(3, 12), torch.zeros(3, 0)))
     score = DirectionWeights(t2i=ScoreWeights(hubness=0.75, hubness_similarity=HubnessSimilarity(1.0, 0.0, 4.0)))
     banked = replace(ModelBundle.load(trained), hubness_bank=bank, score=score, info=None)
