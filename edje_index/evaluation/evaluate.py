@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -213,7 +212,7 @@ def _embeddings(
     captions: Sequence[str] = eval_set.captions
     if IMAGE_TO_TEXT not in config.directions:
         captions = [eval_set.captions[position] for position in eval_set.query_captions]
-    texts = embed_texts(model.text, captions, partial(on_progress, "captions embedded"))
+    texts = embed_texts(model.text, captions, on_progress)
     return Embeddings(texts, read_embeddings(index.root, index.manifest.spec, eval_set.rows))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.clip_model import ClipConfig
 from edje_index.models.hub import hub_access
 from edje_index.models.safety import check_options, check_tokenizer_folder
+from edje_index.progress import OnProgress
 
 prepare_torchvision()
 
@@ -66,7 +67,7 @@ class TextTower:
 def embed_texts(
     tower: TextTower,
     texts: Sequence[str],
-    on_progress: Callable[[int, int], None],
+    on_progress: OnProgress,
     *,
     texts_per_report: int = TEXTS_PER_REPORT,
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -75,16 +76,15 @@ def embed_texts(
     Args:
         tower: the text tower.
         texts: at least one.
-        on_progress: called with the number of texts done and their total, before each part and at the end; it may
-            raise to stop.
+        on_progress: called before each part and at the end; it may raise to stop.
         texts_per_report: number of texts between two reports.
     """
     distinct = sorted(dict.fromkeys(texts), key=len)
     parts = []
     for start in range(0, len(distinct), texts_per_report):
-        on_progress(start, len(distinct))
+        on_progress("embedding texts", start, len(distinct))
         parts.append(tower.encode(distinct[start : start + texts_per_report]))
-    on_progress(len(distinct), len(distinct))
+    on_progress("embedding texts", len(distinct), len(distinct))
     rows = {text: row for row, text in enumerate(distinct)}
     embeddings: np.ndarray[Any, np.dtype[np.float32]] = np.concatenate(parts)[[rows[text] for text in texts]]
     return embeddings

@@ -75,7 +75,7 @@ def image_features(tower: PooledTower, images: Sequence[Path], cache: Path, on_p
         features.flush()
         seen[rows] = stamps[rows]
         seen.flush()
-        on_progress("images", len(images) - len(stale) + start + len(pixels), len(images))
+        on_progress("image features", len(images) - len(stale) + start + len(pixels), len(images))
     result = np.array(features)
     result[(stamps == 0).all(axis=1)] = np.nan
     return result

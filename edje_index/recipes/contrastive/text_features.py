@@ -110,5 +110,5 @@ def caption_features(tower: FrozenTextTower, captions: Sequence[str], on_progres
                 values[starts[row] : starts[row + 1]] = states[: lengths[row]]
         else:
             values[rows] = ((hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)).numpy()
-        on_progress("captions", begin + len(rows), len(by_length))
+        on_progress("text features", begin + len(rows), len(by_length))
     return CaptionFeatures(values, starts if tower.tuned_layers else None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +127,8 @@ def prepare_data(
     if not texts:
         raise UsageError("no captioned image has features to train on")
     ids = [np.array(caption, dtype=np.int32) for caption in _token_ids(tokenizer, texts)]
-    report = partial(on_progress, "embedding captions")
-    embeddings = embed_texts(tower, texts, report)
-    mining = embeddings if miner.text is tower else embed_texts(miner.text, texts, report)
+    embeddings = embed_texts(tower, texts, on_progress)
+    mining = embeddings if miner.text is tower else embed_texts(miner.text, texts, on_progress)
     keys = {text: number for number, text in enumerate(dict.fromkeys(map(_key, texts)))}
     return TrainingData(
         rows=np.asarray(items.rows, dtype=np.int64),

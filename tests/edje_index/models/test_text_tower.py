@@ -11,16 +11,14 @@ from edje_index.models.text_tower import embed_texts
 def test_many_texts_are_embedded_in_parts_and_equal_ones_once(tiny_model):
     texts = ["a long text about a dog", "cat", "a dog", "cat", "red", "house"]
     reports = []
-    embeddings = embed_texts(
-        tiny_model.text, texts, lambda done, total: reports.append((done, total)), texts_per_report=2
-    )
+    embeddings = embed_texts(tiny_model.text, texts, lambda *report: reports.append(report), texts_per_report=2)
     np.testing.assert_allclose(embeddings, tiny_model.text.encode(texts), atol=1e-5)
     np.testing.assert_array_equal(embeddings[1], embeddings[3])
-    assert reports == [(0, 5), (2, 5), (4, 5), (5, 5)]
+    assert reports == [("embedding texts", done, 5) for done in (0, 2, 4, 5)]
 
 
 def test_a_progress_callback_may_stop_it(tiny_model):
-    def stop(done, total):
+    def stop(activity, done, total):
         if done == 1:
             raise InterruptedError
 
