@@ -4,10 +4,11 @@ A local Ray is private to the run. It listens on 127.0.0.1 only, asks every clie
 statistics, and keeps its files in a folder that only this user can enter. Its processes end and its folder is removed
 with the run, even if this process is killed.
 
-Ray reads the setting that keeps it on 127.0.0.1 when it is first imported. A program that imports Ray earlier must
-set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before that import; otherwise the local Ray listens on every network interface,
-protected by the token alone. A cluster that is joined listens where its own `ray start` put it. Set
-RAY_AUTH_MODE=token on each of its nodes and in this process.
+Ray reads the two settings that keep it private when it is first imported. A program that imports Ray earlier must set
+RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before that import, or the local Ray is refused.
+
+A cluster that is joined listens where its own `ray start` put it, and this process opens ports that the nodes of the
+cluster connect to. Set RAY_AUTH_MODE=token on each node and in this process, and keep the ports behind a firewall.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -31,7 +33,6 @@ from typing import Any
 from pipelines.engines.base import EngineUnavailableError, describe_error
 from storage_formats.errors import EdjeError, UsageError
 
-_SHUTDOWN_SECONDS = 20.0
 _PROBE_SECONDS = 5.0
 _OPTIONS: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL, "namespace": "edje-index"}
 _LOCAL_OPTIONS: dict[str, Any] = {
@@ -43,13 +44,13 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns if it is not set
 }
-_LOCAL_ENVIRONMENT = {
+_PRIVATE_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes 127.0.0.1 the address of this node, on Linux too
-    "RAY_enable_metrics_collection": "0",
+}
+_LEAN_ENVIRONMENT = {
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
-    "RAY_task_events_report_interval_ms": "0",  # only a dashboard reads task events
 }
 
 
@@ -63,11 +64,11 @@ class RayCluster:
 
     Attributes:
         ray: the imported package.
-        processes: the processes of a local Ray except its workers; empty for a cluster that was joined.
+        daemons: the processes that a local Ray started directly; empty for a cluster that was joined.
     """
 
     ray: Any
-    processes: tuple[Any, ...] = ()
+    daemons: tuple[Any, ...] = ()
 
     def room(self, *, cpus: int, gpus: int) -> int:
         """Number of workers with `cpus` and `gpus` each that the cluster's nodes can hold at once.
@@ -90,10 +91,10 @@ class RayCluster:
         """Raise RayDied if the local Ray cannot go on; Ray itself notices this only after 15 to 60 seconds."""
         import psutil
 
-        for process in self.processes:
+        for daemon in self.daemons:
             with contextlib.suppress(psutil.NoSuchProcess):
-                name = process.name()
-                if name in ("raylet", "gcs_server") and process.status() == psutil.STATUS_ZOMBIE:
+                name = daemon.name()
+                if name in ("raylet", "gcs_server") and daemon.status() == psutil.STATUS_ZOMBIE:
                     raise RayDied(f"Ray ended during the run: its {name} process is gone; finished work is kept")
 
 
@@ -105,36 +106,63 @@ def connected_ray(address: str | None, *, cpus: int, gpus: int) -> Iterator[RayC
         EngineUnavailableError: the cluster cannot be joined, or Ray does not start.
     """
     with contextlib.ExitStack() as stack:
-        if address is not None:
-            stack.enter_context(_environment(_ENVIRONMENT))
-            yield RayCluster(_initialize(stack, address, {"address": address}))
-            return
-        session = _Session()
-        stack.callback(session.end)
-        token = {"RAY_AUTH_TOKEN": _token(), **_LOCAL_ENVIRONMENT}
-        stack.enter_context(_environment(_ENVIRONMENT | token, RAY_TMPDIR=session.folder, PYTHONPATH=_python_path()))
-        ray = _initialize(stack, None, {**_LOCAL_OPTIONS, "num_cpus": cpus, "num_gpus": gpus})
-        yield RayCluster(ray, session.watch())
+        stack.enter_context(_environment(_ENVIRONMENT))
+        yield _start(stack, cpus, gpus) if address is None else _join(stack, address)
 
 
-def _initialize(stack: contextlib.ExitStack, address: str | None, options: dict[str, Any]) -> Any:
-    """Call `ray.init`; `stack` shuts Ray down."""
+def _join(stack: contextlib.ExitStack, address: str) -> RayCluster:
     import ray
 
-    stack.callback(_shut_down, ray)
+    try:
+        _probe(address)
+        _initialize(stack, ray, address=address)
+    except Exception as error:
+        raise EngineUnavailableError(
+            f"cannot join the Ray cluster at {address}: {describe_error(error)}; "
+            "if the cluster asks for a token, set RAY_AUTH_MODE=token and either RAY_AUTH_TOKEN or ~/.ray/auth_token"
+        ) from error
+    return RayCluster(ray)
+
+
+def _start(stack: contextlib.ExitStack, cpus: int, gpus: int) -> RayCluster:
+    _check_importable_privately()
+    session = stack.enter_context(_session())
+    stack.enter_context(_environment(_PRIVATE_ENVIRONMENT | _LEAN_ENVIRONMENT | {"RAY_AUTH_TOKEN": _token()}))
+    stack.enter_context(_environment({}, RAY_TMPDIR=session.folder, PYTHONPATH=_python_path()))
+    import ray
+
+    try:
+        _initialize(stack, ray, **_LOCAL_OPTIONS, num_cpus=cpus, num_gpus=gpus)
+    except Exception as error:
+        raise EngineUnavailableError(f"Ray did not start on this machine: {describe_error(error)}") from error
+    return RayCluster(ray, session.watch())
+
+
+@functools.cache
+def _check_importable_privately() -> None:
+    """Raise EngineUnavailableError if Ray was imported with settings that open it to the network.
+
+    Only the first call can tell: later ones find the Ray that this module has imported.
+    """
+    missing = [f"{name}={value}" for name, value in _PRIVATE_ENVIRONMENT.items() if os.environ.get(name) != value]
+    if "ray" in sys.modules and missing:
+        raise EngineUnavailableError(
+            "this process imported Ray before the engine could make its local Ray private; "
+            f"set {' and '.join(missing)} before you import ray"
+        )
+
+
+def _initialize(stack: contextlib.ExitStack, ray: Any, **options: Any) -> None:
+    """Call `ray.init`; `stack` shuts Ray down."""
+    stack.callback(ray.shutdown)
     _silence_error_listener(stack, ray)
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        if address is not None:
-            _probe(address)
         ray.init(**_OPTIONS, **options)
-    except Exception as error:
-        raise EngineUnavailableError(_explain(address, error)) from error
     finally:
         if threading.current_thread() is threading.main_thread():  # ray.init replaces the handler there
             signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
-    return ray
 
 
 def _silence_error_listener(stack: contextlib.ExitStack, ray: Any) -> None:
@@ -156,22 +184,6 @@ def _probe(address: str) -> None:
     socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
 
 
-def _explain(address: str | None, error: Exception) -> str:
-    if address is None:
-        return f"Ray did not start on this machine: {describe_error(error)}"
-    return (
-        f"cannot join the Ray cluster at {address}: {describe_error(error)}; "
-        "if the cluster asks for a token, set RAY_AUTH_MODE=token and either RAY_AUTH_TOKEN or ~/.ray/auth_token"
-    )
-
-
-def _shut_down(ray: Any) -> None:
-    """Disconnect, and wait a limited time: `ray.shutdown` may never return after Ray's processes are gone."""
-    thread = threading.Thread(target=ray.shutdown, daemon=True)
-    thread.start()
-    thread.join(_SHUTDOWN_SECONDS)
-
-
 @contextlib.contextmanager
 def _environment(defaults: dict[str, str], **values: str) -> Iterator[None]:
     """Set environment variables within the context; a variable of `defaults` that the user has set stays as it is."""
@@ -181,8 +193,8 @@ def _environment(defaults: dict[str, str], **values: str) -> Iterator[None]:
         yield
     finally:
         for name in {*defaults, *values}:
-            os.environ.pop(name, None)
-            os.environ.update({name: before[name]} if name in before else {})
+            os.environ.pop(name)
+        os.environ.update(before)
 
 
 @functools.cache
@@ -197,46 +209,49 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
 
+@dataclass
 class _Session:
-    """The folder and the processes of a local Ray, and a watchdog that ends both if this process is killed.
+    """The folder of a local Ray, and a watchdog that removes it and ends `processes` if this process is killed."""
 
-    The kernel ends the processes that Ray starts directly, and workers end by themselves. Ray's two agents would go
-    on for a minute.
-    """
-
-    # The input of the shell ends with this process. A process number may belong to another program by then.
-    _WATCHDOG = (
-        'pids=; while read -r pid; do pids="$pids $pid"; done; '
-        'for pid in $pids; do grep -qs ray "/proc/$pid/cmdline" && kill -9 "$pid"; done; sleep 1; rm -rf "$0"'
-    )
-
-    def __init__(self) -> None:
-        short = "/tmp" if os.access("/tmp", os.W_OK) else None  # a path to a Unix socket has at most 107 bytes
-        self.folder = tempfile.mkdtemp(prefix=f"edje-ray-{os.getpid()}-", dir=os.environ.get("RAY_TMPDIR", short))
-        self._processes: tuple[Any, ...] = ()
-        self._watchdog = subprocess.Popen(
-            ["sh", "-c", self._WATCHDOG, self.folder], stdin=subprocess.PIPE, text=True, start_new_session=True
-        )
+    folder: str
+    watchdog: subprocess.Popen[str]
+    processes: tuple[Any, ...] = ()
 
     def watch(self) -> tuple[Any, ...]:
-        """Tell the watchdog about the processes of Ray that run now, and return them."""
+        """Find Ray's processes and name them to the watchdog; returns those that Ray has started directly."""
         import psutil
 
-        daemons = [process for process in psutil.Process().children() if self.folder in " ".join(process.cmdline())]
-        self._processes = (*daemons, *(child for daemon in daemons for child in daemon.children(recursive=True)))
-        assert self._watchdog.stdin is not None
-        self._watchdog.stdin.write("".join(f"{process.pid}\n" for process in self._processes))
-        self._watchdog.stdin.flush()
-        return self._processes
+        children = {child: child.as_dict(["cmdline"], ad_value=[]) for child in psutil.Process().children()}
+        daemons = [child for child, values in children.items() if self.folder in " ".join(values["cmdline"])]
+        self.processes = (*daemons, *(agent for daemon in daemons for agent in daemon.children(recursive=True)))
+        assert self.watchdog.stdin is not None
+        self.watchdog.stdin.writelines(f"{process.pid}\n" for process in self.processes)
+        self.watchdog.stdin.flush()
+        return tuple(daemons)
 
-    def end(self) -> None:
-        """End what `ray.shutdown` has left, and remove the folder."""
-        import psutil
 
-        for process in self._processes:
-            with contextlib.suppress(psutil.Error):
+# The kernel ends Ray's daemons with this process, and workers end by themselves, but two agents would go on for a
+# minute. The input of this shell ends with this process. By then, a process number may belong to another program.
+_WATCHDOG = (
+    'pids=; while read -r pid; do pids="$pids $pid"; done; '
+    'for pid in $pids; do grep -qs ray "/proc/$pid/cmdline" && kill -9 "$pid"; done; sleep 1; rm -rf "$0"'
+)
+
+
+@contextlib.contextmanager
+def _session() -> Iterator[_Session]:
+    short = "/tmp" if os.access("/tmp", os.W_OK) else None  # a path to a Unix socket has at most 107 bytes
+    folder = tempfile.mkdtemp(prefix=f"edje-ray-{os.getpid()}-", dir=os.environ.get("RAY_TMPDIR", short))
+    watchdog = subprocess.Popen(
+        ["sh", "-c", _WATCHDOG, folder], stdin=subprocess.PIPE, text=True, start_new_session=True
+    )
+    session = _Session(folder, watchdog)
+    try:
+        yield session
+    finally:
+        for process in session.processes:  # what `ray.shutdown` could not end because Ray had died
+            with contextlib.suppress(Exception):
                 process.kill()
-        psutil.wait_procs(self._processes, timeout=_SHUTDOWN_SECONDS)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._watchdog.kill()
-        self._watchdog.communicate()
+        shutil.rmtree(folder, ignore_errors=True)
+        watchdog.kill()
+        watchdog.communicate()

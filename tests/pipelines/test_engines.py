@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -166,3 +168,17 @@ def test_ray_addresses_that_cannot_be_joined_are_refused(tmp_path):
         EngineUnavailableError, match=r"cannot join the Ray cluster at 127\.0\.0\.1:1: Connection refused"
     ):
         list(run(RayEngine(1, address="127.0.0.1:1"), tmp_path, [Job(1)]))
+
+
+IMPORTED_EARLY = """
+import ray
+from pipelines.engines.ray_engine import RayEngine
+
+list(RayEngine(1).run(list, [], on_progress=print, should_stop=bool))
+"""
+
+
+def test_a_ray_that_was_imported_with_open_settings_is_refused():
+    done = subprocess.run([sys.executable, "-c", IMPORTED_EARLY], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "set RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before you import ray" in done.stderr
