@@ -78,3 +78,38 @@ def test_every_anchor_names_a_heading(page):
         headings = re.findall(r"^#+ (.+)$", (page.parent / target if target else page).read_text(), re.MULTILINE)
         anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
         assert anchor in anchors, f"{page.name} links to #{anchor} of {target}"
+
+
+def drawn_imports() -> dict[str, set[str]]:
+    """Arrows of the diagram in docs/architecture.md."""
+    arrows: dict[str, set[str]] = {}
+    for importer, imported in re.findall(
+        r"^ +(\w+) --> (\w+)$", (REPO / "docs/architecture.md").read_text(), re.MULTILINE
+    ):
+        arrows.setdefault(importer, set()).add(imported)
+    return arrows
+
+
+def reachable(arrows: dict[str, set[str]], start: str) -> set[str]:
+    direct = arrows.get(start, set())
+    return direct.union(*(reachable(arrows, following) for following in direct))
+
+
+def actual_imports() -> dict[str, set[str]]:
+    """Names on the first level of edje_index, and those that their modules import."""
+    imports: dict[str, set[str]] = {}
+    for path in (REPO / "edje_index").rglob("*.py"):
+        importer = path.relative_to(REPO / "edje_index").with_suffix("").parts[0]
+        text = path.read_text()
+        imported = set(re.findall(r"^ *(?:from|import) edje_index\.(\w+)", text, re.MULTILINE)) - {importer}
+        if importer != "__init__":
+            imports.setdefault(importer, set()).update(imported)
+    return imports
+
+
+def test_the_diagram_of_imports_is_true():
+    drawn, actual = drawn_imports(), actual_imports()
+    for importer, imported in actual.items():
+        assert imported <= reachable(drawn, importer), f"docs/architecture.md lacks an import of {importer}"
+    for importer, imported in drawn.items():
+        assert imported <= actual[importer], f"docs/architecture.md draws an import that {importer} does not have"
