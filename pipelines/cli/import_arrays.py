@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from pipelines.cli.output import json_option, print_json
+from pipelines.cli.output import json_option, print_json, print_line, quiet_option, running_job
+from pipelines.progress.wording import counted
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 
@@ -29,7 +30,7 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option("--shard-size", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows per shard.")
 @click.option("--encoder", default="unknown", show_default=True, help="Name and version of the model of the arrays.")
 @click.option("--ann/--no-ann", default=True, show_default=True, help="Build the FAISS index of the embeddings.")
-@click.option("--quiet", is_flag=True, help="No progress.")
+@quiet_option
 @json_option
 def import_arrays(quiet: bool, as_json: bool, **options: Any) -> None:
     """Write an index from the arrays of your own encoder.
@@ -50,17 +51,18 @@ def import_arrays(quiet: bool, as_json: bool, **options: Any) -> None:
     """
     from pipelines.jobs.import_arrays import ArraysConfig
     from pipelines.jobs.import_arrays import import_arrays as run_import
-    from pipelines.progress.display import progress_display
-    from pipelines.progress.stopping import stop_on_signals
 
     options["precisions"] = tuple(dict.fromkeys(options["precisions"]))
     config = ArraysConfig(**options)
-    with stop_on_signals() as should_stop, progress_display(quiet=quiet) as on_event:
+    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, should_stop):
         result = run_import(config, on_event, should_stop)
     if as_json:
         print_json(asdict(result))
         return
     (m, d), out = result.block_shape, options["out"]
-    click.echo(f"{out}: {result.rows:,} rows of {m} x {d} tokens in {result.shards:,} shards, {result.seconds:.1f} s")
+    print_line(
+        f"{out}: {counted(result.rows, 'row')} of {m} x {d} tokens in {counted(result.shards, 'shard')}, "
+        f"{result.seconds:.1f} s"
+    )
     for name, size in result.bytes_per_image.items():
-        click.echo(f"{name:6} {size:7,} bytes per row")
+        print_line(f"{name:6} {size:7,} bytes per row")

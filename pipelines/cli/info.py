@@ -36,6 +36,7 @@ def info(index: Path, as_json: bool) -> None:
 
 def describe_index(root: Path) -> dict[str, Any]:
     """The contents of a finished or begun index as a JSON object. Raises EdjeError if there is no index."""
+    from pipelines.jobs.shard_run import read_receipts
     from pipelines.planning.plan import read_plan
 
     if not Layout(root).manifest.exists() and (plan := read_plan(root)) is not None:
@@ -44,7 +45,7 @@ def describe_index(root: Path) -> dict[str, Any]:
             "state": "begun",
             "rows": plan.spec.rows,
             "shards": plan.spec.shards,
-            "finished_shards": _finished_shards(root, plan.spec.shards, plan.fingerprint),
+            "finished_shards": len(read_receipts(root, plan.spec, plan.fingerprint)),
             "shard_size": plan.spec.shard_size,
             "block_shape": list(plan.spec.block_shape),
             "embed_dim": plan.spec.embed_dim,
@@ -77,13 +78,6 @@ def describe_index(root: Path) -> dict[str, Any]:
         "format_version": manifest.format_version,
         "created_by": manifest.created_by,
     }
-
-
-def _finished_shards(root: Path, shards: int, plan: str) -> int:
-    from storage_formats.format.receipts import read_receipt
-
-    layout = Layout(root)
-    return sum(read_receipt(layout, shard, plan) is not None for shard in range(shards))
 
 
 def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:

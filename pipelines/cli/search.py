@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edje_index.scoring.weights import BUNDLE_SCORE
-from pipelines.cli.output import dtype_option, json_option, note, print_json
+from pipelines.cli.output import dtype_option, json_option, note, print_json, print_line
 from pipelines.cli.score_option import score_option
 from storage_formats.errors import UsageError
 
@@ -85,7 +85,7 @@ def search(
 
 
 def _print(hits: list[Hit]) -> None:
-    click.echo(f"{'score':>9} {'joint':>9} {'embedding':>10} {'row':>9}  image")
+    print_line(f"{'score':>9} {'joint':>9} {'embedding':>10} {'row':>9}  image")
     for hit in hits:
         joint = "-" if hit.joint_score is None else f"{hit.joint_score:.4f}"
-        click.echo(f"{hit.score:>9.4f} {joint:>9} {hit.embedding_score:>10.4f} {hit.row_id:>9}  {hit.uri}")
+        print_line(f"{hit.score:>9.4f} {joint:>9} {hit.embedding_score:>10.4f} {hit.row_id:>9}  {hit.uri}")

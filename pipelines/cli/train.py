@@ -10,11 +10,9 @@ import click
 
 from edje_index.scoring.weights import ScoreWeights
 from edje_index.training.presets import PRESETS
-from pipelines.cli.output import json_option, print_json, this_command
+from pipelines.cli.output import json_option, print_json, print_line, running_job
 
 if TYPE_CHECKING:
-    from edje_index.training.config import TrainConfig
-    from pipelines.jobs.training.request import TrainRequest
     from pipelines.jobs.training.result import TrainResult
 
 _PATH = click.Path(path_type=Path)
@@ -110,12 +108,17 @@ def train(
     if show_settings:
         print_json(settings_json(values)) if as_json else click.echo(describe_settings(values))
         return
+    from pipelines.jobs.training.run import run_training
+
     with options_named():
-        result = _run(*make_request(values), quiet=quiet)
+        request, config = make_request(values)
+        with running_job(quiet=quiet) as (on_event, should_stop):
+            result = run_training(request, config, on_event, should_stop)
     if as_json:
         print_json(asdict(result))
     else:
-        click.echo("\n".join(describe_result(result)))
+        for line in describe_result(result):
+            print_line(line)
 
 
 def describe_result(result: TrainResult) -> list[str]:
@@ -140,15 +143,3 @@ def _describe_choice(candidates: str, choice: dict[str, Any]) -> str:
         f"{choice['embedding_recall']:.1%}, final {choice['held_out_recall']:.1%} with weights fitted to other images, "
         f"{choice['recall']:.1%} with weights fitted to the same"
     )
-
-
-def _run(request: TrainRequest, config: TrainConfig, *, quiet: bool) -> TrainResult:
-    from pipelines.jobs.training.run import run_training
-    from pipelines.progress.display import progress_display
-    from pipelines.progress.stopping import JobStopped, stop_on_signals
-
-    try:
-        with stop_on_signals() as should_stop, progress_display(quiet=quiet) as on_event:
-            return run_training(request, config, on_event, should_stop)
-    except (JobStopped, KeyboardInterrupt) as error:
-        raise JobStopped(f"{str(error) or 'interrupted'}. To resume: {this_command()}") from error

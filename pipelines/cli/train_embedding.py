@@ -1,4 +1,4 @@
-"""`edje-index train-embedding`."""
+"""`edje-index model train-embedding`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any
 
 import click
 
-from pipelines.cli.output import json_option, note, print_json
+from pipelines.cli.output import json_option, note, print_json, print_line
+from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
 
 _PATH = click.Path(path_type=Path)
 
 
-@click.command("train-embedding")
+@click.command()
 @click.argument("captions", type=_PATH)
 @click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: that of CAPTIONS]")
 @click.option("--split", help="Use only this split of CAPTIONS.")
 @click.option("--dev", type=_PATH, help="Captions of other images. The epoch with the best recall on them is kept.")
 @click.option("--dev-split", help="Use only this split of --dev.")
-@click.option("--towers", type=_PATH, help="Directory written by fetch-towers. It provides both towers.")
+@click.option("--towers", type=_PATH, help="Directory written by 'model fetch-towers'. It provides both towers.")
 @click.option("--image-tower", help="Vision tower as TIMM_NAME:WEIGHTS, a model name and a file.")
 @click.option("--text-tower", type=_PATH, help="Text tower: directory of a Hugging Face BERT with its tokenizer.")
 @click.option(
@@ -52,9 +53,9 @@ def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) ->
 
     \b
     Examples:
-      edje-index train-embedding captions_train.jsonl --dev captions_dev.jsonl --towers towers --out dual
-      edje-index train-embedding coco.json --split train --images coco --image-tower \\
-        vit_base_patch14_dinov2:dinov2.safetensors --text-tower minilm --tune-text 2 --out dual
+      edje-index model train-embedding captions_train.jsonl --dev captions_dev.jsonl --towers towers --out clip
+      edje-index model train-embedding coco.json --split train --images coco --image-tower \\
+        vit_base_patch14_dinov2:dinov2.safetensors --text-tower minilm --tune-text 2 --out clip
     """
     from edje_index.captions.reading import check_apart, read_captions
     from edje_index.recipes.contrastive.config import ContrastiveConfig
@@ -77,7 +78,7 @@ def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) ->
             request, progress_callback(on_event), lambda record: on_event(StatusMessage(_describe_epoch(record)))
         )
     if result.unreadable:
-        note(f"note: {result.unreadable} images could not be read and were left out")
+        note(f"note: {counted(result.unreadable, 'image')} could not be read and were left out")
     if as_json:
         training = result.training
         print_json(
@@ -91,7 +92,7 @@ def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) ->
             }
         )
     else:
-        click.echo(f"{out}: trained on {result.images} images, weights of epoch {result.training.epoch}")
+        print_line(f"{out}: trained on {counted(result.images, 'image')}, weights of epoch {result.training.epoch}")
 
 
 def _sources(towers: Path | None, image_tower: str | None, text_tower: Path | None, image_size: int) -> Any:

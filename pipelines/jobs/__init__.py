@@ -1,3 +1,3 @@
-"""Jobs: what a command does, free of any command line."""
+"""Jobs: the work of the commands, independent of the command line."""
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Build plans: what a build will do, frozen before it starts."""
+"""Planning: the request, the plan and the inputs of a build, fixed before it starts."""

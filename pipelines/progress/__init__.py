@@ -1,1 +1,1 @@
-"""What a job reports while it runs, and how it is displayed."""
+"""Progress of a job: its events, their display, and stopping early."""

@@ -146,5 +146,5 @@ def _load_text_weights(transformer: torch.nn.Module, path: Path) -> None:
 
 def _read(path: Path) -> State:
     if not path.is_file():
-        raise ModelError(f"no weights at {path}; 'edje-index fetch-towers' downloads both towers")
+        raise ModelError(f"no weights at {path}; 'edje-index model fetch-towers' downloads both towers")
     return read_weights(path)

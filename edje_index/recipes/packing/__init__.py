@@ -1,7 +1,7 @@
 """Packing of a trained bundle into a folder small enough for a repository.
 
 A packed model holds only what differs from the base towers. ``pack`` writes it, ``unpack`` makes the bundle again from
-it and the folder of ``edje-index fetch-towers``, and ``tensors`` packs one tensor. The folder:
+it and the folder of ``edje-index model fetch-towers``, and ``tensors`` packs one tensor. The folder:
 
     carried.json          packing of every tensor, hashes of the base towers' weights
     weights.safetensors   the packed tensors

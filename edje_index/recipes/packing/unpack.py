@@ -60,7 +60,7 @@ def unpack_model(packed: str | Path, towers: str | Path, out: str | Path) -> Bun
     if bases.digests != description["towers"]:
         raise ModelError(
             f"{folder} was packed with other base towers than those in {towers}: "
-            "download the right ones with 'edje-index fetch-towers'"
+            "download the right ones with 'edje-index model fetch-towers'"
         )
     with new_folder(Path(out)) as staging:
         shutil.copytree(folder / BUNDLE_FOLDER, staging, dirs_exist_ok=True)
