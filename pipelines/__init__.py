@@ -9,20 +9,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelines.api import build_index, quantize_index
+    from pipelines.api import build_index, quantize_index, train
     from pipelines.jobs.build_result import BuildResult
     from pipelines.jobs.quantize import QuantizeResult
+    from pipelines.jobs.training.result import TrainResult
     from pipelines.progress.stopping import JobStopped
 
 _MODULES = {
     "BuildResult": "pipelines.jobs.build_result",
     "JobStopped": "pipelines.progress.stopping",
     "QuantizeResult": "pipelines.jobs.quantize",
+    "TrainResult": "pipelines.jobs.training.result",
     "build_index": "pipelines.api",
     "quantize_index": "pipelines.api",
+    "train": "pipelines.api",
 }
 
-__all__ = ["BuildResult", "JobStopped", "QuantizeResult", "build_index", "quantize_index"]
+__all__ = ["BuildResult", "JobStopped", "QuantizeResult", "TrainResult", "build_index", "quantize_index", "train"]
 
 
 def __getattr__(name: str) -> Any:

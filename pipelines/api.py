@@ -1,16 +1,17 @@
-"""The jobs as functions with keyword arguments: what the commands `build` and `quantize` do, for Python programs."""
+"""The jobs as functions with keyword arguments, for Python programs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from edje_index.errors import name_missing_extra
 
 if TYPE_CHECKING:
     from pipelines.jobs.build_result import BuildResult
     from pipelines.jobs.quantize import QuantizeResult
+    from pipelines.jobs.training.result import TrainResult
     from pipelines.progress.events import Event, OnEvent
     from pipelines.progress.stopping import ShouldStop
 
@@ -123,3 +124,60 @@ def quantize_index(
 
         engine = RayEngine(workers)
     return run_quantize(QuantizeConfig(Path(index), tuple(to), tuple(drop), source), engine, on_event)
+
+
+@name_missing_extra("train")
+def train(
+    captions: str | Path | Sequence[str | Path],
+    out: str | Path,
+    *,
+    preset: str = "paper",
+    on_event: OnEvent = _ignore,
+    should_stop: ShouldStop = _never,
+    **settings: Mapping[str, Any],
+) -> TrainResult:
+    """Train adapter and joint encoder on captions, as `edje-index train` does. The same call resumes a training.
+
+    Args:
+        captions: caption files, see `edje_index.captions.reading.read_captions`.
+        out: directory of the bundle to write.
+        preset: settings to start from, a name in `edje_index.training.presets.PRESETS`.
+        on_event: as in `build_index`.
+        should_stop: as in `build_index`.
+        settings: groups of settings that override the preset, each a mapping from names to values;
+            `edje-index train --show-settings` lists them.
+
+    Raises:
+        UsageError: the preset or a setting is invalid.
+        ModelError: a model cannot be used.
+        JobStopped: the training stopped before its end; the same call resumes it.
+        MissingExtraError: a package of the extra `train` is not installed.
+
+    Example:
+        >>> from pipelines import train
+        >>> result = train(
+        ...     "captions.jsonl",
+        ...     "trained",
+        ...     inputs={"model": "model", "images": "photos"},
+        ...     architecture={"tokens": 4, "adapter_hidden": 48},
+        ...     loop={"steps": 2, "batch_size": 4},
+        ... )
+        >>> result.images, result.steps
+        (6, 2)
+    """
+    from edje_index.training.config import TrainConfig, validated
+    from edje_index.training.presets import PRESETS
+    from pipelines.jobs.training.request import TrainRequest
+    from pipelines.jobs.training.run import run_training
+    from storage_formats.errors import UsageError
+
+    if preset not in PRESETS:
+        raise UsageError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
+    groups = {
+        name: {**PRESETS[preset].get(name, {}), **settings.get(name, {})} for name in {*PRESETS[preset], *settings}
+    }
+    files = [captions] if isinstance(captions, str | Path) else list(captions)
+    inputs = {**groups.pop("inputs", {}), "captions": files}
+    run = {**groups.pop("run", {}), "out": out}
+    request = validated(TrainRequest, {"inputs": inputs, "run": run})
+    return run_training(request, validated(TrainConfig, groups), on_event, should_stop)

@@ -55,6 +55,12 @@ class ModelBundle:
         pooled: the pooled similarity, if the bundle has one.
         hubness_bank: the bank of the hubness correction, if the bundle has one.
         info: description of the directory that this was loaded from; None for a bundle made in memory.
+
+    Example:
+        >>> from edje_index import ModelBundle
+        >>> bundle = ModelBundle.load("model")
+        >>> bundle.block_shape, bundle.embed_dim, bundle.trained
+        ((4, 16), 24, False)
     """
 
     clip: torch.nn.Module

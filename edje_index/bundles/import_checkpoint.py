@@ -42,6 +42,12 @@ def import_checkpoint(
     Raises:
         HubUnreachableError: weights or a tokenizer are missing and cannot be downloaded.
         ModelError: parts are missing or do not fit each other.
+
+    Example:
+        >>> from edje_index import import_checkpoint
+        >>> info = import_checkpoint("checkpoint.pth", "local-dir:model/vision", "imported")
+        >>> info.block_shape, info.trained
+        ((6, 16), True)
     """
     path = Path(checkpoint)
     if Path(out).exists():

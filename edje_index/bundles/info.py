@@ -103,6 +103,11 @@ class BundleInfo(BundleDescription):
         files: relative path to ``{"bytes", "sha256"}``, for every file but ``bundle.json``.
         fingerprint: sha256 over everything that decides any output.
         encoder_fingerprint: sha256 over what decides the stored tokens and embeddings.
+
+    Example:
+        >>> from edje_index import read_bundle_info
+        >>> read_bundle_info("model").path
+        PosixPath('model')
     """
 
     path: Path
@@ -161,6 +166,12 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
 
     Raises:
         ModelError: the directory is not a bundle, has another format version, or was changed by hand.
+
+    Example:
+        >>> from edje_index import read_bundle_info
+        >>> info = read_bundle_info("model")
+        >>> info.block_shape, info.embed_dim, info.trained
+        ((4, 16), 24, False)
     """
     folder = Path(path)
     content = read_versioned(folder / INFO_FILE, "model bundle", form=FORMAT, versions=READ_VERSIONS)

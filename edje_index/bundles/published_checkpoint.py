@@ -33,6 +33,14 @@ class PublishedModel:
     Attributes:
         adapter: ``adapter(vision_tokens [b, n, d_vision]) -> [b, m, d]``.
         joint: the joint encoder.
+
+    Example:
+        >>> import torch
+        >>> from edje_index import load_published_checkpoint
+        >>> model = load_published_checkpoint("checkpoint.pth", "tokenizer", vision_heads=2)
+        >>> tokens = model.adapter(torch.zeros(1, 16, 32))  # 16 patches of a tower of width 32
+        >>> tokens.shape, model.score("a red car", tokens).shape
+        (torch.Size([1, 6, 16]), torch.Size([1]))
     """
 
     adapter: Adapter
@@ -50,12 +58,20 @@ def load_published_checkpoint(
 
     Args:
         checkpoint: the ``.pth`` file.
-        tokenizer_dir: folder with the tokenizer and the BERT ``config.json``.
-        vision_heads: attention heads of the vision tower; the compressing adapter has as many.
-        layer_norm_eps: the vision tower's, also taken over by the adapter.
+        tokenizer_dir: directory with the tokenizer and the BERT ``config.json``.
+        vision_heads: number of attention heads of the vision tower, which the compressed adapter shares.
+        layer_norm_eps: epsilon of the vision tower's layer norm, which the adapter shares.
 
     Raises:
-        ModelError: not such a checkpoint, or parts that do not fit each other.
+        ModelError: the file is not such a checkpoint, or its parts do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> from edje_index import load_published_checkpoint
+        >>> model = load_published_checkpoint("checkpoint.pth", "tokenizer", vision_heads=2)
+        >>> tokens = model.adapter(torch.zeros(1, 16, 32))  # 16 patches of a tower of width 32
+        >>> tokens.shape, model.score("a red car", tokens).shape
+        (torch.Size([1, 6, 16]), torch.Size([1]))
     """
     path = Path(checkpoint)
     state = read_checkpoint(path).get("model")

@@ -74,10 +74,16 @@ TINY = UntrainedSizes(
 
 
 def create_untrained_bundle(out: str | Path, *, seed: int = 0, sizes: UntrainedSizes | None = None) -> BundleInfo:
-    """Write a bundle of random weights to the new folder ``out``; equal seeds and sizes give equal bytes.
+    """Write a bundle of random weights to the new directory ``out``. Equal seeds and sizes give equal bytes.
 
     Raises:
         ModelError: ``out`` exists.
+
+    Example:
+        >>> from edje_index import create_untrained_bundle
+        >>> from edje_index.bundles.random_bundle import TINY
+        >>> create_untrained_bundle("tiny", sizes=TINY).block_shape
+        (4, 16)
     """
     sizes = sizes or UntrainedSizes()
     with torch.random.fork_rng(devices=[]):

@@ -17,6 +17,12 @@ FULL_POOLS = (100,)
 class EvaluationConfig:
     """What to measure.
 
+    Example:
+        >>> from pathlib import Path
+        >>> from edje_index import EvaluationConfig
+        >>> EvaluationConfig(systems=((Path("photos.edje"), None),), captions=Path("captions.jsonl")).pool_sizes
+        (10, 20, 50)
+
     Attributes:
         systems: indexes, each with the bundle to search it with, or None for the bundle that built it.
         captions: caption file, see `captions.reading.read_captions`.

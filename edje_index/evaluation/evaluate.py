@@ -52,9 +52,21 @@ def evaluate(config: EvaluationConfig, on_progress: OnProgress = lambda activity
     """Measure recall.
 
     Example:
-        >>> config = EvaluationConfig(systems=((Path("photos.edje"), None),), captions=Path("captions.jsonl"))
-        >>> for result in evaluate(config).results:  # doctest: +SKIP
-        ...     print(result.direction, result.precision, result.pool, result.recall[1].value)
+        >>> from pathlib import Path
+        >>> from edje_index import EvaluationConfig, evaluate
+        >>> config = EvaluationConfig(
+        ...     systems=((Path("photos.edje"), None),),
+        ...     captions=Path("captions.jsonl"),
+        ...     images=Path("photos"),
+        ...     pools=(3,),
+        ...     resamples=0,
+        ... )
+        >>> for result in evaluate(config).results:
+        ...     print(result.direction, result.precision, result.pool, 0 <= result.recall[5].value <= 100)
+        t2i None None True
+        t2i bf16 3 True
+        i2t None None True
+        i2t bf16 3 True
 
     Raises:
         UsageError: settings that contradict each other, captions that cannot be read or match no image, or a precision

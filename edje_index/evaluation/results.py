@@ -79,7 +79,22 @@ class Result:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All results of an evaluation, with the settings that produced them."""
+    """All results of an evaluation, with the settings that produced them.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from edje_index import EvaluationConfig, evaluate
+        >>> config = EvaluationConfig(
+        ...     systems=((Path("photos.edje"), None),),
+        ...     captions=Path("captions.jsonl"),
+        ...     images=Path("photos"),
+        ...     pools=(3,),
+        ...     resamples=0,
+        ... )
+        >>> evaluation = evaluate(config)
+        >>> evaluation.inputs.images, evaluation.cutoffs
+        (6, (1, 5, 10))
+    """
 
     protocol: str
     captions: str

@@ -40,6 +40,12 @@ class JointEncoder(nn.Module):
         compute_dtype: number type of the language model's matrix products in :meth:`forward`, see
             `models.devices.autocast`. The head is always float32: with the 8 significant bits of bfloat16 many
             candidates would have equal logits.
+
+    Example:
+        >>> from edje_index import ModelBundle, TokenStore
+        >>> joint = ModelBundle.load("model").joint
+        >>> joint.score("a dog", TokenStore.open("photos.edje").fetch([0, 1, 2])).shape
+        torch.Size([3])
     """
 
     def __init__(self, config: BertConfig, tokenizer: JointTokenizer, text_embed_dim: int) -> None:

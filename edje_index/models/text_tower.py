@@ -32,7 +32,13 @@ TEXTS_PER_REPORT = 1024
 
 
 class TextTower:
-    """The text tower of an open_clip model, with its tokenizer."""
+    """The text tower of an open_clip model, with its tokenizer.
+
+    Example:
+        >>> from edje_index import ModelBundle
+        >>> ModelBundle.load("model").text.encode(["a dog", "two cats"]).shape
+        (2, 24)
+    """
 
     def __init__(self, clip: torch.nn.Module, tokenizer: Any) -> None:
         self.clip = clip

@@ -37,6 +37,14 @@ class VisionTower(torch.nn.Module):
         num_heads: number of attention heads.
         layer_norm_eps: epsilon of the final layer norm; published adapters have the same.
         image_size: (height, width) in pixels that ``encode`` expects.
+
+    Example:
+        >>> import torch
+        >>> from edje_index import ModelBundle
+        >>> vision = ModelBundle.load("model").vision
+        >>> patches, embeddings = vision.encode(torch.zeros(2, 3, *vision.image_size))
+        >>> tuple(patches.shape) == (2, vision.num_patches, vision.patch_dim), tuple(embeddings.shape)
+        (True, (2, 24))
     """
 
     patch_dim: int

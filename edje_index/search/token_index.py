@@ -34,6 +34,12 @@ class Hit:
         joint_score: logit, late interaction and pooled similarity, weighted and summed as in `score`. None if the score
             has none of them.
         parts: the parts of the final score by name, not weighted; see `edje_index.scoring.weights.PART_NAMES`.
+
+    Example:
+        >>> from edje_index import TokenIndex
+        >>> hit = TokenIndex.open("photos.edje").search("a dog", k=1, pool=4)[0]
+        >>> sorted(hit.parts), hit.score == hit.joint_score == hit.parts["logit"]
+        (['logit'], True)
     """
 
     row_id: int
@@ -48,9 +54,11 @@ class TokenIndex:
     """An index and the model bundle that built it, ready to be searched.
 
     Example:
-        >>> index = TokenIndex.open("photos.edje")  # doctest: +SKIP
-        >>> for hit in index.search("two dogs play in the snow", k=3):  # doctest: +SKIP
-        ...     print(hit.score, hit.uri)
+        >>> from edje_index import TokenIndex
+        >>> index = TokenIndex.open("photos.edje")
+        >>> hits = index.search("two dogs play in the snow", k=3)
+        >>> len(hits), hits[0].score >= hits[2].score
+        (3, True)
     """
 
     def __init__(

@@ -28,6 +28,11 @@ class TrainResult:
         dev: the choice of weights for `images` and `captions` with its recalls, where --dev was given; see
             `edje_index.training.fitting.fit_weights`.
         already_finished: nothing was left to do.
+
+    Example:
+        >>> from pipelines import TrainResult
+        >>> TrainResult("model", "f" * 64, "e" * 64, images=6, captions=6, left_out={}, steps=2, seconds=1.5).steps
+        2
     """
 
     bundle: str
