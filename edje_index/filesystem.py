@@ -47,7 +47,7 @@ def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") 
                 except UnicodeDecodeError as error:
                     yield JsonLine(number, error=f"it is not UTF-8: {error}")
                 except (ValueError, RecursionError) as error:
-                    yield JsonLine(number, error=f"it is no JSON: {error}")
+                    yield JsonLine(number, error=f"it is not JSON: {error}")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

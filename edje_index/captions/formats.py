@@ -156,7 +156,7 @@ def _sample_record(tar: str, key: str, sample: _Sample) -> CaptionRecord:
         raise RecordError(f"it has {len(sample.images)} images: {', '.join(sample.images)}")
     value: Any = {} if sample.json is None else parse_json(sample.json)
     if not isinstance(value, dict):
-        raise RecordError("its .json is no object")
+        raise RecordError("its .json file does not hold an object")
     if sample.text is not None:
         value[CAPTION_KEYS[0]] = [line for line in decode_text(sample.text).splitlines() if line.strip()]
     if not any(name in value for name in CAPTION_KEYS):

@@ -40,7 +40,7 @@ class RecordError(Exception):
 def caption_record(value: Any) -> CaptionRecord:
     """Convert an object with an image name, captions and, optionally, a split and an identifier."""
     if not isinstance(value, dict):
-        raise RecordError("it is no JSON object")
+        raise RecordError("it is not a JSON object")
     image_key = next((key for key in IMAGE_KEYS if value.get(key) is not None), IMAGE_KEYS[0])
     return CaptionRecord(
         image=file_name(value, image_key),
@@ -72,7 +72,7 @@ def parse_json(data: bytes) -> Any:
     try:
         return json.loads(decode_text(data))
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"it is no JSON: {error}") from error
+        raise RecordError(f"it is not JSON: {error}") from error
 
 
 def decode_text(data: bytes) -> str:
@@ -110,7 +110,7 @@ def file_name(value: Any, key: str) -> str:
     except UnicodeEncodeError:  # half of a surrogate pair, from a JSON escape
         possible = False
     if not possible:
-        raise RecordError(f"its '{key}' {text!r} is no possible file name")
+        raise RecordError(f"its '{key}' {text!r} cannot be a file name")
     return text
 
 

@@ -59,7 +59,7 @@ def read_configuration(file: Path) -> dict[str, Any]:
     for key, value in _items(content):
         names_hub_code = key in IMPLEMENTATION_KEYS and "/" in str(value)
         if (key in CODE_KEYS and value) or names_hub_code:
-            raise ModelError(f"{file} asks to run code ({key!r}: {value!r}), and only data is loaded: do not use it")
+            raise ModelError(f"{file} asks to run code ({key!r}: {value!r}): remove the key, or do not use the model")
     return content
 
 
@@ -102,7 +102,9 @@ def check_local_name(name: str | None, source: str) -> None:
         ModelError: it does; the message names `source`.
     """
     if name is not None and (":" in name or "/" in name):
-        raise ModelError(f"{source} names the timm model {name!r}, which is not one of timm's architectures")
+        raise ModelError(
+            f"{source} names the timm model {name!r}, not one of timm's architectures: use the name of one"
+        )
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:

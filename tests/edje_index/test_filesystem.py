@@ -14,7 +14,8 @@ def test_json_lines_are_numbered_and_blank_lines_skipped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "words"), [(b"{", "no JSON"), (b'"\xff"', "not UTF-8"), (b"[" * 100_000, "no JSON"), (b"nul", "no JSON")]
+    ("line", "words"),
+    [(b"{", "not JSON"), (b'"\xff"', "not UTF-8"), (b"[" * 100_000, "not JSON"), (b"nul", "not JSON")],
 )
 def test_a_bad_line_says_why_and_ends_nothing(tmp_path, line, words):
     path = tmp_path / "a.jsonl"

@@ -155,16 +155,16 @@ def test_a_sample_without_captions_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"image": "a.jpg", "caption": "x"', "no JSON"),
-        ("[1]", "no JSON object"),
+        ('{"image": "a.jpg", "caption": "x"', "not JSON"),
+        ("[1]", "not a JSON object"),
         ('{"caption": "x"}', "no 'image'"),
         ('{"image": 3, "caption": "x"}', "no 'image'"),
         ('{"image": "a.jpg"}', "no captions"),
         ('{"image": "a.jpg", "captions": []}', "no captions"),
         ('{"image": "a.jpg", "captions": ["x", " "]}', "blank"),
         ('{"image": "a.jpg", "captions": ["x", 3]}', "blank, or no text"),
-        ('{"image": "a\\u0000.jpg", "caption": "x"}', "no possible file name"),
-        ('{"image": "a\\ud800.jpg", "caption": "x"}', "no possible file name"),
+        ('{"image": "a\\u0000.jpg", "caption": "x"}', "cannot be a file name"),
+        ('{"image": "a\\ud800.jpg", "caption": "x"}', "cannot be a file name"),
         ('{"image": "a.jpg", "caption": "x \\ud83d"}', "half of a surrogate pair"),
         (b'{"image": "a\xff.jpg", "caption": "x"}', "not UTF-8"),
     ],
@@ -179,7 +179,7 @@ def test_a_malformed_line_is_named(tmp_path, line, words):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("{}", "neither a list"),
         ('{"images": [{"filename": "a"}]}', "images 1: it has no list of 'sentences'"),
         ('{"images": [{"filename": "a", "sentences": [{}]}]}', "images 1: one of its captions"),
