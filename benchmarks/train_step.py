@@ -33,7 +33,7 @@ from edje_index.training.loop.distributed import WorkerGroup
 from edje_index.training.loop.task import Runtime, TrainTask
 from edje_index.training.loop.train_worker import run_worker
 from edje_index.training.model.objectives import TOTAL, JointObjective
-from edje_index.training.model.start_bundle import Origin, make_start, set_attention, set_dropout
+from edje_index.training.model.start_bundle import Origin, make_start, make_trainable
 from storage_formats.format.layout import IndexSpec
 
 _CAPTION_WORDS = (8, 17)  # of Flickr8k's captions, nine in ten have so many
@@ -142,9 +142,8 @@ def _random_data(images: int, start: ModelBundle) -> TrainingData:
 def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
     """The model's own work, on a copy of the model and a batch of the same kind."""
     bundle = ModelBundle.load(task.start, verify=False)
-    adapter = bundle.adapter.requires_grad_(True)
-    set_dropout(bundle.joint, task.config.architecture.dropout, task.config.architecture.attention_dropout)
-    set_attention(bundle.joint, torch.device("cpu"))
+    adapter = bundle.adapter
+    make_trainable(bundle, task.config.architecture, torch.device("cpu"))
     special_tokens, tokens = SpecialTokens.of(bundle.joint.tokenizer), adapter.config.num_tokens
     source = BatchSource(
         TrainingData.open(task.data), Features(task.features), None, special_tokens, tokens, 0.05, task.config

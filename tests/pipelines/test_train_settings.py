@@ -96,6 +96,7 @@ def test_every_problem_has_a_line_and_names_its_option():
         ({"model": None}, [], "inputs.model and inputs.vision"),
         ({"vision": "ViT-B-16:openai"}, [], "inputs.model and inputs.vision"),
         ({"steps": None}, [], "loop.steps or loop.epochs is missing"),
+        ({"workers": 5}, [], "loop.batch_size is 64 and run.workers is 5"),
         ({}, ["fitting.hubness_bank=8"], "fitting.hubness_bank needs inputs.dev"),
         ({}, ["fitting.pooled_dim=8"], "fitting.pooled_dim needs inputs.dev or fitting.pooled_weight"),
         ({}, ["inputs.view_features=v"], "inputs.view_features needs augmentation.views"),
@@ -109,7 +110,7 @@ def test_every_problem_has_a_line_and_names_its_option():
 def test_settings_that_exclude_each_other_are_refused(changes, assignments, words):
     request, config = read(assignments=assignments, **{"steps": 5, **changes})
     with pytest.raises(UsageError, match=words) as error:
-        check_request(request.inputs, config)
+        check_request(request, config)
     assert "\n" not in str(error.value)
 
 

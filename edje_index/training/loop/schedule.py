@@ -23,14 +23,6 @@ def total_steps(config: LoopConfig, images: int) -> int:
     return max(1, math.ceil(config.epochs * steps_per_epoch(config, images)))
 
 
-def check_batch_split(batch_size: int, workers: int) -> None:
-    """Raise UsageError unless every worker gets an equal part of a batch."""
-    if batch_size % workers:
-        raise UsageError(
-            f"loop.batch_size is {batch_size} and run.workers is {workers}; the batch size must be a multiple"
-        )
-
-
 def steps_per_epoch(config: LoopConfig, images: int) -> float:
     """Optimiser steps per pass over `images` images; may be a fraction."""
     return (images // config.batch_size) / config.accumulate

@@ -20,7 +20,7 @@ from edje_index.training.loop.task import TrainTask
 from edje_index.training.loop.training_loop import Phase, Record, Trainer
 from edje_index.training.model.adapter_init import init_from_features
 from edje_index.training.model.objectives import AlignmentObjective, JointObjective
-from edje_index.training.model.start_bundle import trainable_bundle
+from edje_index.training.model.start_bundle import make_trainable
 from edje_index.training.model.teacher import Teacher, open_teacher
 
 ALIGNMENT, JOINT = "alignment", "joint"
@@ -42,7 +42,8 @@ def run_worker(
     config, device = task.config, resolve_device(task.runtime.device)
     if task.runtime.threads is not None:
         torch.set_num_threads(task.runtime.threads)
-    start = trainable_bundle(task.start, config.architecture, device)
+    start = ModelBundle.load(task.start, verify=False)
+    make_trainable(start, config.architecture, device)
     teacher, teacher_source = (None, None) if task.teacher is None else open_teacher(task.teacher, device)
     source = batch_source(task, start, group, teacher_source)
     phases = [partial(_joint_phase, config, start, source, teacher)]

@@ -63,15 +63,13 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
     return replace(started, score=DirectionWeights(), pooled=None, hubness_bank=None)
 
 
-def trainable_bundle(path: Path, architecture: ArchitectureConfig, device: torch.device) -> ModelBundle:
-    """The bundle of the first step, with gradients and dropout as the settings want them."""
-    bundle = ModelBundle.load(path, verify=False)
+def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device: torch.device) -> None:
+    """Set gradients, dropout and the computation of attention as the settings and the device want them."""
     bundle.adapter.requires_grad_(True)
     bundle.joint.requires_grad_(True)
     bundle.joint.text_embeddings.requires_grad_(architecture.word_embeddings == "trained")
     set_dropout(bundle.joint, architecture.dropout, architecture.attention_dropout)
     set_attention(bundle.joint, device)
-    return bundle
 
 
 def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:

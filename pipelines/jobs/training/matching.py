@@ -11,7 +11,6 @@ from pipelines.progress.events import OnEvent, StatusMessage
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from edje_index.captions.matching import MatchedRows
     from edje_index.captions.reading import CaptionedImage
     from edje_index.training.data.dataset import CaptionSet
     from pipelines.jobs.training.captions import Captions
@@ -40,28 +39,28 @@ def match_captions(index: Path, captions: Captions, on_event: OnEvent) -> Matche
     Raises:
         UsageError: an image is not in the index at all.
     """
-    from edje_index.captions.matching import match_items
-
-    matched = match_items(index, captions.trained)
-    dev = _caption_set(index, captions.dev, match_items(index, captions.dev))[1] if captions.dev else None
-    items, caption_set = _caption_set(index, captions.trained, matched)
-    if left_out := matched.missing():
+    items, trained, left_out = _with_features(index, captions.trained)
+    dev = _with_features(index, captions.dev)[1] if captions.dev else None
+    if left_out:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in left_out.items())
         on_event(StatusMessage(f"left out, without features: {reasons}"))
-    return MatchedCaptions(items, caption_set, dev, left_out)
+    return MatchedCaptions(items, trained, dev, left_out)
 
 
-def _caption_set(
-    index: Path, items: Sequence[CaptionedImage], matched: MatchedRows
-) -> tuple[Sequence[CaptionedImage], CaptionSet]:
-    from edje_index.captions.matching import NOT_IN_INDEX
+def _with_features(
+    index: Path, items: Sequence[CaptionedImage]
+) -> tuple[Sequence[CaptionedImage], CaptionSet, dict[str, int]]:
+    """The items with features, their captions and rows, and the number of the others by reason."""
+    from edje_index.captions.matching import NOT_IN_INDEX, match_items
     from edje_index.training.data.dataset import CaptionSet
 
-    if absent := matched.missing().get(NOT_IN_INDEX):
+    matched = match_items(index, items)
+    left_out = matched.missing()
+    if absent := left_out.get(NOT_IN_INDEX):
         raise UsageError(
             f"{absent:,} of {len(items):,} captioned images are not in {index}; build it from all images, those of the "
             "dev captions included, or leave inputs.features out to have it computed"
         )
     positions = [position for position, row in enumerate(matched.rows) if row >= 0]
     kept = [items[position] for position in positions]
-    return kept, CaptionSet(matched.rows[positions], [item.captions for item in kept])
+    return kept, CaptionSet(matched.rows[positions], [item.captions for item in kept]), left_out

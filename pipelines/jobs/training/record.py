@@ -30,11 +30,11 @@ def training_record(inputs: TrainingInputs, config: TrainConfig) -> dict[str, An
         "vision": inputs.vision,
         "language": _language_digest(inputs.language),
         "init": _bundle_digest(inputs.init),
+        "teacher": _bundle_digest(inputs.teacher),
+        "miner": _bundle_digest(inputs.miner),
         "features": _index_digest(inputs.features),
         "view_features": _index_digest(inputs.view_features),
-        "teacher": _bundle_digest(inputs.teacher),
         "teacher_features": _index_digest(inputs.teacher_features),
-        "miner": _bundle_digest(inputs.miner),
         "miner_features": _index_digest(inputs.miner_features),
     }
     return {"format": FORMAT, **settings, **{f"inputs.{key}": value for key, value in inputs_record.items()}}

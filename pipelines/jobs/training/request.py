@@ -89,21 +89,23 @@ class TrainRequest(Settings):
     run: RunSettings
 
 
-def check_request(inputs: TrainingInputs, config: TrainConfig) -> None:
-    """Raise UsageError, with one line per problem, if inputs and settings exclude each other."""
-    objective, fitting = config.objective, config.fitting
+def check_request(request: TrainRequest, config: TrainConfig) -> None:
+    """Raise UsageError, with one line per problem, if settings exclude each other."""
+    inputs, objective, fitting, loop = request.inputs, config.objective, config.fitting, config.loop
+    no_loss = inputs.teacher is None and not objective.itm_weight + objective.mlm_weight + objective.recovery_weight
     problems = {
-        "inputs.model and inputs.vision: set one of them, the frozen towers": (inputs.model is None)
-        == (inputs.vision is None),
-        "loop.steps or loop.epochs is missing: the length of the training": config.loop.steps is None
-        and config.loop.epochs is None,
-        "all losses have weight 0 and inputs.teacher is not set; there is nothing to train": inputs.teacher is None
-        and not objective.itm_weight + objective.mlm_weight + objective.recovery_weight,
-        "fitting.pooled_dim needs inputs.dev or fitting.pooled_weight; otherwise the weight would be 0": bool(
-            fitting.pooled_dim and inputs.dev is None and not fitting.pooled_weight
+        "inputs.model and inputs.vision: set one of them, the frozen towers": (
+            (inputs.model is None) == (inputs.vision is None)
         ),
-        "fitting.hubness_bank needs inputs.dev, to whose captions its weight is fitted": bool(
-            fitting.hubness_bank and inputs.dev is None
+        "loop.steps or loop.epochs is missing: the length of the training": loop.steps is None and loop.epochs is None,
+        f"loop.batch_size is {loop.batch_size} and run.workers is {request.run.workers}; the batch size must be a "
+        "multiple of the number of workers": loop.batch_size % request.run.workers != 0,
+        "all losses have weight 0 and inputs.teacher is not set; there is nothing to train": no_loss,
+        "fitting.pooled_dim needs inputs.dev or fitting.pooled_weight; otherwise the weight would be 0": (
+            fitting.pooled_dim > 0 and inputs.dev is None and not fitting.pooled_weight
+        ),
+        "fitting.hubness_bank needs inputs.dev, to whose captions its weight is fitted": (
+            fitting.hubness_bank > 0 and inputs.dev is None
         ),
         "inputs.view_features needs augmentation.views, the number of views per photo": (
             inputs.view_features is not None and not config.augmentation.views

@@ -34,7 +34,7 @@ def run_training(
     """
     started = time.monotonic()
     run = request.run
-    check_request(request.inputs, config)
+    check_request(request, config)
     with locked_index(run.folder):
         if run.export and not (run.folder / "checkpoints").is_dir():
             raise UsageError(f"{run.folder} holds no checkpoint to export; is run.dir the folder of the training?")

@@ -21,11 +21,9 @@ def run_steps(
         JobStopped: `should_stop()` returned True; the last checkpoint holds all finished steps.
     """
     from edje_index.training.loop.distributed import WorkerGroup
-    from edje_index.training.loop.schedule import check_batch_split
     from edje_index.training.loop.train_worker import run_worker
     from edje_index.training.loop.training_loop import TrainingStopped
 
-    check_batch_split(task.config.loop.batch_size, workers)
     report = step_progress(on_event)
     try:
         if workers == 1 and address is None:
