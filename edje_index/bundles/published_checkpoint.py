@@ -1,9 +1,9 @@
-"""Checkpoints in the format that the published EDJE training code writes.
+"""Reads checkpoints in the format of the published EDJE training code.
 
-``{"model": state_dict, "epoch", "global_step", "config"}``. Of the state this reads the adapter
-(``vision_projection.*``) and the joint encoder (``language_model.*``, ``text_embeddings.*``,
-``classification_head.*``, ``text_projection.*``); the frozen towers that it also holds
-(``vision_encoder.*``, ``clip.*``) are left out: towers come from open_clip.
+A checkpoint is ``{"model": state_dict, "epoch", "global_step", "config"}``. The adapter (``vision_projection.*``) and
+the joint encoder (``language_model.*``, ``text_embeddings.*``, ``classification_head.*``, ``text_projection.*``) are
+read. The frozen towers in the checkpoint (``vision_encoder.*``, ``clip.*``) are ignored, because towers come from
+open_clip.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POSITIONS = "language_model.bert.embeddings.position_embeddings.weight"
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """Adapter and joint encoder of a published checkpoint; no vision tower.
+    """Adapter and joint encoder of a published checkpoint, without a vision tower.
 
     Attributes:
         adapter: ``adapter(vision_tokens [b, n, d_vision]) -> [b, m, d]``.
@@ -54,7 +54,7 @@ class PublishedModel:
 def load_published_checkpoint(
     checkpoint: str | Path, tokenizer_dir: str | Path, *, vision_heads: int, layer_norm_eps: float = 1e-6
 ) -> PublishedModel:
-    """Read a checkpoint that the published training code wrote. Nothing in it is executed.
+    """Read a checkpoint of the published training code. No code in it is executed.
 
     Args:
         checkpoint: the ``.pth`` file.
@@ -85,14 +85,14 @@ def load_published_checkpoint(
 
 def _joint_encoder(state: State, tokenizer_dir: Path, what: str) -> JointEncoder:
     _require(state, (WORDS, POSITIONS, "text_projection.weight"), what)
-    # Training adds the <image> word and may extend the positions: the weights know, the file may not.
+    # Training adds <image> and may extend the positions. The weights have the true sizes, the file may not.
     config = bert_config(
         tokenizer_dir / "config.json",
         vocab_size=state[WORDS].shape[0],
         max_position_embeddings=state[POSITIONS].shape[0],
     )
     joint = JointEncoder(config, load_joint_tokenizer(tokenizer_dir), state["text_projection.weight"].shape[0])
-    # Older versions of transformers stored the numbers 0, 1, 2, ... as well.
+    # Older versions of transformers stored the position ids 0, 1, 2, ... as well.
     kept = {k: v for k, v in state.items() if k.startswith(JOINT_PREFIXES) and not k.endswith(".position_ids")}
     assign_weights(joint, kept, f"the joint encoder of {what}")
     return joint
@@ -117,12 +117,14 @@ def _adapter(state: State, joint: JointEncoder, heads: int, eps: float, what: st
         _require(weights, ("0.weight", "2.weight"), what)
         hidden, width = weights["0.weight"].shape
         language = weights["2.weight"].shape[0]
-        # The checkpoint does not say how many patches an image has; import_checkpoint does.
+        # The checkpoint does not record the number of patches; import_checkpoint sets it.
         config = AdapterConfig(LOCAL, 1, width, language, hidden, activation=activation)
     else:
-        raise ModelError(f"{what} holds no adapter: neither {ADAPTER_PREFIX}query nor {ADAPTER_PREFIX}0.weight")
+        raise ModelError(f"{what} has no adapter: neither {ADAPTER_PREFIX}query nor {ADAPTER_PREFIX}0.weight")
     if config.language_dim != joint.width:
-        raise ModelError(f"{what}: the adapter makes tokens of width {config.language_dim}, the joint {joint.width}")
+        raise ModelError(
+            f"{what}: the adapter makes tokens of width {config.language_dim}, the joint encoder reads {joint.width}"
+        )
     adapter = build_adapter(config)
     assign_weights(adapter, weights, f"the adapter of {what}")
     return adapter

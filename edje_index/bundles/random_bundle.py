@@ -1,7 +1,7 @@
-"""Bundles of random weights: all of the pipeline, none of the meaning.
+"""Makes bundles of random weights, to try every command without a trained model.
 
-No EDJE weights are published and many machines reach no model hub. Such a bundle lets every step run at
-its real cost anywhere; what search makes of it has no meaning. The same seed gives the same weights.
+No trained EDJE weights are published, and many machines cannot reach a model hub. With a random bundle every step runs
+at its real cost, but the order of search results has no meaning. Equal seeds give equal weights.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MAX_POSITIONS = 512
 class UntrainedSizes:
     """Sizes of an untrained bundle. The defaults are a ViT-S/16 and a MiniLM-L6-H384, with 64 x 384 blocks.
 
-    ``adapter_hidden`` is 4 times the tower's width, not the 8192 of the paper: with a tower this small the
-    adapter's MLP would cost a good part of the tower.
+    ``adapter_hidden`` is 4 times the width of the tower. The paper's 8192 would make the adapter nearly as slow as a
+    tower this small.
     """
 
     image_size: int = 224
@@ -70,7 +70,7 @@ TINY = UntrainedSizes(
     language_heads=2,
     language_words=500,
 )
-"""For tests: 4 x 16 blocks, 24-wide embeddings, 32-pixel images."""
+"""Sizes for tests: 4 x 16 blocks, embeddings of width 24, images of 32 x 32 pixels."""
 
 
 def create_untrained_bundle(out: str | Path, *, seed: int = 0, sizes: UntrainedSizes | None = None) -> BundleInfo:

@@ -1,8 +1,8 @@
-"""A BERT tokenizer that needs no download: its words come from the vocabulary inside the open_clip package.
+"""A BERT tokenizer that needs no download: it uses the vocabulary that the open_clip package contains.
 
-open_clip ships CLIP's byte-pair vocabulary, commonest first. Entries that end a word (``</w>``) become words,
-the others pieces that continue one (``##``). Only lower-case ASCII letters and digits are taken; single
-characters are added, so that no such word is unknown.
+open_clip contains CLIP's byte-pair vocabulary, most frequent entries first. Entries that end a word (``</w>``) become
+words; other entries become pieces that continue a word (``##``). Entries with other characters than lower-case ASCII
+letters and digits are left out. All single letters and digits are added, so that no word made of them is unknown.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ WORD_END = "</w>"
 
 
 def untrained_tokenizer(words: int) -> JointTokenizer:
-    """A WordPiece tokenizer with about ``words`` entries from open_clip's vocabulary, and ``<image>`` as its last."""
-    vocabulary = {piece: number for number, piece in enumerate((*_pieces(words), IMAGE_TOKEN))}
+    """A WordPiece tokenizer with about ``words`` entries of open_clip's vocabulary; ``<image>`` is the last entry."""
+    vocabulary = {piece: token_id for token_id, piece in enumerate((*_pieces(words), IMAGE_TOKEN))}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -49,13 +49,13 @@ def untrained_tokenizer(words: int) -> JointTokenizer:
 
 
 def _pieces(count: int) -> list[str]:
-    """Special tokens, single characters, then ``count`` entries of the vocabulary in its order; no doubles."""
+    """Special tokens, single characters, then ``count`` entries of the vocabulary in order, without duplicates."""
     letters = string.ascii_lowercase + string.digits
-    found = dict.fromkeys((*SPECIAL, *string.punctuation, *letters, *("##" + c for c in letters)))
-    base = len(found)
+    pieces = dict.fromkeys((*SPECIAL, *string.punctuation, *letters, *("##" + c for c in letters)))
+    base = len(pieces)
     for entry in SimpleTokenizer().encoder:
-        if len(found) >= base + count:
+        if len(pieces) >= base + count:
             break
         if PLAIN.fullmatch(entry.removesuffix(WORD_END)):
-            found[entry.removesuffix(WORD_END) if entry.endswith(WORD_END) else "##" + entry] = None
-    return list(found)
+            pieces[entry.removesuffix(WORD_END) if entry.endswith(WORD_END) else "##" + entry] = None
+    return list(pieces)

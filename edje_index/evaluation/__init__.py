@@ -1,6 +1,6 @@
-"""Recall of an index on captioned images: embedding alone beside re-ranked, over pool sizes and precisions.
+"""Recall of an index on captioned images: by embedding alone and re-ranked, over pool sizes and precisions.
 
-``protocol`` decides what is asked and what is a right answer, ``pools`` ranks by embedding, ``tokens`` and ``scoring``
-score pairs with the joint encoder, ``recall`` and ``bootstrap`` are the arithmetic, ``evaluate`` puts them together,
-``report`` and ``figures`` show the result.
+`protocol` defines queries, candidates and right answers. `pools` ranks by embedding. `pool_scores` and `pair_scores`
+compute the final scores. `recall`, `recall_results` and `bootstrap` turn scores into recall with confidence intervals.
+`evaluate` connects them; `report`, `figures` and `plots` show the result.
 """

@@ -1,7 +1,7 @@
-"""Confidence intervals by resampling clusters: captions of one image are not independent of each other.
+"""Confidence intervals by resampling clusters, because the captions of one image are not independent of each other.
 
-The percentile bootstrap of B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13. Every
-statistic is measured on the same resamples, so the difference of two of them has its interval too (paired bootstrap).
+The method is the percentile bootstrap of B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, chapter
+13. All statistics are measured on the same resamples, so that their differences have intervals too (paired bootstrap).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
-_CHUNK_DRAWS = 1 << 22  # bounds memory: draws that are held at a time
+_CHUNK_DRAWS = 1 << 22  # draws in memory at a time
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its interval; without resamples the interval is None."""
+    """A mean with its 95 % confidence interval, which is None without resamples."""
 
     value: float
     low: float | None = None
@@ -30,8 +30,8 @@ class ClusterBootstrap:
     """Resamples of clusters.
 
     Attributes:
-        clusters: int [q], the cluster of each query; any labels.
-        resamples: how many; 0 gives no intervals.
+        clusters: the cluster of each query, any integers [q].
+        resamples: number of resamples; 0 gives no intervals.
         seed: equal seeds give equal intervals.
     """
 
@@ -40,7 +40,7 @@ class ClusterBootstrap:
     seed: int = 0
 
     def estimates(self, values: NDArray[np.floating]) -> list[Estimate]:
-        """Mean of each column of `values` [q, s], with its 95 % interval."""
+        """Mean of each column of `values` [q, s], with its confidence interval."""
         means = values.mean(axis=0, dtype=np.float64)
         if not self.resamples:
             return [Estimate(float(mean)) for mean in means]
@@ -49,10 +49,10 @@ class ClusterBootstrap:
         return [Estimate(*map(float, triple)) for triple in zip(means, low, high, strict=True)]
 
     def means(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Means over the queries of each resample: [q, s] -> [resamples, s]."""
-        which, multiplicities = self._resampled
+        """Mean of each column of `values` [q, s] over the queries of each resample: [resamples, s]."""
+        cluster_of_query, multiplicities = self._resampled
         sums = np.zeros((multiplicities.shape[1], values.shape[1] + 1))
-        np.add.at(sums, which, np.column_stack([values, np.ones(len(values))]))
+        np.add.at(sums, cluster_of_query, np.column_stack([values, np.ones(len(values))]))
         chunk = max(1, _CHUNK_DRAWS // len(sums))
         totals = np.concatenate(
             [multiplicities[at : at + chunk].astype(np.float64) @ sums for at in range(0, self.resamples, chunk)]
@@ -62,14 +62,14 @@ class ClusterBootstrap:
 
     @cached_property
     def _resampled(self) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
-        """Cluster of each query [q], 0 to g - 1, and how often each resample drew each cluster [resamples, g]."""
-        labels, which = np.unique(self.clusters, return_inverse=True)
+        """(cluster of each query [q], from 0; how often each resample drew each cluster [resamples, g])."""
+        labels, cluster_of_query = np.unique(self.clusters, return_inverse=True)
         count = len(labels)
         rng = np.random.default_rng(self.seed)
         drawn = np.empty((self.resamples, count), dtype=np.uint16)
         chunk = max(1, _CHUNK_DRAWS // count)
         for at in range(0, self.resamples, chunk):
             part = drawn[at : at + chunk]
-            places = rng.integers(0, count, part.shape) + np.arange(len(part))[:, None] * count
-            part[:] = np.bincount(places.ravel(), minlength=part.size).reshape(part.shape)
-        return which, drawn
+            cells = rng.integers(0, count, part.shape) + np.arange(len(part))[:, None] * count
+            part[:] = np.bincount(cells.ravel(), minlength=part.size).reshape(part.shape)
+        return cluster_of_query, drawn

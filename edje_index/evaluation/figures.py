@@ -1,4 +1,4 @@
-"""Plots of an evaluation: recall against the size of the pool, and against the bytes that an image takes."""
+"""Plots of an evaluation: recall against the pool size, and against the bytes per image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GREY = "#888888"
 
 
 def write_figures(evaluation: Evaluation, folder: Path) -> list[Path]:
-    """Write the plots of every direction as PNG into `folder`; none where nothing was re-ranked."""
+    """Write the plots of every direction as PNG into `folder`; none if nothing was re-ranked."""
     written = []
     for direction in dict.fromkeys(result.direction for result in evaluation.results if result.pool is not None):
         for system in evaluation.systems:
@@ -38,7 +38,7 @@ def write_figures(evaluation: Evaluation, folder: Path) -> list[Path]:
 
 
 def _plot_pools(evaluation: Evaluation, results: Sequence[Result], path: Path) -> None:
-    """R@k of one system in its finest precision; what the embeddings alone reach is dashed."""
+    """Plot R@k of one index in its highest-fidelity precision. Dashed lines show the embeddings alone."""
     embedding = next(result for result in results if result.precision is None)
     finest = next(result for result in results if result.change is None and result.precision is not None)
     shown = [result for result in results if result.precision == finest.precision]
@@ -61,20 +61,20 @@ def _plot_pools(evaluation: Evaluation, results: Sequence[Result], path: Path) -
 
 
 def _plot_bytes(evaluation: Evaluation, results: Sequence[Result], path: Path) -> None:
-    """R@k, k the smallest cutoff, of every system and precision at the largest pool."""
+    """Plot R@k for the smallest cutoff, every index and every precision, with the largest pool."""
     pool, cutoff = max(evaluation.pools), evaluation.cutoffs[0]
     direction = _TITLES[results[0].direction == TEXT_TO_IMAGE]
     figure, axes = new_figure(
-        f"R@{cutoff} by storage, {direction}, pool {pool}", "tokens of an image, kB (1,000 bytes)", f"R@{cutoff}, %"
+        f"R@{cutoff} by storage, {direction}, pool {pool}", "tokens per image, kB (1,000 bytes)", f"R@{cutoff}, %"
     )
     ticks: set[float] = set()
     for number, (system, colour) in enumerate(zip(evaluation.systems, itertools.cycle(COLOURS), strict=False)):
-        own = [result for result in results if result.system == system.name]
-        shown = [result for result in own if result.pool == pool]
+        system_results = [result for result in results if result.system == system.name]
+        shown = [result for result in system_results if result.pool == pool]
         sizes = [(result.bytes_per_image or 0) / 1000 for result in shown]
         m = system.block_shape[0]
         _line(axes, sizes, [result.recall[cutoff] for result in shown], colour, f"{system.name}, m = {m}")
-        embedding = next(result.recall[cutoff].value for result in own if result.precision is None)
+        embedding = next(result.recall[cutoff].value for result in system_results if result.precision is None)
         axes.axhline(embedding, color=colour, linestyle="--", linewidth=1, label=f"{system.name}, embedding only")
         for result, size in zip(shown, sizes, strict=True):
             name = f"{result.precision}{'*' if result.simulated_from else ''}"
@@ -88,7 +88,7 @@ def _plot_bytes(evaluation: Evaluation, results: Sequence[Result], path: Path) -
 
 
 def _line(axes: Axes, xs: Sequence[float], estimates: Sequence[Estimate], colour: str, label: str) -> None:
-    """A line through estimates with their intervals."""
+    """Draw a line through estimates, with their confidence intervals."""
     values = [each.value for each in estimates]
     axes.plot(xs, values, color=colour, marker="o", markersize=4, label=label)
     spans = [(each.low, each.high) for each in estimates if each.low is not None and each.high is not None]
@@ -97,13 +97,13 @@ def _line(axes: Axes, xs: Sequence[float], estimates: Sequence[Estimate], colour
 
 
 def _label(axes: Axes, name: str, point: tuple[float, float], colour: str, *, above: bool) -> None:
-    """A name beside its point, where neither a rising line nor the line of its interval runs."""
-    (x, side), (y, place) = ((-4, "right"), (4, "bottom")) if above else ((4, "left"), (-4, "top"))
-    axes.annotate(name, point, (x, y), textcoords="offset points", ha=side, va=place, fontsize=9, color=colour)
+    """Write a name beside its point, away from a rising line and from the confidence interval."""
+    (x, horizontal), (y, vertical) = ((-4, "right"), (4, "bottom")) if above else ((4, "left"), (-4, "top"))
+    axes.annotate(name, point, (x, y), textcoords="offset points", ha=horizontal, va=vertical, fontsize=9, color=colour)
 
 
 def _plain_ticks(axes: Axes, sizes: Sequence[float]) -> None:
-    """Ticks at the sizes that occur, but for those too near to the one before."""
+    """Set ticks at the sizes that occur, without those too close to the previous one."""
     ticks: list[float] = []
     for size in sizes:
         if not ticks or size > 1.25 * ticks[-1]:

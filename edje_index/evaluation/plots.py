@@ -1,4 +1,4 @@
-"""The style of every plot: size, grid, colours, labels beside what they name. The Agg canvas, no pyplot, no display."""
+"""Style of all plots: size, grid, colours, labels beside points. Uses matplotlib's Agg canvas, without a display."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.text import Annotation
     from matplotlib.transforms import Bbox
 
-# Told apart also by those who see few colours: M. Okabe and K. Ito, "Color Universal Design", 2008.
+# Distinguishable with colour blindness: M. Okabe and K. Ito, "Color Universal Design", 2008.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _INK = "#333333"
 _GRID = "#dddddd"
@@ -20,7 +20,7 @@ _DPI = 144
 
 
 def new_figure(title: str, xlabel: str, ylabel: str, *, size: tuple[float, float] = (7.0, 4.3)) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes in the house's style; `size` in inches. Save it with `save_figure`."""
+    """A figure with one pair of axes; `size` is in inches. Save it with `save_figure`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -32,7 +32,7 @@ def new_figure(title: str, xlabel: str, ylabel: str, *, size: tuple[float, float
 
 
 def style_axes(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
-    """Give axes, of `new_figure` or of subplots, title, labels, colours and grid."""
+    """Set title, labels, colours and grid of axes, for example those of a subplot."""
     axes.set_title(title, loc="left", fontsize=11, color=_INK, fontweight="bold")
     axes.set_xlabel(xlabel, color=_INK)
     axes.set_ylabel(ylabel, color=_INK)
@@ -54,12 +54,12 @@ def label_points(
     avoid: Sequence[tuple[float, float]] = (),
     colour: str = _INK,
 ) -> None:
-    """Write each name beside its point, where it covers no other name, no point and none of `avoid`.
+    """Write each name beside its point, without covering another name, a point or any of `avoid`.
 
-    Call it last: the limits of the axes must not change afterwards. Eight places are tried, near ones first; a name
-    that fits nowhere near is moved away and joined to its point by a line.
+    Call it last: the limits of the axes must not change afterwards. Eight directions are tried, close to the point
+    first. A name that does not fit there is moved away and joined to its point by a line.
     """
-    axes.get_figure(root=True).canvas.draw()  # type: ignore[union-attr]  # sets what places are measured in
+    axes.get_figure(root=True).canvas.draw()  # type: ignore[union-attr]  # fixes the scale of pixel positions
     taken = [_mark(axes, point) for point in (*points, *avoid)]
     for point, name in zip(points, names, strict=True):
         label = _place(axes, point, name, colour, taken)
@@ -67,7 +67,7 @@ def label_points(
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a figure as the kind of file that the name's ending says, PNG at 144 dots an inch."""
+    """Write a figure in the format of the file name's suffix; PNG has 144 dots per inch."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=_DPI, facecolor="white")
@@ -81,7 +81,7 @@ def _mark(axes: Axes, point: tuple[float, float]) -> Bbox:
 
 
 def _extent(label: Annotation) -> Bbox:
-    """Of the words alone, without the line to the point."""
+    """Box of the words, without the line to the point."""
     from matplotlib.text import Text
 
     label.update_positions(label.get_figure(root=True).canvas.get_renderer())  # type: ignore[union-attr]
@@ -89,7 +89,7 @@ def _extent(label: Annotation) -> Bbox:
 
 
 def _place(axes: Axes, point: tuple[float, float], name: str, colour: str, taken: Sequence[Bbox]) -> Annotation:
-    """Annotate `point` at the first place around it that is free and within the axes."""
+    """Annotate `point` at the first position around it that is free and within the axes."""
     frame = axes.get_window_extent()
     label: Annotation | None = None
     for distance in (6, 18, 30, 42):

@@ -1,4 +1,4 @@
-"""Ranking by embedding: the pool of each query, exactly (no approximate index), some queries at a time."""
+"""Pools of many queries: their nearest candidates by embedding, exactly, without an approximate index."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 
 from edje_index.evaluation.recall import Bools, Floats, Ints, nearest, ranks_by_similarity
 
-_CHUNK_NUMBERS = 1 << 24  # similarities that are held at a time
+_CHUNK_NUMBERS = 1 << 24  # similarities in memory at a time
 
 
 @dataclass(frozen=True)
 class Pools:
-    """The p nearest candidates of q queries, best first.
+    """The p nearest candidates of q queries, nearest first.
 
     Attributes:
-        candidates: int64 [q, p], places among the candidates.
-        similarities: float32 [q, p].
-        relevant: bool [q, p].
-        ranks: int64 [q], rank of the best relevant one among all candidates.
+        candidates: positions among all candidates, int64 [q, p].
+        similarities: cosine similarities of the embeddings, float32 [q, p].
+        relevant: whether the candidate is a right answer, bool [q, p].
+        ranks: rank of the nearest right answer among all candidates, int64 [q].
     """
 
     candidates: Ints
@@ -31,7 +31,7 @@ class Pools:
 def embedding_pools(
     queries: Floats, candidates: Floats, query_labels: Ints, candidate_labels: Ints, pool: int
 ) -> Pools:
-    """Pools of queries [q, e] among candidates [c, e]; a candidate is relevant where its label is the query's."""
+    """Pools of queries [q, e] among candidates [c, e]. A candidate is relevant if it has the query's label."""
     chunk = max(1, _CHUNK_NUMBERS // len(candidates))
     parts = [
         _pools(queries[at : at + chunk] @ candidates.T, query_labels[at : at + chunk], candidate_labels, pool)

@@ -1,8 +1,8 @@
-"""What is asked, what may be answered, and which answers are right.
+"""Queries, candidates and right answers of an evaluation.
 
-Two protocols. "split": the images of the split and their captions are all there is (the usual one). "full": every
-indexed image, and the captions of all splits, may be answered, while the questions stay those of the split
-(LightningDOT, Sun et al., NAACL 2021; the paper's appendix on full-dataset retrieval).
+There are two protocols. In the split protocol, the usual one, queries and candidates are the images and captions of one
+split. In the full-dataset protocol the queries are those of the split, but the candidates are all images of the index
+and the captions of all splits (LightningDOT, Sun et al., NAACL 2021; the paper's appendix on full-dataset retrieval).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from storage_formats.format.rows import INDEXED, read_shard_rows
 
 Ints = NDArray[np.int64]
 OTHER = -1
-"""Image of a caption that is no answer to any question."""
+"""In place of a row id: the image of a caption is no candidate."""
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Questions and answers.
+    """Queries and candidates of both directions.
 
     Attributes:
-        rows: int64 [r], ascending row ids of the images that may be answered.
-        captions: [c] that may be answered.
-        caption_rows: int64 [c], row of the image that each is about; `OTHER` where that is no candidate.
-        query_captions: places in `captions` of text-to-image questions.
-        query_rows: row ids of image-to-text questions.
+        rows: row ids of the candidate images, ascending, int64 [r].
+        captions: the candidate captions [c].
+        caption_rows: row id of each caption's image, int64 [c]; `OTHER` if the image is no candidate.
+        query_captions: positions in `captions` of the text-to-image queries.
+        query_rows: row ids of the image-to-text queries.
     """
 
     rows: Ints
@@ -44,16 +44,16 @@ class EvaluationSet:
     query_rows: Ints
 
     def subsampled(self, queries: int, seed: int) -> EvaluationSet:
-        """At most `queries` questions of each direction; a larger number keeps those of a smaller one."""
+        """At most `queries` queries per direction. With the same seed, a larger sample contains a smaller one."""
         rng = np.random.default_rng(seed)
         captions, rows = (rng.permutation(every)[:queries] for every in (self.query_captions, self.query_rows))
         return replace(self, query_captions=np.sort(captions), query_rows=np.sort(rows))
 
 
 def split_set(items: Sequence[CaptionedImage], rows: Ints) -> EvaluationSet:
-    """The set of the usual protocol; `rows` [n] are those of `items`, all of them in the index.
+    """The split protocol over `items`, whose row ids are `rows` [n].
 
-    Items of one row (an image under two names, or byte-identical images) are one image with all their captions.
+    Items with the same row (an image under two names, or byte-identical images) are one image with all their captions.
     """
     captions = tuple(caption for item in items for caption in item.captions)
     about = np.repeat(rows, [len(item.captions) for item in items])
@@ -62,32 +62,31 @@ def split_set(items: Sequence[CaptionedImage], rows: Ints) -> EvaluationSet:
 
 
 def full_set(
-    root: str | Path, asked: EvaluationSet, others: Sequence[CaptionedImage], matched: MatchedRows
+    root: str | Path, split: EvaluationSet, others: Sequence[CaptionedImage], matched: MatchedRows
 ) -> EvaluationSet:
-    """The set of the full protocol: the questions of `asked`, among all images of the index and `others`' captions too.
+    """The full-dataset protocol: the queries of `split`, with all images of the index and all captions as candidates.
 
-    A caption of `others` that `asked` holds for the same image is left out. The rest comes first, so that of two equal
-    texts the one that is no right answer wins: recall is never flattered by ties.
+    Captions of `others` that `split` has for the same image are left out. The others come first, so that of two equal
+    texts the wrong answer wins: ties never raise the recall.
     """
-    known = set(zip(asked.caption_rows.tolist(), asked.captions, strict=True))
+    split_captions = set(zip(split.caption_rows.tolist(), split.captions, strict=True))
     added = [
         (caption, int(row))
         for item, row in zip(others, matched.rows, strict=True)
         for caption in item.captions
-        if (int(row), caption) not in known
+        if (int(row), caption) not in split_captions
     ]
-    rows = indexed_rows(root)
     return EvaluationSet(
-        rows=rows,
-        captions=(*(caption for caption, _ in added), *asked.captions),
-        caption_rows=np.concatenate([np.array([row for _, row in added], dtype=np.int64), asked.caption_rows]),
-        query_captions=asked.query_captions + len(added),
-        query_rows=asked.query_rows,
+        rows=indexed_rows(root),
+        captions=(*(caption for caption, _ in added), *split.captions),
+        caption_rows=np.concatenate([np.array([row for _, row in added], dtype=np.int64), split.caption_rows]),
+        query_captions=split.query_captions + len(added),
+        query_rows=split.query_rows,
     )
 
 
 def indexed_rows(root: str | Path) -> Ints:
-    """Row ids of all images of an index, ascending: holes and duplicates are left out."""
+    """Row ids of all images of an index, ascending, without holes and duplicates."""
     layout, spec = Layout(Path(root)), Manifest.load(root).spec
     parts = []
     for shard in range(spec.shards):

@@ -23,45 +23,45 @@ _OPTIONS = (
         flag_value=_PRINT_ONLY,
         type=click.Path(file_okay=False, allow_dash=True, path_type=Path),
         metavar="[DIR]",
-        help="Measure what each precision costs on INDEX; files go to DIR, if it is given.",
+        help="Measure what each precision costs on INDEX. With DIR, also write the report there.",
     ),
     click.option("--rows", type=click.IntRange(1, 20_000), help="With --report: rows to compare.  [default: 2000]"),
     click.option(
         "--queries",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="With --report: texts to rank for, one a line, or .jsonl.  [default: 24 built-in captions]",
+        help="With --report: file of queries, one per line, or .jsonl.  [default: 24 built-in captions]",
     ),
-    click.option(
-        "--pool", type=click.IntRange(2, 1000), help="With --report: nearest rows that are ranked.  [default: 50]"
-    ),
+    click.option("--pool", type=click.IntRange(2, 1000), help="With --report: candidates per query.  [default: 50]"),
     click.option(
         "--model",
         type=click.Path(path_type=Path),
         help="With --report: model bundle.  [default: the one that built INDEX]",
     ),
     click.option(
-        "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="With --report: where it runs.  [default: auto]"
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        help="With --report: model device.  [default: auto]",
     ),
 )
 
 
 @dataclass(frozen=True)
 class ReportRequest:
-    """What `--report` and its options asked for; `settings` are fields of `ReportConfig`."""
+    """Values of `--report` and its options. `folder` is None to print only; `settings` are fields of `ReportConfig`."""
 
     folder: Path | None
     settings: dict[str, Any]
 
 
 def report_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options, and their sum as its argument `request`: a `ReportRequest`, or None."""
+    """Add the options to a command, which gets them as one argument `request`: a `ReportRequest` or None."""
 
     @functools.wraps(function)
     def command(report: Path | None, **others: Any) -> None:
         names = ("rows", "queries", "pool", "model", "device")
         given = {name: value for name in names if (value := others.pop(name)) is not None}
         if report is None and given:
-            raise UsageError(f"--{next(iter(given))} is for --report, which was not given")
+            raise UsageError(f"--{next(iter(given))} needs --report")
         folder = None if report == Path(_PRINT_ONLY) else report
         function(request=None if report is None else ReportRequest(folder, given), **others)
 
@@ -73,7 +73,7 @@ def report_options(function: Callable[..., None]) -> Callable[..., None]:
 def measure(
     request: ReportRequest, index: Path, precisions: tuple[str, ...], source: str | None, *, quiet: bool
 ) -> QuantizeReport:
-    """The report of `index`, written to the folder where there is one."""
+    """Measure `index`, and write the report if a directory is given."""
     from pipelines.jobs.quantization_report import ReportConfig, measure_precisions
     from pipelines.jobs.quantization_report_files import write_report
     from pipelines.progress.display import progress_display

@@ -1,4 +1,4 @@
-"""The report of precisions for people: a table, a Markdown page, a plot."""
+"""The quantization report as a table, a Markdown page and a plot."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _DISTRIBUTION = ("p1", "p5", "p50", "mean", "p95", "p99", "worst")
 
 
 def write_report(report: QuantizeReport, folder: Path) -> None:
-    """Write report.json, report.md and quality.png to `folder`, which is made where it is missing."""
+    """Write report.json, report.md and quality.png to the directory `folder`, which is made if necessary."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
         (folder / "report.md").write_text("\n".join(markdown(report)) + "\n", encoding="utf-8")
     except (FileExistsError, NotADirectoryError):
-        raise UsageError(f"{folder} is not a folder to write a report to; name another") from None
+        raise UsageError(f"{folder} is not a directory: choose another one for the report") from None
     plot(report, folder / PLOT)
 
 
 def table(report: QuantizeReport) -> list[str]:
-    """The report in lines for a terminal."""
+    """The report in lines of text."""
     rows = [
         ["precision", "bytes/image", "error p50", "error p99", "worst", "cosine p50", "cosine p1", "worst", *_RANKING]
     ]
@@ -54,7 +54,7 @@ def table(report: QuantizeReport) -> list[str]:
 
 
 def markdown(report: QuantizeReport) -> list[str]:
-    """The report as a page, in lines."""
+    """The report in lines of Markdown."""
     m, d = report.block_shape
     lines = [f"# What each precision costs on {report.index}", ""]
     lines += [f"{report.rows:,} rows, blocks of {m} x {d}."]
@@ -66,12 +66,12 @@ def markdown(report: QuantizeReport) -> list[str]:
         sizes.append(
             [cost.name, f"{cost.bytes_per_image:,}", f"{share:.2f}", "yes" if cost.stored else "no: encoded in memory"]
         )
-    lines += _markdown_table(["precision", "bytes an image", f"of {report.reference}", "stored"], sizes)
+    lines += _markdown_table(["precision", "bytes per image", f"of {report.reference}", "stored"], sizes)
     measured = [(cost.name, cost.tokens) for cost in report.precisions if cost.tokens is not None]
     lines += ["", f"## Relative error of a token, |token - {report.reference}| / |{report.reference}|", ""]
     errors = [[name, *_spread(tokens.relative_error, ".4g", worst_is_high=True)] for name, tokens in measured]
     lines += _markdown_table(["precision", *_DISTRIBUTION], errors)
-    lines += ["", f"## Cosine of a token with {report.reference}", ""]
+    lines += ["", f"## Cosine similarity of a token with {report.reference}", ""]
     cosines = [[name, *_spread(tokens.cosine, ".6f", worst_is_high=False)] for name, tokens in measured]
     lines += _markdown_table(["precision", *_DISTRIBUTION], cosines)
     if report.queries is not None:
@@ -79,20 +79,20 @@ def markdown(report: QuantizeReport) -> list[str]:
         lines += _markdown_table(["precision", *_RANKING], [[cost.name, *_ranking(cost)] for cost in report.precisions])
         lines += [
             "",
-            "Tau p5: five of a hundred queries have a lower tau. Score change: mean of its magnitude, and that",
+            "Tau p5: 5 % quantile of Kendall's tau over the queries. Score change: mean absolute change of a score;",
+            "in std: the same in standard deviations of a query's scores.",
         ]
-        lines += ["in standard deviations of a query's scores."]
     return lines
 
 
 def plot(report: QuantizeReport, path: Path) -> None:
-    """Quality against kB an image: Kendall's tau of re-ranking where it was measured, else the tokens' cosine."""
+    """Plot quality against kB per image: Kendall's tau if re-ranking was measured, else the cosine of the tokens."""
     from edje_index.evaluation.plots import COLOURS, label_points, new_figure, save_figure
 
     ranked = report.queries is not None
     costs = [cost for cost in report.precisions if (cost.ranking if ranked else cost.tokens) is not None]
     what = f"Kendall's tau against {report.reference}" if ranked else f"cosine of a token with {report.reference}"
-    figure, axes = new_figure("Quality against size", "kB an image (log scale)", f"{what}: mean, p5 to p95")
+    figure, axes = new_figure("Quality against size", "kB per image (log scale)", f"{what}: mean, p5 to p95")
     axes.set_xscale("log")
     points = [(report.reference_bytes_per_image / 1000, 1.0)]
     bars: list[tuple[float, float]] = []
@@ -119,7 +119,7 @@ def _quality(cost: PrecisionCost, *, ranked: bool) -> Distribution:
 
 
 def _apart(ticks: Sequence[float]) -> list[float]:
-    """Those of ascending `ticks` that are not too near the one before to be read on a log scale."""
+    """The ascending `ticks` without those too close to the previous one on a log scale."""
     kept: list[float] = []
     for tick in ticks:
         if not kept or tick / kept[-1] > 1.15:
@@ -128,40 +128,40 @@ def _apart(ticks: Sequence[float]) -> list[float]:
 
 
 def _circumstances(report: QuantizeReport) -> list[str]:
-    """What was measured on, a sentence a line."""
+    """What was measured, one sentence per line."""
     sample = report.sample
-    left_out = f", {sample.holes:,} of them holes that were left out" if sample.holes else ""
-    lines = [f"tokens: those of {sample.rows:,} rows drawn with seed {sample.seed}{left_out}."]
+    left_out = f"; {sample.holes:,} of them are holes and were left out" if sample.holes else ""
+    lines = [f"tokens: a sample of {sample.rows:,} rows, seed {sample.seed}{left_out}."]
     if report.queries is None:
         lines.append(f"re-ranking was not measured: {report.ranking_left_out}.")
     else:
         used = report.queries
-        lines.append(f"re-ranking: {used.count:,} texts ({used.source}), the {used.pool:,} nearest rows of each.")
+        lines.append(f"re-ranking: {used.count:,} queries ({used.source}), {used.pool:,} candidates each.")
         if not used.trained:
-            lines.append("the weights of this model are untrained: changes of re-ranking have no meaning.")
+            lines.append("the model is untrained: changes of the ranking have no meaning.")
     if report.reference != "bf16":
-        lines.append(f"the reference is {report.reference}: errors come on top of those that it made.")
-    lines += [f"not possible here: {reason}." for reason in report.impossible.values()]
+        lines.append(f"the reference is {report.reference}: its own errors come in addition.")
+    lines += [f"not possible: {reason}." for reason in report.impossible.values()]
     return lines
 
 
 def _ranking(cost: PrecisionCost) -> list[str]:
-    found = cost.ranking
-    if found is None:
+    ranking = cost.ranking
+    if ranking is None:
         return ["-"] * len(_RANKING)
     return [
-        f"{found.top1_kept:.3f}",
-        f"{found.kendall_tau.mean:.4f}",
-        f"{found.kendall_tau.p5:.4f}",
-        f"{found.overlap_at_10:.3f}",
-        f"{found.score_change:.5f}",
-        f"{found.score_change_relative:.4f}",
+        f"{ranking.top1_kept:.3f}",
+        f"{ranking.kendall_tau.mean:.4f}",
+        f"{ranking.kendall_tau.p5:.4f}",
+        f"{ranking.overlap_at_10:.3f}",
+        f"{ranking.score_change:.5f}",
+        f"{ranking.score_change_relative:.4f}",
     ]
 
 
-def _spread(found: Distribution, form: str, *, worst_is_high: bool) -> list[str]:
-    worst = found.highest if worst_is_high else found.lowest
-    numbers = (found.p1, found.p5, found.p50, found.mean, found.p95, found.p99, worst)
+def _spread(values: Distribution, form: str, *, worst_is_high: bool) -> list[str]:
+    worst = values.highest if worst_is_high else values.lowest
+    numbers = (values.p1, values.p5, values.p50, values.mean, values.p95, values.p99, worst)
     return [format(number, form) for number in numbers]
 
 

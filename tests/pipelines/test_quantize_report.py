@@ -95,7 +95,7 @@ def test_a_reference_that_is_not_bf16_is_told(synthetic):
     root, _ = synthetic
     report = measure_precisions(ReportConfig(root, source="fp8"))
     assert report.reference == "fp8"
-    assert "the reference is fp8: errors come on top of those that it made." in table(report)
+    assert "the reference is fp8: its own errors come in addition." in table(report)
     with pytest.raises(UsageError, match="does not hold 'nvfp4'"):
         measure_precisions(ReportConfig(root, source="nvfp4"))
 
@@ -185,7 +185,7 @@ def test_the_command_reports_before_it_converts(tmp_path, capsys):
     ("arguments", "words"),
     [
         ([], "give --to, --drop or --report"),
-        (["--to", "fp8", "--pool", "5"], "--pool is for --report"),
+        (["--to", "fp8", "--pool", "5"], "--pool needs --report"),
         (["--to", "fp3", "--report"], "unknown precision 'fp3'"),
     ],
 )

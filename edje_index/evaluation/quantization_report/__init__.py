@@ -1,1 +1,1 @@
-"""How far two versions of the same tokens agree: errors of tokens, and changes of the ranking they lead to."""
+"""Compares two versions of the same tokens: errors of the tokens, and changes of the ranking."""

@@ -1,4 +1,4 @@
-"""A distribution in the numbers that a report shows."""
+"""Summary statistics for reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PERCENTILES = (1, 5, 50, 95, 99)
 
 @dataclass(frozen=True)
 class Distribution:
-    """Mean, percentiles (linear between neighbours) and extremes of `count` numbers."""
+    """Mean, percentiles (linearly interpolated) and extremes of `count` numbers."""
 
     count: int
     mean: float
@@ -26,7 +26,7 @@ class Distribution:
 
     @classmethod
     def of(cls, numbers: NDArray[np.floating]) -> Distribution:
-        """The distribution of flat `numbers`, at least one."""
+        """The statistics of `numbers` [n], which must not be empty."""
         p1, p5, p50, p95, p99 = (float(value) for value in np.percentile(numbers, PERCENTILES))
         return cls(
             count=len(numbers),

@@ -1,4 +1,4 @@
-"""Texts to compare rankings with: from a file, or everyday captions that fit most collections of photos."""
+"""Queries to compare rankings with: from a file, or general captions that suit most photo collections."""
 
 from __future__ import annotations
 
@@ -37,43 +37,41 @@ GENERIC_CAPTIONS = (
     "a baby smiles at the camera",
     "a sign with words on it",
 )
-"""Written for this purpose. Where none fits an image well the joint encoder still ranks, which is all they are for.
-Each costs its pool at every precision: on two cores 24 of them take minutes, on a GPU seconds."""
+"""The built-in queries. They need not match the images: the joint encoder ranks the candidates of any query.
+There are few, because every precision re-ranks each query: 24 take minutes on two CPU cores, seconds on a GPU."""
 
 
 def read_queries(path: Path) -> list[str]:
-    """Distinct queries of a file, in order: one a line, or, where the name ends in .jsonl, one JSON value a line.
+    """The distinct queries of a file, in order: one per line, or one JSON value per line if the name ends in .jsonl.
 
-    A JSON value is a text, or an object with a member `query`, `text`, `caption` or `captions` (a text or a list).
+    A JSON value is a string, or an object with a member `query`, `text`, `caption` or `captions` (a string or a list).
 
     Raises:
-        UsageError: the file cannot be read, a line is not what it should be, or there is no query.
+        UsageError: the file cannot be read, a line is invalid, or there is no query.
     """
     try:
-        texts = list(_from_json(path)) if path.suffix == ".jsonl" else path.read_text(encoding="utf-8").splitlines()
+        texts = list(_json_texts(path) if path.suffix == ".jsonl" else path.read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read queries from {path}: {error}") from error
-    found = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
-    if not found:
-        raise UsageError(f"{path} holds no query; give one a line")
-    return found
+    queries = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
+    if not queries:
+        raise UsageError(f"{path} contains no query: write one per line")
+    return queries
 
 
-def _from_json(path: Path) -> Iterator[str]:
+def _json_texts(path: Path) -> Iterator[str]:
     for line in read_json_lines(path):
-        try:
-            yield from _texts(line.value)
-        except ValueError:
+        texts = None if line.error else _texts(line.value)
+        if texts is None:
             raise UsageError(
-                f"{path}, line {line.number}: not a JSON text or an object with one of {', '.join(_MEMBERS)}"
-            ) from None
+                f"{path}, line {line.number}: expected a JSON string or an object with one of {', '.join(_MEMBERS)}"
+            )
+        yield from texts
 
 
-def _texts(value: Any) -> list[str]:
-    """ValueError where `value` names no text."""
+def _texts(value: Any) -> list[str] | None:
+    """The texts of a JSON value; None if it has none."""
     if isinstance(value, dict):
         value = next((value[name] for name in _MEMBERS if name in value), None)
     texts = value if isinstance(value, list) else [value]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError
-    return texts
+    return texts if all(isinstance(text, str) for text in texts) else None

@@ -1,4 +1,4 @@
-"""How far two scorings of the same candidates lead to the same ranking."""
+"""Compares the rankings that two sets of scores give to the same candidates."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ OVERLAP_AT = 10
 
 @dataclass(frozen=True)
 class RankingChange:
-    """Change of rankings over a set of queries.
+    """How rankings change, over a set of queries.
 
     Attributes:
-        queries: number compared.
-        top1_kept: share of the queries whose best candidate stayed the same.
-        overlap_at_10: mean share of the ten best candidates that stayed among them.
-        kendall_tau: Kendall's tau-b of the two scorings of each query.
-        score_change: mean of |change of a score|.
-        score_change_relative: the same in standard deviations of a query's reference scores, which can be compared
-            between models; queries whose scores are all equal are left out.
+        queries: number of queries.
+        top1_kept: share of the queries whose best candidate stays the same.
+        overlap_at_10: mean share of the ten best candidates that stay among the ten best.
+        kendall_tau: Kendall's tau-b between the reference scores and the others, per query.
+        score_change: mean absolute change of a score.
+        score_change_relative: `score_change` in standard deviations of a query's reference scores, to compare models.
+            Queries whose scores are all equal are left out.
     """
 
     queries: int
@@ -37,7 +37,7 @@ class RankingChange:
 
 
 def compare_rankings(reference: Sequence[Scores], other: Sequence[Scores]) -> RankingChange:
-    """Compare the scorings of the candidates of each query, two or more of them, in the same order on both sides."""
+    """Compare the scores of each query's candidates, at least two, which have the same order on both sides."""
     pairs = list(zip(reference, other, strict=True))
     changes = np.array([np.abs(left - right).mean(dtype=np.float64) for left, right in pairs])
     spreads = np.array([left.std(dtype=np.float64) for left, _ in pairs])
@@ -53,21 +53,20 @@ def compare_rankings(reference: Sequence[Scores], other: Sequence[Scores]) -> Ra
 
 
 def ranking(scores: Scores) -> NDArray[np.intp]:
-    """Places of `scores` [k], best first; equal scores keep their order, as in search."""
+    """Positions of `scores` [k], best first. Equal scores keep their order, as in search."""
     return np.argsort(-scores, kind="stable")
 
 
 def overlap(left: Scores, right: Scores, k: int) -> float:
-    """Share of the `k` best (or all, if there are fewer) that both scorings have."""
+    """Share of the `k` best candidates (of all, if there are fewer) that both sides have."""
     k = min(k, len(left))
     return len(np.intersect1d(ranking(left)[:k], ranking(right)[:k])) / k
 
 
 def kendall_tau(left: Scores, right: Scores) -> float:
-    """Kendall's tau-b of two scorings [k] of the same things, k >= 2; ties as in M. G. Kendall, "Rank Correlation
-    Methods", 1945 on.
+    """Kendall's tau-b of two sets of scores [k], k >= 2, with ties as in M. G. Kendall, "Rank Correlation Methods".
 
-    1 where one of the two has no order at all and they are equal, 0 where only one has.
+    If all scores on one side are equal, it is 1 if all scores on the other side are equal too, else 0.
     """
     above = np.triu_indices(len(left), 1)
     a, b = (np.sign(scores[:, None].astype(np.float64) - scores)[above] for scores in (left, right))

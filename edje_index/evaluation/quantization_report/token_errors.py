@@ -1,4 +1,4 @@
-"""What a precision does to tokens: relative error and cosine of each, collected over pieces of an index."""
+"""Relative error and cosine similarity of quantized tokens, collected over batches of an index."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from storage_formats.codecs import Blocks
 
 @dataclass(frozen=True)
 class TokenErrors:
-    """Errors of tokens against their reference.
+    """Errors of tokens compared with their reference.
 
     Attributes:
-        tokens: number compared.
-        zero_tokens: reference tokens of length zero; they have no relative error and are left out below.
-        relative_error: |token - reference| / |reference| of each token; its `highest` is the worst.
-        cosine: of each token and its reference; its `lowest` is the worst. A token that became zero counts as 0.
+        tokens: number of tokens.
+        zero_tokens: number of reference tokens that are zero, which are left out of the statistics.
+        relative_error: |token - reference| / |reference|; the worst is `highest`.
+        cosine: cosine similarity with the reference, 0 for a token that became zero; the worst is `lowest`.
     """
 
     tokens: int
@@ -29,7 +29,7 @@ class TokenErrors:
 
 
 class TokenErrorMeter:
-    """Collects errors over pieces; 8 bytes a token are kept."""
+    """Collects errors batch by batch. Keeps 8 bytes per token in memory."""
 
     def __init__(self) -> None:
         self._errors: list[NDArray[np.float32]] = []
@@ -37,14 +37,14 @@ class TokenErrorMeter:
         self._tokens = 0
 
     def add(self, reference: Blocks, other: Blocks) -> None:
-        """Compare blocks [k, m, d] without holes with their reference."""
+        """Add blocks [k, m, d] and their reference, both without holes."""
         errors, cosines = compare_tokens(reference, other)
         self._tokens += reference.shape[0] * reference.shape[1]
         self._errors.append(errors)
         self._cosines.append(cosines)
 
     def result(self) -> TokenErrors | None:
-        """What was collected; None where no token had a length."""
+        """The statistics of all batches; None if every reference token is zero."""
         errors, cosines = (np.concatenate([*parts, np.empty(0, np.float32)]) for parts in (self._errors, self._cosines))
         if not len(errors):
             return None
@@ -52,15 +52,15 @@ class TokenErrorMeter:
 
 
 def compare_tokens(reference: Blocks, other: Blocks) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(relative error, cosine) of every token [m, d] of `other` against `reference`, flat, zero references left out.
+    """(relative errors [n], cosine similarities [n]) of the n tokens whose reference is not zero.
 
-    Sums are float64: squares of bfloat16 numbers do not fit float32.
+    Sums are float64, because squares of bfloat16 numbers overflow float32.
     """
     left = reference.astype(np.float64).reshape(-1, reference.shape[-1])
     right = other.astype(np.float64).reshape(left.shape)
     squares = np.einsum("td,td->t", left, left)
-    there = squares > 0
-    left, right, lengths = left[there], right[there], np.sqrt(squares[there])
+    is_nonzero = squares > 0
+    left, right, lengths = left[is_nonzero], right[is_nonzero], np.sqrt(squares[is_nonzero])
     products, other_lengths = np.einsum("td,td->t", left, right), np.sqrt(np.einsum("td,td->t", right, right))
     cosines = np.divide(products, lengths * other_lengths, out=np.zeros_like(products), where=other_lengths > 0)
     right -= left

@@ -164,9 +164,9 @@ def test_says_what_is_missing_or_does_not_fit(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="1 tensors missing"):
             load_published_checkpoint(tmp_path / "part.pth", tokenizer, vision_heads=3)
     torch.save({"model": {k: v for k, v in state.items() if "vision_projection" not in k}}, tmp_path / "part.pth")
-    with pytest.raises(ModelError, match="holds no adapter"):
+    with pytest.raises(ModelError, match="has no adapter"):
         load_published_checkpoint(tmp_path / "part.pth", tokenizer, vision_heads=3)
     wide = state | {"vision_projection.projection.weight": torch.zeros(20, 24)}
     torch.save({"model": wide | {"vision_projection.projection.bias": torch.zeros(20)}}, tmp_path / "part.pth")
-    with pytest.raises(ModelError, match="width 20, the joint 16"):
+    with pytest.raises(ModelError, match="width 20, the joint encoder reads 16"):
         load_published_checkpoint(tmp_path / "part.pth", tokenizer, vision_heads=3)

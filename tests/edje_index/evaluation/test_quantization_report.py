@@ -111,7 +111,7 @@ def test_queries_of_both_kinds_of_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "holds no query"), ('{"image": "x"}\n', "line 1: "), ('"a"\nnot json\n', "line 2: "), ("[1]\n", "line 1: ")],
+    [("", "no query"), ('{"image": "x"}\n', "line 1: "), ('"a"\nnot json\n', "line 2: "), ("[1]\n", "line 1: ")],
 )
 def test_unusable_queries(tmp_path, text, words):
     path = tmp_path / "q.jsonl"
