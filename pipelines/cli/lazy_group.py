@@ -68,5 +68,5 @@ class LazyGroup(click.Group):
 def _spelling(parameter: click.Parameter) -> str:
     """A parameter as the user writes it: its long option, or the name of the argument in the usage line."""
     if isinstance(parameter, click.Argument):
-        return (parameter.name or "").upper()
+        return parameter.metavar or (parameter.name or "").upper()
     return max(parameter.opts, key=len)

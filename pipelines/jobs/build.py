@@ -63,9 +63,11 @@ def _encode(
     """Encode the shards that earlier runs did not finish, and publish the index."""
     from storage_formats.writing.publish import begin_index, clear_staging
 
-    plan, workers, job = prepared.plan, prepared.workers or 1, _shard_job(prepared)
+    plan, job = prepared.plan, _shard_job(prepared)
     receipts = read_receipts(plan.root, plan.spec, plan.fingerprint)
-    on_event(PlanReady(plan.spec.rows, plan.spec.shards, len(receipts), workers, plan.duplicates, plan.ignored))
+    on_event(
+        PlanReady(plan.spec.rows, plan.spec.shards, len(receipts), prepared.workers, plan.duplicates, plan.ignored)
+    )
     try:
         clear_staging(plan.root)
         begin_index(plan.root, plan.spec)

@@ -34,7 +34,8 @@ def progress_display(*, quiet: bool = False, stream: TextIO | None = None) -> It
 
 def describe_plan(plan: PlanReady) -> list[str]:
     """A plan in lines of text."""
-    lines = [f"{counted(plan.inputs, 'input')} in {counted(plan.shards, 'shard')}, {counted(plan.workers, 'worker')}"]
+    workers = "" if plan.workers is None else f", {counted(plan.workers, 'worker')}"
+    lines = [f"{counted(plan.inputs, 'input')} in {counted(plan.shards, 'shard')}{workers}"]
     if plan.duplicates:
         lines.append(f"{counted(plan.duplicates, 'duplicate')} of earlier inputs will not be encoded again")
     if plan.ignored:
@@ -128,9 +129,10 @@ class LogDisplay:
 
     def _interval(self, event: Progress) -> float:
         """Seconds that have to pass between two lines of progress."""
-        if event.shards is None:
-            return 0.0 if event.done == event.total else _LOG_SECONDS
-        return _SHARD_LOG_SECONDS if event.shards.finished > self._finished_shards else _LOG_SECONDS
+        shards = event.shards
+        if event.done == event.total and (shards is None or shards.finished == shards.total):
+            return 0.0
+        return _SHARD_LOG_SECONDS if shards and shards.finished > self._finished_shards else _LOG_SECONDS
 
     def _print(self, line: str) -> None:
         print(printable(line), file=self._stream, flush=True)

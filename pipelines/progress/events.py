@@ -26,7 +26,7 @@ class PlanReady:
         inputs: inputs of all sources.
         shards: shards of the index.
         finished_shards: shards that an earlier run finished.
-        workers: worker processes.
+        workers: worker processes; None if the engine decides.
         duplicates: inputs that are byte-identical to an earlier one.
         ignored: number of files that are not inputs, by extension.
     """
@@ -34,7 +34,7 @@ class PlanReady:
     inputs: int
     shards: int
     finished_shards: int = 0
-    workers: int = 1
+    workers: int | None = None
     duplicates: int = 0
     ignored: Mapping[str, int] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Fixtures of the pipelines' tests: real photos made on the spot, and a model small enough for any test."""
+"""Fixtures for the tests of the pipelines: generated photos and a tiny model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_photo(path: Path, seed: int) -> None:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Ten photos, of which 03 repeats 01 and 07 is no image, and a text file."""
+    """Ten photos and a text file; 03 repeats 01, and 07 is not an image."""
     folder = tmp_path / "photos"
     for name in range(10):
         write_photo(folder / f"{name:02d}.jpg", 1 if name == 3 else name)
@@ -32,7 +32,7 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path, photos: Path, tiny_bundle: Path) -> Callable[..., BuildConfig]:
-    """A build of `photos` in shards of four rows, with changes."""
+    """Makes a request to build `photos` in shards of four rows, with changes."""
 
     def make(**changes: object) -> BuildConfig:
         settings = {"shard_size": 4, "batch_size": 2, "threads": 1, "device": "cpu", "engine": "inline"}

@@ -1,4 +1,4 @@
-"""The command line: help, errors, exit codes, and what goes where."""
+"""The command line: help, errors, exit codes, standard output and standard error."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_an_error_with_json_is_an_object_too(run, tmp_path):
     assert err.startswith("error: there is no index")
 
 
-def test_a_surprise_is_one_line_with_a_way_to_see_more(run, monkeypatch):
+def test_an_unexpected_error_is_one_line_and_says_how_to_see_more(run, monkeypatch):
     monkeypatch.setitem(cli._listed, "info", "tests.pipelines.test_cli:broken")
     code, out, err = run("info", "--help")
     assert (code, out) == (1, "")

@@ -136,7 +136,7 @@ def test_init_model_says_that_its_weights_are_untrained(run, tmp_path, monkeypat
 
 
 def start_build(arguments, folder, log):
-    """A build in a process group of its own, in another folder than the sources; its errors go to `log`."""
+    """Start a build in a new process group, outside the directory of the sources; standard error goes to `log`."""
     return subprocess.Popen(
         [sys.executable, "-m", "pipelines.cli", *map(str, arguments)],
         stdout=subprocess.DEVNULL,

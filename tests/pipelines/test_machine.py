@@ -1,4 +1,4 @@
-"""What the machine, or its container, has to give."""
+"""Resources of the machine or its container."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: what is frozen, what resumes, what is refused."""
+"""Preparing a build: the stored plan, resuming from it, and refused requests."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_plan_in_words():
         "ignored 6 other files: .txt 5, .xml 1",
         "resuming: 2 of 10 shards finished",
     ]
-    assert describe_plan(PlanReady(1, 1)) == ["1 input in 1 shard, 1 worker"]
+    assert describe_plan(PlanReady(1, 1)) == ["1 input in 1 shard"]
 
 
 def test_a_log_is_plain_and_does_not_flood():
@@ -63,12 +63,13 @@ def test_a_log_shows_finished_shards_soon_but_not_all_of_many():
     log = LogDisplay(stream, clock)
     log(Progress("indexing", 0, 10, ShardCounts(0, 10)))
     clock.now += 2
-    for finished in range(1, 6):
+    for finished in range(1, 11):
         log(Progress("indexing", finished, 10, ShardCounts(finished, 10)))
     log(StatusMessage("publishing"))
     assert stream.getvalue().splitlines() == [
         "indexing: 0/10, shards 0/10",
         "indexing: 1/10, shards 1/10",
+        "indexing: 10/10, shards 10/10",
         "publishing",
     ]
 

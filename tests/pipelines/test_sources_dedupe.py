@@ -1,4 +1,4 @@
-"""Duplicates depend on the inputs alone: the first of identical ones is the original."""
+"""Duplicates depend on the inputs alone; the first of several identical inputs is the original."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipelines.sources import mark_duplicates
 
 
 def refs_of(folder: Path, contents: list[bytes | None]) -> list[InputRef]:
-    """An input for each content; None is a file that is missing."""
+    """One input per content; None stands for a missing file."""
     refs = []
     for row, content in enumerate(contents):
         path = folder / f"{row}.jpg"

@@ -1,4 +1,4 @@
-"""Folders: everything is an input, an ignored file that is counted, or an input with a problem; once each."""
+"""Directories: every entry is an input, a counted ignored file, or an input with a problem, exactly once."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_broken_link_is_a_missing_image(tmp_path: Path) -> None:
     )
 )
 def test_every_real_image_is_found_once(tmp_path_factory: pytest.TempPathFactory, made: list) -> None:
-    """Whatever links there are: each file by exactly one way, and the same order on a second pass."""
+    """Every file is used exactly once, whatever links lead to it, and a second pass has the same order."""
     root = tmp_path_factory.mktemp("tree")
     for folder, name, kind in made:
         (root / folder).mkdir(exist_ok=True)
@@ -224,7 +224,7 @@ def test_every_real_image_is_found_once(tmp_path_factory: pytest.TempPathFactory
 
 
 def test_a_folder_too_deep_to_open_is_an_input_with_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deeper than a path may be long; made step by step."""
+    """The path is longer than the system allows, so the directories are created one by one."""
     monkeypatch.chdir(tmp_path)
     for _ in range(20):
         os.mkdir("d" * 250)

@@ -1,4 +1,4 @@
-"""What users write as a source: its kind, or one line that says what would be accepted."""
+"""Opening sources: the kind of each, or one line that says what is accepted."""
 
 from __future__ import annotations
 

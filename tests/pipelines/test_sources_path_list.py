@@ -1,4 +1,4 @@
-"""Lists of paths: each line is an input, or an input that failed; none is lost."""
+"""Lists of paths: every line is an input or a failed input; none is lost."""
 
 from __future__ import annotations
 

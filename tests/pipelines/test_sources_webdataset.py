@@ -1,4 +1,4 @@
-"""WebDataset tars: members in place, whatever writer made them; nothing behind damage is lost in silence."""
+"""WebDataset tar archives of all common writers; damage is always reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scan(path: Path) -> tuple[list[InputRef], dict[str, int]]:
 
 
 def read_all(path: Path) -> list[tuple[str, bytes | str]]:
-    """(member, its bytes or its problem) of every input."""
+    """(name of the member, its bytes or its problem) of every input."""
     return [(ref.uri.partition("!")[2], ref.problem or read_bytes(ref)) for ref in scan(path)[0]]
 
 
@@ -115,7 +115,7 @@ def test_links_and_sparse_members_fail_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_old_gnu_sparse_members_are_stepped_over(tmp_path: Path) -> None:
-    """Type S, whose header may go on in further blocks."""
+    """Type S: its header can continue in further blocks."""
     path = write_tar(tmp_path / "a.tar", [("s.jpg", b"packed"), ("after.jpg", b"end")], tarfile.GNU_FORMAT)
     data = bytearray(path.read_bytes())
     data[156:157] = b"S"
@@ -166,7 +166,7 @@ def test_scanning_reads_only_headers(tmp_path: Path) -> None:
 
 
 def test_truncated_anywhere(tmp_path: Path) -> None:
-    """Whole members stay inputs; what was cut off is exactly one input that failed."""
+    """Whole members stay inputs; the missing rest is exactly one failed input."""
     whole = write_tar(tmp_path / "whole.tar", MEMBERS, tarfile.GNU_FORMAT)
     data = whole.read_bytes()
     ends = {ref.uri.partition("!")[2]: ref.offset + ref.size for ref in scan(whole)[0] if ref.size is not None}
@@ -275,7 +275,7 @@ def test_senseless_pax_records(tmp_path: Path, record: bytes) -> None:
 
 
 def test_shards_keep_their_order(tmp_path: Path) -> None:
-    """More tars than are scanned at once."""
+    """More archives than are read at once."""
     for number in range(30):
         write_tar(tmp_path / f"{number:03d}.tar", [(f"{number}-{member}.jpg", b"x") for member in range(number % 4)])
     sources = open_sources([str(tmp_path / "{000..029}.tar")])

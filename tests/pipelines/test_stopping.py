@@ -1,4 +1,4 @@
-"""Signals that ask for a stop."""
+"""Signals that stop a job."""
 
 from __future__ import annotations
 

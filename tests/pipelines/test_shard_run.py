@@ -1,0 +1,102 @@
+"""One task per shard: resuming, stopping and failing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from pipelines.engines.base import EngineUnavailableError, TaskDone, TaskFailure
+from pipelines.jobs.shard_run import ShardJob, run_shards
+from pipelines.progress.meter import ShardState
+from pipelines.progress.stopping import JobStopped
+from storage_formats.errors import EdjeError, UsageError
+from storage_formats.format.layout import IndexSpec
+from storage_formats.format.receipts import ShardReceipt
+
+SPEC = IndexSpec(rows=10, shard_size=4, block_shape=(4, 16), embed_dim=8)
+
+
+@dataclass(frozen=True)
+class Task:
+    shard: int
+
+
+def receipt(shard, stage="encode"):
+    return ShardReceipt(shard, "plan", len(SPEC.shard_rows(shard)), 1, 0, {}, (), {stage: 1.0})
+
+
+class Engine:
+    """Finishes tasks, but at one shard raises `action` or yields it as the outcome."""
+
+    def __init__(self, at=None, action=None):
+        self.at, self.action, self.shards = at, action, []
+
+    def run(self, make_worker, tasks, *, on_progress, should_stop):
+        for task in tasks:
+            if should_stop():
+                return
+            if task.shard == self.at and isinstance(self.action, Exception):
+                raise self.action
+            self.shards.append(task.shard)
+            yield self.action if task.shard == self.at else TaskDone(task, receipt(task.shard))
+
+
+def run(engine, earlier=(), should_stop=lambda: False):
+    """Run with the receipts of an earlier run that spent its time waiting; returns the result and the events."""
+    events = []
+    job = ShardJob("testing", SPEC, None, Task, None, lambda done: ShardState(done.rows, 0, done.seconds))
+    receipts = {shard: receipt(shard, "wait") for shard in earlier}
+    return run_shards(job, receipts, engine, events.append, should_stop), events
+
+
+def test_only_shards_without_a_receipt_run():
+    engine = Engine()
+    result, events = run(engine, earlier=[1])
+    assert engine.shards == [0, 2]
+    assert [done.shard for done in result.receipts] == [0, 1, 2]
+    assert result.rows == 6
+    assert (events[-1].activity, events[-1].done, events[-1].total) == ("testing", 10, 10)
+    assert events[-1].shards.finished == 3
+
+
+def test_nothing_runs_if_all_shards_are_finished():
+    engine = Engine()
+    result, events = run(engine, earlier=[0, 1, 2])
+    assert (engine.shards, result.rows, events) == ([], 0, [])
+
+
+def test_times_of_earlier_runs_do_not_make_the_bottleneck():
+    _, events = run(Engine(), earlier=[0, 1])
+    assert {event.shards.bottleneck for event in events} == {"model"}
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (TaskFailure(Task(1), "no space left"), "shard 1: no space left; 1 of 3 shards are finished"),
+        (EdjeError("the engine broke down"), "the engine broke down; 1 of 3 shards are finished"),
+        (OSError(28, "No space left on device"), "No space left on device; 1 of 3 shards are finished"),
+    ],
+)
+def test_a_failure_stops_the_job_and_says_how_much_is_kept(action, words):
+    with pytest.raises(JobStopped, match=words):
+        run(Engine(1, action))
+
+
+def test_the_trace_of_a_worker_is_a_note_of_the_error():
+    with pytest.raises(JobStopped) as caught:
+        run(Engine(1, TaskFailure(Task(1), "broken", "the trace")))
+    assert caught.value.__cause__.__notes__ == ["the trace"]
+
+
+def test_a_stop_keeps_finished_shards():
+    engine = Engine()
+    with pytest.raises(JobStopped, match=r"^stopped; 2 of 3 shards are finished$"):
+        run(engine, should_stop=lambda: len(engine.shards) == 2)
+
+
+@pytest.mark.parametrize("error", [UsageError("wrong"), EngineUnavailableError("no Ray")])
+def test_a_request_that_cannot_run_is_not_a_stop(error):
+    with pytest.raises(type(error)):
+        run(Engine(0, error))
