@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo, read_bundle_info
     from edje_index.bundles.published_checkpoint import PublishedModel, load_published_checkpoint
     from edje_index.bundles.random_bundle import create_untrained_bundle
-    from edje_index.errors import HubUnreachableError, MissingExtraError, ModelError
+    from edje_index.errors import HubUnreachableError, ModelError
     from edje_index.evaluation.config import EvaluationConfig
     from edje_index.evaluation.evaluate import evaluate
     from edje_index.evaluation.results import Evaluation
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from edje_index.models.vision_tower import VisionTower
     from edje_index.search.late_interaction_search import LateInteractionSearch, TokenHit, max_sim
     from edje_index.search.token_index import Hit, TokenIndex
+    from storage_formats.extras import MissingExtraError
     from storage_formats.format.rows import read_rows
     from storage_formats.token_store import TokenStore
     from storage_formats.verify import verify_index
@@ -46,7 +47,7 @@ _MODULES = {
     "IndexWriter": "storage_formats.writing.index_writer",
     "JointEncoder": "edje_index.models.joint_encoder",
     "LateInteractionSearch": "edje_index.search.late_interaction_search",
-    "MissingExtraError": "edje_index.errors",
+    "MissingExtraError": "storage_formats.extras",
     "ModelBundle": "edje_index.bundles.bundle",
     "ModelError": "edje_index.errors",
     "PublishedModel": "edje_index.bundles.published_checkpoint",
@@ -104,7 +105,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from edje_index.errors import name_missing_extra
+    from storage_formats.extras import name_missing_extra
 
     with name_missing_extra():
         return getattr(importlib.import_module(_MODULES[name]), name)

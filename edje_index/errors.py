@@ -1,32 +1,8 @@
-"""Errors about models and model hubs, and the one-line message about a missing extra of the package."""
+"""Errors about models and model hubs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from storage_formats.errors import EdjeError
-
-EXTRAS_OF_MODULE = {
-    "faiss": ("search", "build", "train"),
-    "h5py": ("bench",),
-    "lance": ("bench",),
-    "lmdb": ("bench",),
-    "matplotlib": ("search", "build", "train", "bench"),
-    "onnx": ("towers", "demo"),
-    "open_clip": ("search", "build", "train"),
-    "pydantic": ("train",),
-    "PIL": ("search", "build", "train"),
-    "ray": ("build", "train"),
-    "safetensors": ("search", "build", "train"),
-    "tensorboard": ("train",),
-    "tensorstore": ("bench",),
-    "torch": ("search", "build", "train"),
-    "transformers": ("search", "build", "train"),
-    "zarr": ("build", "bench"),
-    "zarrs": ("bench",),
-}
-"""Optional modules and the extras that install them, the smallest first."""
 
 
 class ModelError(EdjeError):
@@ -50,47 +26,3 @@ class HubUnreachableError(ModelError):
         >>> issubclass(HubUnreachableError, ModelError)
         True
     """
-
-
-class MissingExtraError(EdjeError, ImportError):
-    """A module of an extra is not installed; the message names the command that installs it.
-
-    Example:
-        >>> from edje_index.errors import missing_extra
-        >>> str(missing_extra(ModuleNotFoundError("No module named 'onnx'", name="onnx")))
-        "this needs the package onnx, which is not installed; run: pip install 'edje-index[towers]'"
-    """
-
-
-def missing_extra(error: BaseException, preferred: str = "") -> MissingExtraError | None:
-    """The error to raise in place of `error`, if that is a failed import of an optional module; else None.
-
-    Args:
-        error: any exception.
-        preferred: the extra to name if it installs the module; otherwise the smallest one that does.
-    """
-    if not isinstance(error, ModuleNotFoundError):
-        return None
-    module = (error.name or "").partition(".")[0]
-    extras = EXTRAS_OF_MODULE.get(module)
-    if extras is None:
-        return None
-    extra = preferred if preferred in extras else extras[0]
-    return MissingExtraError(
-        f"this needs the package {module}, which is not installed; run: pip install 'edje-index[{extra}]'", name=module
-    )
-
-
-@contextmanager
-def name_missing_extra(preferred: str = "") -> Iterator[None]:
-    """Context manager and decorator that turns a failed import of an optional module into `MissingExtraError`.
-
-    Args:
-        preferred: as in `missing_extra`.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (missing := missing_extra(error, preferred)) is None:
-            raise
-        raise missing from error

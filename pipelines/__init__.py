@@ -31,7 +31,7 @@ __all__ = ["BuildResult", "JobStopped", "QuantizeResult", "TrainResult", "build_
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from edje_index.errors import name_missing_extra
+    from storage_formats.extras import name_missing_extra
 
     with name_missing_extra("build"):
         return getattr(importlib.import_module(_MODULES[name]), name)

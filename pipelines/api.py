@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from edje_index.errors import name_missing_extra
+from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:
     from pipelines.jobs.build_result import BuildResult

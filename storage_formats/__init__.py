@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from storage_formats.codecs import codec, precisions
     from storage_formats.errors import CorruptIndexError, EdjeError, IncompleteIndexError, RowIdError, UsageError
+    from storage_formats.extras import MissingExtraError
     from storage_formats.format.layout import IndexSpec
     from storage_formats.format.manifest import Manifest
     from storage_formats.format.rows import read_rows
@@ -26,6 +27,7 @@ _MODULES = {
     "IncompleteIndexError": "storage_formats.errors",
     "IndexWriter": "storage_formats.writing.index_writer",
     "IndexSpec": "storage_formats.format.layout",
+    "MissingExtraError": "storage_formats.extras",
     "Manifest": "storage_formats.format.manifest",
     "Problem": "storage_formats.verify",
     "RowIdError": "storage_formats.errors",
@@ -45,6 +47,7 @@ __all__ = [
     "IndexSpec",
     "IndexWriter",
     "Manifest",
+    "MissingExtraError",
     "Problem",
     "RowIdError",
     "ShardWriter",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from storage_formats.codecs import Blocks
-from storage_formats.errors import UsageError
+from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:
     import torch
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 Tensor: TypeAlias = "torch.Tensor"
 
 
+@name_missing_extra("search")
 def to_tensor(blocks: Blocks) -> Tensor:
     """A torch.bfloat16 tensor that shares memory with `blocks`, of the same shape and on the CPU.
 
     `torch.from_numpy` refuses the NumPy type ml_dtypes.bfloat16, so the bits are reinterpreted.
 
     Raises:
-        UsageError: PyTorch is not installed.
+        MissingExtraError: PyTorch is not installed.
 
     Example:
         >>> import ml_dtypes, numpy as np
@@ -29,8 +30,6 @@ def to_tensor(blocks: Blocks) -> Tensor:
         >>> to_tensor(np.array([1, 2.5], ml_dtypes.bfloat16))
         tensor([1.0000, 2.5000], dtype=torch.bfloat16)
     """
-    try:
-        import torch
-    except ImportError as error:
-        raise UsageError(f"tensors need PyTorch, which cannot be imported ({error}); pip install torch") from None
+    import torch
+
     return torch.from_numpy(blocks.view(np.int16)).view(torch.bfloat16)

@@ -10,7 +10,7 @@ import tomllib
 
 import pytest
 
-from edje_index.errors import EXTRAS_OF_MODULE, MissingExtraError, missing_extra, name_missing_extra
+from storage_formats.extras import EXTRAS_OF_MODULE, MissingExtraError, missing_extra, name_missing_extra
 from tests.conftest import REPO
 
 INDEX = REPO / "tests" / "golden" / "release_0_1" / "index"
@@ -129,7 +129,7 @@ def test_commands_name_the_extra_that_they_need(command, tmp_path):
 @pytest.mark.parametrize("name", ["ModelBundle", "VisionTower", "load_published_checkpoint"])
 def test_library_names_the_extra_that_it_needs(name):
     done = run_without_extras(f"""
-from edje_index.errors import MissingExtraError
+from storage_formats.extras import MissingExtraError
 try:
     from edje_index import {name}
 except MissingExtraError as error:
@@ -143,7 +143,7 @@ def test_opening_an_index_names_the_extra_that_it_needs():
 import edje_index
 try:
     edje_index.TokenIndex.open({str(INDEX)!r})
-except edje_index.errors.MissingExtraError as error:
+except edje_index.MissingExtraError as error:
     print(error)
 """)
     assert "pip install 'edje-index[search]'" in done.stdout, done.stderr

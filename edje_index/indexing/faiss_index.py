@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.errors import ModelError, name_missing_extra
+from edje_index.errors import ModelError
 from storage_formats.atomic import fsync_path, fsync_paths
 from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.extras import name_missing_extra
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import FileEntry, Manifest
 from storage_formats.reading.embeddings import iter_embeddings

@@ -14,10 +14,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edje_index.errors import name_missing_extra
 from edje_index.indexing.faiss_index import AnnIndex
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
+from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import read_rows
 from storage_formats.token_store import TokenStore

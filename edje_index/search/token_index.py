@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edje_index.errors import ModelError, name_missing_extra
+from edje_index.errors import ModelError
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights
 from edje_index.search.reranking import Candidates, CandidateScores, Reranker, embedding_scores
 from storage_formats.errors import UsageError
+from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import read_rows
 from storage_formats.token_store import TokenStore

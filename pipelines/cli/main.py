@@ -13,11 +13,11 @@ import click
 from click.shell_completion import shell_complete
 
 from edje_index import __version__
-from edje_index.errors import missing_extra
 from pipelines.cli.lazy_group import LazyGroup
 from pipelines.engines.base import EngineUnavailableError, describe_error
 from pipelines.progress.wording import printable
 from storage_formats.errors import EdjeError, UsageError
+from storage_formats.extras import missing_extra
 
 _PROGRAM = "edje-index"
 _COMPLETION = "_EDJE_INDEX_COMPLETE"  # the variable that click's completion scripts set

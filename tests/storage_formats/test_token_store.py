@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_formats import CorruptIndexError, IncompleteIndexError, RowIdError, TokenStore, UsageError, read_rows
+from storage_formats import (
+    CorruptIndexError,
+    IncompleteIndexError,
+    MissingExtraError,
+    RowIdError,
+    TokenStore,
+    UsageError,
+    read_rows,
+)
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.reading.embeddings import read_embeddings
@@ -127,7 +135,7 @@ def test_a_tensor_holds_the_same_bits_in_the_same_memory(built):
 
 def test_without_pytorch_a_tensor_is_refused_with_advice(built, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(UsageError, match="pip install torch"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'edje-index\[search\]'"):
         TokenStore.open(built[0]).fetch([1], as_torch=True)
 
 
