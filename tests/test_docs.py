@@ -96,14 +96,15 @@ def reachable(arrows: dict[str, set[str]], start: str) -> set[str]:
 
 
 def actual_imports() -> dict[str, set[str]]:
-    """Names on the first level of edje_index, and those that their modules import."""
+    """Packages of edje_index, and the packages that their modules import."""
+    packages = {path.parent.name for path in (REPO / "edje_index").glob("*/__init__.py")}
     imports: dict[str, set[str]] = {}
     for path in (REPO / "edje_index").rglob("*.py"):
         importer = path.relative_to(REPO / "edje_index").with_suffix("").parts[0]
         text = path.read_text()
         imported = set(re.findall(r"^ *(?:from|import) edje_index\.(\w+)", text, re.MULTILINE)) - {importer}
-        if importer != "__init__":
-            imports.setdefault(importer, set()).update(imported)
+        if importer in packages:
+            imports.setdefault(importer, set()).update(imported & packages)
     return imports
 
 
