@@ -71,14 +71,11 @@ def finish_training(
 def _finish_model(
     request: TrainRequest, config: TrainConfig, prepared: Prepared, on_progress: OnProgress
 ) -> FinishedModel:
-    from edje_index.training.fitting.finish import fit_trained_similarity, make_trained_bank, trained_bundle
+    from edje_index.training.fitting.finish import fit_to_training_data, trained_bundle
 
     task, fitting = prepared.task, config.fitting
     bundle, steps = trained_bundle(task.start, request.run.folder, task.run)
-    if fitting.pooled_dim:
-        bundle = replace(bundle, pooled=fit_trained_similarity(task, bundle, fitting.pooled_dim, on_progress))
-    if fitting.hubness_bank:
-        bundle = replace(bundle, hubness_bank=make_trained_bank(task, bundle, fitting.hubness_bank, on_progress))
+    bundle = fit_to_training_data(task, bundle, fitting, on_progress)
     choices = _choose_weights(bundle, request, fitting, prepared, on_progress)
     bundle = replace(bundle, score=_score(fitting, choices))
     bank_unused = bundle.hubness_bank is not None and not (bundle.score.t2i.hubness or bundle.score.i2t.hubness)

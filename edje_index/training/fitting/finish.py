@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
-
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.models.devices import resolve_device
 from edje_index.models.weights import State
 from edje_index.progress import OnProgress
-from edje_index.scoring.hubness import HubnessBank
-from edje_index.scoring.pooled_similarity import PooledSimilarity
-from edje_index.training.data.batches import BatchSource
+from edje_index.training.config import FittingConfig
 from edje_index.training.fitting.hubness_bank import make_hubness_bank
 from edje_index.training.fitting.pooled_similarity import fit_pooled_similarity
 from edje_index.training.loop.batch_source import batch_source
@@ -44,27 +40,23 @@ def trained_bundle(start: Path, run_dir: Path, run: str) -> tuple[ModelBundle, i
     return replace(bundle, trained=True, info=None), state.step
 
 
-def fit_trained_similarity(task: TrainTask, bundle: ModelBundle, dim: int, on_progress: OnProgress) -> PooledSimilarity:
-    """Fit the pooled similarity of a trained bundle to its training data, on the task's device."""
-    adapter, source = _on_device(task, bundle)
-    return fit_pooled_similarity(adapter, bundle.joint, source, dim, on_progress).to(bundle.joint.device)
-
-
-def make_trained_bank(task: TrainTask, bundle: ModelBundle, count: int, on_progress: OnProgress) -> HubnessBank:
-    """Make the hubness bank of a trained bundle from its training data, on the task's device."""
-    adapter, source = _on_device(task, bundle)
-    if bundle.pooled is not None:
-        bundle.pooled.to(bundle.joint.device)
-    bank = make_hubness_bank(adapter, bundle.pooled_vectors, source, task.features, count, on_progress)
-    return bank.to(bundle.joint.device)
-
-
-def _on_device(task: TrainTask, bundle: ModelBundle) -> tuple[nn.Module, BatchSource]:
-    """(the trained part of the adapter, the training data), with the bundle on the task's device."""
+def fit_to_training_data(
+    task: TrainTask, bundle: ModelBundle, fitting: FittingConfig, on_progress: OnProgress
+) -> ModelBundle:
+    """The trained `bundle` with the pooled similarity and the hubness bank that `fitting` asks for, on the device."""
+    if not (fitting.pooled_dim or fitting.hubness_bank):
+        return bundle
     device = resolve_device(task.runtime.device)
-    bundle.adapter.to(device).eval()
-    bundle.joint.to(device).eval()
-    return trained_part(bundle.adapter), batch_source(task, bundle, WorkerGroup())
+    adapter, joint = trained_part(bundle.adapter.to(device).eval()), bundle.joint.to(device).eval()
+    source = batch_source(task, bundle, WorkerGroup())
+    if fitting.pooled_dim:
+        pooled = fit_pooled_similarity(adapter, joint, source, fitting.pooled_dim, on_progress).to(device)
+        bundle = replace(bundle, pooled=pooled)
+    if fitting.hubness_bank:
+        vectors, count = bundle.pooled_vectors, fitting.hubness_bank
+        bank = make_hubness_bank(adapter, vectors, source, task.features, count, on_progress).to(device)
+        bundle = replace(bundle, hubness_bank=bank)
+    return bundle
 
 
 def _with_prefix(weights: State, prefix: str) -> State:
