@@ -41,8 +41,8 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        width = formatter.width - 6 - max(map(len, self._listed))
         column = max(map(len, self._listed))
+        width = formatter.width - 6 - column
         for heading, section in self._sections.items():
             rows = []
             for name in section:

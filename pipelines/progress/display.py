@@ -70,9 +70,9 @@ class _Tracker:
         from rich.console import Console
 
         self.bar = progress.Progress(
-            progress.TextColumn("{task.description}"),
+            progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=24),
-            progress.TextColumn("{task.fields[line]}"),
+            progress.TextColumn("{task.fields[line]}", markup=False),
             console=Console(file=stream),
             refresh_per_second=4,
             speed_estimate_period=_RATE_SECONDS,
