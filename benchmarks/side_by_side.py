@@ -20,28 +20,28 @@ from typing import IO, TypeAlias
 from benchmarks.synthetic import make_synthetic
 from storage_formats import IndexSpec, precisions
 
-_ROWS = 8192
 _STORED = ("bf16", "fp8", "nvfp4")
 _WORKER = """
 import sys, time
 import ml_dtypes, numpy as np
-from storage_formats import TokenStore, codec
+from storage_formats import TokenStore, codec, precisions
 
-root, clock = sys.argv[1], getattr(time, sys.argv[2])
-blocks = np.random.default_rng(0).standard_normal((1024, 64, 384), np.float32).astype(ml_dtypes.bfloat16)
-row_ids = np.random.default_rng(1).integers(0, 8192, 4096)
-stores, tasks, out = {}, {}, np.empty_like(blocks)
-for name in ("fp16", "int8", "fp8", "mxfp8", "nvfp4", "mxfp4", "sign1"):
-    entry = codec(name)
-    records = entry.encode(blocks)
-    tasks["encode " + name] = lambda entry=entry: entry.encode(blocks, 1)
-    tasks["decode " + name] = lambda entry=entry, records=records: entry.decode(records, out, 1)
+root, clock, count = sys.argv[1], getattr(time, sys.argv[2]), int(sys.argv[3])
+blocks = np.random.default_rng(0).standard_normal((count, 64, 384), np.float32).astype(ml_dtypes.bfloat16)
+tasks, out = {}, np.empty_like(blocks)
+for name in precisions():
+    if name != "bf16":
+        entry = codec(name)
+        records = entry.encode(blocks)
+        tasks["encode " + name] = lambda entry=entry: entry.encode(blocks, 1)
+        tasks["decode " + name] = lambda entry=entry, records=records: entry.decode(records, out, 1)
 for name in ("bf16", "fp8", "nvfp4"):
-    store = stores[name] = TokenStore.open(root, name, "mapped")
-    large, small = store.empty(4096), store.empty(100)
-    tasks["fetch 4096 " + name] = lambda store=store, large=large: store.fetch(row_ids, out=large)
+    store = TokenStore.open(root, name, "mapped")
+    row_ids = np.random.default_rng(1).integers(0, len(store), len(store) // 2)
+    half, small = store.empty(len(row_ids)), store.empty(100)
+    tasks["fetch half " + name] = lambda store=store, half=half: store.fetch(row_ids, out=half)
     tasks["fetch 100 " + name] = lambda store=store, small=small: [
-        store.fetch(row_ids[at : at + 100], out=small) for at in range(0, 2000, 100)
+        store.fetch(row_ids[at : at + 100], out=small) for at in range(0, min(2000, len(row_ids) - 99), 100)
     ]
 for task in tasks.values():
     task()
@@ -61,21 +61,32 @@ class Options:
 
     Attributes:
         rounds: measurements of each task.
+        blocks: blocks of 64 x 384 that a conversion handles.
         words: measure only tasks whose name contains them.
         clock: function of `time`: `perf_counter`, or `process_time` on a machine with other load.
     """
 
     rounds: int
-    words: str
-    clock: str
+    blocks: int = 1024
+    words: str = ""
+    clock: str = "perf_counter"
+
+
+def write_index(root: Path, rows: int) -> None:
+    """Write the index of random blocks that both checkouts fetch from."""
+    make_synthetic(root, IndexSpec(rows, 1024, (64, 384), embed_dim=8, precisions=_STORED))
 
 
 def measure(checkouts: tuple[Path, Path], root: Path, options: Options) -> dict[str, list[tuple[float, float]]]:
-    """(old seconds, new seconds) of every round, for each task."""
-    workers = [_start(checkout, root, options.clock) for checkout in checkouts]
+    """(old seconds, new seconds) of every round, for each task.
+
+    Raises:
+        RuntimeError: a checkout cannot run the tasks; its error is on stderr.
+    """
+    workers = [_start(checkout, root, options) for checkout in checkouts]
     try:
         for worker in workers:
-            _pipe(worker.stdout).readline()
+            _answer(worker)
         seconds: dict[str, list[tuple[float, float]]] = {task: [] for task in _tasks() if options.words in task}
         for number in range(options.rounds):
             order = workers if number % 2 else workers[::-1]
@@ -86,18 +97,44 @@ def measure(checkouts: tuple[Path, Path], root: Path, options: Options) -> dict[
     finally:
         for worker in workers:
             worker.terminate()
+            worker.communicate()
+
+
+def table_lines(seconds: dict[str, list[tuple[float, float]]]) -> list[str]:
+    """A Markdown table of the medians, one line per task."""
+    lines = ["| task | old ms | new ms | old / new |", "|---|---|---|---|"]
+    for task, pairs in seconds.items():
+        old, new = (statistics.median(times) * 1e3 for times in zip(*pairs, strict=True))
+        ratio = statistics.median(before / after for before, after in pairs)
+        lines.append(f"| {task} | {old:.2f} | {new:.2f} | {ratio:.3f} |")
+    return lines
 
 
 def _tasks() -> list[str]:
     compiled = [name for name in precisions() if name != "bf16"]
     conversions = [f"{direction} {name}" for name in compiled for direction in ("encode", "decode")]
-    return [*conversions, *(f"fetch {count} {name}" for name in _STORED for count in (4096, 100))]
+    return [*conversions, *(f"fetch {rows} {name}" for name in _STORED for rows in ("half", "100"))]
 
 
-def _start(checkout: Path, root: Path, clock: str) -> Worker:
+def _start(checkout: Path, root: Path, options: Options) -> Worker:
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
-    command = [sys.executable, "-c", _WORKER, str(root), clock]
+    # -P: the working directory must not come before PYTHONPATH, or both workers would import the same checkout.
+    command = [sys.executable, "-P", "-c", _WORKER, str(root), options.clock, str(options.blocks)]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _seconds(worker: Worker, task: str) -> float:
+    request = _pipe(worker.stdin)
+    request.write(task + "\n")
+    request.flush()
+    return float(_answer(worker))
+
+
+def _answer(worker: Worker) -> str:
+    line = _pipe(worker.stdout).readline()
+    if not line:
+        raise RuntimeError("a worker ended early; its error is on stderr")
+    return line
 
 
 def _pipe(pipe: IO[str] | None) -> IO[str]:
@@ -105,34 +142,22 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
-def _seconds(worker: Worker, task: str) -> float:
-    request = _pipe(worker.stdin)
-    request.write(task + "\n")
-    request.flush()
-    return float(_pipe(worker.stdout).readline())
-
-
 def main() -> None:
-    """Print one Markdown table line per task."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("old", type=Path)
-    parser.add_argument("new", type=Path)
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path, help="Checkout to compare with.")
+    parser.add_argument("new", type=Path, help="Checkout to measure.")
     parser.add_argument("--scratch", type=Path, required=True, help="Directory for an index of random blocks.")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="Measurements of each task.")
     parser.add_argument("--tasks", default="", metavar="WORDS", help="Only tasks whose name contains WORDS.")
-    parser.add_argument(
-        "--cpu", action="store_true", help="Measure processor time instead of time, for a busy machine."
-    )
+    parser.add_argument("--cpu", action="store_true", help="Measure processor time, for a machine with other load.")
     arguments = parser.parse_args()
     root = arguments.scratch / "side-by-side.edje"
     if not root.exists():
-        make_synthetic(root, IndexSpec(_ROWS, 1024, (64, 384), embed_dim=8, precisions=_STORED))
-    options = Options(arguments.rounds, arguments.tasks, "process_time" if arguments.cpu else "perf_counter")
-    print("| task | old ms | new ms | old / new |\n|---|---|---|---|")
-    for task, pairs in measure((arguments.old, arguments.new), root, options).items():
-        old, new = (statistics.median(times) * 1e3 for times in zip(*pairs, strict=True))
-        ratio = statistics.median(before / after for before, after in pairs)
-        print(f"| {task} | {old:.2f} | {new:.2f} | {ratio:.3f} |")
+        write_index(root, rows=8192)
+    clock = "process_time" if arguments.cpu else "perf_counter"
+    options = Options(arguments.rounds, words=arguments.tasks, clock=clock)
+    print("\n".join(table_lines(measure((arguments.old, arguments.new), root, options))))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+"""Two checkouts side by side: here the repository and itself, or a checkout that cannot run."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.side_by_side import Options, measure, table_lines, write_index
+from tests.conftest import REPO
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("side") / "index"
+    write_index(root, rows=250)
+    return root
+
+
+def test_every_task_is_measured_for_both_checkouts(root):
+    seconds = measure((REPO, REPO), root, Options(rounds=2, blocks=2))
+    assert len(seconds) == 7 * 2 + 3 * 2
+    assert all(len(pairs) == 2 and min(map(min, pairs)) > 0 for pairs in seconds.values())
+
+
+def test_tasks_are_selected_by_their_words(root):
+    assert set(measure((REPO, REPO), root, Options(rounds=1, blocks=2, words="fetch 100"))) == {
+        "fetch 100 bf16",
+        "fetch 100 fp8",
+        "fetch 100 nvfp4",
+    }
+
+
+def test_a_checkout_that_cannot_run_is_an_error(root, tmp_path):
+    (tmp_path / "storage_formats.py").write_text("")
+    with pytest.raises(RuntimeError, match="ended early"):
+        measure((tmp_path, REPO), root, Options(rounds=1, blocks=2))
+
+
+def test_the_ratio_is_old_over_new():
+    line = table_lines({"encode fp8": [(0.002, 0.001), (0.004, 0.002), (0.006, 0.006)]})[-1]
+    assert line == "| encode fp8 | 4.00 | 2.00 | 2.000 |"
