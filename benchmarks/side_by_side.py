@@ -3,7 +3,8 @@
     python -m benchmarks.side_by_side OLD NEW --scratch /mnt/nvme/scratch
 
 Each checkout runs in a process of its own. The two processes take turns task by task, so that a change in the load of
-the machine affects both. The ratio of a task is the median over the rounds of old seconds / new seconds.
+the machine affects both. Where the memory of a process lies changes its speed by several percent, so both are started
+anew several times. The ratio of a task is the median over the starts of median old seconds / median new seconds.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ class Options:
     """How to measure.
 
     Attributes:
-        rounds: measurements of each task.
+        starts: pairs of processes.
+        rounds: measurements of each task per pair.
         blocks: blocks of 64 x 384 that a conversion handles.
         words: measure only tasks whose name contains them.
         clock: function of `time`: `perf_counter`, or `process_time` on a machine with other load.
     """
 
+    starts: int
     rounds: int
     blocks: int = 1024
     words: str = ""
@@ -78,11 +81,21 @@ def write_index(root: Path, rows: int) -> None:
 
 
 def measure(checkouts: tuple[Path, Path], root: Path, options: Options) -> dict[str, list[tuple[float, float]]]:
-    """(old seconds, new seconds) of every round, for each task.
+    """(median old seconds, median new seconds) of every start, for each task.
 
     Raises:
         RuntimeError: a checkout cannot run the tasks; its error is on stderr.
     """
+    medians: dict[str, list[tuple[float, float]]] = {task: [] for task in _tasks() if options.words in task}
+    for _ in range(options.starts):
+        for task, pairs in _measure_once(checkouts, root, options).items():
+            old, new = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+            medians[task].append((old, new))
+    return medians
+
+
+def _measure_once(checkouts: tuple[Path, Path], root: Path, options: Options) -> dict[str, list[tuple[float, float]]]:
+    """(old seconds, new seconds) of every round, for each task, with one pair of processes."""
     workers = [_start(checkout, root, options) for checkout in checkouts]
     try:
         for worker in workers:
@@ -148,7 +161,8 @@ def main() -> None:
     parser.add_argument("old", type=Path, help="Checkout to compare with.")
     parser.add_argument("new", type=Path, help="Checkout to measure.")
     parser.add_argument("--scratch", type=Path, required=True, help="Directory for an index of random blocks.")
-    parser.add_argument("--rounds", type=int, default=7, help="Measurements of each task.")
+    parser.add_argument("--starts", type=int, default=5, help="Pairs of processes.")
+    parser.add_argument("--rounds", type=int, default=7, help="Measurements of each task per pair.")
     parser.add_argument("--tasks", default="", metavar="WORDS", help="Only tasks whose name contains WORDS.")
     parser.add_argument("--cpu", action="store_true", help="Measure processor time, for a machine with other load.")
     arguments = parser.parse_args()
@@ -156,7 +170,7 @@ def main() -> None:
     if not root.exists():
         write_index(root, rows=8192)
     clock = "process_time" if arguments.cpu else "perf_counter"
-    options = Options(arguments.rounds, words=arguments.tasks, clock=clock)
+    options = Options(arguments.starts, arguments.rounds, words=arguments.tasks, clock=clock)
     print("\n".join(table_lines(measure((arguments.old, arguments.new), root, options))))
 
 

@@ -150,7 +150,14 @@ def check_moves(
         raise UsageError(
             f"offsets and indices must have the same length, got {len(record_offsets)} and {len(block_indices)}"
         )
-    return np.stack([record_offsets, block_indices])
+    return pair(record_offsets, block_indices)
+
+
+def pair(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Two arrays [k] as one [2, k]. Faster than numpy.stack, which small fetches would notice."""
+    both = np.empty((2, len(first)), dtype=np.int64)
+    both[0], both[1] = first, second
+    return both
 
 
 def check_out(out: Blocks | None, count: int, block_shape: tuple[int, int]) -> Blocks:

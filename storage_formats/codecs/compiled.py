@@ -18,6 +18,7 @@ from storage_formats.codecs.base import (
     check_moves,
     check_out,
     check_records,
+    pair,
 )
 from storage_formats.codecs.minifloat import NAN_CODE
 from storage_formats.codecs.threads import run_chunks
@@ -81,7 +82,7 @@ class CompiledCodec(ABC):
         indices = check_indices(rows, len(records))
         out = check_out(out, len(indices), self.block_shape)
         flat = check_contiguous_records(records, self.record_bytes).reshape(-1)
-        self._convert(flat, np.stack([indices * self.record_bytes, np.arange(len(indices))]), out, threads)
+        self._convert(flat, pair(indices * self.record_bytes, np.arange(len(indices))), out, threads)
         return out
 
     def scatter(

@@ -295,9 +295,10 @@ def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geom
     """
     values, width, group = geometry
     exponents = np.empty(width, dtype=np.uint16)
+    offsets, blocks = moves[0], moves[1]
     for move in range(span[0], span[1]):
-        block = np.uint64(moves[1, move])
-        codes_at = np.uint64(moves[0, move])
+        block = np.uint64(blocks[move])
+        codes_at = np.uint64(offsets[move])
         scales_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
             extreme = _scale_exponents(records, scales_at, group, exponents)
@@ -317,9 +318,10 @@ def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geom
 def decode_e2m1(records: U8, moves: Moves, table: U32, pairs: U32, geometry: Geometry, span: Span) -> None:
     """Decode E2M1 codes and one-byte scales. `table` [256 scales x 256 bytes] holds the bits of two products."""
     codes, group = geometry[0] >> np.uint64(1), geometry[2] >> np.uint64(1)
+    offsets, blocks = moves[0], moves[1]
     for move in range(span[0], span[1]):
-        block = np.uint64(moves[1, move])
-        code_at = np.uint64(moves[0, move])
+        block = np.uint64(blocks[move])
+        code_at = np.uint64(offsets[move])
         scales_at = code_at + codes
         pair = block * codes
         for index in range(codes // group):
@@ -344,8 +346,9 @@ def _read_word(records: U8, at: Index) -> Any:
 @kernel(input_array(types.uint8), _MOVES, input_array(types.uint16), output_array(types.uint16), types.uint64, _SPAN)
 def translate(records: U8, moves: Moves, table: U16, out: U16, values: Index, span: Span) -> None:
     """Replace each 16-bit word of the records by its entry in `table` [65536]; `values` words per record."""
+    offsets, blocks = moves[0], moves[1]
     for move in range(span[0], span[1]):
-        source, target = np.uint64(moves[0, move]), np.uint64(moves[1, move]) * values
+        source, target = np.uint64(offsets[move]), np.uint64(blocks[move]) * values
         for i in range(values):
             out[target + i] = table[_read_word(records, source + (i << np.uint64(1)))]
 
@@ -376,9 +379,10 @@ def encode_int8(bits: U16, scale_bits: U16, records: U8, geometry: Geometry, spa
 def decode_int8(records: U8, moves: Moves, bits: U16, geometry: Geometry, span: Span) -> None:
     """Decode integers and bfloat16 scales. A product has at most 16 significant bits, so it is rounded only once."""
     values, width, _ = geometry
+    offsets, blocks = moves[0], moves[1]
     for move in range(span[0], span[1]):
-        block = np.uint64(moves[1, move])
-        codes_at = np.uint64(moves[0, move])
+        block = np.uint64(blocks[move])
+        codes_at = np.uint64(offsets[move])
         scale_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
             scale = _bf16(_read_word(records, scale_at))
@@ -420,9 +424,10 @@ def decode_sign1(records: U8, moves: Moves, table: U64, quads: U64, geometry: Ge
     """Decode signs and bfloat16 scales. `table` [256 x 2] spreads a byte's bits over two words of four values."""
     values, width, _ = geometry
     size = width >> np.uint64(3)
+    offsets, blocks = moves[0], moves[1]
     for move in range(span[0], span[1]):
-        block = np.uint64(moves[1, move])
-        codes_at = np.uint64(moves[0, move])
+        block = np.uint64(blocks[move])
+        codes_at = np.uint64(offsets[move])
         scale_at = codes_at + (values >> np.uint64(3))
         quad = (block * values) >> np.uint64(2)
         for _ in range(values // width):

@@ -16,13 +16,13 @@ def root(tmp_path_factory):
 
 
 def test_every_task_is_measured_for_both_checkouts(root):
-    seconds = measure((REPO, REPO), root, Options(rounds=2, blocks=2))
+    seconds = measure((REPO, REPO), root, Options(starts=2, rounds=1, blocks=2))
     assert len(seconds) == 7 * 2 + 3 * 2
     assert all(len(pairs) == 2 and min(map(min, pairs)) > 0 for pairs in seconds.values())
 
 
 def test_tasks_are_selected_by_their_words(root):
-    assert set(measure((REPO, REPO), root, Options(rounds=1, blocks=2, words="fetch 100"))) == {
+    assert set(measure((REPO, REPO), root, Options(starts=1, rounds=1, blocks=2, words="fetch 100"))) == {
         "fetch 100 bf16",
         "fetch 100 fp8",
         "fetch 100 nvfp4",
@@ -32,7 +32,7 @@ def test_tasks_are_selected_by_their_words(root):
 def test_a_checkout_that_cannot_run_is_an_error(root, tmp_path):
     (tmp_path / "storage_formats.py").write_text("")
     with pytest.raises(RuntimeError, match="ended early"):
-        measure((tmp_path, REPO), root, Options(rounds=1, blocks=2))
+        measure((tmp_path, REPO), root, Options(starts=1, rounds=1, blocks=2))
 
 
 def test_the_ratio_is_old_over_new():
