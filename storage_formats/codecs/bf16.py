@@ -80,7 +80,7 @@ class BF16Codec:
         self, memory: NDArray[np.uint8], offsets: Indices, out: Blocks, indices: Indices, threads: int | None = None
     ) -> None:
         """Copy the record at byte `offsets[i]` of `memory` to `out[indices[i]]`. See `codecs.base.Codec`."""
-        moves = check_moves(memory, self.record_bytes, offsets, len(out), indices)
+        record_offsets, block_indices = check_moves(memory, self.record_bytes, offsets, len(out), indices)
         copies = check_out(out, len(out), self.block_shape).view(np.uint8).reshape(-1, self.record_bytes)
-        for offset, index in moves.T.tolist():
+        for offset, index in zip(record_offsets.tolist(), block_indices.tolist(), strict=True):
             copies[index] = memory[offset : offset + self.record_bytes]

@@ -18,7 +18,6 @@ from storage_formats.codecs.base import (
     check_moves,
     check_out,
     check_records,
-    pair,
 )
 from storage_formats.codecs.minifloat import NAN_CODE
 from storage_formats.codecs.threads import run_chunks
@@ -27,8 +26,8 @@ Bits: TypeAlias = NDArray[np.uint16]
 """Bits of bfloat16 values, flat."""
 Bytes: TypeAlias = NDArray[np.uint8]
 """Bytes of records, flat."""
-Moves: TypeAlias = NDArray[np.int64]
-"""[2, k]: the record at byte `moves[0, i]` becomes block `moves[1, i]`."""
+Moves: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""(offsets, blocks): the record at byte `offsets[i]` becomes block `blocks[i]`. Both are new arrays."""
 Span: TypeAlias = tuple[int, int]
 """(start, stop)"""
 
@@ -56,7 +55,7 @@ class CompiledCodec(ABC):
 
     @abstractmethod
     def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        """Decode the records of the columns `span` of `moves`."""
+        """Decode the records of the items `span` of `moves`."""
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
         """bf16 [k, m, d] -> uint8 [k, record_bytes]."""
@@ -82,7 +81,7 @@ class CompiledCodec(ABC):
         indices = check_indices(rows, len(records))
         out = check_out(out, len(indices), self.block_shape)
         flat = check_contiguous_records(records, self.record_bytes).reshape(-1)
-        self._convert(flat, pair(indices * self.record_bytes, np.arange(len(indices))), out, threads)
+        self._convert(flat, (indices * self.record_bytes, np.arange(len(indices))), out, threads)
         return out
 
     def scatter(
@@ -98,4 +97,4 @@ class CompiledCodec(ABC):
         def decode(start: int, stop: int) -> None:
             self._decode(memory, moves, bits, (start, stop))
 
-        run_chunks(decode, moves.shape[1], 2 * self.values, threads)
+        run_chunks(decode, len(moves[0]), 2 * self.values, threads)

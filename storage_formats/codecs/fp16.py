@@ -27,7 +27,7 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs.base import BF16, pair
+from storage_formats.codecs.base import BF16
 from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec, Moves, Span
 from storage_formats.codecs.minifloat import CANONICAL_NAN
 
@@ -50,7 +50,7 @@ class FP16Codec(CompiledCodec):
         from storage_formats.codecs import kernels
 
         blocks = np.arange(*span)
-        moves = pair(blocks * self.record_bytes, blocks)
+        moves = (blocks * self.record_bytes, blocks)
         words = records.view(np.uint16)
         kernels.translate(bits.view(np.uint8), moves, _from_bf16(), words, self.values, (0, len(blocks)))
 

@@ -55,9 +55,9 @@ def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def input_array(number: Any, ndim: int = 1) -> Any:
-    """Type of a C-contiguous array that a kernel reads, at any address."""
-    return types.Array(number, ndim, "C", readonly=True, aligned=False)
+def input_array(number: Any) -> Any:
+    """Type of a flat C-contiguous array that a kernel reads, at any address."""
+    return types.Array(number, 1, "C", readonly=True, aligned=False)
 
 
 def output_array(number: Any) -> Any:

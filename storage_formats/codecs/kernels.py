@@ -3,9 +3,9 @@
 A kernel runs on one thread and releases the GIL; callers bring their own threads. It takes flat arrays and:
 
 - `geometry` (values, width, group): values per block (m x d), values per token (d), values that share a scale;
-- `span` (start, stop): encoders convert blocks [start, stop); decoders convert columns [start, stop) of `moves`;
-- `moves`, int64 [2, k], for decoders: the record that starts at byte `moves[0, i]` of `records` becomes block
-  `moves[1, i]` of the output.
+- `span` (start, stop): encoders convert blocks [start, stop), decoders the items [start, stop) of `moves`;
+- `moves` (offsets, blocks), for decoders: the record that starts at byte `offsets[i]` of `records` becomes block
+  `blocks[i]` of the output. Both are new int64 arrays, because Numba converts no read-only arrays within a tuple.
 
 All kernels and their helpers are in one module because Numba's cache notices changes only in a kernel's own file.
 Indices are unsigned: this avoids Numba's handling of negative indices and lets LLVM vectorise. Parts of arrays are
@@ -27,13 +27,13 @@ U16: TypeAlias = NDArray[np.uint16]
 U32: TypeAlias = NDArray[np.uint32]
 U64: TypeAlias = NDArray[np.uint64]
 F32: TypeAlias = NDArray[np.float32]
-Moves: TypeAlias = NDArray[np.int64]
+Moves: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
 Index: TypeAlias = np.uint64
 Geometry: TypeAlias = tuple[Index, Index, Index]
 Span: TypeAlias = tuple[Index, Index]
 
 _GEOMETRY = types.UniTuple(types.uint64, 3)
-_MOVES = input_array(types.int64, 2)
+_MOVES = types.UniTuple(types.Array(types.int64, 1, "C"), 2)
 _SPAN = types.UniTuple(types.uint64, 2)
 
 
@@ -196,7 +196,8 @@ def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, ge
     values, width, group = geometry
     exponents = np.empty(width, dtype=np.uint16)
     factors = np.empty(width, dtype=np.float32)
-    for block in range(span[0], span[1]):
+    start, stop = span
+    for block in range(start, stop):
         codes_at = block * (values + values // group)
         scales_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
@@ -221,7 +222,8 @@ def encode_e4m3_tokens(
 ) -> None:
     """As `encode_e4m3` if a group is a whole token: one pass finds the scale and whether a code is subnormal."""
     values, width, group = geometry
-    for block in range(span[0], span[1]):
+    start, stop = span
+    for block in range(start, stop):
         codes_at = block * (values + values // group)
         scales_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
@@ -251,7 +253,8 @@ def encode_e2m1(bits: U16, scale_codes: U8, scale_values: F32, records: U8, geom
     divisors = np.empty(width, dtype=np.float32)
     nibbles = np.empty(width, dtype=np.uint8)
     pairs = nibbles.view(np.uint16)
-    for block in range(span[0], span[1]):
+    start, stop = span
+    for block in range(start, stop):
         codes_at = block * ((values >> np.uint64(1)) + values // group)
         scales_at = codes_at + (values >> np.uint64(1))
         for first in range(block * values, (block + np.uint64(1)) * values, width):
@@ -295,8 +298,9 @@ def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geom
     """
     values, width, group = geometry
     exponents = np.empty(width, dtype=np.uint16)
-    offsets, blocks = moves[0], moves[1]
-    for move in range(span[0], span[1]):
+    offsets, blocks = moves
+    start, stop = span
+    for move in range(start, stop):
         block = np.uint64(blocks[move])
         codes_at = np.uint64(offsets[move])
         scales_at = codes_at + values
@@ -318,8 +322,9 @@ def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geom
 def decode_e2m1(records: U8, moves: Moves, table: U32, pairs: U32, geometry: Geometry, span: Span) -> None:
     """Decode E2M1 codes and one-byte scales. `table` [256 scales x 256 bytes] holds the bits of two products."""
     codes, group = geometry[0] >> np.uint64(1), geometry[2] >> np.uint64(1)
-    offsets, blocks = moves[0], moves[1]
-    for move in range(span[0], span[1]):
+    offsets, blocks = moves
+    start, stop = span
+    for move in range(start, stop):
         block = np.uint64(blocks[move])
         code_at = np.uint64(offsets[move])
         scales_at = code_at + codes
@@ -346,8 +351,9 @@ def _read_word(records: U8, at: Index) -> Any:
 @kernel(input_array(types.uint8), _MOVES, input_array(types.uint16), output_array(types.uint16), types.uint64, _SPAN)
 def translate(records: U8, moves: Moves, table: U16, out: U16, values: Index, span: Span) -> None:
     """Replace each 16-bit word of the records by its entry in `table` [65536]; `values` words per record."""
-    offsets, blocks = moves[0], moves[1]
-    for move in range(span[0], span[1]):
+    offsets, blocks = moves
+    start, stop = span
+    for move in range(start, stop):
         source, target = np.uint64(offsets[move]), np.uint64(blocks[move]) * values
         for i in range(values):
             out[target + i] = table[_read_word(records, source + (i << np.uint64(1)))]
@@ -358,7 +364,8 @@ def encode_int8(bits: U16, scale_bits: U16, records: U8, geometry: Geometry, spa
     """Encode to integers and bfloat16 scales. `scale_bits` [32768] maps a largest magnitude's bits to its scale."""
     values, width, _ = geometry
     shifter = np.float32(1.5 * 2.0**23)  # its last bit has weight 1, so adding it rounds to an integer
-    for block in range(span[0], span[1]):
+    start, stop = span
+    for block in range(start, stop):
         codes_at = block * (values + np.uint64(2) * (values // width))
         scale_at = codes_at + values
         for first in range(block * values, (block + np.uint64(1)) * values, width):
@@ -379,8 +386,9 @@ def encode_int8(bits: U16, scale_bits: U16, records: U8, geometry: Geometry, spa
 def decode_int8(records: U8, moves: Moves, bits: U16, geometry: Geometry, span: Span) -> None:
     """Decode integers and bfloat16 scales. A product has at most 16 significant bits, so it is rounded only once."""
     values, width, _ = geometry
-    offsets, blocks = moves[0], moves[1]
-    for move in range(span[0], span[1]):
+    offsets, blocks = moves
+    start, stop = span
+    for move in range(start, stop):
         block = np.uint64(blocks[move])
         codes_at = np.uint64(offsets[move])
         scale_at = codes_at + values
@@ -397,7 +405,8 @@ def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None
     """Encode to sign bits, the first in the lowest bit, and one bfloat16 scale per token, the mean magnitude."""
     values, width, _ = geometry
     size = width >> np.uint64(3)
-    for block in range(span[0], span[1]):
+    start, stop = span
+    for block in range(start, stop):
         codes_at = block * (values // width) * (size + np.uint64(2))
         scale_at = codes_at + (values >> np.uint64(3))
         for first in range(block * values, (block + np.uint64(1)) * values, width):
@@ -424,8 +433,9 @@ def decode_sign1(records: U8, moves: Moves, table: U64, quads: U64, geometry: Ge
     """Decode signs and bfloat16 scales. `table` [256 x 2] spreads a byte's bits over two words of four values."""
     values, width, _ = geometry
     size = width >> np.uint64(3)
-    offsets, blocks = moves[0], moves[1]
-    for move in range(span[0], span[1]):
+    offsets, blocks = moves
+    start, stop = span
+    for move in range(start, stop):
         block = np.uint64(blocks[move])
         codes_at = np.uint64(offsets[move])
         scale_at = codes_at + (values >> np.uint64(3))

@@ -198,6 +198,7 @@ def test_scatter_decodes_records_at_any_offset_to_any_block(name):
     expected = out.copy()
     places = [8, 0, 3, 2, 5]
     expected[places] = entry.decode(records)
+    starts.flags.writeable = False
     entry.scatter(memory, starts, out, places, threads=2)
     assert same_bits(out, expected)
     with pytest.raises(UsageError, match=r"indices must be in 0\.\.8"):
