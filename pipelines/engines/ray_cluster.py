@@ -221,8 +221,9 @@ class _Session:
         """Find Ray's processes and name them to the watchdog; returns those that Ray has started directly."""
         import psutil
 
-        children = {child: child.as_dict(["cmdline"], ad_value=[]) for child in psutil.Process().children()}
-        daemons = [child for child, values in children.items() if self.folder in " ".join(values["cmdline"])]
+        children = [child for child in psutil.Process().children() if child.pid != self.watchdog.pid]
+        commands = [" ".join(child.as_dict(["cmdline"], ad_value=[])["cmdline"]) for child in children]
+        daemons = [child for child, command in zip(children, commands, strict=True) if self.folder in command]
         self.processes = (*daemons, *(agent for daemon in daemons for agent in daemon.children(recursive=True)))
         assert self.watchdog.stdin is not None
         self.watchdog.stdin.writelines(f"{process.pid}\n" for process in self.processes)

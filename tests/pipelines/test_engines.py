@@ -16,6 +16,7 @@ from pipelines.engines.base import EngineUnavailableError, TaskDone, TaskFailure
 from pipelines.engines.inline import InlineEngine
 from pipelines.engines.ray_engine import ATTEMPTS, RayEngine
 from storage_formats.errors import EdjeError, UsageError
+from tests.conftest import REPO
 from tests.pipelines.engine_tasks import FileWorker, Job, Report, broken_worker
 
 SET_FOR_RAY = ["PYTHONPATH", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_TMPDIR"]
@@ -33,7 +34,7 @@ def nothing_left_behind():
     variables = {name: os.environ.get(name) for name in SET_FOR_RAY}
     yield
     assert set(psutil.Process().children(recursive=True)) <= processes
-    assert list(Path("/tmp").glob(f"edje-ray-{os.getpid()}-*")) == []
+    assert leftover_folders(os.getpid()) == []
     assert {name: os.environ.get(name) for name in SET_FOR_RAY} == variables
 
 
@@ -170,6 +171,42 @@ def test_ray_addresses_that_cannot_be_joined_are_refused(tmp_path):
         list(run(RayEngine(1, address="127.0.0.1:1"), tmp_path, [Job(1)]))
 
 
+def with_repo_on_path():
+    return {**os.environ, "PYTHONPATH": str(REPO)}
+
+
+ENDLESS = """
+import functools, sys
+from pipelines.engines.ray_engine import RayEngine
+from tests.pipelines.engine_tasks import FileWorker, Job
+
+make_worker = functools.partial(FileWorker, sys.argv[1])
+list(RayEngine(1).run(make_worker, [Job(1, "until_stopped")], on_progress=print, should_stop=bool))
+"""
+
+
+def test_a_killed_driver_takes_ray_and_its_folder_along(tmp_path):
+    command = [sys.executable, "-c", ENDLESS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=with_repo_on_path()) as driver:
+        assert b"Report" in driver.stdout.readline()
+        processes = psutil.Process(driver.pid).children(recursive=True)
+        assert len(processes) > 5
+        driver.kill()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and (alive(processes) or leftover_folders(driver.pid)):
+        time.sleep(0.1)
+    assert alive(processes) == []
+    assert leftover_folders(driver.pid) == []
+
+
+def alive(processes):
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def leftover_folders(driver_pid):
+    return list(Path("/tmp").glob(f"edje-ray-{driver_pid}-*"))
+
+
 IMPORTED_EARLY = """
 import ray
 from pipelines.engines.ray_engine import RayEngine
@@ -179,6 +216,8 @@ list(RayEngine(1).run(list, [], on_progress=print, should_stop=bool))
 
 
 def test_a_ray_that_was_imported_with_open_settings_is_refused():
-    done = subprocess.run([sys.executable, "-c", IMPORTED_EARLY], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED_EARLY], capture_output=True, text=True, env=with_repo_on_path(), check=False
+    )
     assert done.returncode == 1
     assert "set RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before you import ray" in done.stderr
