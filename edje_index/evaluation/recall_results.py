@@ -56,19 +56,19 @@ class RecallTable:
         reference = _REFERENCE if _REFERENCE in ranks else next(iter(ranks))
         results = []
         for source in sources:
-            own = ranks[source.precision]
+            precision_ranks = ranks[source.precision]
             is_reference = source.precision == reference
             result = Result(
                 system=self.system,
                 direction=self.direction,
-                recall=self._recall(own),
+                recall=self._recall(precision_ranks),
                 precision=source.precision,
                 simulated_from=source.simulated_from,
                 bytes_per_image=source.bytes_per_image,
                 pool=pool,
                 in_pool=in_pool,
-                gain=self._difference(own, pools.ranks),
-                change=None if is_reference else self._difference(own, ranks[reference]),
+                gain=self._difference(precision_ranks, pools.ranks),
+                change=None if is_reference else self._difference(precision_ranks, ranks[reference]),
                 change_from=None if is_reference else reference,
             )
             results.append(result)

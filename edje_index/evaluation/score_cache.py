@@ -21,7 +21,7 @@ from storage_formats.errors import UsageError
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-_SAVE_SECONDS = 20.0
+SAVE_SECONDS = 20.0
 
 
 @dataclass
@@ -62,7 +62,7 @@ class ScoreCache:
         """Add new scores. They reach the disk within some seconds, or at `save`."""
         if self.folder is not None:
             self._unsaved.append((pairs, scores))
-            if time.monotonic() - self._saved_at > _SAVE_SECONDS:
+            if time.monotonic() - self._saved_at > SAVE_SECONDS:
                 self.save()
 
     def save(self) -> None:

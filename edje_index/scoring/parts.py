@@ -75,17 +75,13 @@ class LateInteraction:
 
     @torch.inference_mode()
     def of(self, pairs: Pairs) -> Floats:
-        words = self.joint.word_vectors
-        return _in_batches(
-            pairs,
-            lambda captions, tokens: late_interaction(
-                self.joint.tokenizer.caption_ids(captions), tokens.to(words.device), words, self._content
-            ),
-        )
+        words, tokenizer = self.joint.word_vectors, self.joint.tokenizer
+        content = content_token_mask(tokenizer)
 
-    @cached_property
-    def _content(self) -> NDArray[np.bool_]:
-        return content_token_mask(self.joint.tokenizer)
+        def score(captions: Sequence[str], tokens: torch.Tensor) -> torch.Tensor:
+            return late_interaction(tokenizer.caption_ids(captions), tokens.to(words.device), words, content)
+
+        return _in_batches(pairs, score)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,17 @@ same s t
 STOP_WORDS = frozenset(_STOP_WORDS.split())
 
 
+@lru_cache(maxsize=8)
 def content_token_mask(tokenizer: JointTokenizer) -> NDArray[np.bool_]:
-    """True for each token id [v] that is a word or a word piece, and no stop word, punctuation or special token."""
+    """True for each token id [v] that is a word or a word piece, and no stop word, punctuation or special token.
+
+    The mask is cached, because it is needed for every query and takes tens of milliseconds to make. It is read-only.
+    """
     words: Any = tokenizer.tokenizer
     mask = np.zeros(len(tokenizer), dtype=bool)
     special_ids = set(words.all_special_ids) | {tokenizer.image_token_id}
     for word, token_id in words.get_vocab().items():
         piece = word.removeprefix("##")
         mask[token_id] = token_id not in special_ids and any(map(str.isalnum, piece)) and word not in STOP_WORDS
+    mask.flags.writeable = False
     return mask

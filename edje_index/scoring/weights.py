@@ -154,7 +154,7 @@ def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> Scor
         return bundle_weights
     weights = dict(_part_weight(item) for item in score.split(","))
     if not any(weights.values()):
-        raise UsageError(f"the score '{score}' has no part with a weight other than 0")
+        raise UsageError(f"the score '{score}' has no part with a weight other than 0", parameter="score")
     return ScoreWeights.of_parts(weights, bundle_weights.hubness_similarity)
 
 
@@ -173,14 +173,17 @@ def check_parts(weights: ScoreWeights, available: Mapping[str, Any], what: str) 
 def _part_weight(item: str) -> tuple[str, float]:
     part, equals, number = (text.strip() for text in item.partition("="))
     if part not in PART_NAMES:
-        choices = f"'{BUNDLE_SCORE}' or parts with weights, PART=WEIGHT,... with PART one of {', '.join(PART_NAMES)}"
-        raise UsageError(f"unknown part '{part}' of the score; a score is {choices}")
+        raise UsageError(
+            f"unknown part '{part}' of the score: use '{BUNDLE_SCORE}', or PART=WEIGHT,... where PART is one of "
+            f"{', '.join(PART_NAMES)}",
+            parameter="score",
+        )
     try:
         weight = float(number) if equals else 1.0
     except ValueError:
         weight = math.nan
     if not math.isfinite(weight):
-        raise UsageError(f"the weight of '{part}' must be a finite number, got '{number}'")
+        raise UsageError(f"the weight of '{part}' must be a finite number, got '{number}'", parameter="score")
     return part, weight
 
 

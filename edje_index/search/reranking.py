@@ -86,7 +86,7 @@ class Reranker:
 
         Args:
             query: the text.
-            candidates: rows that the query was found near to.
+            candidates: the rows nearest to the query.
             blocks: the tokens of `candidates` [k, m, d]; None if the score reads none.
         """
         embeddings = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from edje_index.scoring.weights import BUNDLE_SCORE, DIRECTIONS
-from pipelines.cli.output import dtype_option, json_option, note, print_json, this_command
+from pipelines.cli.output import dtype_option, json_option, note, print_json, quiet_option, this_command
 from pipelines.cli.score_option import score_option
 from storage_formats.errors import UsageError
 
@@ -75,9 +75,9 @@ _PATH = click.Path(path_type=Path)
     help="Device of the model.",
 )
 @dtype_option
-@click.option("--quiet", is_flag=True, help="Show no progress.")
+@quiet_option
 @json_option
-def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: object) -> None:
+def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: Any) -> None:
     """Measure the recall of INDEX on captioned images, by embedding alone and re-ranked.
 
     CAPTIONS is a .jsonl file, Karpathy's .json (COCO, Flickr30k), COCO's caption .json, .parquet, or a WebDataset .tar.
@@ -115,18 +115,14 @@ def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: object)
     _show(result, report, as_json=as_json)
 
 
-def _config(**options: object) -> EvaluationConfig:
+def _config(
+    *, index: Path, model: Path | None, also: tuple[str, ...], direction: str, bootstrap: int, **settings: Any
+) -> EvaluationConfig:
     from edje_index.evaluation.config import EvaluationConfig
 
-    chosen = dict(options)
-    direction = chosen.pop("direction")
-    index, model, also = chosen.pop("index"), chosen.pop("model"), chosen.pop("also")
-    assert isinstance(index, Path)
-    assert isinstance(also, tuple)
-    systems = ((index, model if isinstance(model, Path) else None), *map(_other, also))
-    chosen["resamples"] = chosen.pop("bootstrap")
+    systems = ((index, model), *map(_other, also))
     directions = DIRECTIONS if direction == "both" else (direction,)
-    return EvaluationConfig(systems=systems, directions=directions, **chosen)  # type: ignore[arg-type]
+    return EvaluationConfig(systems=systems, directions=directions, resamples=bootstrap, **settings)
 
 
 def _other(text: str) -> tuple[Path, Path | None]:

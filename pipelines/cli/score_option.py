@@ -5,14 +5,10 @@ from __future__ import annotations
 import click
 
 from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, check_score
-from storage_formats.errors import UsageError
 
 
 def _check(_: click.Context, __: click.Parameter, score: str) -> str:
-    try:
-        check_score(score)
-    except UsageError as error:
-        raise UsageError(f"--score: {error}") from error
+    check_score(score)
     return score
 
 

@@ -200,7 +200,7 @@ def test_an_interrupted_evaluation_resumes_from_its_scores(run, world, tmp_path,
     options = ("--split", "dev", "--pool", 5, "--bootstrap", 0, "--cache", tmp_path / "scores", "--json")
     whole = json.loads(run(*arguments(world, *options))[1])
     monkeypatch.setattr("edje_index.evaluation.pair_scores.CHUNK_PAIRS", 8)
-    monkeypatch.setattr("edje_index.evaluation.score_cache._SAVE_SECONDS", -1.0)
+    monkeypatch.setattr("edje_index.evaluation.score_cache.SAVE_SECONDS", -1.0)
     real = TokenStore.fetch
     calls = []
 
@@ -280,8 +280,8 @@ def test_indexes_are_compared_on_the_images_of_both(run, world, tiny_bundle, tmp
         (["--precision", "fp8"], "does not hold precision 'fp8'"),
         (["--precision", "fp3", "--simulate"], "unknown precision"),
         (["--full-captions", "x.jsonl"], "--full"),
-        (["--score", "joint"], "--score: unknown part 'joint'"),
-        (["--score", "late=x"], "--score: the weight of 'late' must be a finite number, got 'x'"),
+        (["--score", "joint"], "unknown part 'joint' of the score: use 'bundle', or PART=WEIGHT"),
+        (["--score", "late=x"], "the weight of 'late' must be a finite number, got 'x'"),
         (["--score", "logit", "--no-rerank"], "leave out either --score or --no-rerank"),
         (["--images", "nowhere"], "no folder"),
         (["--also", "=x"], "INDEX=MODEL"),

@@ -163,8 +163,8 @@ class _DevScorer:
         else:
             texts = [self.dev.captions[position] for position in distinct]
             vectors, embeddings = vectors_of.of_captions(texts), self.dev.text_embeddings
-        own = torch.from_numpy(embeddings[distinct]).to(vectors.device)
-        embedding_products, pooled_products = bank.products(own, vectors, self.direction)
+        candidate_embeddings = torch.from_numpy(embeddings[distinct]).to(vectors.device)
+        embedding_products, pooled_products = bank.products(candidate_embeddings, vectors, self.direction)
         return HubnessProducts(
             embedding=embedding_products.cpu(),
             pooled=pooled_products.cpu(),
