@@ -1,7 +1,7 @@
 """Fits the weights of the final score to captions and images that were not trained on, by maximum likelihood.
 
 The weights are those under which a softmax over the candidates most probably picks the right one. Maximising recall
-directly overfits a small dev set (docs/architecture.md has the comparison). The hubness correction contains the weights
+directly overfits a small dev set (docs/lab/score.md has the comparison). The hubness correction contains the weights
 of the embedding and pooled similarity, so all weights are fitted together with it.
 """
 
