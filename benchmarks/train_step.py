@@ -1,10 +1,10 @@
-"""A training step beside the model's own work on tensors that are ready: what data, optimiser and account cost.
+"""Compares a step of the training loop with the model's forward and backward passes on prepared tensors.
 
-Three subjects, in turn, a window of steps each, in one process:
+The difference is the cost of data, optimiser and log. Three subjects take turns of a few steps each in one process:
 
-    step        the training loop: batches made ahead from an index, forward, backward, clipping, AdamW, log
-    objective   forward and backward of adapter and joint encoder on one batch that is ready
-    joint       the same with the adapter's tokens ready too: the joint encoder alone
+    step        the training loop: prefetched batches from an index, forward, backward, clipping, AdamW, log
+    objective   forward and backward pass of adapter and joint encoder on one prepared batch
+    joint       the same with prepared adapter tokens, that is, the joint encoder alone
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ from edje_index.training.model.objectives import TOTAL, JointObjective
 from edje_index.training.model.start_bundle import Origin, make_start, make_trainable
 from storage_formats.format.layout import IndexSpec
 
-_CAPTION_WORDS = (8, 17)  # of Flickr8k's captions, nine in ten have so many
+_CAPTION_WORDS = (8, 17)  # the range of nine in ten captions of Flickr8k
 _SIZES = UntrainedSizes(patch_size=14)  # 256 patches of width 384, a MiniLM-L6 of 16,000 words
 
 
 @dataclass(frozen=True)
 class TrainStepCase:
-    """What is measured.
+    """The settings of a measurement.
 
     Attributes:
-        images: of the index.
-        batch_size, negatives: of the training.
-        dropout: 0 measures a training without.
-        dtype: of matrix products, float32 or bfloat16.
-        threads: of torch.
-        windows, steps: how often each subject has its turn, and for how many steps.
-        sizes: of the model.
+        images: number of images in the index.
+        batch_size, negatives: as in a training.
+        dropout: dropout of the language model.
+        dtype: type of matrix products, float32 or bfloat16.
+        threads: CPU threads of torch.
+        windows: turns of each subject.
+        steps: steps per turn.
+        sizes: sizes of the model.
     """
 
     images: int
@@ -66,7 +67,7 @@ class TrainStepCase:
 
 
 def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
-    """Seconds of a step by subject and window, their medians, and the ratios that the loop comes to."""
+    """Measure seconds per step by subject and turn, their medians, and each subject's share of a step of the loop."""
     config = make_config(
         {
             "architecture": {
@@ -86,12 +87,12 @@ def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
     ready = _ready_subjects(task)
 
     def measure(record: dict[str, Any]) -> None:
-        """After each window of the loop; the first one warms up."""
+        """Called after each turn of the loop. The first turn is a warm-up."""
         for name, run in ready.items():
-            began = time.perf_counter()
+            started = time.perf_counter()
             for _ in range(case.steps):
                 run()
-            seconds[name].append((time.perf_counter() - began) / case.steps)
+            seconds[name].append((time.perf_counter() - started) / case.steps)
         seconds["step"].append(record["step_seconds"])
         waited.append(record["data_wait"] / record["seconds"])
 
@@ -109,7 +110,7 @@ def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
 
 
 def _make_task(folder: Path, case: TrainStepCase, config: TrainConfig) -> TrainTask:
-    """Model, features and captions of random numbers, in the forms of a real training."""
+    """A task whose model, features and captions are random, in the formats of a real training."""
     folder.mkdir(parents=True)
     create_untrained_bundle(folder / "model", sizes=case.sizes)
     start = make_start(Origin(folder / "model"), config.architecture, config.loop.seed)
@@ -140,7 +141,7 @@ def _random_data(images: int, start: ModelBundle) -> TrainingData:
 
 
 def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
-    """The model's own work, on a copy of the model and a batch of the same kind."""
+    """Forward and backward passes on a copy of the model and one batch."""
     bundle = ModelBundle.load(task.start, verify=False)
     adapter = bundle.adapter
     make_trainable(bundle, task.config.architecture, torch.device("cpu"))

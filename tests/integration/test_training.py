@@ -96,8 +96,8 @@ def test_a_killed_training_resumes_to_the_same_bits(case, tmp_path, lines):
     result = run_here(*training(case, out))
     assert weights(out) == weights(case / "calm")
     assert result["steps"] == 30
-    places = [(record["stage"], record["step"]) for record in read_log(tmp_path / "out.run")]
-    assert places == [*((0, step) for step in range(1, 5)), *((1, step) for step in range(1, 31))]
+    positions = [(record["stage"], record["step"]) for record in read_log(tmp_path / "out.run")]
+    assert positions == [*((0, step) for step in range(1, 5)), *((1, step) for step in range(1, 31))]
 
 
 @pytest.mark.slow
@@ -133,13 +133,16 @@ def test_other_settings_in_the_same_folder_are_named(case):
 
 def test_what_the_weights_are_worth_is_said(case, capfd):
     """With the figures of the first run, which a finished one repeats."""
-    asked = [*training(case, case / "calm", features=False), "--dev", case / "dev.jsonl"]
-    choices = run_here(*asked)["dev"]
-    assert main([*map(str, asked)]) == 0
+    options = [*training(case, case / "calm", features=False), "--dev", case / "dev.jsonl"]
+    choices = run_here(*options)["dev"]
+    assert main([*map(str, options)]) == 0
     said = capfd.readouterr().out
-    for asked, of in (("images", "16 dev captions"), ("captions", "8 dev images")):
-        choice = choices[asked]
-        assert f"R@1 of {asked} for {of}, pool {choice['pool']}: embeddings {choice['embedding_recall']:.1%}, " in said
+    for candidates, of in (("images", "16 dev captions"), ("captions", "8 dev images")):
+        choice = choices[candidates]
+        assert (
+            f"R@1 of {candidates} for {of}, pool {choice['pool']}: embeddings {choice['embedding_recall']:.1%}, "
+            in said
+        )
         assert f"final {choice['held_out_recall']:.1%} with weights fitted to other images" in said
 
 
@@ -153,7 +156,7 @@ def test_the_bundle_builds_and_searches(case, tmp_path):
 
 
 def test_views_and_a_pooled_similarity(case, tmp_path):
-    asked = [
+    options = [
         *training(case, tmp_path / "out"),
         "--steps",
         "6",
@@ -162,8 +165,8 @@ def test_views_and_a_pooled_similarity(case, tmp_path):
         "--dev",
         case / "dev.jsonl",
     ]
-    asked += ["--set", "fitting.pooled_dim=8", "--set", "fitting.pooled_weight=3"]
-    result = run_here(*asked)
+    options += ["--set", "fitting.pooled_dim=8", "--set", "fitting.pooled_weight=3"]
+    result = run_here(*options)
     assert result["pooled_weight"] == 3
     assert result["dev"]["images"]["weights"]["pooled"] == 3
     run_dir = tmp_path / "out.run"
@@ -176,10 +179,10 @@ def test_views_and_a_pooled_similarity(case, tmp_path):
 
 
 def test_views_of_another_run_are_taken_as_they_are(case, tmp_path):
-    asked = ["--steps", "3", "--set", "augmentation.views=2"]
-    first = run_here(*training(case, tmp_path / "first"), *asked)
+    options = ["--steps", "3", "--set", "augmentation.views=2"]
+    first = run_here(*training(case, tmp_path / "first"), *options)
     taken = ["--set", f"inputs.view_features={tmp_path}/first.run/views.edje"]
-    second = run_here(*training(case, tmp_path / "second"), *asked, *taken)
+    second = run_here(*training(case, tmp_path / "second"), *options, *taken)
     assert not (tmp_path / "second.run" / "views.edje").exists()
     rows = [np.load(tmp_path / f"{name}.run" / "view-rows.npy").tolist() for name in ("first", "second")]
     assert rows[0] == rows[1]
@@ -196,15 +199,15 @@ def test_views_of_another_run_are_taken_as_they_are(case, tmp_path):
     error = run_here(*training(case, tmp_path / "none"), "--steps", "3", *taken, expect=2)["error"]
     assert "inputs.view_features needs augmentation.views" in error
     other = ["--set", f"inputs.view_features={case}/calm.run/features.edje"]
-    error = run_here(*training(case, tmp_path / "photos"), *asked, *other, expect=2)["error"]
+    error = run_here(*training(case, tmp_path / "photos"), *options, *other, expect=2)["error"]
     assert "lacks 24 of 24 photos" in error
 
 
 def test_a_hubness_bank_is_fitted_to_dev_captions(case, tmp_path):
     error = run_here(*training(case, tmp_path / "out"), "--set", "fitting.hubness_bank=8", expect=2)["error"]
     assert "fitting.hubness_bank needs inputs.dev (--dev)" in error
-    asked = ["--dev", case / "dev.jsonl", "--set", "fitting.hubness_bank=8", "--steps", "2"]
-    result = run_here(*training(case, tmp_path / "banked"), *asked)
+    options = ["--dev", case / "dev.jsonl", "--set", "fitting.hubness_bank=8", "--steps", "2"]
+    result = run_here(*training(case, tmp_path / "banked"), *options)
     info = read_bundle_info(tmp_path / "banked")
     if result["bank_unused"]:  # 16 captions of random photos need not be likelier with it
         assert info.hubness_bank is None
@@ -219,12 +222,12 @@ def test_a_hubness_bank_is_fitted_to_dev_captions(case, tmp_path):
     assert (
         "other settings of the final score" in run_here(*training(case, tmp_path / "banked"), *other, expect=2)["error"]
     )
-    assert run_here(*training(case, tmp_path / "banked"), *asked)["already_finished"]
+    assert run_here(*training(case, tmp_path / "banked"), *options)["already_finished"]
 
 
 def test_a_stop_at_the_very_end_leaves_nothing_in_the_way(case, tmp_path, monkeypatch):
     """Between what the run says of its bundle and the bundle itself."""
-    asked = [*training(case, tmp_path / "out"), "--steps", "2"]
+    options = [*training(case, tmp_path / "out"), "--steps", "2"]
 
     rename = Path.rename
 
@@ -235,10 +238,10 @@ def test_a_stop_at_the_very_end_leaves_nothing_in_the_way(case, tmp_path, monkey
 
     with monkeypatch.context() as stopped:
         stopped.setattr(Path, "rename", stop_before_the_bundle_appears)
-        assert "To resume" in run_here(*asked, expect=1)["error"]
+        assert "To resume" in run_here(*options, expect=1)["error"]
     assert [path.name for path in tmp_path.iterdir()] == ["out.run"]
     recorded = json.loads((tmp_path / "out.run" / "result.json").read_text())
-    result = run_here(*asked)
+    result = run_here(*options)
     assert recorded["fingerprint"] == result["fingerprint"] == read_bundle_info(tmp_path / "out").fingerprint
     assert not result["already_finished"]
 
@@ -249,11 +252,11 @@ def test_dev_captions_of_images_that_are_trained_on_are_refused(case, tmp_path):
     (case / "all.jsonl").write_text("\n".join(parts))
     arguments = training(case, tmp_path / "out")
     arguments[1] = case / "all.jsonl"
-    asked = [*arguments, "--steps", "1", "--set", "inputs.split=train", "--dev", case / "all.jsonl"]
-    error = run_here(*asked, expect=2)["error"]
+    options = [*arguments, "--steps", "1", "--set", "inputs.split=train", "--dev", case / "all.jsonl"]
+    error = run_here(*options, expect=2)["error"]
     assert "20 images of the development set are trained on too" in error
     assert not (tmp_path / "out.run").exists()
-    result = run_here(*asked, "--set", "inputs.dev_split=dev")
+    result = run_here(*options, "--set", "inputs.dev_split=dev")
     assert result["dev"]["images"]["queries"] == 8
 
 

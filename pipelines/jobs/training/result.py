@@ -8,26 +8,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training came to.
+    """The result of a training run.
 
     Attributes:
-        bundle: the bundle that was written.
-        fingerprint: of it.
-        run: fingerprint of the training's settings and data.
-        images, captions: trained on.
-        left_out: images without features, by reason.
-        steps: of the joint phase.
-        seconds: wall time of this command.
-        last: the last line of the log.
+        bundle: path of the bundle.
+        fingerprint: fingerprint of the bundle.
+        run: fingerprint of the settings and data of the training.
+        images, captions: numbers of images and captions trained on.
+        left_out: number of images without features, by reason.
+        steps: finished steps of the joint phase.
+        seconds: wall time of this run.
+        last: the last log record.
         score: weights of the final score by direction, see `edje_index.scoring.weights.DirectionWeights`.
         embedding_weight, late_weight, pooled_weight, prior_weight: weights of the embedding similarity, late
             interaction, pooled similarity and hubness correction in text-to-image search, as in `score`.
         caption_weights: weight of each part in image-to-text search, as in `score`.
         bank_unused: a hubness bank was requested, but the hubness correction got no weight on the dev captions.
-        fitting: the settings of the final score that decide what is made of the last checkpoint.
-        dev: the choice of weights for `images` and `captions` with its recalls, where --dev was given; see
-            `edje_index.training.fitting.fit_weights`.
-        already_finished: nothing was left to do.
+        fitting: settings of the final score, which were applied to the last checkpoint.
+        dev: fitted weights and recalls of the candidates "images" and "captions", see
+            `edje_index.training.fitting.fit_weights`; None without dev captions.
+        already_finished: the training had been finished before, so this run did nothing.
 
     Example:
         >>> from pipelines import TrainResult

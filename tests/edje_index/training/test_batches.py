@@ -35,9 +35,9 @@ def tokens(tokenizer, texts):
 @pytest.mark.parametrize("image_tokens", [1, 4, 64])
 def test_rows_are_the_tokenizers_own(tokenizer, image_tokens):
     expected = tokenizer.inputs(TEXTS, image_tokens)
-    found = joint_rows(tokens(tokenizer, TEXTS), image_tokens, SpecialTokens.of(tokenizer))
+    inputs = joint_rows(tokens(tokenizer, TEXTS), image_tokens, SpecialTokens.of(tokenizer))
     for name in ("input_ids", "token_type_ids", "attention_mask"):
-        assert torch.equal(getattr(found, name), getattr(expected, name))
+        assert torch.equal(getattr(inputs, name), getattr(expected, name))
 
 
 def test_text_rows_are_cls_caption_sep(tokenizer):
@@ -54,12 +54,12 @@ def test_masks_cover_caption_tokens_alone_and_about_half(tokenizer):
     covered = mask_captions(texts, 0.5, special_tokens.mask, rng)
     rows = joint_rows(covered.captions, 4, special_tokens)
     plain = joint_rows(texts, 4, special_tokens)
-    places, targets = covered.flat_targets(rows.input_ids.shape[1])
-    assert (rows.input_ids.flatten()[places] == special_tokens.mask).all()
-    assert torch.equal(plain.input_ids.flatten()[places], targets)
+    positions, targets = covered.flat_targets(rows.input_ids.shape[1])
+    assert (rows.input_ids.flatten()[positions] == special_tokens.mask).all()
+    assert torch.equal(plain.input_ids.flatten()[positions], targets)
     changed = (rows.input_ids != plain.input_ids).flatten().nonzero()[:, 0]
-    assert torch.equal(changed, places)
-    assert len(places) / sum(map(len, texts)) == pytest.approx(0.5, abs=0.02)
+    assert torch.equal(changed, positions)
+    assert len(positions) / sum(map(len, texts)) == pytest.approx(0.5, abs=0.02)
 
 
 def test_an_epoch_shows_every_image_once_and_the_next_another_caption(case):
@@ -133,12 +133,12 @@ def test_a_batch_holds_positives_negatives_and_masked_rows_in_their_order(case):
             assert texts[negative] != texts[anchor]
             assert texts[negative] in caption_of
     assert images[-b:] == images[:b]
-    places, targets = batch.masked
+    positions, targets = batch.masked
     width = batch.inputs.input_ids.shape[1]
     flat = batch.inputs.input_ids[-b:].flatten()
-    assert (flat[places] == source.special_tokens.mask).all()
+    assert (flat[positions] == source.special_tokens.mask).all()
     restored = flat.clone()
-    restored[places] = targets
+    restored[positions] = targets
     assert torch.equal(restored.view(b, width), batch.inputs.input_ids[:b])
 
 
@@ -211,8 +211,8 @@ def test_a_batch_shows_photos_and_views_at_random(case):
                 images = Sampler(source.data, IMAGES, 0).sets(number, 1)[0]
             for image, patches in zip(images.tolist(), batch.patches.view(torch.int16).numpy(), strict=True):
                 shown[image].add(blocks[patches.tobytes()])
-    for image, found in shown.items():
-        assert found == {image + 2, *rows[image][rows[image] >= 0]}
+    for image, shown_rows in shown.items():
+        assert shown_rows == {image + 2, *rows[image][rows[image] >= 0]}
 
 
 @pytest.mark.parametrize("kind", ["strided", "clustered", "pruned", "compressed"])
@@ -220,13 +220,13 @@ def test_patches_are_reduced_as_they_are_read(case, kind):
     """By the same reduction as in a build, of the stored bfloat16 patches; one image at a time or many."""
     rows = np.array([7, 3, 7, 12])
     patches = Features(case.features).fetch(rows)
-    found = Features(case.features, AdapterConfig(kind, 4, 32, 16, 20)).fetch(rows)
+    blocks = Features(case.features, AdapterConfig(kind, 4, 32, 16, 20)).fetch(rows)
     if kind in ("pruned", "compressed"):
-        assert torch.equal(found, patches)
+        assert torch.equal(blocks, patches)
         return
     reduce = stride_tokens if kind == "strided" else cluster_tokens
     expected = torch.cat([reduce(patches[at : at + 1].float(), 4) for at in range(len(rows))]).bfloat16()
-    assert found.shape == (4, 4, 32)
-    torch.testing.assert_close(found, expected)
+    assert blocks.shape == (4, 4, 32)
+    torch.testing.assert_close(blocks, expected)
     enough = Features(case.features, AdapterConfig(kind, 16, 32, 16, 20)).fetch(rows)
     assert torch.equal(enough, patches)

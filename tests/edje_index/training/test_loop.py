@@ -26,7 +26,7 @@ def never() -> bool:
 
 
 class StopAfter:
-    """Asks for a stop once it was asked `calls` times."""
+    """Returns True from call number `calls` on."""
 
     def __init__(self, calls: int) -> None:
         self.left = calls
@@ -61,8 +61,8 @@ def test_a_stopped_training_goes_on_to_the_same_bits(case, calm, tmp_path, calls
         run_worker(task, WorkerGroup(), StopAfter(calls))
     run_worker(task, WorkerGroup(), never)
     assert same(weights(tmp_path), weights(calm))
-    places = [(record["stage"], record["step"]) for record in read_log(tmp_path)]
-    assert places == [(0, 1), (0, 2), *((1, step) for step in range(1, 7))]
+    positions = [(record["stage"], record["step"]) for record in read_log(tmp_path)]
+    assert positions == [(0, 1), (0, 2), *((1, step) for step in range(1, 7))]
 
 
 def test_what_followed_the_last_checkpoint_is_done_again(case, calm, tmp_path):

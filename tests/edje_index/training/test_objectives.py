@@ -168,9 +168,9 @@ def test_a_step_sees_as_much_of_an_image_as_is_asked_for(case, bundle):
 def test_a_random_subset_holds_whole_tokens():
     blocks = torch.arange(30.0).view(2, 5, 3)
     kept = random_subset(blocks, 3)
-    places = [(blocks[0] == token).all(dim=1).nonzero().item() for token in kept[0]]
-    assert len(set(places)) == 3
-    assert places == sorted(places)
-    assert torch.equal(kept, blocks[:, places])
+    positions = [(blocks[0] == token).all(dim=1).nonzero().item() for token in kept[0]]
+    assert len(set(positions)) == 3
+    assert positions == sorted(positions)
+    assert torch.equal(kept, blocks[:, positions])
     assert random_subset(blocks, None) is blocks
     assert random_subset(blocks, 9) is blocks

@@ -69,8 +69,8 @@ def test_a_masked_language_models_head_is_kept(language):
     joint = load_language_model(language, embed_dim=24)
     hidden = torch.randn(5, 24)
     with torch.no_grad():
-        found = joint.language_model.cls(hidden)[:, : model.config.vocab_size]
-        torch.testing.assert_close(found, model.eval().cls(hidden))
+        logits = joint.language_model.cls(hidden)[:, : model.config.vocab_size]
+        torch.testing.assert_close(logits, model.eval().cls(hidden))
 
 
 def test_what_is_no_language_model_is_refused(language, tmp_path):
