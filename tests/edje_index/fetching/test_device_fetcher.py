@@ -92,7 +92,7 @@ def test_fetch_equals_the_store(built, name, buffer_bytes):
         assert same_bits(to_bf16_array(fetcher.fetch(ids)), store.fetch(ids))
 
 
-def test_an_answer_outlives_the_next_fetch(built):
+def test_a_result_is_not_changed_by_the_next_fetch(built):
     store = TokenStore.open(built)
     fetcher = DeviceFetcher(store, "cpu")
     first = fetcher.fetch([1, 2])

@@ -52,7 +52,7 @@ def test_it_pickles_as_its_arguments(built):
     )
 
 
-def test_what_cannot_be_opened_is_refused_at_once(built, tmp_path):
+def test_errors_of_opening_are_raised_at_once(built, tmp_path):
     with pytest.raises(UsageError):
         TokenDataset(tmp_path)
     with pytest.raises(UsageError, match="engine"):

@@ -28,7 +28,9 @@ print("edje_index.models.joint_encoder" in sys.modules, "faiss" in sys.modules)
 """
 
 
-def test_stores_what_tower_and_adapter_give_rounded_to_bfloat16(tiny_bundle: Path, tiny_model: ModelBundle) -> None:
+def test_encode_returns_tower_and_adapter_output_rounded_to_bfloat16(
+    tiny_bundle: Path, tiny_model: ModelBundle
+) -> None:
     encoder = ImageEncoder.open(tiny_bundle, device="cpu")
     pixels = random_pixels(tiny_model.clip_config, count=3)
     tokens, embeddings = encoder.encode(pixels)

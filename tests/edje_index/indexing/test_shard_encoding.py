@@ -76,7 +76,7 @@ def _layout(task: ShardTask) -> Layout:
     return Layout(Path(task.root))
 
 
-def test_every_input_is_a_row_and_good_ones_hold_what_the_model_gives(case, encoder):
+def test_every_input_is_a_row_and_decodable_ones_hold_the_model_output(case, encoder):
     task, refs = case
     receipt = encode_shard(task, encoder)
     assert (receipt.rows, receipt.indexed, receipt.duplicates) == (8, 5, 1)
@@ -138,9 +138,9 @@ def test_progress_counts_up_to_the_shard(case, encoder):
 
 def test_stopping_leaves_no_shard_and_no_threads(case, encoder):
     task, _ = case
-    asked = iter([False, True])
+    answers = iter([False, True])
     with pytest.raises(EncodingInterrupted):
-        encode_shard(task, encoder, should_stop=lambda: next(asked))
+        encode_shard(task, encoder, should_stop=lambda: next(answers))
     assert not _layout(task).token_shard("bf16", 0).exists()
     assert list(_layout(task).staging.iterdir()) == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-")]
@@ -154,7 +154,7 @@ def test_changed_bytes_are_not_indexed_under_the_planned_hash(case, encoder):
     assert receipt.failed["changed-since-plan"] == 1
 
 
-def test_output_that_is_not_finite_fails_its_image_alone(case, encoder, monkeypatch):
+def test_non_finite_output_fails_only_its_image(case, encoder, monkeypatch):
     task, _ = case
     encode = encoder.encode
 
