@@ -69,19 +69,35 @@ def read_settings(
     Raises:
         UsageError: a source cannot be read. The values are not validated yet.
     """
+    given = {DEDICATED_OPTIONS[name]: value for name, value in options.items() if _is_given(value)}
+    sources = [
+        PRESETS[preset],
+        {} if config_file is None else _read_toml(config_file),
+        _grouped(map(_parse_assignment, assignments)),
+        _grouped(given.items()),
+    ]
     merged: Values = {}
-    sources: list[Mapping[str, Mapping[str, Any]]] = [PRESETS[preset]]
-    if config_file is not None:
-        sources.append(_read_toml(config_file))
-    sources += map(_parse_assignment, assignments)
-    for option, value in options.items():
-        if value is not None and value is not False and value != ():
-            group, _, key = DEDICATED_OPTIONS[option].partition(".")
-            sources.append({group: {key: value}})
     for source in sources:
         for group, values in source.items():
             merged.setdefault(group, {}).update(values)
+        for length, other in (("steps", "epochs"), ("epochs", "steps")):
+            if length in source.get("loop", {}) and other not in source["loop"]:
+                merged["loop"].pop(other, None)  # for example epochs of an option instead of the steps of a preset
     return merged
+
+
+def _is_given(value: Any) -> bool:
+    """Whether an option was on the command line. 0 is a value."""
+    return value is not None and value is not False and value != ()
+
+
+def _grouped(settings: Iterable[tuple[str, Any]]) -> Values:
+    """Groups of values from pairs of ``group.key`` and value."""
+    values: Values = {}
+    for name, value in settings:
+        group, _, key = name.partition(".")
+        values.setdefault(group, {})[key] = value
+    return values
 
 
 def make_request(values: Values) -> tuple[TrainRequest, TrainConfig]:
@@ -188,12 +204,12 @@ def _located(folder: Path, value: Any) -> Any:
     return folder / value if isinstance(value, str) else value
 
 
-def _parse_assignment(assignment: str) -> Values:
+def _parse_assignment(assignment: str) -> tuple[str, Any]:
     name, equals, text = assignment.partition("=")
     group, dot, key = name.strip().partition(".")
-    if not (equals and dot):
+    if not (equals and group and dot and key):
         raise UsageError(f"--set {assignment}: write GROUP.KEY=VALUE, for example --set optimizer.lr=1e-3")
-    return {group: {key: _parse_value(text.strip())}}
+    return f"{group}.{key}", _parse_value(text.strip())
 
 
 def _parse_value(text: str) -> Any:

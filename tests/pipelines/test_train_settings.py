@@ -38,6 +38,13 @@ def test_later_sources_win(tmp_path):
     assert (config.optimizer.lr, config.optimizer.warmup_steps) == (1.0, 40)
 
 
+def test_epochs_replace_the_steps_of_an_earlier_source():
+    _, config = read("small-data", epochs=2.0)
+    assert (config.loop.steps, config.loop.epochs) == (None, 2.0)
+    with pytest.raises(UsageError, match=r"loop.steps is 3 and loop.epochs is 2"):
+        read(assignments=["loop.steps=3"], config_file=None, **{"epochs": 2.0, "steps": 3})
+
+
 def test_zero_and_none_are_values():
     request, config = read("small-data", None, ["optimizer.lr=0", "augmentation.step_tokens=none"], workers=None)
     assert (config.optimizer.lr, config.augmentation.step_tokens) == (0.0, None)
