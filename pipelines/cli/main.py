@@ -140,6 +140,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
 def _report(error: BaseException, message: str, code: int, *, as_json: bool) -> None:
     if os.environ.get("EDJE_DEBUG"):
         traceback.print_exception(error)
-    click.echo(f"error: {printable(message)}", err=True)
+    lines = map(printable, message.splitlines())  # settings have one problem per line
+    click.echo("error: " + "\n".join(lines), err=True)
     if as_json:
         click.echo(json.dumps({"error": message, "exit_code": code}))

@@ -10,6 +10,7 @@ import pytest
 
 from edje_index.training.config import TrainConfig, groups, make_config
 from edje_index.training.presets import PRESETS
+from pipelines.cli import main
 from pipelines.cli.train import train
 from pipelines.cli.train_settings import (
     TrainSettings,
@@ -95,6 +96,14 @@ def test_every_problem_has_a_line_and_names_its_option():
     assert "inputs.captions (CAPTIONS) is missing" in lines
     assert "run.out (--out) is missing" in lines
     assert any(line.startswith("run.workers (--workers) is 0") for line in lines)
+
+
+def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):
+    assert main(["train", "--workers", "0", "--set", "loop.steps=0"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) == 4
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize(
