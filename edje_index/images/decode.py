@@ -8,12 +8,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import re
 from typing import Any
 
 from PIL import ExifTags, Image, ImageFile
 
+from edje_index.images.decode_limits import CountedReads, TooExpensiveError, check_cost
 from edje_index.images.headers import HEAD_BYTES, canvas_size, image_format, undecoded_format
 from edje_index.images.pillow_setup import ignore_warnings, openers
 from edje_index.images.to_rgb import to_rgb
@@ -29,6 +29,7 @@ REASONS = (
     "non-finite-output",
     "not-a-local-path",
     "not-an-image",
+    "too-expensive",
     "too-many-bytes",
     "too-many-pixels",
     "truncated",
@@ -61,6 +62,7 @@ _REASONS_OF_MESSAGES = (
 )
 _TIFF_TILE_SIZE = (322, 323)
 _PNG_TEXT = frozenset({b"tEXt", b"zTXt", b"iTXt", b"iCCP"})
+_MAX_PNG_CHUNKS = 1_000_000
 
 
 class ImageError(Exception):
@@ -105,6 +107,8 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
         return _decode_with_any_text(data, name, max_pixels)
     except ImageError:
         raise
+    except TooExpensiveError as error:
+        raise ImageError("too-expensive", str(error)) from error
     except Exception as error:  # decoders raise any exception on damaged input
         raise _damaged(error, name) from error
 
@@ -121,10 +125,11 @@ def _decode_with_any_text(data: bytes, name: str, max_pixels: int) -> Image.Imag
 
 def _decode(data: bytes, name: str, max_pixels: int) -> Image.Image:
     _check_size(canvas_size(data, name) or (1, 1), max_pixels)
-    image = openers()[name](io.BytesIO(data), "")
+    image = openers()[name](CountedReads(data), "")
     _check_size(image.size, max_pixels)
     if name == "TIFF":
         _check_tile(image, max_pixels)
+    check_cost(image, data, max_pixels)
     image.load()
     return _upright(image, _orientation(image))
 
@@ -163,6 +168,8 @@ def _without_text(png: bytes) -> bytes:
     kept = [png[:8]]
     offset = 8
     while offset < len(png):
+        if len(kept) > _MAX_PNG_CHUNKS:
+            raise TooExpensiveError(f"the PNG has more than {_MAX_PNG_CHUNKS} chunks")
         end = offset + 12 + int.from_bytes(png[offset : offset + 4], "big")
         if png[offset + 4 : offset + 8] not in _PNG_TEXT:
             kept.append(png[offset:end])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import struct
 
+from edje_index.images.decode_limits import TooExpensiveError
+
 HEAD_BYTES = 32
 """Number of bytes from the start of a file that `image_format` needs."""
 
@@ -27,6 +29,7 @@ _MAGIC = (
 _AVIF_BRANDS = (b"avif", b"avis")
 _BMP_HEADER_BYTES = frozenset({12, 16, 40, 52, 56, 64, 108, 124})
 _NETPBM_KINDS = b"123456f"
+_GIF_HEADER_BYTES = 1 << 22  # limit of the blocks before the first frame, which are read byte by byte
 
 _NOT_DECODED = (
     (b"\xff\x0a", "JPEG XL"),
@@ -68,13 +71,18 @@ def canvas_size(data: bytes, name: str) -> tuple[int, int] | None:
 
     WebP: the canvas of the container (VP8X), or the size of the key frame. GIF: the logical screen, extended to the
     first frame, which may be larger. A damaged header gives None: opening the file fails anyway.
+
+    Raises:
+        TooExpensiveError: the first frame of a GIF lies too far behind.
     """
     try:
         if name == "WEBP":
             return _webp_canvas(data)
         if name == "GIF":
-            return _gif_canvas(data)
+            return _gif_canvas(data[:_GIF_HEADER_BYTES])
     except (struct.error, IndexError):
+        if name == "GIF" and len(data) > _GIF_HEADER_BYTES:
+            raise TooExpensiveError(f"the GIF has no frame in its first {_GIF_HEADER_BYTES} bytes") from None
         return None
     return None
 

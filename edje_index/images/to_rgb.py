@@ -6,12 +6,13 @@ Choices, where a format leaves one:
   composites over white), and the colours of transparent pixels are arbitrary.
 - ICC profiles are not applied: open_clip's transforms, with which the towers were trained, do not apply them either.
 - 16-bit samples keep their high byte, in grey as in colour. Other wide samples (32-bit integers, floats) have no
-  agreed white level: see `_narrow`.
+  agreed white level: see `_to_bytes`. They are converted in bands of rows, to bound the memory.
 - CMYK in JPEG is read as inverted (Adobe's convention, which nearly every such file follows).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 _WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
+_ToBytes = Callable[[NDArray[Any]], NDArray[np.uint8]]
 _SMALLEST_SPAN = 1e-30  # 255 / span overflows float32 below it
+_BAND_PIXELS = 1 << 20
 _TIFF_BITS, _TIFF_PHOTOMETRIC = 258, 262
 
 
@@ -28,7 +31,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         return _from_16_bits(image)
     if image.mode in ("I", "F"):
-        return Image.fromarray(_narrow(image)).convert("RGB")
+        return _from_bands(image, _to_bytes(image))
     if image.mode in _WITH_ALPHA or "transparency" in image.info:
         return _over_white(image)
     return image if image.mode == "RGB" else image.convert("RGB")
@@ -41,7 +44,8 @@ def _over_white(image: Image.Image) -> Image.Image:
         image.info["transparency"] = tuple(value >> 8 for value in key)
     if image.mode == "La":  # Pillow converts premultiplied grey to grey with alpha only
         image = image.convert("LA")
-    image = image.convert("RGBA")
+    if image.mode != "RGBA":
+        image = image.convert("RGBA")
     if image.getchannel("A").getextrema() == (255, 255):
         return image.convert("RGB")
     white = Image.new("RGB", image.size, "white")
@@ -51,35 +55,68 @@ def _over_white(image: Image.Image) -> Image.Image:
 
 def _from_16_bits(image: Image.Image) -> Image.Image:
     """Convert grey of 9 to 16 bits per sample to its 8 high bits, with TIFF's 12-bit and white-is-zero variants."""
-    values = np.asarray(image).astype(np.uint16, copy=False)
     tags: Any = getattr(image, "tag_v2", {})
     bits = max(tags.get(_TIFF_BITS, (16,)))
-    if tags.get(_TIFF_PHOTOMETRIC) == 0:
-        values = np.uint16((1 << bits) - 1) - values
-    grey = (values >> (bits - 8)).astype(np.uint8)
-    if "transparency" in image.info:
-        grey[values == image.info["transparency"]] = 255
-    return Image.fromarray(grey).convert("RGB")
+    white_is_zero = tags.get(_TIFF_PHOTOMETRIC) == 0
+
+    def to_bytes(band: NDArray[Any]) -> NDArray[np.uint8]:
+        values = band.astype(np.uint16, copy=False)
+        if white_is_zero:
+            values = np.uint16((1 << bits) - 1) - values
+        grey = np.asarray(values >> (bits - 8), dtype=np.uint8)
+        if "transparency" in image.info:
+            grey[values == image.info["transparency"]] = 255
+        return grey
+
+    return _from_bands(image, to_bytes)
 
 
-def _narrow(image: Image.Image) -> NDArray[np.uint8]:
-    """Convert 32-bit integers or floats [h, w] to bytes.
+def _from_bands(image: Image.Image, to_bytes: _ToBytes) -> Image.Image:
+    """Convert a grey picture, band by band, with a function from its samples [h, w] to bytes."""
+    grey = Image.new("L", image.size)
+    top = 0
+    for band in _bands(image):
+        grey.paste(Image.fromarray(to_bytes(band)), (0, top))
+        top += len(band)
+    return grey.convert("RGB")
+
+
+def _bands(image: Image.Image) -> Iterator[NDArray[Any]]:
+    """The samples of a grey picture [h, w], some rows at a time."""
+    rows = max(1, _BAND_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        yield np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
+
+
+def _to_bytes(image: Image.Image) -> _ToBytes:
+    """The function that converts the 32-bit integers or floats of `image` to bytes.
 
     Integers between 0 and 65535 are 16-bit samples (Pillow opens 16-bit PGM so), or 8-bit samples if they are from a
     TIFF and all fit in a byte. Floats between 0 and 1 are fractions of white. All other values are stretched: the
     smaller of 0 and the minimum becomes black, the maximum white. NaN becomes black, and an infinity the nearest end
     of the finite range.
     """
-    values = np.asarray(image)
-    if image.mode == "I" and values.min() >= 0 and values.max() <= 0xFFFF:
-        wide = image.format == "PPM" or values.max() > 0xFF
-        return (values >> (8 if wide else 0)).astype(np.uint8)
-    finite = values[np.isfinite(values)]
-    low, high = min(0.0, float(finite.min(initial=0))), float(finite.max(initial=0))
+    low, high = _finite_range(image)
+    if image.mode == "I" and low >= 0 and high <= 0xFFFF:
+        bits = 8 if image.format == "PPM" or high > 0xFF else 0
+        return lambda band: np.asarray(band >> bits, dtype=np.uint8)
     if image.mode == "F" and low == 0.0 and high <= 1.0:
         high = 1.0
     share = np.float32(255 / max(high - low, _SMALLEST_SPAN))
-    scaled = (
-        np.nan_to_num(values.astype(np.float32), nan=low, posinf=high, neginf=low) * share - np.float32(low) * share
-    )
-    return np.asarray(np.rint(scaled.clip(0, 255)), dtype=np.uint8)
+
+    def stretch(band: NDArray[Any]) -> NDArray[np.uint8]:
+        finite = np.nan_to_num(band.astype(np.float32), nan=low, posinf=high, neginf=low)
+        scaled = finite * share - np.float32(low) * share
+        return np.asarray(np.rint(scaled.clip(0, 255)), dtype=np.uint8)
+
+    return stretch
+
+
+def _finite_range(image: Image.Image) -> tuple[float, float]:
+    """The smaller of 0 and the minimum, and the larger of 0 and the maximum, of the finite samples."""
+    low = high = 0.0
+    for band in _bands(image):
+        finite = band[np.isfinite(band)]
+        low = min(low, float(finite.min(initial=0)))
+        high = max(high, float(finite.max(initial=0)))
+    return low, high

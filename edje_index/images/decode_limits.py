@@ -1,0 +1,106 @@
+"""Limits on the work of one image, so that a small file cannot occupy a decoder for minutes.
+
+The limits count scans, reads and pixels instead of seconds: a file fails on every machine or on none. The limit on the
+number of pixels, which bounds the memory, is checked in `edje_index.images.decode`.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from _typeshed import ReadableBuffer
+
+MAX_SCANS = 100
+"""Scans of a JPEG. Encoders write 1 to 18; libtiff has the same limit for the JPEGs inside a TIFF."""
+
+MAX_FULL_SCANS = 20
+"""A JPEG of the largest allowed size may have this many scans, a smaller one more, because each visits every pixel."""
+
+MAX_READS = 5_000_000
+"""Reads that a decoder may make. Pillow reads headers, and whole images of a few formats, in steps of some bytes."""
+
+MAX_PYTHON_PIXELS = 1 << 21
+"""Pixels of an image that Pillow decodes in Python, at about a microsecond each: QOI, plain-text PPM and others."""
+
+MAX_PYTHON_BYTES = 1 << 25
+"""Bytes of a file that Pillow decodes in Python."""
+
+_MAX_COMMENTS = 1000  # of a plain-text PPM; Pillow copies a megabyte for each
+_MAX_SEGMENTS = 100_000  # of a JPEG
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # the markers of segments: TEM and RST0 to RST7 have no length
+_START_OF_IMAGE, _END_OF_IMAGE, _START_OF_SCAN = 0xD8, 0xD9, 0xDA
+
+
+class TooExpensiveError(Exception):
+    """Decoding the image would take too long. The message says which limit it exceeds."""
+
+
+class CountedReads(io.BytesIO):
+    """A file in memory that raises TooExpensiveError after `MAX_READS` reads."""
+
+    def __init__(self, data: ReadableBuffer) -> None:
+        super().__init__(data)
+        self._reads_left = MAX_READS
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._reads_left -= 1
+        if self._reads_left < 0:
+            raise TooExpensiveError(f"its decoder makes more than {MAX_READS} reads")
+        return super().read(size)
+
+
+def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
+    """Check an opened image before its pixels are decoded.
+
+    Args:
+        image: the `PIL.ImageFile.ImageFile` of `data`.
+        data: the whole file.
+        max_pixels: limit of the number of pixels of an image.
+
+    Raises:
+        TooExpensiveError: decoding it would take too long.
+    """
+    pixels = image.width * image.height
+    if image.format in ("JPEG", "MPO"):
+        _check_scans(data, pixels, max_pixels)
+    if any(tile[0] in Image.DECODERS for tile in image.tile):  # the registry of decoders written in Python
+        _check_python_decoder(data, pixels)
+
+
+def _check_scans(jpeg: bytes, pixels: int, max_pixels: int) -> None:
+    limit = min(MAX_SCANS, MAX_FULL_SCANS * max_pixels // max(1, pixels))
+    for number, _ in enumerate(_scan_offsets(jpeg), start=1):
+        if number > limit:
+            raise TooExpensiveError(f"the JPEG has more than {limit} scans of {pixels} pixels")
+
+
+def _scan_offsets(jpeg: bytes) -> Iterator[int]:
+    """Offsets of the scan headers, up to the end of the first image.
+
+    Follows segments as libjpeg does, so that the scans of a thumbnail inside a segment do not count.
+    """
+    offset = 2
+    for _ in range(_MAX_SEGMENTS):
+        marker = _MARKER.search(jpeg, offset)
+        if marker is None or (kind := jpeg[marker.end() - 1]) in (_START_OF_IMAGE, _END_OF_IMAGE):
+            return
+        if kind == _START_OF_SCAN:
+            yield marker.start()
+        offset = marker.end() + int.from_bytes(jpeg[marker.end() : marker.end() + 2], "big")
+    raise TooExpensiveError(f"the JPEG has more than {_MAX_SEGMENTS} segments")
+
+
+def _check_python_decoder(data: bytes, pixels: int) -> None:
+    if pixels > MAX_PYTHON_PIXELS:
+        raise TooExpensiveError(f"{pixels} pixels is over the limit of {MAX_PYTHON_PIXELS} for this format")
+    if len(data) > MAX_PYTHON_BYTES:
+        raise TooExpensiveError(f"{len(data)} bytes is over the limit of {MAX_PYTHON_BYTES} for this format")
+    if data[:2] in (b"P1", b"P2", b"P3") and data.count(b"#") > _MAX_COMMENTS:
+        raise TooExpensiveError(f"the plain-text PPM has more than {_MAX_COMMENTS} comments")

@@ -1,0 +1,156 @@
+"""Small files that would occupy a decoder for long, or take much memory: refused before their pixels are decoded."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+from edje_index.images import decode_limits
+from tests.edje_index.image_cases import encoded, gradient, pixels, png_chunk, reason, with_chunk
+
+SIDE = 1500  # 2.25 million pixels: above the limit of the decoders in Python
+
+
+def jpeg_of_scans(scans: int, side: int = 64) -> bytes:
+    """A progressive JPEG whose last scan is repeated until there are `scans`."""
+    jpeg = encoded(Image.new("L", (side, side), 128), "JPEG", progressive=True)
+    last = jpeg.rindex(b"\xff\xda")
+    written = jpeg.count(b"\xff\xda")
+    return jpeg[:last] + jpeg[last:-2] * (scans - written + 1) + b"\xff\xd9"
+
+
+def bmp_of_runs(side: int) -> bytes:
+    """A run-length encoded BMP of one colour."""
+    runs = (b"\xff\1" * (side // 255) + bytes([side % 255, 1]) + b"\0\0") * side + b"\0\1"
+    header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, len(runs), 0, 0, 256, 0)
+    return b"BM" + struct.pack("<IHHI", 0, 0, 0, 54 + 1024) + header + bytes(1024) + runs
+
+
+def decoded_in_python(side: int) -> dict[str, bytes]:
+    """Files of `side` x `side` pixels in the formats that Pillow decodes in Python."""
+    size = b"%d %d" % (side, side)
+    return {
+        "QOI": encoded(Image.new("RGB", (side, side)), "QOI"),
+        "plain PPM": b"P3 %s 255\n" % size + b"0 " * (3 * side * side),
+        "plain PGM": b"P2 %s 255\n" % size + b"0 " * (side * side),
+        "plain PBM": b"P1 %s\n" % size + b"0" * (side * side),
+        "PPM of 200 levels": b"P6 %s 200\n" % size + bytes(3 * side * side),
+        "BMP of runs": bmp_of_runs(side),
+    }
+
+
+@pytest.fixture
+def no_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding the pixels of any image fails the test."""
+
+    def load(self: ImageFile.ImageFile) -> None:
+        raise AssertionError("the pixels were decoded")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", load)
+
+
+@pytest.mark.usefixtures("no_pixels")
+def test_thousands_of_scans() -> None:
+    assert reason(jpeg_of_scans(5000)) == "too-expensive"
+
+
+def test_limit_of_scans_is_exact() -> None:
+    assert pixels(jpeg_of_scans(decode_limits.MAX_SCANS)).shape == (64, 64, 3)
+    assert reason(jpeg_of_scans(decode_limits.MAX_SCANS + 1)) == "too-expensive"
+
+
+def test_large_images_may_have_fewer_scans() -> None:
+    at_limit, over_limit = (jpeg_of_scans(decode_limits.MAX_FULL_SCANS + more, side=100) for more in (0, 1))
+    assert pixels(at_limit, limit=10_000).shape == (100, 100, 3)
+    assert reason(over_limit, limit=10_000) == "too-expensive"
+
+
+def test_scans_of_a_thumbnail_do_not_count() -> None:
+    thumbnail = jpeg_of_scans(200)
+    jpeg = encoded(Image.fromarray(gradient()), "JPEG")
+    segment = b"\xff\xef" + struct.pack(">H", len(thumbnail) + 2) + thumbnail
+    assert (pixels(jpeg[:2] + segment + jpeg[2:]) == pixels(jpeg)).all()
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+def test_progressive_images_of_the_largest_size_are_decoded(mode: str) -> None:
+    jpeg = encoded(Image.new(mode, (32, 32)), "JPEG", progressive=True)
+    assert pixels(jpeg, limit=32 * 32).shape == (32, 32, 3)
+
+
+@pytest.mark.usefixtures("no_pixels")
+@pytest.mark.parametrize("name", decoded_in_python(1))
+def test_large_images_of_slow_decoders(name: str) -> None:
+    assert reason(decoded_in_python(SIDE)[name], limit=SIDE * SIDE) == "too-expensive"
+
+
+@pytest.mark.parametrize("name", decoded_in_python(1))
+def test_small_images_of_slow_decoders_are_decoded(name: str) -> None:
+    assert pixels(decoded_in_python(16)[name]).shape == (16, 16, 3)
+
+
+@pytest.mark.usefixtures("no_pixels")
+def test_many_bytes_for_a_slow_decoder() -> None:
+    assert reason(b"P3 1 1 255\n" + b" " * decode_limits.MAX_PYTHON_BYTES + b"1 2 3") == "too-expensive"
+
+
+@pytest.mark.usefixtures("no_pixels")
+def test_many_comments() -> None:
+    assert reason(b"P3 1 1 255\n" + b"#\n" * 100_000 + b"1 2 3") == "too-expensive"
+
+
+def test_few_comments_are_skipped() -> None:
+    assert pixels(b"P3 1 1 255\n# by hand\n1 2 3").tolist() == [[[1, 2, 3]]]
+
+
+@pytest.mark.usefixtures("no_pixels")
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF"])
+def test_endless_headers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_limits, "MAX_READS", 10_000)
+    data = encoded(Image.fromarray(gradient()), kind)
+    empty_segments = {
+        "PNG": with_chunk(data, b"prIv", b"")[:33] + png_chunk(b"prIv", b"") * 10_000 + data[33:],
+        "JPEG": data[:2] + b"\xff\xef\0\2" * 10_000 + data[2:],
+        "GIF": (start := data[: 13 + 3 * (2 << (data[10] & 7))]) + b"!\xfe\0" * 10_000 + data[len(start) :],
+    }
+    assert reason(empty_segments[kind]) == "too-expensive"
+
+
+def test_a_gif_whose_frame_comes_late() -> None:
+    gif = encoded(Image.fromarray(gradient()), "GIF")
+    start = gif[: 13 + 3 * (2 << (gif[10] & 7))]
+    assert reason(start + b"!\xfe\0" * (2 << 20) + gif[len(start) :]) == "too-expensive"
+
+
+def test_a_jpeg_of_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_limits, "_MAX_SEGMENTS", 1000)
+    jpeg = encoded(Image.fromarray(gradient()), "JPEG")
+    assert reason(jpeg[:2] + b"\xff\xef\0\2" * 1000 + jpeg[2:]) == "too-expensive"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint16])
+def test_wide_samples_take_little_memory(dtype: type, tmp_path: Path) -> None:
+    """16 million zeros, in a process whose address space may grow by 16 bytes for each of them."""
+    samples = np.zeros((4000, 4000), dtype)
+    samples[1, 1], samples[3999, 3999] = 1, -1 if dtype is not np.uint16 else 1
+    (tmp_path / "bomb.tif").write_bytes(encoded(Image.fromarray(samples), "TIFF", compression="tiff_adobe_deflate"))
+    program = """
+import io, resource, sys
+from pathlib import Path
+from PIL import Image
+from edje_index.images.decode import decode_rgb
+out = io.BytesIO(); Image.new("F", (8, 8)).save(out, "TIFF", compression="tiff_lzw"); decode_rgb(out.getvalue())
+data = Path(sys.argv[1]).read_bytes()
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 16 * 16_000_000, -1))
+print(decode_rgb(data).size)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "bomb.tif")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (run.stdout, run.stderr) == ("(4000, 4000)\n", "")
