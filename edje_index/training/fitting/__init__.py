@@ -1,1 +1,1 @@
-"""What is fitted after the last step: pooled similarity, hubness bank, score weights."""
+"""Fits the parts of the final score that gradients do not train: pooled similarity, hubness bank and score weights."""
