@@ -60,6 +60,27 @@ def test_the_same_command_again_does_nothing_and_says_so(run, build, index):
     assert {path: path.stat().st_mtime_ns for path in index.rglob("*")} == before
 
 
+@pytest.mark.parametrize(
+    "name", ["tokens/bf16/c.1.0.0", "checksums/bf16/00000000.crc32c", "ann/index.faiss", "tokens/bf16/zarr.json"]
+)
+def test_a_missing_file_of_a_finished_index_is_reported(run, build, index, name):
+    run(*build)
+    (index / name).unlink()
+    code, out, err = run(*build)
+    assert (code, out) == (1, "")
+    assert f"{index} is finished but damaged: {name} " in err
+    assert f"'edje-index verify {index}' lists all damage" in err
+
+
+def test_a_shortened_file_of_a_finished_index_is_reported(run, build, index):
+    run(*build)
+    with open(index / "rows/00000001.parquet", "ab") as file:
+        file.truncate(100)
+    code, _, err = run(*build)
+    assert code == 1
+    assert "rows/00000001.parquet has 100 bytes instead of the " in err
+
+
 def test_a_finished_index_is_not_rebuilt_for_other_inputs_or_settings(run, build, photos):
     run(*build)
     code, _, err = run(*build, "--max-pixels", 5)
