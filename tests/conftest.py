@@ -32,10 +32,15 @@ def random_blocks(rng: np.random.Generator, count: int, spec: IndexSpec) -> np.n
 
 
 def write_random_index(
-    root: Path, spec: IndexSpec, *, failed: frozenset[int] = frozenset(), duplicates: frozenset[int] = frozenset()
+    root: Path,
+    spec: IndexSpec,
+    *,
+    failed: frozenset[int] = frozenset(),
+    duplicates: frozenset[int] = frozenset(),
+    seed: int = 7,
 ) -> np.ndarray:
     """A finished index of random blocks; returns what it should hold, bfloat16 [rows, m, d], NaN at holes."""
-    rng = np.random.default_rng(7)
+    rng = np.random.default_rng(seed)
     blocks = random_blocks(rng, spec.rows, spec)
     embeddings = rng.standard_normal((spec.rows, spec.embed_dim), dtype=np.float32)
     embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)

@@ -70,6 +70,7 @@ def describe_index(root: Path) -> dict[str, Any]:
         "block_shape": list(spec.block_shape),
         "embed_dim": spec.embed_dim,
         "precisions": list(spec.precisions),
+        "encoded_from": {name: list(sources) for name, sources in manifest.encoded_from.items()},
         "bytes": sum(sizes) + sum(int(file["bytes"]) for file in manifest.ann.get("files", [])),
         "ann": manifest.ann,
         "model": manifest.model,
@@ -103,8 +104,14 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
     untrained = "" if model.get("trained", True) else ", untrained"
     return [
         *lines,
-        ("tokens", f"{m} x {d} per image, {', '.join(value['precisions'])}"),
+        ("tokens", f"{m} x {d} per image, {', '.join(_precision_line(value, name) for name in value['precisions'])}"),
         ("embeddings", f"{value['embed_dim']} dimensions, float32"),
         ("model", f"{model.get('vision') or model.get('encoder', 'unknown')}{untrained}, {model['fingerprint']}"),
         ("plan", value["plan"]),
     ]
+
+
+def _precision_line(value: dict[str, Any], name: str) -> str:
+    """The name, with the precision that it was encoded from unless that is bf16."""
+    *_, source = value.get("encoded_from", {}).get(name) or ["bf16"]
+    return name if source == "bf16" else f"{name} (from {source})"

@@ -102,6 +102,7 @@ class QuantizeReport:
     Attributes:
         index, rows, block_shape: path and sizes of the index.
         reference: the precision that all others are compared with.
+        reference_encoded_from: the precisions that its blocks passed through before, first to last.
         reference_bytes_per_image: length of its records.
         sample: the rows that were compared.
         queries: the queries that were re-ranked for; None if re-ranking was not measured.
@@ -114,6 +115,7 @@ class QuantizeReport:
     rows: int
     block_shape: tuple[int, int]
     reference: str
+    reference_encoded_from: tuple[str, ...]
     reference_bytes_per_image: int
     sample: Sample
     queries: QueriesUsed | None
@@ -136,7 +138,7 @@ def measure_precisions(config: ReportConfig, on_event: OnEvent = lambda _: None)
     queries, query_source = _queries(config)
     manifest = Manifest.load(config.root)
     spec = manifest.spec
-    reference = precision_to_read(config.root, spec, config.source)
+    reference = precision_to_read(config.root, manifest, config.source)
     subjects, impossible = _subjects(config, spec, reference)
     read = _reader(config.root, reference)
     sample, errors = _token_errors(config, spec, read, subjects, on_event)
@@ -158,6 +160,7 @@ def measure_precisions(config: ReportConfig, on_event: OnEvent = lambda _: None)
         rows=spec.rows,
         block_shape=spec.block_shape,
         reference=reference,
+        reference_encoded_from=manifest.encoded_from.get(reference, ()),
         reference_bytes_per_image=sizes[reference],
         sample=sample,
         queries=used,

@@ -141,6 +141,8 @@ def _circumstances(report: QuantizeReport) -> list[str]:
             lines.append("the model is untrained: changes of the ranking have no meaning.")
     if report.reference != "bf16":
         lines.append(f"the reference is {report.reference}: its own errors come in addition.")
+    elif lossy := [name for name in report.reference_encoded_from if name != "bf16"]:
+        lines.append(f"the reference bf16 was encoded from {', '.join(lossy)}: those errors come in addition.")
     lines += [f"not possible: {reason}." for reason in report.impossible.values()]
     return lines
 

@@ -35,7 +35,8 @@ class QuantizeConfig:
         root: directory of the index.
         to: precisions to add.
         drop: precisions to remove afterwards.
-        source: precision to convert from; None takes the highest-fidelity precision stored.
+        source: precision to convert from; None takes the highest-fidelity precision stored, and refuses targets of
+            higher fidelity.
     """
 
     root: Path
@@ -77,17 +78,27 @@ class QuantizeResult:
 
 @dataclass(frozen=True)
 class _Conversion:
-    """A conversion to run: shape of the index, precision to read, precisions to add."""
+    """A conversion to run.
+
+    Attributes:
+        root: directory of the index.
+        spec: shape of the index.
+        source: precision to read.
+        targets: precisions to add.
+        source_digest: SHA-256 over the entries of the source's files.
+    """
 
     root: Path
     spec: IndexSpec
     source: str
     targets: tuple[str, ...]
+    source_digest: str
 
     @property
     def plan(self) -> str:
         """Fingerprint of the conversion; a receipt with another one belongs to another conversion."""
-        return hashlib.sha256(f"convert {self.spec} {self.source} {self.targets}".encode()).hexdigest()
+        text = f"convert {self.spec} {self.source} {self.targets} {self.source_digest}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def run_quantize(
@@ -97,7 +108,9 @@ def run_quantize(
 
     Raises:
         UsageError: there is no index, a precision is unknown or both added and dropped, the index does not hold the
-            precision to convert from, or the disk is too small.
+            precision to convert from, a target has a higher fidelity than what is stored and `source` is None, or the
+            disk is too small.
+        CorruptIndexError: the index is damaged.
         JobStopped: the job ended early; run it again to resume it.
     """
     from storage_formats.format.manifest import Manifest
@@ -109,9 +122,12 @@ def run_quantize(
         manifest = Manifest.load(config.root)
         missing = tuple(name for name in dict.fromkeys(config.to) if name not in manifest.spec.precisions)
         _check_names(config, (*manifest.spec.precisions, *missing))
-        source = precision_to_read(config.root, manifest.spec, config.source) if missing else None
+        source = precision_to_read(config.root, manifest, config.source) if missing else None
         if source is not None:
-            conversion = _Conversion(config.root, manifest.spec, source, missing)
+            if config.source is None:
+                _refuse_higher_fidelity(config.root, manifest, source, missing)
+            digest = _source_digest(config.root, manifest, source)
+            conversion = _Conversion(config.root, manifest.spec, source, missing, digest)
             manifest = _convert(conversion, engine, on_event, should_stop)
         for name in config.drop:
             if name in manifest.spec.precisions:
@@ -129,22 +145,59 @@ def run_quantize(
     )
 
 
-def precision_to_read(root: Path, spec: IndexSpec, requested: str | None) -> str:
+def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> str:
     """The precision to convert from: `requested`, or the highest-fidelity precision stored.
+
+    A precision is no better than those that it was encoded from. Among equals, the one of the fewest conversions wins.
 
     Raises:
         UsageError: the index at `root` does not hold `requested`.
     """
-    from storage_formats.codecs import precisions
-
+    stored = manifest.spec.precisions
     if requested is None:
-        return min(spec.precisions, key=precisions().index)
-    if requested not in spec.precisions:
+        return min(stored, key=lambda name: (_rank(_least_accurate(manifest, name)), len(_origin(manifest, name))))
+    if requested not in stored:
         raise UsageError(
-            f"{root} does not hold '{requested}' to convert from; it holds: {', '.join(spec.precisions)}",
-            parameter="source",
+            f"{root} does not hold '{requested}' to convert from; it holds: {', '.join(stored)}", parameter="source"
         )
     return requested
+
+
+def _origin(manifest: Manifest, name: str) -> tuple[str, ...]:
+    return manifest.encoded_from.get(name, ())
+
+
+def _least_accurate(manifest: Manifest, name: str) -> str:
+    """The least accurate precision that the blocks of `name` passed through."""
+    return max((name, *_origin(manifest, name)), key=_rank)
+
+
+def _rank(name: str) -> int:
+    """0 for the most accurate precision; a precision that this version does not know counts as the least accurate."""
+    from storage_formats.codecs import precisions
+
+    names = precisions()
+    return names.index(name) if name in names else len(names)
+
+
+def _refuse_higher_fidelity(root: Path, manifest: Manifest, source: str, targets: tuple[str, ...]) -> None:
+    """Raise UsageError if a target would look more accurate than its blocks are."""
+    lossy = _least_accurate(manifest, source)
+    for name in targets:
+        if _rank(name) < _rank(lossy):
+            raise UsageError(
+                f"{root} holds no tokens of the fidelity of '{name}': '{name}' would be larger and have the errors of "
+                f"'{lossy}'. Build the index again with '{name}', or name '{source}' as the source to convert anyway",
+                parameter="source",
+            )
+
+
+def _source_digest(root: Path, manifest: Manifest, source: str) -> str:
+    """SHA-256 over length and checksum of every file of `source`: another index of the same shape has another one."""
+    folders = (f"tokens/{source}/", f"checksums/{source}/")
+    lines = manifest.shard_files(root).to_pylist()
+    files = [(line["path"], line["bytes"], line["crc32c"]) for line in lines if line["path"].startswith(folders)]
+    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 def open_converter() -> Worker:
@@ -186,7 +239,7 @@ def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_
     )
     run = run_shards(job, receipts, engine, on_event, should_stop)
     try:
-        return add_precisions(conversion.root, conversion.targets, run.receipts)
+        return add_precisions(conversion.root, conversion.targets, run.receipts, source=conversion.source)
     except OSError as error:
         root, reason = conversion.root, describe_error(error)
         raise JobStopped(f"cannot write {root}: {reason}; finished shards are kept") from error

@@ -84,6 +84,9 @@ class Counts:
 class Manifest:
     """The contents of `index.json`. SPEC.md section 4 describes the fields.
 
+    `encoded_from` holds, by precision, the precisions that its blocks passed through before, first to last. A precision
+    that is not in it was written by the model, or its origin is not known.
+
     Example:
         >>> from storage_formats import Manifest
         >>> from storage_formats.example import example_index
@@ -101,6 +104,7 @@ class Manifest:
     ann: dict[str, Any]
     created_by: str
     format_version: str = FORMAT_VERSION
+    encoded_from: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, root: str | Path) -> Manifest:
@@ -123,9 +127,6 @@ class Manifest:
     def write(self, layout: Layout) -> None:
         """Write `index.json`. This commits the index: it exists from this call on."""
         spec = self.spec
-        precisions = [
-            {"name": name, "record_bytes": codec(name, spec.block_shape).record_bytes} for name in spec.precisions
-        ]
         value = {
             "format": FORMAT,
             "format_version": self.format_version,
@@ -135,7 +136,7 @@ class Manifest:
             "shards": spec.shards,
             "block_shape": list(spec.block_shape),
             "embed_dim": spec.embed_dim,
-            "precisions": precisions,
+            "precisions": [self._precision_to_json(name) for name in spec.precisions],
             "counts": asdict(self.counts),
             "model": self.model,
             "settings": self.settings,
@@ -144,6 +145,11 @@ class Manifest:
             "ann": self.ann,
         }
         write_json_atomic(layout.manifest, {**value, "crc32c": _own_checksum(value)})
+
+    def _precision_to_json(self, name: str) -> dict[str, Any]:
+        value: dict[str, Any] = {"name": name, "record_bytes": codec(name, self.spec.block_shape).record_bytes}
+        sources = self.encoded_from.get(name)
+        return {**value, "encoded_from": list(sources)} if sources else value
 
     def shard_files(self, root: str | Path) -> pa.Table:
         """The shard table. CorruptIndexError if it does not match its checksum."""
@@ -226,6 +232,11 @@ def _from_members(value: dict[str, Any]) -> Manifest:
         ann=dict(value["ann"]),
         created_by=str(value["created_by"]),
         format_version=str(value["format_version"]),
+        encoded_from={
+            str(precision["name"]): tuple(str(source) for source in precision["encoded_from"])
+            for precision in value["precisions"]
+            if "encoded_from" in precision
+        },
     )
 
 

@@ -174,13 +174,16 @@ def _fill(file: FileIO, records: Records) -> bool:
     return done == len(target)
 
 
-def add_precisions(root: str | Path, targets: Sequence[str], receipts: Sequence[ShardReceipt]) -> Manifest:
+def add_precisions(
+    root: str | Path, targets: Sequence[str], receipts: Sequence[ShardReceipt], *, source: str
+) -> Manifest:
     """Add converted precisions to the index: write metadata, the shard table, and last `index.json`.
 
     Args:
         root: directory of the index.
         targets: the converted precisions, which the index does not name yet.
         receipts: one per shard.
+        source: the precision that they were converted from.
 
     Raises:
         CorruptIndexError: a receipt is missing.
@@ -193,7 +196,9 @@ def add_precisions(root: str | Path, targets: Sequence[str], receipts: Sequence[
         write_json_atomic(layout.token_array(name) / "zarr.json", token_array_metadata(spec, name))
     fsync_paths([layout.tokens, layout.root / "checksums"])
     files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
-    return _replace_manifest(layout, manifest, spec, [*_table(manifest, root), *files])
+    sources = (*manifest.encoded_from.get(source, ()), source)
+    marked = replace(manifest, encoded_from={**manifest.encoded_from, **dict.fromkeys(targets, sources)})
+    return _replace_manifest(layout, marked, spec, [*_table(manifest, root), *files])
 
 
 def drop_precision(root: str | Path, name: str) -> Manifest:
@@ -214,7 +219,8 @@ def drop_precision(root: str | Path, name: str) -> Manifest:
     folders = [layout.token_array(name), layout.checksums(name, 0).parent]
     dropped = tuple(f"{layout.relative(folder)}/" for folder in folders)
     kept = [(shard, file) for shard, file in _table(manifest, root) if not file.path.startswith(dropped)]
-    return _replace_manifest(layout, manifest, spec, kept)
+    origins = {held: sources for held, sources in manifest.encoded_from.items() if held != name}
+    return _replace_manifest(layout, replace(manifest, encoded_from=origins), spec, kept)
 
 
 def remove_leftovers(root: str | Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
+
 import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
@@ -13,7 +16,10 @@ from storage_formats import UsageError, codec, verify_index
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
 from tests.command_line import run_process
+from tests.conftest import write_random_index
 from tests.integration.builds import contents, make_photos
+
+SPEC = IndexSpec(rows=9, shard_size=4, block_shape=(4, 32), embed_dim=4)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +84,66 @@ def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch)
 
 
 def test_the_most_faithful_precision_is_converted_from(tmp_path):
-    spec = IndexSpec(rows=9, shard_size=4, block_shape=(4, 32), embed_dim=4, precisions=("mxfp8", "fp8", "int8"))
-    assert precision_to_read(tmp_path, spec, None) == "int8"
-    assert precision_to_read(tmp_path, spec, "fp8") == "fp8"
+    write_random_index(tmp_path, replace(SPEC, precisions=("mxfp8", "fp8", "int8")))
+    manifest = Manifest.load(tmp_path)
+    assert precision_to_read(tmp_path, manifest, None) == "int8"
+    assert precision_to_read(tmp_path, manifest, "fp8") == "fp8"
+
+
+def convert(root, *names, **options):
+    return run_quantize(QuantizeConfig(root, names, **options), InlineEngine(), lambda _: None)
+
+
+def test_a_lossy_precision_does_not_pass_for_the_original(tmp_path):
+    write_random_index(tmp_path, SPEC)
+    convert(tmp_path, "int8", drop=("bf16",))
+    assert Manifest.load(tmp_path).encoded_from == {"int8": ("bf16",)}
+    with pytest.raises(UsageError, match="'bf16' would be larger and have the errors of 'int8'") as caught:
+        convert(tmp_path, "bf16")
+    assert caught.value.parameter == "source"
+    convert(tmp_path, "bf16", source="int8")
+    manifest = Manifest.load(tmp_path)
+    assert manifest.encoded_from == {"int8": ("bf16",), "bf16": ("bf16", "int8")}
+    assert precision_to_read(tmp_path, manifest, None) == "int8"
+    assert verify_index(tmp_path) == []
+    convert(tmp_path, "fp8", source="bf16", drop=("int8",))
+    assert Manifest.load(tmp_path).encoded_from == {"bf16": ("bf16", "int8"), "fp8": ("bf16", "int8", "bf16")}
+    with pytest.raises(UsageError, match="'fp16' would be larger and have the errors of 'int8'"):
+        convert(tmp_path, "fp16")
+
+
+def stop_after_one_shard(root, name):
+    shards = []
+
+    def note_shards(event):
+        if isinstance(event, Progress) and event.shards.finished:
+            shards.append(event.shards.finished)
+
+    with pytest.raises(JobStopped):
+        run_quantize(QuantizeConfig(root, (name,)), InlineEngine(), note_shards, lambda: bool(shards))
+
+
+def test_a_conversion_is_not_resumed_over_another_index_of_the_same_shape(tmp_path):
+    write_random_index(tmp_path / "a", SPEC)
+    stop_after_one_shard(tmp_path / "a", "fp8")
+    write_random_index(tmp_path / "b", SPEC, seed=8)
+    shutil.copytree(tmp_path / "b", tmp_path / "a", dirs_exist_ok=True)
+    for table in (tmp_path / "a/manifest").iterdir():
+        if not (tmp_path / "b/manifest" / table.name).exists():
+            table.unlink()
+    convert(tmp_path / "a", "fp8")
+    convert(tmp_path / "b", "fp8")
+    assert verify_index(tmp_path / "a") == []
+    for file in (tmp_path / "b/tokens/fp8").iterdir():
+        assert (tmp_path / "a/tokens/fp8" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_conversion_of_the_same_index_is_resumed(tmp_path):
+    write_random_index(tmp_path, SPEC)
+    stop_after_one_shard(tmp_path, "fp8")
+    plans = []
+    run_quantize(QuantizeConfig(tmp_path, ("fp8",)), InlineEngine(), plans.append)
+    assert plans[0].finished_shards == 1
 
 
 def test_engines_and_build_give_the_same_bytes(case, tmp_path):

@@ -171,6 +171,14 @@ def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, caps
     assert main(["quantize", str(root), "--report", str(tmp_path / "file")]) == 2
 
 
+def test_a_reference_of_lossy_origin_is_named(tmp_path):
+    write_random_index(tmp_path, replace(SPEC, precisions=("int8",)))
+    run_process("quantize", tmp_path, "--to", "bf16", "--from", "int8", "--drop", "int8")
+    report = measure_precisions(ReportConfig(tmp_path, ("int8",)))
+    assert (report.reference, report.reference_encoded_from) == ("bf16", ("int8",))
+    assert "The reference bf16 was encoded from int8: those errors come in addition." in markdown(report)
+
+
 def test_the_command_reports_before_it_converts(tmp_path, capsys):
     write_random_index(tmp_path / "index", SPEC)
     arguments = ["--to", "nvfp4", "--drop", "bf16", "--report", "--json", "--quiet"]

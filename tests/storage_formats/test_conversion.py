@@ -27,7 +27,7 @@ def convert(root, targets, source="bf16"):
     spec = Manifest.load(root).spec
     Layout(root).staging.mkdir(parents=True, exist_ok=True)
     tasks = [ConversionTask(str(root), shard, spec, source, tuple(targets), "plan") for shard in range(spec.shards)]
-    add_precisions(root, targets, [convert_shard(task) for task in tasks])
+    add_precisions(root, targets, [convert_shard(task) for task in tasks], source=source)
     remove_leftovers(root)
 
 
@@ -93,7 +93,7 @@ def test_index_is_readable_and_sound_while_it_is_converted(built):
     assert verify_index(root) == []
     assert same_bits(TokenStore.open(root).fetch(range(21)), expected)
     with pytest.raises(CorruptIndexError, match="3 shards need one receipt each, but there are receipts for 0"):
-        add_precisions(root, ["fp8"], [])
+        add_precisions(root, ["fp8"], [], source="bf16")
 
 
 def test_stopping_leaves_nothing_behind(built):
