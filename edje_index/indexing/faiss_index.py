@@ -6,18 +6,22 @@ Embeddings have unit norm, so the inner product is the cosine similarity. FAISS 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.errors import ModelError
+from edje_index.indexing.faiss_file import FaissFileError, FaissShape, check_faiss_file
 from storage_formats.atomic import fsync_path, fsync_paths
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
+from storage_formats.format.checksum import crc32c_stream
+from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import FileEntry, Manifest
 from storage_formats.reading.embeddings import iter_embeddings
@@ -26,6 +30,7 @@ FLAT_LIMIT = 100_000
 """Largest number of rows with an exact index: a scan of 100,000 x 768 takes about 10 ms on two cores."""
 _TRAINING_VECTORS_PER_LIST = 64  # FAISS warns below 39 (Clustering::min_points_per_centroid)
 _IVF_PROBES = 32
+_PIECE_BYTES = 1 << 20  # read at once
 
 
 @name_missing_extra("search")
@@ -70,6 +75,7 @@ def build_ann(root: str | Path, spec: IndexSpec) -> dict[str, Any]:
         index.add_with_ids(vectors, rows)
     layout.ann.mkdir(parents=True, exist_ok=True)
     temporary = layout.ann / "index.faiss.partial"
+    temporary.unlink(missing_ok=True)  # it may be a link, which FAISS would follow
     faiss.write_index(index, str(temporary))
     fsync_path(temporary)
     temporary.replace(layout.ann_index)
@@ -87,19 +93,29 @@ class AnnIndex:
 
     Raises:
         UsageError: the index has no nearest-neighbour index.
-        CorruptIndexError: FAISS cannot read it.
+        CorruptIndexError: the file is missing or damaged, belongs to another index, or is not one that `build_ann`
+            writes.
     """
 
     def __init__(self, root: str | Path) -> None:
-        import faiss
-
-        path = Layout(Path(root)).ann_index
-        if not path.exists():
+        manifest = Manifest.load(root)
+        layout = Layout(Path(root))
+        entries = [FileEntry.from_json(value) for value in manifest.ann.get("files", [])]
+        entry = next((entry for entry in entries if entry.path == layout.relative(layout.ann_index)), None)
+        if entry is None:
             raise UsageError(f"{root} has no nearest-neighbour index; build it with edje_index.add_ann({str(root)!r})")
+        spec = manifest.spec
         try:
-            self._index = faiss.read_index(str(path))
-        except RuntimeError as error:  # FAISS raises nothing more specific
-            raise CorruptIndexError(f"cannot read {path}; run 'edje-index verify'") from error
+            with open_index_file(root, layout.ann_index) as file:
+                _check_bytes(file, entry)
+                check_faiss_file(file, FaissShape(spec.embed_dim, vectors=manifest.counts.indexed, rows=spec.rows))
+                self._index = _read(file)
+        except (OSError, ValueError, RuntimeError) as error:  # FAISS raises RuntimeError
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise CorruptIndexError(
+                f"cannot read {layout.ann_index}: {reason}; run 'edje-index verify', or replace the file with "
+                f"edje_index.add_ann({str(root)!r})"
+            ) from error
 
     def __len__(self) -> int:
         return int(self._index.ntotal)
@@ -111,6 +127,25 @@ class AnnIndex:
         scores, rows = self._index.search(query[None].astype(np.float32), min(k, len(self)))
         filled = rows[0] >= 0  # FAISS fills up with -1 if the probed lists hold fewer than k vectors
         return rows[0][filled], scores[0][filled]
+
+
+def _check_bytes(file: BinaryIO, entry: FileEntry) -> None:
+    """FaissFileError unless `file` is the one that was committed."""
+    length = os.fstat(file.fileno()).st_size
+    if length != entry.bytes:
+        raise FaissFileError(f"it has {length} bytes instead of the {entry.bytes} in index.json")
+    crc = crc32c_stream(file)
+    if crc != entry.crc32c:
+        raise FaissFileError(f"it has CRC-32C {crc:08x} instead of the {entry.crc32c:08x} in index.json")
+
+
+def _read(file: BinaryIO) -> Any:
+    """The FAISS index in `file`, which is read through Python: FAISS opens no file itself."""
+    import faiss
+
+    module: Any = faiss  # its stubs lack this class
+    file.seek(0)
+    return module.read_index(module.PyCallbackIOReader(file.read, _PIECE_BYTES))
 
 
 def _empty_index(root: str | Path, spec: IndexSpec) -> Any:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
+
+from storage_formats.format.index_files import open_regular
 
 _CHUNK_BYTES = 8 << 20
 
@@ -22,13 +27,22 @@ def crc32c_rows(records: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 
 def crc32c_file(path: Path) -> tuple[int, int]:
-    """(length in bytes, CRC-32C) of a file, which is read once in pieces of 8 MiB."""
-    length, crc = 0, 0
-    with open(path, "rb", buffering=0) as file:
-        while piece := file.read(_CHUNK_BYTES):
-            length += len(piece)
-            crc = crc32c(piece, crc)
-    return length, crc
+    """(length in bytes, CRC-32C) of a regular file, which is read once in pieces of 8 MiB.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
+    """
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+        crc = crc32c_stream(file)
+        return file.tell(), crc
+
+
+def crc32c_stream(file: BinaryIO | FileIO) -> int:
+    """CRC-32C of an open file from its position to its end, which is read in pieces of 8 MiB."""
+    crc = 0
+    while piece := file.read(_CHUNK_BYTES):
+        crc = crc32c(piece, crc)
+    return crc
 
 
 def to_hex(crc: int) -> str:

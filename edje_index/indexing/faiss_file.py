@@ -1,0 +1,159 @@
+"""Checks a FAISS file before FAISS reads it.
+
+FAISS trusts its files: a crafted one can make it open any file for writing (inverted lists on disk), take any amount
+of memory, or read outside its arrays. Only the structures that `build_ann` writes are accepted: an `IndexIDMap2` of
+an `IndexFlatIP`, or of an `IndexIVFFlat` whose inverted lists are in the file. The field order is that of FAISS's
+`impl/index_write.cpp`, which has not changed since version 1.5.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+_FLOAT_BYTES = 4
+_INNER_PRODUCT = 0
+
+
+class FaissFileError(ValueError):
+    """The file is not one that `build_ann` writes."""
+
+
+@dataclass(frozen=True)
+class FaissShape:
+    """What a FAISS file must hold.
+
+    Attributes:
+        dimensions: width of the embeddings.
+        vectors: number of embeddings.
+        rows: number of rows of the index; row ids are below it.
+    """
+
+    dimensions: int
+    vectors: int
+    rows: int
+
+
+def check_faiss_file(file: BinaryIO, shape: FaissShape) -> None:
+    """Check structure, sizes and ids of the FAISS file that starts at the beginning of `file`.
+
+    Raises:
+        FaissFileError: it is not a file that `build_ann` writes, or does not have `shape`.
+    """
+    fields = _Fields(file)
+    fields.tag("IxM2")
+    fields.header(shape.dimensions, shape.vectors)
+    if fields.tag("IxFI", "IwFl") == "IxFI":
+        _check_flat(fields, shape.dimensions, shape.vectors)
+    else:
+        _check_inverted_lists(fields, shape)
+    fields.expect("number of row ids", fields.number("Q"), shape.vectors)
+    fields.ids(shape.vectors, limit=shape.rows)
+    fields.end()
+
+
+class _Fields:
+    """Reads the fields of a file in order. No size is trusted beyond the end of the file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._left = os.fstat(file.fileno()).st_size
+        file.seek(0)
+
+    def number(self, form: str) -> Any:
+        """One little-endian number of a `struct` format."""
+        return struct.unpack(f"<{form}", self._read(struct.calcsize(f"<{form}")))[0]
+
+    def array(self, count: int) -> NDArray[np.int64]:
+        """`count` 64-bit numbers."""
+        return np.frombuffer(self._read(8 * count), dtype="<i8")
+
+    def tag(self, *accepted: str) -> str:
+        """The four-letter name of a structure."""
+        name = self._read(4).decode("latin-1")
+        if name not in accepted:
+            raise FaissFileError(f"it holds the structure {name!r} where {' or '.join(accepted)} is expected")
+        return name
+
+    def header(self, dimensions: int, vectors: int) -> None:
+        """The fields that all kinds of FAISS index begin with."""
+        self.expect("number of dimensions", self.number("i"), dimensions)
+        self.expect("number of vectors", self.number("q"), vectors)
+        self.skip(16)  # no longer used
+        self.expect("mark of a trained index", self.number("B"), 1)
+        self.expect("metric", self.number("i"), _INNER_PRODUCT)
+
+    def ids(self, count: int, *, limit: int) -> None:
+        """`count` ids, each in 0..limit - 1: FAISS uses them as offsets."""
+        ids = self.array(count)
+        if count and (ids.min() < 0 or ids.max() >= limit):
+            raise FaissFileError(f"it holds ids from {ids.min()} to {ids.max()}, but they must be in 0..{limit - 1}")
+
+    def skip(self, length: int) -> None:
+        self._take(length)
+        self._file.seek(length, os.SEEK_CUR)
+
+    def end(self) -> None:
+        self.expect("number of bytes after its end", self._left, 0)
+
+    @staticmethod
+    def expect(name: str, actual: int, expected: int) -> None:
+        if actual != expected:
+            raise FaissFileError(f"its {name} is {actual} instead of {expected}")
+
+    def _read(self, length: int) -> bytes:
+        self._take(length)
+        return self._file.read(length)
+
+    def _take(self, length: int) -> None:
+        if not 0 <= length <= self._left:
+            raise FaissFileError(f"it ends {length - self._left} bytes early")
+        self._left -= length
+
+
+def _check_flat(fields: _Fields, dimensions: int, vectors: int) -> None:
+    """The rest of an `IndexFlatIP`: a header and the vectors."""
+    fields.header(dimensions, vectors)
+    fields.expect("number of values", fields.number("Q"), dimensions * vectors)
+    fields.skip(dimensions * vectors * _FLOAT_BYTES)
+
+
+def _check_inverted_lists(fields: _Fields, shape: FaissShape) -> None:
+    """The rest of an `IndexIVFFlat`: header, centroids, an empty direct map, and the inverted lists."""
+    fields.header(shape.dimensions, shape.vectors)
+    lists, probes = fields.number("Q"), fields.number("Q")
+    if not probes:
+        raise FaissFileError("it searches no inverted list")
+    fields.tag("IxFI")
+    _check_flat(fields, shape.dimensions, lists)
+    fields.expect("type of direct map", fields.number("B"), 0)
+    fields.expect("length of the direct map", fields.number("Q"), 0)
+    fields.tag("ilar")
+    code_bytes = shape.dimensions * _FLOAT_BYTES
+    fields.expect("number of inverted lists", fields.number("Q"), lists)
+    fields.expect("length of a stored vector", fields.number("Q"), code_bytes)
+    lengths = _list_lengths(fields, lists)
+    fields.expect("number of vectors in its lists", sum(lengths), shape.vectors)
+    for length in lengths:
+        fields.skip(length * code_bytes)
+        fields.ids(length, limit=shape.vectors)
+
+
+def _list_lengths(fields: _Fields, lists: int) -> list[int]:
+    """Length of each inverted list. FAISS stores either all, or pairs of list and length if most are empty."""
+    if fields.tag("full", "sprs") == "full":
+        fields.expect("number of list lengths", fields.number("Q"), lists)
+        return [int(length) for length in fields.array(lists)]
+    count = fields.number("Q")
+    fields.expect("odd part of the number of list lengths", count % 2, 0)
+    pairs = fields.array(count).reshape(-1, 2)
+    if pairs.size and (pairs[:, 0].min() < 0 or pairs[:, 0].max() >= lists):
+        raise FaissFileError(f"it describes lists that are not in 0..{lists - 1}")
+    lengths = np.zeros(lists, dtype=np.int64)
+    lengths[pairs[:, 0]] = pairs[:, 1]
+    return [int(length) for length in lengths]

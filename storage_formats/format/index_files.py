@@ -1,0 +1,68 @@
+"""Opening the files of an index, which may come from a stranger.
+
+Only regular files inside the index are opened: a FIFO or a device would never end, and a symbolic link could lead to
+any file of the user.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_regular(path: str | Path, flags: int = 0) -> int:
+    """Open a regular file for reading and return its descriptor.
+
+    Args:
+        path: the file.
+        flags: further flags of open(2).
+
+    Raises:
+        OSError: the file cannot be opened, or it is a FIFO, a device or a directory.
+    """
+    # Without O_NONBLOCK, opening a FIFO waits for a writer.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.ENOTSUP, "it is not a regular file", str(path))
+        os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_inside(root: str | Path, path: Path) -> Path:
+    """Return `path`, which must be inside the index at `root` after symbolic links are followed.
+
+    Raises:
+        OSError: it is outside.
+    """
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
+        raise OSError(errno.ENOTSUP, "it leads out of the index; put a copy of the file into the index", str(path))
+    return path
+
+
+def open_index_file(root: str | Path, path: Path) -> BinaryIO:
+    """Open a regular file inside the index at `root` for buffered reading.
+
+    Raises:
+        OSError: the file cannot be opened, is not a regular file, or is outside the index.
+    """
+    return os.fdopen(open_regular(check_inside(root, path)), "rb")
+
+
+def read_index_file(root: str | Path, path: Path, *, max_bytes: int | None = None) -> bytes:
+    """The contents of a regular file inside the index at `root`.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, is outside the index, or has more than `max_bytes`.
+    """
+    with open_index_file(root, path) as file:
+        length = os.fstat(file.fileno()).st_size
+        if max_bytes is not None and length > max_bytes:
+            raise OSError(errno.EFBIG, f"it has {length} bytes, more than the {max_bytes} expected", str(path))
+        return file.read(length)
