@@ -220,3 +220,25 @@ def test_messages_of_the_library_name_no_flag():
         if FLAG.search(text)
     ]
     assert not naming, "\n".join(naming)
+
+
+PARQUET_READERS = {"ParquetDataset", "ParquetFile", "read_metadata", "read_pandas", "read_schema", "read_table"}
+
+
+def test_one_module_reads_parquet_files():
+    """Threads of pyarrow can abort the interpreter at its exit, so only the module that starts none reads Parquet."""
+    home = REPO / "storage_formats" / "format" / "parquet.py"
+    users = [
+        f"{path.relative_to(REPO)}:{node.lineno}"
+        for path in modules()
+        if path != home and "benchmarks" not in path.relative_to(REPO).parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in PARQUET_READERS
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("pq", "parquet")
+    ]
+    assert not users, users
+    names = {name for path in modules() if path != home for name in imported_names(path)}
+    assert not names & {f"pyarrow.parquet.{reader}" for reader in PARQUET_READERS}
+    assert not {name for name in names if name.startswith("pyarrow.dataset")}

@@ -116,14 +116,15 @@ def _coco_annotations(path: Path, annotations: Any) -> dict[Any, list[Any]]:
 
 def _parquet(path: Path) -> Iterator[CaptionRecord]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
+
+    from storage_formats.format.parquet import iter_batches, open_parquet
 
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
+        with open_parquet(path) as file:
             known = (*IMAGE_KEYS, *CAPTION_KEYS, ID_KEY, SPLIT_KEY)
             columns = [name for name in known if name in file.schema_arrow.names]
-            for batch in file.iter_batches(_PARQUET_BATCH, columns=columns):
+            for batch in iter_batches(file, _PARQUET_BATCH, columns):
                 for value in batch.to_pylist():
                     number += 1
                     with _located(path, f"row {number}"):

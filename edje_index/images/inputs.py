@@ -133,10 +133,11 @@ def read_inputs(path: Path) -> list[InputRef]:
         CorruptIndexError: the file is missing, damaged or not an input list.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
+
+    from storage_formats.format.parquet import read_table
 
     try:
-        table = pq.read_table(path, partitioning=None).cast(input_schema())
+        table = read_table(path.read_bytes()).cast(input_schema())
         columns = {name: table[name].to_pylist() for name in table.column_names}
     except (OSError, ValueError, pa.ArrowException) as error:
         raise CorruptIndexError(f"cannot read the planned inputs in {path}: {error}; start the build again") from error

@@ -150,12 +150,12 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
     if path is None:
         return ((min(_CHUNK_ROWS, rows - start), None) for start in range(0, rows, _CHUNK_ROWS))
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
+    from storage_formats.format.parquet import iter_batches, open_parquet
     from storage_formats.writing.index_writer import ROW_COLUMNS
 
     try:
-        file = pq.ParquetFile(path, pre_buffer=False)
+        file = open_parquet(path)
     except (OSError, pa.ArrowException) as error:
         raise UsageError(f"cannot read {path} as a Parquet file: {error}") from error
     columns = [name for name in file.schema_arrow.names if name in ROW_COLUMNS]
@@ -163,7 +163,7 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
         raise UsageError(f"{path} has no column 'uri'; it has: {', '.join(file.schema_arrow.names)}")
     if file.metadata.num_rows != rows:
         raise UsageError(f"{path} has {file.metadata.num_rows} rows, the arrays have {rows}")
-    batches = file.iter_batches(_CHUNK_ROWS, columns=columns, use_threads=False)
+    batches = iter_batches(file, _CHUNK_ROWS, columns)
     return ((len(batch), batch) for batch in batches)
 
 

@@ -130,9 +130,11 @@ def _csv_rows(path: bytes) -> Iterator[tuple[int, list[str] | None]]:
 
 def _parquet_columns(path: bytes) -> list[str]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    schema = pq.read_schema(os.fsdecode(path))
+    from storage_formats.format.parquet import open_parquet
+
+    with open_parquet(os.fsdecode(path)) as file:
+        schema = file.schema_arrow
     is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     types = [(item.name, item.type.value_type if pa.types.is_dictionary(item.type) else item.type) for item in schema]
     return [name for name, value_type in types if any(test(value_type) for test in is_text)]
@@ -140,12 +142,13 @@ def _parquet_columns(path: bytes) -> list[str]:
 
 def _parquet_values(path: bytes, column: str, spec: str) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
+
+    from storage_formats.format.parquet import iter_batches, open_parquet
 
     number = 0
     try:
-        with pq.ParquetFile(os.fsdecode(path)) as file:
-            for batch in file.iter_batches(_PARQUET_BATCH, columns=[column]):
+        with open_parquet(os.fsdecode(path)) as file:
+            for batch in iter_batches(file, _PARQUET_BATCH, [column]):
                 for value in _to_python(batch.column(0)):
                     number += 1
                     yield number, value

@@ -16,7 +16,11 @@ from storage_formats.atomic import write_bytes_atomic, write_json_atomic
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError
 from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
+from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Layout
+from storage_formats.format.parquet import read_table
+
+_MAX_MANIFEST_BYTES = 64 << 20
 
 SHARD_TABLE_SCHEMA = pa.schema(
     [
@@ -117,10 +121,10 @@ class Manifest:
         """
         layout = Layout(Path(root))
         try:
-            value = json.loads(layout.manifest.read_bytes())
+            value = json.loads(read_index_file(root, layout.manifest, max_bytes=_MAX_MANIFEST_BYTES))
         except (FileNotFoundError, NotADirectoryError):
             raise _absent(layout) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CorruptIndexError(f"cannot read {layout.manifest}: {error}") from error
         return _parse(layout, value)
 
@@ -155,14 +159,17 @@ class Manifest:
         """The shard table. CorruptIndexError if it does not match its checksum."""
         path = Path(root) / self.shard_table.path
         try:
-            data = path.read_bytes()
+            data = read_index_file(root, path, max_bytes=self.shard_table.bytes)
         except OSError as error:
             raise CorruptIndexError(f"cannot read the shard table {path}: {error}") from error
         if len(data) != self.shard_table.bytes or crc32c(data) != self.shard_table.crc32c:
             raise CorruptIndexError(
                 f"the shard table {path} does not match its checksum in index.json; restore the file"
             )
-        return pq.read_table(pa.BufferReader(data))
+        try:
+            return read_table(data, SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise CorruptIndexError(f"cannot read the shard table {path}: {error}; restore the file") from error
 
 
 def _absent(layout: Layout) -> Exception:

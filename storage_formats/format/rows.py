@@ -12,8 +12,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage_formats.errors import CorruptIndexError
+from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
+from storage_formats.format.parquet import read_table
 from storage_formats.row_ids import RowIds, check_row_ids
 
 INDEXED = "indexed"
@@ -85,7 +87,7 @@ def read_shard_rows(layout: Layout, shard: int, columns: list[str] | None = None
     path = layout.rows_file(shard)
     schema = ROW_SCHEMA if columns is None else pa.schema([ROW_SCHEMA.field(name) for name in columns])
     try:
-        return pq.read_table(path, columns=columns, partitioning=None).cast(schema)
+        return read_table(read_index_file(layout.root, path), columns).cast(schema)
     except (OSError, ValueError, pa.ArrowException) as error:  # damaged names and text raise ValueError
         raise CorruptIndexError(
             f"cannot read rows of shard {shard} ({path}): {error}; run 'edje-index verify'"
