@@ -13,7 +13,13 @@ from typing import Any
 
 from PIL import ExifTags, Image, ImageFile
 
-from edje_index.images.decode_limits import CountedReads, TooExpensiveError, check_cost
+from edje_index.images.decode_limits import (
+    BYTES_PER_PIXEL,
+    CountedReads,
+    TooExpensiveError,
+    can_allocate,
+    check_cost,
+)
 from edje_index.images.headers import HEAD_BYTES, canvas_size, image_format, undecoded_format
 from edje_index.images.pillow_setup import ignore_warnings, openers
 from edje_index.images.to_rgb import to_rgb
@@ -95,7 +101,8 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
         max_pixels: an image whose header declares more fails before it is allocated.
 
     Raises:
-        ImageError: the image cannot be decoded. No other exception is raised, whatever the bytes.
+        ImageError: the image cannot be decoded.
+        MemoryError: there is too little memory. No other exception is raised, whatever the bytes.
     """
     if not data:
         raise ImageError("empty", "0 bytes")
@@ -105,7 +112,7 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
         raise _unsupported(data, name)
     try:
         return _decode_with_any_text(data, name, max_pixels)
-    except ImageError:
+    except (ImageError, MemoryError):
         raise
     except TooExpensiveError as error:
         raise ImageError("too-expensive", str(error)) from error
@@ -130,8 +137,18 @@ def _decode(data: bytes, name: str, max_pixels: int) -> Image.Image:
     if name == "TIFF":
         _check_tile(image, max_pixels)
     check_cost(image, data, max_pixels)
-    image.load()
+    _load(image)
     return _upright(image, _orientation(image))
+
+
+def _load(image: Image.Image) -> None:
+    """Decode the pixels. Some decoders call it damage when they get no memory."""
+    try:
+        image.load()
+    except Exception as error:
+        if can_allocate(BYTES_PER_PIXEL * image.width * image.height):
+            raise
+        raise MemoryError(f"while decoding {image.width} x {image.height} pixels") from error
 
 
 def _check_size(size: tuple[int, int], max_pixels: int) -> None:

@@ -10,6 +10,7 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from PIL import Image
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ MAX_PYTHON_PIXELS = 1 << 21
 
 MAX_PYTHON_BYTES = 1 << 25
 """Bytes of a file that Pillow decodes in Python."""
+
+BYTES_PER_PIXEL = 12
+"""Memory that is enough to decode any image, per pixel: a progressive CMYK JPEG takes 8 for its coefficients."""
 
 _MAX_COMMENTS = 1000  # of a plain-text PPM; Pillow copies a megabyte for each
 _MAX_SEGMENTS = 100_000  # of a JPEG
@@ -72,6 +76,15 @@ def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
         _check_scans(data, pixels, max_pixels)
     if any(tile[0] in Image.DECODERS for tile in image.tile):  # the registry of decoders written in Python
         _check_python_decoder(data, pixels)
+
+
+def can_allocate(size: int) -> bool:
+    """Whether this process can have `size` more bytes of memory at this moment."""
+    try:
+        np.empty(size, np.uint8)
+    except MemoryError:
+        return False
+    return True
 
 
 def _check_scans(jpeg: bytes, pixels: int, max_pixels: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edje_index.images.decode import ImageError
+from edje_index.images.transient import is_transient, retry_transient
 from storage_formats.errors import CorruptIndexError
 
 if TYPE_CHECKING:
@@ -57,18 +59,17 @@ def display_path(path: bytes) -> str:
 def read_bytes(ref: InputRef) -> bytes:
     """Read all bytes of an input. Never blocks on a pipe or device.
 
+    Waits some seconds for storage that fails, and for a directory that has vanished since the plan was made.
+
     Raises:
+        TransientInputError: reading fails for a reason that lies outside the input.
         ImageError: with reason "missing", "unreadable", "empty", "too-many-bytes", "changed-since-plan" (its length
             differs from the plan's), or the problem in the plan.
     """
     if ref.problem is not None:
         raise ImageError(ref.problem, "found while planning")
     try:
-        fd = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        try:
-            data = _read(fd, ref)
-        finally:
-            os.close(fd)
+        data = retry_transient(lambda: _open_and_read(ref), ref.uri)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ImageError("missing", f"{error.strerror}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -76,6 +77,30 @@ def read_bytes(ref: InputRef) -> bytes:
     if not data:
         raise ImageError("empty", "0 bytes")
     return data
+
+
+def _open_and_read(ref: InputRef) -> bytes:
+    try:
+        fd = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except FileNotFoundError as error:
+        if ref.size is not None and _directory_vanished(ref.path):
+            raise OSError(errno.ESTALE, "its directory is gone or empty") from error
+        raise
+    try:
+        return _read(fd, ref)
+    finally:
+        os.close(fd)
+
+
+def _directory_vanished(path: bytes) -> bool:
+    """Whether the directory of `path` is missing or empty, as when its file system is not mounted."""
+    try:
+        with os.scandir(os.path.dirname(path)) as entries:
+            return next(entries, None) is None
+    except NotADirectoryError:
+        return False
+    except OSError:
+        return True
 
 
 def _read(fd: int, ref: InputRef) -> bytes:
@@ -87,9 +112,22 @@ def _read(fd: int, ref: InputRef) -> bytes:
         raise ImageError("changed-since-plan", f"{size} bytes, {ref.size} when the plan was made")
     if size > MAX_INPUT_BYTES:
         raise ImageError("too-many-bytes", f"{size} bytes is over the limit of {MAX_INPUT_BYTES}")
-    data = os.pread(fd, size, ref.offset)
+    data = _read_range(fd, ref.offset, size)
     if len(data) != size:
+        if os.fstat(fd).st_size >= ref.offset + size:
+            raise OSError(errno.EIO, f"a read ended {size - len(data)} bytes before the end of the file")
         raise ImageError("changed-since-plan", f"{len(data)} bytes where {size} were announced")
+    return data
+
+
+def _read_range(fd: int, offset: int, size: int) -> bytes:
+    """The bytes [offset, offset + size) of a file, fewer if it ends before. A read may return a part of them."""
+    data = os.pread(fd, size, offset)
+    while 0 < len(data) < size:
+        part = os.pread(fd, size - len(data), offset + len(data))
+        if not part:
+            break
+        data += part
     return data
 
 
@@ -131,6 +169,7 @@ def read_inputs(path: Path) -> list[InputRef]:
 
     Raises:
         CorruptIndexError: the file is missing, damaged or not an input list.
+        OSError, MemoryError: it cannot be read at this moment.
     """
     import pyarrow as pa
 
@@ -140,6 +179,8 @@ def read_inputs(path: Path) -> list[InputRef]:
         table = read_table(path.read_bytes()).cast(input_schema())
         columns = {name: table[name].to_pylist() for name in table.column_names}
     except (OSError, ValueError, pa.ArrowException) as error:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and is_transient(error)):
+            raise
         raise CorruptIndexError(f"cannot read the planned inputs in {path}: {error}; start the build again") from error
     columns["content_hash"] = [digest and digest.hex() for digest in columns["content_hash"]]
     return [InputRef(*values) for values in zip(*columns.values(), strict=True)]

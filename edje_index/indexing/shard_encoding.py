@@ -21,7 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edje_index.images.decode import ImageError, content_hash, decode_rgb
-from edje_index.images.inputs import InputRef, read_bytes, read_inputs
+from edje_index.images.decode_limits import BYTES_PER_PIXEL
+from edje_index.images.inputs import MAX_INPUT_BYTES, InputRef, read_bytes, read_inputs
+from edje_index.images.transient import retry_memory
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
@@ -106,7 +108,8 @@ def encode_shard(
 
     Raises:
         EncodingInterrupted: `should_stop` returned True.
-        OSError: the index cannot be written. An input that cannot be read or decoded becomes a failed row instead.
+        TransientInputError: an input cannot be read or decoded for a reason that lies outside it.
+        OSError: the index cannot be written. An input that is damaged or gone becomes a failed row instead.
     """
     refs = read_inputs(Layout(Path(task.root)).inputs(task.shard))
     first_row = task.spec.shard_rows(task.shard).start
@@ -115,12 +118,11 @@ def encode_shard(
     stages = dict.fromkeys(("wait", "encode", "write"), 0.0)
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
-        ThreadPoolExecutor(task.decode_threads, "edje-decode") as pool,
+        _decode_pool(task.decode_threads) as pool,
     ):
         done = 0
         for batch in _batches_ahead(task, images, functools.partial(_prepare, encoder, task.max_pixels), pool):
             if should_stop():
-                pool.shutdown(wait=True, cancel_futures=True)
                 raise EncodingInterrupted(f"stopped inside shard {task.shard}")
             with _timed(stages, "wait"):
                 ready = [image for image in (future.result() for future in batch) if image.pixels is not None]
@@ -135,6 +137,17 @@ def encode_shard(
             table = rows_table(entries)
             read, decode = (sum(table[f"{stage}_seconds"].to_pylist()) for stage in ("read", "decode"))
         return writer.commit(table, task.plan, {"read": read, "decode": decode, **stages})
+
+
+@contextlib.contextmanager
+def _decode_pool(threads: int) -> Iterator[Executor]:
+    """Threads for reading and decoding. An exception drops the images that wait for a thread."""
+    with ThreadPoolExecutor(threads, "edje-decode") as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 @dataclass
@@ -177,25 +190,31 @@ def _batches_ahead(
 
 
 def _prepare(encoder: Encoder, max_pixels: int, image: _Image) -> _Image:
-    """Read, decode and preprocess one image; a failure becomes the row's status and reason."""
+    """Read, decode and preprocess one image; a failure of the image becomes the row's status and reason."""
     entry = image.entry
     if entry.status != INDEXED:
         return image
     started = time.perf_counter()
     try:
-        data = read_bytes(image.ref)
+        data = retry_memory(lambda: read_bytes(image.ref), entry.uri, MAX_INPUT_BYTES)
         entry.size, entry.content_hash = len(data), content_hash(data)
         if image.ref.content_hash not in (None, entry.content_hash):
             raise ImageError("changed-since-plan", "the file has changed since the build was planned")
         entry.read_seconds = time.perf_counter() - started
         started = time.perf_counter()
-        rgb = decode_rgb(data, max_pixels)
-        entry.width, entry.height = rgb.size
-        image.pixels = encoder.preprocess(rgb)
+        (entry.width, entry.height), image.pixels = retry_memory(
+            lambda: _decode(encoder, data, max_pixels), entry.uri, BYTES_PER_PIXEL * max_pixels
+        )
         entry.decode_seconds = time.perf_counter() - started
     except ImageError as error:
         entry.fail(error.reason, error.detail)
     return image
+
+
+def _decode(encoder: Encoder, data: bytes, max_pixels: int) -> tuple[tuple[int, int], torch.Tensor]:
+    """(width, height) of an image, and the input of the model."""
+    rgb = decode_rgb(data, max_pixels)
+    return rgb.size, encoder.preprocess(rgb)
 
 
 def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.float32]]:

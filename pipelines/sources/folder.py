@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from edje_index.images.headers import HEAD_BYTES
 from edje_index.images.inputs import InputRef, display_path
+from edje_index.images.transient import is_transient, transient_error
 from pipelines.sources.selection import Ignored, has_image_suffix, ignored_as
 
 _DirectoryId = tuple[int, int]  # device and inode: the same for every path to a directory
@@ -66,7 +67,13 @@ def file_input(path: bytes, uri: str | None = None) -> InputRef:
 
 
 def problem_of(error: Exception) -> str:
-    """The problem that an error of the operating system stands for."""
+    """The problem that an error of the operating system stands for.
+
+    Raises:
+        TransientInputError: the error lies outside the file.
+    """
+    if isinstance(error, OSError) and is_transient(error):
+        raise transient_error(display_path(os.fsencode(error.filename or "a source")), error) from error
     return "missing" if isinstance(error, FileNotFoundError | NotADirectoryError) else "unreadable"
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images.decode import content_hash, decode_rgb
 from edje_index.images.inputs import InputRef, write_inputs
+from edje_index.images.transient import TransientInputError
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.shard_encoding import EncodingInterrupted, ShardTask, encode_shard
 from storage_formats.format.layout import IndexSpec, Layout
@@ -144,6 +147,33 @@ def test_stopping_leaves_no_shard_and_no_threads(case, encoder):
     assert not _layout(task).token_shard("bf16", 0).exists()
     assert list(_layout(task).staging.iterdir()) == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-")]
+
+
+@pytest.mark.parametrize("stage", ["read", "decode", "preprocess"])
+def test_trouble_outside_an_image_fails_the_shard_and_no_row(stage, case, encoder, monkeypatch):
+    task, refs = case
+
+    def no_memory(*_):
+        raise MemoryError
+
+    def damaged_disk(fd, size, offset):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("time.sleep", lambda _: None)
+        patched.setattr("edje_index.images.transient.can_allocate", lambda _: False)
+        target, broken = {
+            "read": ((os, "pread"), damaged_disk),
+            "decode": ((ImageFile.ImageFile, "load"), no_memory),
+            "preprocess": ((encoder, "preprocess"), no_memory),
+        }[stage]
+        patched.setattr(*target, broken)
+        with pytest.raises(TransientInputError, match=re.escape(refs[0].uri)):
+            encode_shard(task, encoder)
+    assert read_receipt(_layout(task), 0, "plan") is None
+    assert list(_layout(task).staging.iterdir()) == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("edje-")]
+    assert encode_shard(task, encoder).failed == {"empty": 1, "truncated": 1}
 
 
 def test_changed_bytes_are_not_indexed_under_the_planned_hash(case, encoder):

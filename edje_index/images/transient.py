@@ -1,0 +1,102 @@
+"""Trouble of the machine that passes and says nothing about an input: a failing disk or network, too few descriptors.
+
+An input that meets it is tried again after a pause. If the trouble stays, the caller gets a `TransientInputError` and
+must not record the input as failed.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from edje_index.images.decode import ImageError
+from edje_index.images.decode_limits import can_allocate
+from storage_formats.errors import EdjeError
+
+_T = TypeVar("_T")
+
+PAUSES = (0.5, 1.5, 4.0)
+"""Seconds before each further attempt."""
+
+_NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
+_NO_MEMORY = frozenset({errno.ENOMEM, errno.ENOBUFS})
+_NOT_MOUNTED = frozenset({errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN})
+_NETWORK = frozenset(
+    {
+        *(errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOLINK, errno.ECONNABORTED, errno.ECONNREFUSED),
+        *(errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH),
+    }
+)
+_ADVICE = (
+    (_NO_DESCRIPTORS, "raise the limit of open files, or use fewer workers"),
+    (_NO_MEMORY, "free some memory, or use fewer workers or threads"),
+    (_NOT_MOUNTED, "check that its file system is mounted"),
+    (_NETWORK, "check the disk or network that holds it"),
+    ({errno.EIO}, "check the disk or network that holds it; if only this file is unreadable, move it away"),
+)
+
+
+class TransientInputError(EdjeError):
+    """An input cannot be read or decoded now, for a reason that lies outside it. It may succeed later."""
+
+
+def is_transient(error: OSError) -> bool:
+    """Whether an error of the operating system may pass and says nothing about the file."""
+    return any(error.errno in numbers for numbers, _ in _ADVICE)
+
+
+def transient_error(uri: str, error: OSError) -> TransientInputError:
+    """The error for a user about a transient `error` at the input `uri`."""
+    advice = next(advice for numbers, advice in _ADVICE if error.errno in numbers)
+    return TransientInputError(f"cannot read {uri}: {error.strerror}; {advice}")
+
+
+def retry_transient(read: Callable[[], _T], uri: str) -> _T:
+    """Call `read`, again after each of `PAUSES` while it raises a transient OSError.
+
+    Raises:
+        TransientInputError: it did so every time.
+        Exception: any other exception of `read`.
+    """
+    for pause in (*PAUSES, None):
+        try:
+            return read()
+        except OSError as error:
+            if not is_transient(error):
+                raise
+            if pause is None:
+                raise transient_error(uri, error) from error
+        time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def retry_memory(decode: Callable[[], _T], uri: str, enough_bytes: int) -> _T:
+    """Call `decode`, again after each of `PAUSES` while it raises MemoryError.
+
+    Args:
+        decode: the call.
+        uri: name of the input.
+        enough_bytes: memory that is enough for any input.
+
+    Raises:
+        TransientInputError: it did so every time, and `enough_bytes` cannot be allocated.
+        ImageError: it did so every time although they can ("too-expensive").
+        Exception: any other exception of `decode`.
+    """
+    for pause in (*PAUSES, None):
+        try:
+            return decode()
+        except MemoryError as error:
+            if pause is None:
+                raise _memory_error(uri, enough_bytes) from error
+        time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _memory_error(uri: str, enough_bytes: int) -> Exception:
+    if can_allocate(enough_bytes):
+        return ImageError("too-expensive", f"its decoder does not get by with {enough_bytes} bytes of memory")
+    advice = "free some memory, or use fewer workers, fewer threads or a smaller limit of pixels"
+    return TransientInputError(f"cannot decode {uri}: too little memory; {advice}")
