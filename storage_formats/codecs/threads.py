@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from storage_formats.cpus import usable_cpus
+from storage_formats.crew import Crew
+from storage_formats.interrupts import settle, unsettled
 
 _CHUNK_BYTES = 2 << 20  # of bfloat16: about 0.3 ms of work, much longer than handing it to a thread
-
-_pool: ThreadPoolExecutor | None = None
 
 
 def default_threads() -> int:
@@ -27,36 +26,22 @@ def default_threads() -> int:
 def run_chunks(work: Callable[[int, int], None], count: int, block_bytes: int, threads: int | None) -> None:
     """Call `work(start, stop)` for consecutive parts of range(count), on at most `threads` threads.
 
-    The calling thread is one of them. The first exception of a thread is raised.
+    The calling thread is one of them. The first exception of a thread is raised. No thread works any more when this
+    returns or raises.
     """
     chunk = max(1, _CHUNK_BYTES // block_bytes)
-    starts = iter(range(0, count, chunk))
-
-    def drain() -> None:
+    starts = range(0, count, chunk)
+    thread_count = min(default_threads() if threads is None else threads, len(starts))
+    if thread_count < 2:
         for start in starts:
             work(start, min(start + chunk, count))
-
-    thread_count = min(default_threads() if threads is None else threads, -(-count // chunk))
-    helpers = [_shared_pool().submit(drain) for _ in range(thread_count - 1)]
+        return
+    pending = unsettled()
+    crew = Crew(lambda start: work(start, min(start + chunk, count)), starts)
     try:
-        drain()
-    finally:
-        for helper in helpers:
-            if not helper.cancel():  # a helper that has not started has nothing left to do
-                helper.result()
-
-
-def _shared_pool() -> ThreadPoolExecutor:
-    global _pool
-    if _pool is None:
-        _pool = ThreadPoolExecutor(max_workers=max(32, os.cpu_count() or 1), thread_name_prefix="codec")
-    return _pool
-
-
-def _forget_pool() -> None:
-    global _pool
-    _pool = None  # its threads did not survive the fork
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pool)
+        crew.start(thread_count - 1)
+        crew.finish()
+    except BaseException:
+        pending.append(crew.abandon)
+        settle(pending)
+        raise

@@ -5,6 +5,7 @@ The interface is defined in `linux/aio_abi.h`. Without direct I/O, the kernel se
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -38,7 +39,8 @@ class AioQueue:
         context = np.zeros(1, dtype=np.int64)
         system_call(self._setup, entries, context.ctypes.data)
         self._context = int(context[0])
-        self._close = weakref.finalize(self, _destroy, self._destroy, self._context, os.getpid())
+        self._owner = os.getpid()
+        self._at_end = weakref.finalize(self, _destroy, self._destroy, self._context, self._owner)
         self._completions = np.zeros(entries, dtype=_COMPLETION)
         self.entries = entries
         self.in_flight = 0
@@ -77,6 +79,13 @@ class AioQueue:
         done = self._completions[:count]
         tags, results = done["tag"].astype(np.int64), done["result"].astype(np.int64)
         return np.concatenate([refused[:, 0], tags]), np.concatenate([refused[:, 1], results])
+
+    def close(self) -> None:
+        """Wait for the requests; see `queues.Queue`. The kernel does so while it destroys a context."""
+        if self._at_end.alive:
+            with contextlib.suppress(OSError):  # an interrupted call has destroyed it
+                _destroy(self._destroy, self._context, self._owner)
+            self._at_end.detach()
 
 
 def _destroy(number: int, context: int, owner: int) -> None:

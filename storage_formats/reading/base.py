@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -144,14 +143,22 @@ class Reader(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Free what the reader holds. All its pieces are read."""
+        ...
+
+    def abandon(self) -> None:
+        """Wait until nothing writes to a destination, after an exception. See `storage_formats.interrupts`."""
+        ...
+
 
 class ReadEngine(Protocol):
     """A way to read records. Thread-safe: each `reader()` serves one caller."""
 
     name: str
 
-    def reader(self) -> AbstractContextManager[Reader]:
-        """A reader. Leaving its context waits until nothing writes to a destination, also after an error."""
+    def reader(self) -> Reader:
+        """A new reader. Its user calls `close` or, after an exception, `abandon`."""
         ...
 
     def close(self) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from storage_formats.codecs import Records
+from storage_formats.crew import Crew
 from storage_formats.errors import CorruptIndexError
 from storage_formats.reading.base import PIECE_RECORDS, Batch, Destination, Finish, Ints, Reader, Runs
 from storage_formats.reading.files import ShardFile, ShardFiles, ends_early
 
-_THREADS = 16
+_THREADS = 8  # for each of the two pieces that are read at the same time
 _MAX_IOVECS = 512  # below Linux's IOV_MAX of 1024
 _DECODE_THREADS = 1  # the device is the bottleneck: more threads would only cost processor time
 
@@ -36,10 +34,8 @@ class BufferedEngine:
     def __init__(self, files: ShardFiles) -> None:
         self._files = files
 
-    @contextlib.contextmanager
-    def reader(self) -> Iterator[Reader]:
-        with contextlib.ExitStack() as held_files:
-            yield _BufferedReader(self._files, held_files)
+    def reader(self) -> Reader:
+        return _BufferedReader(self._files)
 
     def announce(self, batch: Batch) -> None:
         """Have the kernel start to read `batch` into the page cache."""
@@ -59,9 +55,14 @@ class _BufferedReader:
     ahead = 4  # 512 requests of one record
     piece_records = PIECE_RECORDS
 
-    def __init__(self, files: ShardFiles, held_files: contextlib.ExitStack) -> None:
+    def __init__(self, files: ShardFiles) -> None:
         self._files = files
-        self._held_files = held_files
+        self._held_files = contextlib.ExitStack()
+
+    def close(self) -> None:
+        self._held_files.close()
+
+    abandon = close  # only the calling thread reads
 
     def start(self, batch: Batch, destination: Destination) -> Finish:
         files, release = _hold(self._files, batch, self._held_files)
@@ -85,62 +86,47 @@ class PortableEngine:
 
     def __init__(self, files: ShardFiles) -> None:
         self._files = files
-        self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
-        self._owner = os.getpid()
 
-    @contextlib.contextmanager
-    def reader(self) -> Iterator[Reader]:
-        with self._lock:
-            if self._threads is None or self._owner != os.getpid():  # threads do not survive a fork
-                self._threads, self._owner = ThreadPoolExecutor(_THREADS, "edje-read"), os.getpid()
-            threads = self._threads
-        with contextlib.ExitStack() as held_files:
-            reader = _ThreadedReader(self._files, threads, held_files)
-            try:
-                yield reader
-            finally:
-                reader.wait()
+    def reader(self) -> Reader:
+        return _ThreadedReader(self._files)
 
     def close(self) -> None:
-        with self._lock:
-            if self._threads is not None and self._owner == os.getpid():
-                self._threads.shutdown()
-            self._threads = None
+        """Nothing to do: idle readers hold nothing."""
 
 
 class _ThreadedReader:
     ahead = 2
     piece_records = PIECE_RECORDS
 
-    def __init__(self, files: ShardFiles, threads: ThreadPoolExecutor, held_files: contextlib.ExitStack) -> None:
+    def __init__(self, files: ShardFiles) -> None:
         self._files = files
-        self._threads = threads
-        self._held_files = held_files
-        self._running: set[Future[None]] = set()
+        self._held_files = contextlib.ExitStack()
+        self._crews: list[Crew[Request]] = []
 
     def start(self, batch: Batch, destination: Destination) -> Finish:
         files, release = _hold(self._files, batch, self._held_files)
         size = self._files.record_bytes
         requests = _requests(batch, destination.record_indices, files, size)
         records = destination.records  # allocated here, because several threads could each allocate their own
-        futures = [self._threads.submit(read_fully, request, records, size) for request in requests]
-        self._running.update(futures)
+        crew = Crew(lambda request: read_fully(request, records, size), requests)
+        self._crews.append(crew)
+        crew.start(min(_THREADS, len(requests)))
 
         def finish() -> None:
             with release:
-                wait(futures)
-                self._running.difference_update(futures)
-            for future in futures:
-                future.result()
+                crew.finish()
+            self._crews.remove(crew)
             destination.finish(_DECODE_THREADS)
 
         return finish
 
-    def wait(self) -> None:
-        for future in self._running:
-            future.cancel()
-        wait(self._running)
+    def close(self) -> None:
+        self._held_files.close()
+
+    def abandon(self) -> None:
+        for crew in self._crews:
+            crew.abandon()
+        self._held_files.close()
 
 
 def _hold(

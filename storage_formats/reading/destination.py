@@ -9,6 +9,7 @@ import numpy as np
 
 from storage_formats.codecs import Blocks, Codec, Records
 from storage_formats.codecs.bf16 import BF16Codec
+from storage_formats.interrupts import settle, unsettled
 from storage_formats.reading.base import Batch, Destination, DestinationFactory, Finish, Ints, ReadEngine
 from storage_formats.reading.memory import BufferPool, Bytes, copy_memory
 
@@ -77,8 +78,14 @@ class DecodedDestination:
 
 
 def read_batch(engine: ReadEngine, batch: Batch, destinations: DestinationFactory) -> None:
-    """Read all of `batch` with several pieces in flight. Raises the engine's CorruptIndexError."""
-    with engine.reader() as reader:
+    """Read all of `batch` with several pieces in flight. Raises the engine's CorruptIndexError.
+
+    Nothing writes to a destination any more when this returns or raises, also if a signal handler raises.
+    """
+    pending = unsettled()
+    settle(pending)
+    reader = engine.reader()
+    try:
         in_flight: deque[Finish] = deque()
         for piece in batch.pieces(reader.piece_records):
             while in_flight and len(in_flight) >= reader.ahead:
@@ -86,3 +93,8 @@ def read_batch(engine: ReadEngine, batch: Batch, destinations: DestinationFactor
             in_flight.append(reader.start(piece, destinations(piece)))
         while in_flight:
             in_flight.popleft()()
+        reader.close()
+    except BaseException:
+        pending.append(reader.abandon)
+        settle(pending)
+        raise

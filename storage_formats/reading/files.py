@@ -47,7 +47,19 @@ class ShardFile:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def mapped_at(self) -> int:
-        """Address of the file in memory. The first call maps it."""
+        """Address of the file in memory. The first call maps it.
+
+        Touching a page of a map that its file has lost kills the process (SIGBUS), so each user calls this right
+        before it reads. A file that is shortened during the read still kills it.
+
+        Raises:
+            CorruptIndexError: the file has become shorter since it was opened.
+        """
+        size = os.fstat(self.fd).st_size
+        if size < self.size:
+            raise CorruptIndexError(
+                f"{self.path} was shortened from {self.size} to {size} bytes while it was open; run 'edje-index verify'"
+            )
         with self._lock:
             if self._map is None:
                 self._map = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)
@@ -128,8 +140,10 @@ class ShardFiles:
 
     def _get(self, shard: int) -> ShardFile:
         with self._lock:
-            file = self._open.pop(shard, None) or self._open_shard(shard)
-            self._open[shard] = file
+            file = self._open.get(shard)
+            if file is None:
+                file = self._open[shard] = self._open_shard(shard)
+            self._open.move_to_end(shard)
             file.readers += 1
         return file
 

@@ -6,9 +6,6 @@ disk.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 from storage_formats.reading.base import Batch, Destination, Finish, Reader
 from storage_formats.reading.files import ShardFiles
 from storage_formats.reading.memory import memory_at
@@ -26,9 +23,8 @@ class MappedEngine:
     def __init__(self, files: ShardFiles) -> None:
         self._files = files
 
-    @contextlib.contextmanager
-    def reader(self) -> Iterator[Reader]:
-        yield self
+    def reader(self) -> Reader:
+        return self
 
     def start(self, batch: Batch, destination: Destination) -> Finish:
         def finish() -> None:
@@ -55,3 +51,6 @@ class MappedEngine:
 
     def close(self) -> None:
         """Nothing to do: maps are closed with their files."""
+
+    def abandon(self) -> None:
+        """Nothing to do: a destination has no running threads when it returns or raises."""

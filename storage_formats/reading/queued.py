@@ -11,10 +11,8 @@ and decoded from there.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +21,7 @@ from storage_formats.reading.base import PIECE_RECORDS, Batch, Destination, Fini
 from storage_formats.reading.buffered import cannot_read
 from storage_formats.reading.files import ShardFile, ShardFiles, descriptors, ends_early
 from storage_formats.reading.memory import BufferPool, Bytes, touch
-from storage_formats.reading.queues import Queue, QueuePool
+from storage_formats.reading.queues import QueuePool
 
 _PIECE_BYTES = 8 << 20  # limit for pieces of large records
 _BYTES_IN_FLIGHT = 32 << 20
@@ -63,15 +61,8 @@ class QueuedEngine:
         self._buffers = buffers
         self._options = options
 
-    @contextlib.contextmanager
-    def reader(self) -> Iterator[Reader]:
-        queue = self._queues.borrow()
-        reader = _QueuedReader(self._files, queue, self._buffers, self._options)
-        try:
-            yield reader
-        finally:
-            reader.abandon()
-            self._queues.give_back(queue)
+    def reader(self) -> Reader:
+        return _QueuedReader(self._files, self._queues, self._buffers, self._options)
 
     def close(self) -> None:
         self._queues.close()
@@ -100,10 +91,12 @@ class _Flight:
 
 
 class _QueuedReader:
-    def __init__(self, files: ShardFiles, queue: Queue, buffers: BufferPool, options: QueuedOptions) -> None:
+    def __init__(self, files: ShardFiles, queues: QueuePool, buffers: BufferPool, options: QueuedOptions) -> None:
         self._files = files
         self._size = files.record_bytes
-        self._queue = queue
+        self._queues = queues
+        self._queue = queues.borrow()
+        self._holds_queue = True
         self._buffers = buffers
         self._gap = options.gap_bytes // files.record_bytes
         self._gather = options.gather
@@ -129,13 +122,19 @@ class _QueuedReader:
         launch(number, batch, destination, files)
         return functools.partial(self._finish, number)
 
+    def close(self) -> None:
+        self._holds_queue = False  # first, so that `abandon` never closes a queue that another reader may have
+        self._queues.give_back(self._queue)
+
     def abandon(self) -> None:
-        """Wait until the kernel no longer writes to any memory."""
-        while self._queue.in_flight:
-            self._queue.wait(self._queue.in_flight)
-        for flight in self._flights.values():
-            self._release(flight)
-        self._flights.clear()
+        """Wait until the kernel no longer writes to any memory.
+
+        The queue and the buffers are not used again: an exception may have come before their state was noted.
+        """
+        if self._holds_queue:
+            self._queue.close()
+        while self._flights:
+            self._files.release(self._flights.popitem()[1].files)
 
     def _has_small_gap(self, batch: Batch) -> bool:
         """Whether one request should read two records of `batch` together with the gap between them."""
@@ -202,17 +201,15 @@ class _QueuedReader:
         threads = 1 if flight.missing else None
         while flight.missing:
             self._collect(flight.missing)
-        try:
-            for request in np.flatnonzero(flight.results < flight.needed).tolist():
-                _read_again(flight, request, self._size)
-            if flight.buffer is None:
-                flight.destination.finish(threads)
-            else:
-                shifts = np.repeat(flight.memory_offsets - flight.offsets, flight.runs.count)
-                record_offsets = shifts + flight.batch.positions * self._size
-                flight.destination.take(flight.buffer, record_offsets, slice(None), threads)
-        finally:
-            self._release(self._flights.pop(number))
+        for request in np.flatnonzero(flight.results < flight.needed).tolist():
+            _read_again(flight, request, self._size)
+        if flight.buffer is None:
+            flight.destination.finish(threads)
+        else:
+            shifts = np.repeat(flight.memory_offsets - flight.offsets, flight.runs.count)
+            record_offsets = shifts + flight.batch.positions * self._size
+            flight.destination.take(flight.buffer, record_offsets, slice(None), threads)
+        self._release(self._flights.pop(number))
 
     def _collect(self, minimum: int) -> None:
         tags, results = self._queue.wait(minimum)

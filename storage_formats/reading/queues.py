@@ -31,6 +31,13 @@ class Queue(Protocol):
         """Wait for `minimum` completions. Returns (tags, bytes read or a negative errno) of all completions."""
         ...
 
+    def close(self) -> None:
+        """Wait until no request is served any more, and free the queue. May be called again if it is interrupted.
+
+        It must not rely on `in_flight`, because an exception may have come before a request was counted.
+        """
+        ...
+
 
 class QueuePool:
     """Queues that callers borrow, so that a fetch need not make its own. Emptied after a fork. Thread-safe."""

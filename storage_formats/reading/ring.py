@@ -10,6 +10,7 @@ thread that wrote them, and completions are read only after a system call that w
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import mmap
@@ -57,10 +58,10 @@ class Ring:
 
     def __init__(self, entries: int) -> None:
         self._fd, parameters = _set_up(entries)
-        closing = weakref.finalize(self, os.close, self._fd)
+        self._close_fd = weakref.finalize(self, os.close, self._fd)
         at = {name: int(parameters[name].flat[0]) for name in _PARAMETERS.names or ()}
         if not at["features"] & _FEATURE_SINGLE_MMAP:
-            closing()
+            self._close_fd()
             raise OSError(errno.ENOSYS, "io_uring needs Linux 5.4 or later")
         self.entries = at["sq_entries"]
         length = max(at["sq_array"] + 4 * self.entries, at["cq_cqes"] + _COMPLETION.itemsize * at["cq_entries"])
@@ -68,6 +69,7 @@ class Ring:
         requests = mmap.mmap(self._fd, _REQUEST.itemsize * self.entries, offset=_OFFSET_REQUESTS)
         self._requests = np.frombuffer(requests, dtype=_REQUEST)
         self._completions = np.frombuffer(rings, dtype=_COMPLETION, count=at["cq_entries"], offset=at["cq_cqes"])
+        self._sq_head = np.frombuffer(rings, dtype=np.uint32, count=1, offset=at["sq_head"])
         self._sq_tail = np.frombuffer(rings, dtype=np.uint32, count=1, offset=at["sq_tail"])
         self._cq_head = np.frombuffer(rings, dtype=np.uint32, count=1, offset=at["cq_head"])
         self._cq_tail = np.frombuffer(rings, dtype=np.uint32, count=1, offset=at["cq_tail"])
@@ -99,6 +101,14 @@ class Ring:
         self._cq_head[0] = (head + count) & 0xFFFFFFFF
         self.in_flight -= count
         return done["tag"].astype(np.int64), done["result"].astype(np.int64)
+
+    def close(self) -> None:
+        """Wait for the requests; see `queues.Queue`. Both rings count from 0, the kernel's side without this object."""
+        while self._close_fd.alive and self._sq_head[0] != self._cq_tail[0]:
+            to_take = (int(self._sq_head[0]) - int(self._cq_head[0])) & 0xFFFFFFFF
+            with contextlib.suppress(InterruptedError):  # a signal came, and its handler has run
+                system_call(_ENTER, self._fd, 0, to_take, _ENTER_GETEVENTS, 0, 0)
+        self._close_fd()
 
     def _completed(self) -> int:
         return (int(self._cq_tail[0]) - int(self._cq_head[0])) & 0xFFFFFFFF
