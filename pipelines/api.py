@@ -30,6 +30,7 @@ class BuildOptions(TypedDict, total=False):
     dedupe: bool
     column: str | None
     max_pixels: int | None
+    max_failed: float
     address: str | None
 
 
@@ -65,7 +66,7 @@ def build_index(
     Raises:
         UsageError, ModelError: the request is invalid.
         JobStopped: the build stopped before its end; the same call resumes it.
-        EdjeError: another process is working on the index, or no input could be indexed.
+        EdjeError: another process is working on the index, no input could be indexed, or more than `max_failed` failed.
         MissingExtraError: a package of the extra `build` is not installed.
 
     Example:

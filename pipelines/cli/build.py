@@ -65,6 +65,14 @@ _POSITIVE = click.IntRange(min=1)
 )
 @click.option("--dedupe", is_flag=True, help="Encode byte-identical images once.")
 @click.option("--column", metavar="NAME", help="Path column of a list.  [default: path, image, file, uri, ...]")
+@click.option(
+    "--max-failed",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    default=1.0,
+    show_default=True,
+    help="Publish no index if a larger share of the inputs failed.",
+)
 @click.option("--max-pixels", type=_POSITIVE, help="Reject images with more pixels.  [default: 89478485]")
 @quiet_option
 @json_option
@@ -73,7 +81,8 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
 
     A SOURCE is a directory (searched recursively), a WebDataset tar ('shards/{0000..0015}.tar' names several), a
     Parquet, CSV or JSON Lines file with a column of paths, or an image file. An image that cannot be read becomes a
-    failed row with a reason; it does not stop the build.
+    failed row with a reason; it does not stop the build. With --max-failed 0.01, an index of which more than 1 % of the
+    inputs failed is not published; the same command with a larger share publishes it without encoding it again.
 
     Run the same command again to resume a stopped build. If the index is finished, nothing is done.
 

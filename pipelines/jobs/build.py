@@ -72,7 +72,7 @@ def _encode(
         clear_staging(plan.root)
         begin_index(plan.root, plan.spec)
         run = run_shards(job, receipts, engine, on_event, should_stop)
-        return run, publish_build(plan, run.receipts, on_event)
+        return run, publish_build(plan, run.receipts, max_failed=prepared.max_failed, on_event=on_event)
     except OSError as error:
         raise JobStopped(f"cannot write {plan.root}: {describe_error(error)}; finished shards are kept") from error
 

@@ -25,10 +25,12 @@ class PreparedBuild:
     Attributes:
         plan: what to store.
         workers: worker processes; None lets the joined Ray cluster decide.
+        max_failed: share of the inputs that may fail.
     """
 
     plan: BuildPlan
     workers: int | None
+    max_failed: float
 
 
 def prepare_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> PreparedBuild:
@@ -50,7 +52,8 @@ def prepare_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
         refuse_differences(begun, info, settings)
     workers = check_workers(config, settings, info)
     if begun is not None:
-        return PreparedBuild(replace(begun, model=model_record(info)), workers)  # the bundle may have moved
+        plan = replace(begun, model=model_record(info))  # the bundle may have moved
+        return PreparedBuild(plan, workers, config.max_failed)
     try:
         inputs = freeze_inputs(config, on_event, should_stop)
         spec = IndexSpec(inputs.rows, settings.shard_size, info.block_shape, info.embed_dim, settings.precisions)
@@ -62,4 +65,4 @@ def prepare_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
     except BaseException:
         shutil.rmtree(Layout(config.out).inputs(0).parent, ignore_errors=True)
         raise
-    return PreparedBuild(plan, workers)
+    return PreparedBuild(plan, workers, config.max_failed)

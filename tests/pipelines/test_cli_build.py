@@ -102,7 +102,21 @@ def test_a_build_where_everything_fails_writes_no_index(run, build, photos, inde
     code, _, err = run(*build)
     assert code == 1
     assert "none of the 10 inputs could be indexed (empty 10)" in err
+    assert f"The first are {photos / '00.jpg'}, {photos / '01.jpg'}, {photos / '02.jpg'}; " in err
     assert not Layout(index).manifest.exists()
+
+
+def test_an_index_with_too_many_failures_is_not_published(run, build, photos, index):
+    (photos / "02.jpg").write_bytes(b"")
+    code, out, err = run(*build, "--max-failed", 0.19)
+    assert (code, out) == (1, "")
+    assert "2 of 10 inputs failed, more than max_failed 0.19 (empty 1, not-an-image 1)" in err
+    assert f"{photos / '02.jpg'}, {photos / '07.jpg'}" in err
+    assert not Layout(index).manifest.exists()
+    code, out, _ = run(*build, "--max-failed", 0.2, "--json")
+    assert code == 0
+    result = json.loads(out)
+    assert (result["failed"], result["images_per_second"]) == (2, 0), "no shard was encoded again"
 
 
 def test_info_of_a_begun_and_of_a_finished_index(run, build, index, config):
