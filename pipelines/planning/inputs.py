@@ -15,7 +15,7 @@ from pipelines.planning.plan import BuildPlan
 from pipelines.progress.events import OnEvent, Progress
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from pipelines.progress.wording import counted
-from storage_formats.errors import UsageError
+from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
@@ -34,12 +34,14 @@ class FrozenInputs:
         digest: SHA-256 over the inputs in row order.
         duplicates: inputs that are byte-identical to an earlier one.
         ignored: number of files that are not inputs, by extension.
+        checksums: CRC-32C of each file, in hexadecimal.
     """
 
     rows: int
     digest: str
     duplicates: int
     ignored: dict[str, int]
+    checksums: tuple[str, ...]
 
 
 def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop) -> FrozenInputs:
@@ -52,6 +54,7 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
     from edje_index.images.inputs import write_inputs
     from pipelines.sources import iter_all, mark_duplicates, open_sources
     from storage_formats.atomic import fsync_paths
+    from storage_formats.format.checksum import crc32c_file, to_hex
 
     layout = Layout(config.out)
     directory = layout.inputs(0).parent
@@ -76,7 +79,25 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
     if not rows:
         raise UsageError(f"nothing to index in {', '.join(config.sources)}: {_no_images(ignored)}", parameter="sources")
     fsync_paths([*paths, directory])
-    return FrozenInputs(rows, digest.hexdigest(), duplicates, ignored)
+    checksums = tuple(to_hex(crc32c_file(path)[1]) for path in paths)
+    return FrozenInputs(rows, digest.hexdigest(), duplicates, ignored, checksums)
+
+
+def check_frozen_inputs(plan: BuildPlan, shards: Iterable[int]) -> None:
+    """Raise CorruptIndexError unless `build/inputs/` holds the lists of `shards` that the plan was made with."""
+    from storage_formats.format.checksum import crc32c_file, to_hex
+
+    for shard in shards:
+        path = Layout(plan.root).inputs(shard)
+        try:
+            damage = None if to_hex(crc32c_file(path)[1]) == plan.input_checksums[shard] else "it has another checksum"
+        except OSError as error:
+            damage = error.strerror
+        if damage:
+            raise CorruptIndexError(
+                f"{path}, a list of inputs, was damaged after the build began ({damage}); restore the file, or remove "
+                f"{plan.root} and build again"
+            )
 
 
 def check_inputs(config: BuildConfig, plan: BuildPlan, should_stop: ShouldStop) -> None:

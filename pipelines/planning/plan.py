@@ -14,6 +14,7 @@ from pipelines.planning.machine import cuda_devices
 from storage_formats.atomic import write_json_atomic
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import IndexSpec, Layout
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class BuildPlan:
         inputs_digest: SHA-256 over the list of inputs in row order.
         duplicates: inputs that are byte-identical to an earlier one; 0 without `dedupe`.
         ignored: number of files in the sources that are not inputs, by extension.
+        input_checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal; empty for a finished index.
     """
 
     root: Path
@@ -97,6 +99,7 @@ class BuildPlan:
     inputs_digest: str
     duplicates: int
     ignored: dict[str, int]
+    input_checksums: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -107,7 +110,7 @@ class BuildPlan:
         """Store the plan. From now on the build can be resumed."""
         content = {**asdict(self), "version": PLAN_VERSION, "fingerprint": self.fingerprint}
         del content["root"]
-        write_json_atomic(Layout(self.root).plan, content)
+        write_json_atomic(Layout(self.root).plan, {**content, "crc32c": json_checksum(content)})
 
 
 def plan_of_manifest(root: Path, manifest: Manifest) -> BuildPlan:
@@ -137,7 +140,7 @@ def read_plan(root: Path) -> BuildPlan | None:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CorruptIndexError(f"cannot read {path}: {error}; remove {root} and build again") from error
     try:
         spec = value["spec"]
@@ -150,12 +153,15 @@ def read_plan(root: Path) -> BuildPlan | None:
             inputs_digest=str(value["inputs_digest"]),
             duplicates=int(value["duplicates"]),
             ignored=dict(value["ignored"]),
+            input_checksums=tuple(value["input_checksums"]),
         )
-        intact = value["version"] == PLAN_VERSION and value["fingerprint"] == plan.fingerprint
+        intact = value["version"] == PLAN_VERSION and value["crc32c"] == json_checksum(value)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptIndexError(f"{path} is not a build plan ({error!r}); remove {root} and build again") from error
     if not intact:
-        raise CorruptIndexError(f"{path} was changed or written by another version; remove {root} and build again")
+        raise CorruptIndexError(
+            f"{path} was changed, damaged or written by another version; remove {root} and build again"
+        )
     return plan
 
 

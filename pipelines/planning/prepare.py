@@ -59,10 +59,18 @@ def prepare_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
         spec = IndexSpec(inputs.rows, settings.shard_size, info.block_shape, info.embed_dim, settings.precisions)
         check_index_size(config.out, spec)
         plan = BuildPlan(
-            config.out, spec, model_record(info), settings, inputs.digest, inputs.duplicates, inputs.ignored
+            root=config.out,
+            spec=spec,
+            model=model_record(info),
+            settings=settings,
+            inputs_digest=inputs.digest,
+            duplicates=inputs.duplicates,
+            ignored=inputs.ignored,
+            input_checksums=inputs.checksums,
         )
         plan.write()
     except BaseException:
+        Layout(config.out).plan.unlink(missing_ok=True)  # it may be in place though flushing its directory failed
         shutil.rmtree(Layout(config.out).inputs(0).parent, ignore_errors=True)
         raise
     return PreparedBuild(plan, workers, config.max_failed)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import google_crc32c
 import numpy as np
@@ -48,3 +49,10 @@ def crc32c_stream(file: BinaryIO | FileIO) -> int:
 def to_hex(crc: int) -> str:
     """A checksum as it is written in JSON files: eight lower-case hexadecimal digits."""
     return f"{crc:08x}"
+
+
+def json_checksum(value: dict[str, Any]) -> str:
+    """CRC-32C of the members except `crc32c`, as sorted JSON on one line (SPEC.md section 4)."""
+    members = {name: member for name, member in value.items() if name != "crc32c"}
+    text = json.dumps(members, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return to_hex(crc32c(text.encode()))

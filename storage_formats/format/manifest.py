@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from storage_formats.atomic import write_bytes_atomic, write_json_atomic
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError
-from storage_formats.format.checksum import crc32c, crc32c_file, to_hex
+from storage_formats.format.checksum import crc32c, crc32c_file, json_checksum, to_hex
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Layout
 from storage_formats.format.parquet import read_table
@@ -58,7 +58,11 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> FileEntry:
-        return cls(str(value["path"]), int(value["bytes"]), int(value["crc32c"], 16))
+        """The inverse of `to_json`. KeyError, TypeError or ValueError if `value` is not its result."""
+        path = str(value["path"])
+        if "\0" in path:
+            raise ValueError(f"a path holds a NUL character: {path!r}")
+        return cls(path, int(value["bytes"]), int(value["crc32c"], 16))
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class Manifest:
             "shard_table": self.shard_table.to_json(),
             "ann": self.ann,
         }
-        write_json_atomic(layout.manifest, {**value, "crc32c": _own_checksum(value)})
+        write_json_atomic(layout.manifest, {**value, "crc32c": json_checksum(value)})
 
     def _precision_to_json(self, name: str) -> dict[str, Any]:
         value: dict[str, Any] = {"name": name, "record_bytes": codec(name, self.spec.block_shape).record_bytes}
@@ -187,13 +191,6 @@ def _absent(layout: Layout) -> Exception:
     return UsageError(f"there is no index at {layout.root}")
 
 
-def _own_checksum(value: dict[str, Any]) -> str:
-    """CRC-32C of the members except `crc32c`, as sorted JSON on one line (SPEC.md section 4)."""
-    members = {name: member for name, member in value.items() if name != "crc32c"}
-    text = json.dumps(members, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return to_hex(crc32c(text.encode()))
-
-
 def _parse(layout: Layout, value: Any) -> Manifest:
     where = layout.manifest
     if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -203,11 +200,11 @@ def _parse(layout: Layout, value: Any) -> Manifest:
         raise UsageError(
             f"{where} has format version {format_version}, but this version reads {FORMAT_VERSION}; upgrade edje-index"
         )
-    if value.get("crc32c") != _own_checksum(value):
+    if value.get("crc32c") != json_checksum(value):
         raise CorruptIndexError(f"{where} does not match its own checksum: it was damaged or edited; restore the file")
     try:
         manifest = _from_members(value)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptIndexError(
             f"a member of {where} is missing or has the wrong type: {error!r}; restore the file"
         ) from error
@@ -231,12 +228,12 @@ def _from_members(value: dict[str, Any]) -> Manifest:
     )
     return Manifest(
         spec=spec,
-        counts=Counts(**value["counts"]),
+        counts=_counts_from_json(value["counts"]),
         model=dict(value["model"]),
         settings=dict(value["settings"]),
         plan=str(value["plan"]),
         shard_table=FileEntry.from_json(value["shard_table"]),
-        ann=dict(value["ann"]),
+        ann=_checked_ann(value["ann"]),
         created_by=str(value["created_by"]),
         format_version=str(value["format_version"]),
         encoded_from={
@@ -245,6 +242,17 @@ def _from_members(value: dict[str, Any]) -> Manifest:
             if "encoded_from" in precision
         },
     )
+
+
+def _counts_from_json(value: dict[str, Any]) -> Counts:
+    inputs, indexed, duplicates = (int(value[name]) for name in ("inputs", "indexed", "duplicates"))
+    return Counts(inputs, indexed, duplicates, {str(reason): int(count) for reason, count in value["failed"].items()})
+
+
+def _checked_ann(value: dict[str, Any]) -> dict[str, Any]:
+    for file in value.get("files", []):
+        FileEntry.from_json(file)
+    return dict(value)
 
 
 def write_shard_table(layout: Layout, files: Iterable[tuple[int, FileEntry]]) -> FileEntry:

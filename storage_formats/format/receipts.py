@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from storage_formats.atomic import write_json_atomic
+from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import FileEntry
 
@@ -34,13 +35,18 @@ class ShardReceipt:
     seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "files": [file.to_json() for file in self.files]}
+        """The receipt as a JSON object, with its checksum as `crc32c`."""
+        value = {**self.__dict__, "files": [file.to_json() for file in self.files]}
+        return {**value, "crc32c": json_checksum(value)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ShardReceipt:
         """The inverse of `to_json`. KeyError, TypeError or ValueError if `value` is not its result."""
+        if value["crc32c"] != json_checksum(value):
+            raise ValueError("the receipt does not match its checksum")
+        members = {name: member for name, member in value.items() if name != "crc32c"}
         files = tuple(FileEntry.from_json(file) for file in value["files"])
-        return cls(**{**value, "files": files})
+        return cls(**{**members, "files": files})
 
     def write(self, layout: Layout) -> None:
         """Commit the shard: it counts from this call on."""
@@ -50,11 +56,12 @@ class ShardReceipt:
 def read_receipt(layout: Layout, shard: int, plan: str) -> ShardReceipt | None:
     """The receipt of a shard.
 
-    None if there is no receipt, it belongs to another plan, or a file of the shard is missing or has another length.
+    None if there is no receipt, it is damaged, it belongs to another plan, or a file of the shard is missing or has
+    another length.
     """
     try:
         receipt = ShardReceipt.from_json(json.loads(layout.receipt(shard).read_bytes()))
-    except (OSError, KeyError, TypeError, ValueError):
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):
         return None
     if receipt.plan != plan or receipt.shard != shard:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -11,15 +12,15 @@ import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.images.inputs import read_inputs
-from pipelines.jobs.lock import locked_index
 from pipelines.planning import resources
 from pipelines.planning.output import check_output
 from pipelines.planning.plan import read_plan
 from pipelines.planning.prepare import prepare_build
 from pipelines.planning.resources import choose_workers, disk_need
 from pipelines.progress.stopping import JobStopped
-from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
+from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import Manifest
 
 
 def plan(config, **options):
@@ -174,15 +175,36 @@ def test_a_plan_changed_by_hand_is_refused(config):
         plan(config())
 
 
-def test_two_drivers_never_share_an_index(tmp_path):
-    root = tmp_path / "index"
-    with locked_index(root):
-        with pytest.raises(EdjeError, match=f"process {os.getpid()} on .* is working on"), locked_index(root):
-            pass
-        assert root.exists()
-    assert not root.exists()
-    with locked_index(root):
-        pass
+@pytest.mark.parametrize("change", ['"rows": 10', '"duplicates": 0', '"offset": 1'])
+def test_every_member_of_a_plan_is_covered_by_its_checksum(config, change):
+    path = Layout(plan(config()).root).plan
+    name = change.partition(":")[0]
+    text = path.read_text()
+    path.write_text(text.replace(change, f"{name}: 9") if change in text else text.replace("{", "{" + change + ",", 1))
+    with pytest.raises(CorruptIndexError, match="was changed"):
+        read_plan(config().out)
+
+
+@pytest.mark.parametrize("path", ["build/plan.json", "index.json"])
+def test_deeply_nested_json_is_damage(config, path):
+    root = plan(config()).root
+    (root / path).write_text("[" * 100_000)
+    with pytest.raises(CorruptIndexError, match="cannot read"):
+        Manifest.load(root) if path == "index.json" else read_plan(root)
+
+
+def test_a_plan_that_cannot_be_flushed_leaves_nothing_that_stops_the_next_build(config, monkeypatch):
+    def fail_for_build(path):
+        if path == Layout(config().out).build:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("storage_formats.atomic.fsync_path", fail_for_build)
+    with pytest.raises(OSError, match="Input/output error"):
+        plan(config())
+    monkeypatch.undo()
+    assert read_plan(config().out) is None
+    plan(config())
+    assert Layout(config().out).inputs(0).exists()
 
 
 def test_disk_need_is_what_the_files_take():
