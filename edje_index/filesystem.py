@@ -71,7 +71,7 @@ def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ModelError(f"{path.parent} is not a {kind}: it holds no {path.name}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict) or content.get("format") != form:
         raise ModelError(f"{path} does not describe a {kind}: its format is not {form!r}")

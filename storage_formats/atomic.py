@@ -27,6 +27,20 @@ def fsync_paths(paths: Iterable[Path]) -> None:
         list(pool.map(fsync_path, set(paths)))
 
 
+def make_directories(path: Path) -> None:
+    """Make a directory and its missing parents, so that they survive a loss of power."""
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for directory in missing:
+        fsync_parent(directory)
+
+
+def fsync_parent(path: Path) -> None:
+    """Flush the entry of `path` in its parent, unless this user may not read the parent."""
+    with contextlib.suppress(PermissionError):
+        fsync_path(path.absolute().parent)
+
+
 def write_bytes_atomic(path: Path, data: bytes) -> None:
     """Replace the file at `path` by `data`, so that a crash leaves either the old file or the new one complete.
 

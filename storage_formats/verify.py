@@ -115,7 +115,7 @@ def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
         where = layout.relative(path)
         try:
             actual = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             yield Problem(where, "zarr-metadata", f"cannot be read: {error}")
             continue
         if actual != document:

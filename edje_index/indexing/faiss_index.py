@@ -30,7 +30,7 @@ FLAT_LIMIT = 100_000
 """Largest number of rows with an exact index: a scan of 100,000 x 768 takes about 10 ms on two cores."""
 _TRAINING_VECTORS_PER_LIST = 64  # FAISS warns below 39 (Clustering::min_points_per_centroid)
 _IVF_PROBES = 32
-_PIECE_BYTES = 1 << 20  # read at once
+_PIECE_BYTES = 1 << 20  # read or written at once
 
 
 @name_missing_extra("search")
@@ -66,6 +66,9 @@ def build_ann(root: str | Path, spec: IndexSpec) -> dict[str, Any]:
 
     The index is exact (flat) up to `FLAT_LIMIT` rows, and has inverted lists of exact vectors above. The same
     embeddings give the same bytes.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     import faiss
 
@@ -75,8 +78,8 @@ def build_ann(root: str | Path, spec: IndexSpec) -> dict[str, Any]:
         index.add_with_ids(vectors, rows)
     layout.ann.mkdir(parents=True, exist_ok=True)
     temporary = layout.ann / "index.faiss.partial"
-    temporary.unlink(missing_ok=True)  # it may be a link, which FAISS would follow
-    faiss.write_index(index, str(temporary))
+    temporary.unlink(missing_ok=True)  # it may be a link
+    _write(index, temporary)
     fsync_path(temporary)
     temporary.replace(layout.ann_index)
     fsync_paths([layout.ann])
@@ -146,6 +149,21 @@ def _read(file: BinaryIO) -> Any:
     module: Any = faiss  # its stubs lack this class
     file.seek(0)
     return module.read_index(module.PyCallbackIOReader(file.read, _PIECE_BYTES))
+
+
+def _write(index: Any, path: Path) -> None:
+    """Write a FAISS index. FAISS itself reports no error if the disk is full when it closes the file."""
+    import faiss
+
+    module: Any = faiss  # its stubs lack this class
+    with open(path, "wb", buffering=0) as file:
+
+        def write(data: bytes) -> None:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+
+        module.write_index(index, module.PyCallbackIOWriter(write, _PIECE_BYTES))
 
 
 def _empty_index(root: str | Path, spec: IndexSpec) -> Any:

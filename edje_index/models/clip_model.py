@@ -81,7 +81,7 @@ def read_clip_config(folder: Path, name: str) -> ClipConfig:
         content = json.loads((folder / CONFIG_FILE).read_text())
         config = ClipConfig(name, dict(content["model_cfg"]), dict(content.get("preprocess_cfg") or {}))
         check_local_name(config.model["vision_cfg"].get("timm_model_name"), str(folder / CONFIG_FILE))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{folder / CONFIG_FILE} is not an open_clip configuration: {error!r}") from error
     return config
 

@@ -165,7 +165,7 @@ def bert_config(source: Path | dict[str, Any], **overrides: int) -> BertConfig:
     """
     try:
         values = json.loads(source.read_text()) if isinstance(source, Path) else dict(source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read the language model's configuration {source}: {error}") from error
     if values.get("model_type", "bert") != "bert":
         raise ModelError(f"the joint encoder must be a BERT, got a model of type {values['model_type']!r}")

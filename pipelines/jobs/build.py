@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import Engine, TaskInterrupted, Worker, describe_error
@@ -16,12 +17,14 @@ from pipelines.jobs.publish_build import publish_build
 from pipelines.jobs.shard_run import ShardJob, ShardRun, read_receipts, run_shards
 from pipelines.planning.config import BuildConfig
 from pipelines.planning.finished import check_finished
+from pipelines.planning.inputs import check_frozen_inputs
 from pipelines.planning.output import check_output
 from pipelines.planning.prepare import PreparedBuild, prepare_build
 from pipelines.progress.events import OnEvent, PlanReady
 from pipelines.progress.meter import ShardState
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from storage_formats.cpus import usable_cpus
+from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
@@ -51,10 +54,22 @@ def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
         if is_finished():  # again: another process may have finished it before this one held the lock
             manifest = Manifest.load(config.out)
             check_finished(config, manifest, should_stop)
+            _remove_leftovers(config.out)
         else:
             prepared = prepare_build(config, on_event, should_stop)
             run, manifest = _encode(prepared, _engine(config, prepared), on_event, should_stop)
     return build_result(manifest, run, time.monotonic() - started)
+
+
+def _remove_leftovers(root: Path) -> None:
+    """Remove `build/` of a finished index if its build was killed before it could do so."""
+    from storage_formats.writing.publish import has_build_leftovers, remove_build
+
+    layout = Layout(root)
+    with contextlib.suppress(OSError, EdjeError):  # it is read-only, or another process is at work
+        if has_build_leftovers(layout):
+            with locked_index(root):
+                remove_build(layout)
 
 
 def _encode(
@@ -65,6 +80,7 @@ def _encode(
 
     plan, job = prepared.plan, _shard_job(prepared)
     receipts = read_receipts(plan.root, plan.spec, plan.fingerprint)
+    check_frozen_inputs(plan, (shard for shard in range(plan.spec.shards) if shard not in receipts))
     on_event(
         PlanReady(plan.spec.rows, plan.spec.shards, len(receipts), prepared.workers, plan.duplicates, plan.ignored)
     )

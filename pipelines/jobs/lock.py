@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from storage_formats.atomic import make_directories
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 
@@ -20,36 +21,49 @@ def locked_index(root: Path) -> Iterator[None]:
     Raises:
         EdjeError: another process holds the lock; the message names it.
     """
-    path = Layout(root).build / "lock"
-    created = [directory for directory in (root, path.parent) if not directory.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = _acquire(path)
+    layout = Layout(root)
+    root_is_new = not root.exists()
+    fd = _acquire(layout)
     try:
         os.ftruncate(fd, 0)
         os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
-        with contextlib.suppress(OSError):
-            if not any(entry.name != path.name for entry in path.parent.iterdir()):
-                path.unlink()
+        _remove_lock_file(layout, fd)
         os.close(fd)
-        for directory in reversed(created):
+        for directory in (layout.build, root) if root_is_new else (layout.build,):
             with contextlib.suppress(OSError):  # not empty: the job has stored something
                 directory.rmdir()
 
 
-def _acquire(path: Path) -> int:
+def _acquire(layout: Layout) -> int:
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        make_directories(layout.build)
+        try:
+            fd = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except FileNotFoundError:  # the previous holder removed the directory
+            continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(fd, 200).decode(errors="replace")
             os.close(fd)
             process = f"process {holder}" if holder else "another process"  # it has not written its name yet
-            raise EdjeError(f"{process} is working on {path.parents[1]}; wait until it ends, or stop it") from None
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
-                return fd
+            raise EdjeError(f"{process} is working on {layout.root}; wait until it ends, or stop it") from None
+        if _is_lock_file(layout, fd):
+            return fd
         os.close(fd)  # the previous holder removed this file before we locked it
-        path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _is_lock_file(layout: Layout, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(layout.lock))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_lock_file(layout: Layout, fd: int) -> None:
+    """Remove the lock file if nothing else is in `build/`, unless the file is the lock of a later process."""
+    with contextlib.suppress(OSError):
+        if _is_lock_file(layout, fd) and not any(entry.name != layout.lock.name for entry in layout.build.iterdir()):
+            layout.lock.unlink()

@@ -19,7 +19,7 @@ from pipelines.progress.meter import ShardState
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
-from storage_formats.format.layout import IndexSpec, padded_shard_bytes
+from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 
 if TYPE_CHECKING:
     from storage_formats.format.manifest import Manifest
@@ -115,11 +115,15 @@ def run_quantize(
     """
     from storage_formats.format.manifest import Manifest
     from storage_formats.writing.conversion import drop_precision, remove_leftovers
+    from storage_formats.writing.publish import has_build_leftovers, remove_build
 
     started = time.monotonic()
     before = Manifest.load(config.root)
     with locked_index(config.root):
         manifest = Manifest.load(config.root)
+        layout = Layout(config.root)
+        if has_build_leftovers(layout):
+            remove_build(layout)
         missing = tuple(name for name in dict.fromkeys(config.to) if name not in manifest.spec.precisions)
         _check_names(config, (*manifest.spec.precisions, *missing))
         source = precision_to_read(config.root, manifest, config.source) if missing else None

@@ -109,6 +109,10 @@ class Layout:
         return self.build / "plan.json"
 
     @property
+    def lock(self) -> Path:
+        return self.build / "lock"
+
+    @property
     def writer(self) -> Path:
         return self.build / "writer"
 

@@ -27,7 +27,7 @@ from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import FileEntry, Manifest, write_shard_table
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.zarr_metadata import token_array_metadata
-from storage_formats.writing.publish import check_receipts, remove_unfinished
+from storage_formats.writing.publish import check_receipts, remove_build, remove_unfinished
 from storage_formats.writing.shard_writer import open_tokens, stage_tokens
 from storage_formats.writing.staging import StagedFiles
 from storage_formats.writing.token_shard import TokenShardFile
@@ -240,7 +240,7 @@ def remove_leftovers(root: str | Path) -> None:
         if table != current_table:
             table.unlink()
     remove_unfinished(layout)
-    shutil.rmtree(layout.build, ignore_errors=True)
+    remove_build(layout)
 
 
 def _table(manifest: Manifest, root: str | Path) -> list[tuple[int, FileEntry]]:

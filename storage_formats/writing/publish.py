@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from storage_formats.atomic import fsync_paths, write_json_atomic
+from storage_formats.atomic import fsync_parent, fsync_paths, make_directories, write_json_atomic
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Counts, Manifest, created_by, write_shard_table
@@ -38,6 +39,8 @@ class Provenance:
 def begin_index(root: str | Path, spec: IndexSpec) -> None:
     """Make the directories and Zarr metadata of an index. Repeated calls have no further effect."""
     layout = Layout(Path(root))
+    make_directories(layout.root)
+    fsync_parent(layout.root)  # the caller may have made it
     folders = [layout.embeddings, layout.rows, layout.ann, layout.staging, layout.receipt(0).parent]
     for name in spec.precisions:
         folders += [layout.token_array(name), layout.checksums(name, 0).parent]
@@ -96,7 +99,7 @@ def finish_index(
     provenance: Provenance,
     ann: dict[str, Any],
 ) -> Manifest:
-    """Write the shard table and then `index.json`, which commits the index. Then remove `build/`.
+    """Write the shard table and then `index.json`, which commits the index. Then remove `build/`, except for a lock.
 
     Args:
         root: directory of the index.
@@ -123,5 +126,30 @@ def finish_index(
         created_by=created_by(),
     )
     manifest.write(layout)
-    shutil.rmtree(layout.build, ignore_errors=True)
+    remove_build(layout)
     return manifest
+
+
+def remove_build(layout: Layout) -> None:
+    """Remove `build/`, except for the lock, which belongs to the caller or to a later process.
+
+    `plan.json` goes last: if this process dies here, it marks the rest as left by a build (`has_build_leftovers`).
+    """
+    if not layout.build.is_dir():
+        return
+    entries = [path for path in layout.build.iterdir() if path != layout.lock]
+    for path in sorted(entries, key=lambda path: path == layout.plan):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    with contextlib.suppress(OSError):  # it holds a lock
+        layout.build.rmdir()
+
+
+def has_build_leftovers(layout: Layout) -> bool:
+    """Whether `build/` of a finished index is left from its build, and not from a conversion that can be resumed."""
+    if not layout.build.is_dir():
+        return False
+    return layout.plan.exists() or {path.name for path in layout.build.iterdir()} <= {layout.lock.name}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -217,3 +218,16 @@ def test_a_signal_stops_a_build_cleanly_and_the_same_command_resumes(
     result = json.loads(run(*build, "--json")[1])
     assert (result["inputs"], result["indexed"], result["failed"]) == (210, 209, 1)
     assert run("verify", index)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["index/index.json", "index/tokens/zarr.json", "model/bundle.json"])
+def test_deeply_nested_json_is_one_clear_error(run, build, index, tiny_bundle, tmp_path, name):
+    run(*build)
+    shutil.copytree(index, tmp_path / "index", dirs_exist_ok=True)
+    shutil.copytree(tiny_bundle, tmp_path / "model")
+    (tmp_path / name).write_text("[" * 100_000)
+    command = ("model", "show", tmp_path / "model") if name.startswith("model") else ("verify", tmp_path / "index")
+    code, out, err = run(*command)
+    assert code == 1
+    assert "unexpected" not in err
+    assert "recursion" in out + err

@@ -120,7 +120,7 @@ def _text_config(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads((folder / "config.json").read_text())
         return {name: values[name] for name in _BERT_FIELDS if name in values}
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ModelError(
             f"{folder} is not the folder of a Hugging Face BERT: {error}; give one with config.json, its weights and "
             "its tokenizer"

@@ -1,0 +1,108 @@
+"""Builds that resume over damage, and what a killed build leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from edje_index.images.inputs import read_inputs, write_inputs
+from pipelines.jobs.build import run_build
+from pipelines.planning.prepare import prepare_build
+from pipelines.progress.events import PlanReady, Progress
+from pipelines.progress.stopping import JobStopped
+from storage_formats import verify_index
+from storage_formats.errors import CorruptIndexError
+from storage_formats.format.layout import Layout
+from storage_formats.format.rows import read_rows
+
+
+def stop_after_one_shard(config):
+    events = []
+
+    def finished():
+        return [event for event in events if isinstance(event, Progress) and event.shards and event.shards.finished]
+
+    with pytest.raises(JobStopped):
+        run_build(config, events.append, lambda: bool(finished()))
+    return Layout(config.out)
+
+
+def finished_before(config):
+    """Resume the build; returns how many shards were finished before."""
+    events = []
+    run_build(config, events.append)
+    assert verify_index(config.out) == []
+    return next(event.finished_shards for event in events if isinstance(event, PlanReady))
+
+
+def test_swapped_rows_in_a_list_of_inputs_are_one_clear_error(config):
+    layout = Layout(prepare_build(config(), lambda _: None).plan.root)
+    write_inputs(layout.inputs(1), read_inputs(layout.inputs(1))[::-1])
+    with pytest.raises(CorruptIndexError, match=r"inputs/00000001\.parquet.* was damaged after the build began"):
+        run_build(config(), lambda _: None)
+
+
+def test_a_missing_list_of_inputs_is_one_clear_error(config):
+    layout = Layout(prepare_build(config(), lambda _: None).plan.root)
+    layout.inputs(2).unlink()
+    with pytest.raises(CorruptIndexError, match=r"\(No such file or directory\); restore the file, or remove "):
+        run_build(config(), lambda _: None)
+
+
+def test_lists_of_finished_shards_are_not_needed(config):
+    stop_after_one_shard(config()).inputs(0).unlink()
+    assert finished_before(config()) == 1
+
+
+@pytest.mark.parametrize("damage", ["indexed", "crc32c"])
+def test_a_shard_with_a_damaged_receipt_is_encoded_again(config, damage):
+    path = stop_after_one_shard(config()).receipt(0)
+    receipt = json.loads(path.read_text())
+    if damage == "indexed":
+        receipt["indexed"], receipt["duplicates"] = 3, 1
+    else:
+        receipt["files"][0]["crc32c"] = "00000000"
+    path.write_text(json.dumps(receipt))
+    assert finished_before(config()) == 0
+
+
+def test_an_intact_receipt_counts(config):
+    stop_after_one_shard(config())
+    assert finished_before(config()) == 1
+
+
+@pytest.mark.parametrize("plan_is_left", [True, False])
+def test_a_later_build_removes_what_a_killed_one_left_after_its_commit(config, monkeypatch, plan_is_left):
+    monkeypatch.setattr("storage_formats.writing.publish.remove_build", lambda layout: None)
+    run_build(config(), lambda _: None)
+    monkeypatch.undo()
+    layout = Layout(config().out)
+    assert layout.plan.exists()
+    if not plan_is_left:
+        os.rename(layout.build, layout.root.parent / "removed")
+        layout.build.mkdir()
+    assert run_build(config(), lambda _: None).already_finished
+    assert not layout.build.exists()
+
+
+def test_a_later_build_keeps_a_conversion_that_can_be_resumed(config):
+    run_build(config(), lambda _: None)
+    receipt = Layout(config().out).receipt(0)
+    receipt.parent.mkdir(parents=True)
+    receipt.write_text("{}")
+    run_build(config(), lambda _: None)
+    assert receipt.exists()
+
+
+def test_a_full_disk_while_faiss_writes_is_one_clear_error(config, monkeypatch):
+    from edje_index.indexing import faiss_index
+
+    write = faiss_index._write
+    monkeypatch.setattr(faiss_index, "_write", lambda index, _: write(index, "/dev/full"))
+    with pytest.raises(JobStopped, match=r"No space left on device.*; finished shards are kept"):
+        run_build(config(), lambda _: None)
+    monkeypatch.undo()
+    assert finished_before(config()) == 3
+    assert len(read_rows(config().out)) == 10
