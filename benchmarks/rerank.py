@@ -21,6 +21,7 @@ from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.scoring.weights import BUNDLE_SCORE
 from edje_index.search.reranking import Candidates, Reranker
+from edje_index.search.token_index import recorded_bundle
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import Manifest
 from storage_formats.token_store import TokenStore
@@ -161,7 +162,7 @@ def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
     manifest = Manifest.load(index)
     if manifest.ann.get("kind") == "none":
         raise UsageError(f"{index} has no nearest-neighbour index, so it cannot be searched: build one from images")
-    path = bench.model or manifest.model["bundle"]
+    path = bench.model or recorded_bundle(index, manifest)
     model = ModelBundle.load(path, device=bench.device, dtype=bench.dtype, verify=False)
     ann, reranker = AnnIndex(index), Reranker(index, manifest.spec, model, score=bench.score)
     precision = manifest.spec.precisions[0]

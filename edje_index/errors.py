@@ -18,6 +18,16 @@ class ModelError(EdjeError):
     """
 
 
+class BundleNotFoundError(ModelError):
+    """The bundle that an index names cannot be used from here, so the caller has to name it.
+
+    Example:
+        >>> from edje_index.errors import BundleNotFoundError, ModelError
+        >>> issubclass(BundleNotFoundError, ModelError)
+        True
+    """
+
+
 class HubUnreachableError(ModelError):
     """Weights, a configuration or a tokenizer are not in the local cache and cannot be downloaded.
 

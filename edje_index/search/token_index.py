@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edje_index.errors import ModelError
+from edje_index.errors import BundleNotFoundError, ModelError
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights
 from edje_index.search.reranking import Candidates, CandidateScores, Reranker, embedding_scores
@@ -167,6 +167,33 @@ class TokenIndex:
         ]
 
 
+def recorded_bundle(root: str | Path, manifest: Manifest) -> Path:
+    """The bundle that built the index at `root`.
+
+    `build` records absolute paths. A relative path would load whatever lies there beside the current directory, which
+    a stranger may have put there together with the index.
+
+    Raises:
+        ModelError: the index was not built by a model.
+        BundleNotFoundError: its path is relative, or it is not there any more.
+    """
+    if "bundle" not in manifest.model:
+        raise ModelError(
+            f"{root} was written from arrays and has no model for text; search it with edje_index.LateInteractionSearch"
+        )
+    path = Path(manifest.model["bundle"])
+    if not path.is_absolute():
+        raise BundleNotFoundError(
+            f"{root} names its model bundle by the relative path {str(path)!r}, which anyone could have put there: "
+            "name the bundle"
+        )
+    if not path.exists():
+        raise BundleNotFoundError(
+            f"the model bundle {path} that built {root} does not exist any more: name the bundle's present path"
+        )
+    return path
+
+
 def load_search_model(
     root: str | Path,
     manifest: Manifest,
@@ -180,18 +207,10 @@ def load_search_model(
     Raises:
         ModelError: the bundle is missing, or it did not build this index.
     """
-    if model is None and "bundle" not in manifest.model:
-        raise ModelError(
-            f"{root} was written from arrays and has no model for text; search it with edje_index.LateInteractionSearch"
-        )
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.bundles.info import read_bundle_info
 
-    path = Path(model) if model is not None else Path(manifest.model["bundle"])
-    if model is None and not path.exists():
-        raise ModelError(
-            f"the model bundle {path} that built {root} does not exist any more: name the bundle's present path"
-        )
+    path = recorded_bundle(root, manifest) if model is None else Path(model)
     info = read_bundle_info(path)
     built_by = manifest.model["fingerprint"]
     if info.encoder_fingerprint != built_by:

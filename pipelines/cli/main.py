@@ -13,6 +13,7 @@ import click
 from click.shell_completion import shell_complete
 
 from edje_index import __version__
+from edje_index.errors import BundleNotFoundError
 from pipelines.cli.lazy_group import LazyGroup
 from pipelines.engines.base import EngineUnavailableError, describe_error
 from pipelines.progress.wording import printable
@@ -21,6 +22,10 @@ from storage_formats.extras import missing_extra
 
 _PROGRAM = "edje-index"
 _COMPLETION = "_EDJE_INDEX_COMPLETE"  # the variable that click's completion scripts set
+_HINTS: dict[type[EdjeError], str] = {
+    EngineUnavailableError: "; '--engine inline' works without Ray",
+    BundleNotFoundError: " with --model",
+}
 _BROKEN_PIPE = 128 + signal.SIGPIPE  # the exit code of a program that SIGPIPE ends
 
 SECTIONS = {
@@ -128,7 +133,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
             hint = f" (see '{error.ctx.command_path} --help')"
         return UsageError.exit_code, error.format_message().rstrip(".") + hint
     if isinstance(error, EdjeError):
-        hint = "; '--engine inline' works without Ray" if isinstance(error, EngineUnavailableError) else ""
+        hint = next((text for kind, text in _HINTS.items() if isinstance(error, kind)), "")
         return error.exit_code, f"{error}{hint}"
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return 1, "interrupted"

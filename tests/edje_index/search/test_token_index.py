@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.shard_encoding import ShardTask, encode_shard
 from edje_index.models.adapter import PATCHES, AdapterConfig, build_adapter
 from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights
-from storage_formats import TokenStore, UsageError
+from storage_formats import Manifest, TokenStore, UsageError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.reading.embeddings import iter_embeddings
 from storage_formats.writing.publish import Provenance, begin_index, finish_index
@@ -76,6 +77,22 @@ def test_hits_are_the_pool_sorted_by_the_joint_encoder(built):
     np.testing.assert_allclose([hit.embedding_score for hit in hits], [score for _, score, _ in expected], atol=1e-5)
     np.testing.assert_allclose([hit.joint_score for hit in hits], [score for _, _, score in expected], atol=1e-5)
     assert [os.path.basename(hit.uri) for hit in hits] == [f"{hit.row_id}.png" for hit in hits]
+
+
+def test_a_relative_path_of_a_bundle_is_not_followed(built, tmp_path, monkeypatch, run):
+    """A stranger can put a bundle beside the index in a folder of downloads."""
+    root, model = built
+    shutil.copytree(root, tmp_path / "index")
+    shutil.copytree(model, tmp_path / "model")
+    manifest = Manifest.load(root)
+    replace(manifest, model={**manifest.model, "bundle": "model"}).write(Layout(tmp_path / "index"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="names its model bundle by the relative path 'model'"):
+        TokenIndex.open("index")
+    assert len(TokenIndex.open("index", "model").search("a red canoe", k=1)) == 1
+    code, _, errors = run("search", "index", "a red canoe")
+    assert code == 1
+    assert errors.endswith("name the bundle with --model\n")
 
 
 def test_scores_in_bfloat16_are_rounded(built):
