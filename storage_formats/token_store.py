@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs import Blocks, Codec, Records, codec
 from storage_formats.codecs.base import check_out
-from storage_formats.errors import UsageError
-from storage_formats.format.layout import Layout
+from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.format.index_files import check_inside
+from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
 from storage_formats.reading.base import Batch, DestinationFactory
 from storage_formats.reading.destination import block_destinations, read_batch, record_destinations
@@ -34,7 +35,8 @@ __all__ = ["RowIds", "TokenStore"]
 class TokenStore:
     """The token blocks of an index in one precision. Thread-safe.
 
-    Opening reads only `index.json`, so its time and memory do not depend on the number of rows. Use `open` to make a
+    Opening reads only `index.json` and the lengths of two files, so its time and memory do not depend on the number
+    of rows. Use `open` to make a
     store; it is also a context manager that closes itself.
 
     Example:
@@ -49,7 +51,7 @@ class TokenStore:
     def __init__(self, root: str | Path, manifest: Manifest, precision: str, engine: str = "auto") -> None:
         self._spec = manifest.spec
         self._codec: Codec = codec(precision, manifest.spec.block_shape)
-        path = functools.partial(Layout(Path(root)).token_shard, precision, record_ndim=len(self._codec.record_shape))
+        path = functools.partial(_shard_path, Layout(Path(root)), self._codec)
         files = StoreFiles(path, self._codec.record_bytes, self._spec.shard_size, self._spec.rows)
         self._engines = ReadEngines(files, engine)
         self.precision = precision
@@ -67,7 +69,7 @@ class TokenStore:
         Raises:
             UsageError: there is no index at `root`, it does not hold `precision`, or `engine` does not work here.
             IncompleteIndexError: the build of the index has not finished.
-            CorruptIndexError: `index.json` is damaged.
+            CorruptIndexError: `index.json` is damaged, or the first or last shard file has another length than it says.
 
         Example:
             >>> from storage_formats import TokenStore
@@ -80,6 +82,7 @@ class TokenStore:
         if precision not in manifest.spec.precisions:
             held = ", ".join(manifest.spec.precisions)
             raise UsageError(f"the index at {root} does not hold precision '{precision}'; it holds: {held}")
+        check_token_lengths(root, manifest.spec, precision)
         return cls(root, manifest, precision, engine)
 
     def __len__(self) -> int:
@@ -296,6 +299,33 @@ class TokenStore:
         shards, positions = np.divmod(ids[first_indices], self._spec.shard_size)
         originals = first_indices[np.cumsum(is_first) - 1][~is_first]
         return Batch(shards, positions, first_indices), order[~is_first], originals
+
+
+def check_token_lengths(root: str | Path, spec: IndexSpec, precision: str) -> None:
+    """Check the lengths of the first and last shard file against the sizes that `index.json` claims.
+
+    Memory for blocks is allocated by these sizes, so they must have been paid for on disk.
+
+    Raises:
+        CorruptIndexError: a file is missing or has another length.
+    """
+    layout, token_codec = Layout(Path(root)), codec(precision, spec.block_shape)
+    for shard in {0, spec.shards - 1}:
+        _, length = padded_shard_bytes(len(spec.shard_rows(shard)), spec.shard_size, token_codec.record_bytes)
+        try:
+            path = _shard_path(layout, token_codec, shard)
+            actual = path.stat().st_size
+        except OSError as error:
+            raise CorruptIndexError(
+                f"cannot open {error.filename}: {error.strerror}; run 'edje-index verify'"
+            ) from error
+        if actual != length:
+            raise CorruptIndexError(f"{path} has {actual} bytes instead of {length}; run 'edje-index verify'")
+
+
+def _shard_path(layout: Layout, token_codec: Codec, shard: int) -> Path:
+    """Path of a token shard. OSError if it leads out of the index."""
+    return check_inside(layout.root, layout.token_shard(token_codec.name, shard, len(token_codec.record_shape)))
 
 
 class _ReadAhead:

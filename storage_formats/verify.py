@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage_formats.codecs import codec, fill_record
+from storage_formats.codecs import Codec, codec, fill_record
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.checksum import crc32c_file, crc32c_rows
+from storage_formats.format.checksum import crc32c_rows, crc32c_stream, read_checksums
+from storage_formats.format.index_files import open_index_file, read_index_file
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Counts, FileEntry, Manifest
 from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, read_shard_rows
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.reading.embeddings import read_shard_embeddings
 from storage_formats.writing.token_shard import shard_index_bytes
+
+_MAX_ZARR_BYTES = 1 << 20
+_PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -68,9 +73,9 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
     layout = Layout(Path(root))
     try:
         manifest = Manifest.load(root)
-        manifest_bytes = layout.manifest.read_bytes()
+        manifest_bytes = read_index_file(root, layout.manifest)
         table = manifest.shard_files(root)
-    except CorruptIndexError as error:
+    except (CorruptIndexError, OSError) as error:
         return [Problem("index.json", "manifest", str(error))]
     problems = list(_check_metadata(layout, manifest.spec))
     by_shard = _files_by_shard(table)
@@ -91,7 +96,7 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
         )
     problems += _check_strays(layout, manifest, by_shard)
     problems += _check_ann(layout, manifest)
-    if problems and layout.manifest.read_bytes() != manifest_bytes:
+    if problems and read_index_file(root, layout.manifest) != manifest_bytes:
         return [Problem("index.json", "changed", "changed while the index was verified; verify it again")]
     return problems
 
@@ -114,7 +119,7 @@ def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
     for path, document in zarr_documents(layout, spec).items():
         where = layout.relative(path)
         try:
-            actual = json.loads(path.read_bytes())
+            actual = json.loads(read_index_file(layout.root, path, max_bytes=_MAX_ZARR_BYTES))
         except (OSError, ValueError, RecursionError) as error:
             yield Problem(where, "zarr-metadata", f"cannot be read: {error}")
             continue
@@ -185,11 +190,13 @@ class _ShardCheck:
             yield self._problem(path, "shard-table", "is missing from the shard table")
             return
         try:
-            length, crc = crc32c_file(path)
+            with open_index_file(self._layout.root, path) as file:
+                length = os.fstat(file.fileno()).st_size
+                crc = crc32c_stream(file) if length == entry.bytes else None
         except OSError as error:
             yield self._problem(path, "missing-file", f"cannot be read: {error.strerror}")
             return
-        if length != entry.bytes:
+        if crc is None:
             yield self._problem(path, "length", f"has {length} bytes instead of the {entry.bytes} that were committed")
         elif crc != entry.crc32c:
             yield self._problem(path, "checksum", f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}")
@@ -198,7 +205,8 @@ class _ShardCheck:
         """Check the rows table; returns which rows are indexed."""
         table = read_shard_rows(self._layout, self._shard)
         path = self._layout.rows_file(self._shard)
-        if table["row_id"].to_pylist() != list(self._rows):
+        # Numbers are compared first: a claimed number of rows must not become a list.
+        if len(table) != len(self._rows) or table["row_id"].to_pylist() != list(self._rows):
             raise CorruptIndexError(f"has row ids other than {self._rows.start}..{self._rows.stop - 1} in order")
         statuses = table["status"].to_pylist()
         self.counts = Counts(
@@ -219,24 +227,43 @@ class _ShardCheck:
         path, rows = self._token_path(name), len(self._rows)
         index_offset, length = padded_shard_bytes(rows, self._spec.shard_size, token_codec.record_bytes)
         try:
-            data = np.fromfile(path, dtype=np.uint8)
-            checksums = np.fromfile(self._layout.checksums(name, self._shard), dtype="<u4")
-        except OSError:
+            checksums = read_checksums(self._layout, name, self._shard, rows)
+            with open_index_file(self._layout.root, path) as file:
+                if os.fstat(file.fileno()).st_size != length:
+                    return  # reported by _check_file
+                yield from self._check_blocks(file, token_codec, checksums, indexed)
+                file.seek(index_offset)
+                index = file.read()
+        except (OSError, CorruptIndexError):
             return  # reported by _check_file
-        if data.size != length or checksums.size != rows:
-            return  # reported by _check_file
-        records = data[: rows * token_codec.record_bytes].reshape(rows, token_codec.record_bytes)
-        for position in np.flatnonzero(crc32c_rows(records) != checksums):
-            yield self._problem(path, "block-checksum", f"has a damaged block, of row {self._rows.start + position}")
         if indexed is None:
             return
         present = np.zeros(self._spec.shard_size, dtype=np.bool_)
         present[:rows] = indexed
-        if data[index_offset:].tobytes() != shard_index_bytes(present, token_codec.record_bytes):
+        if index != shard_index_bytes(present, token_codec.record_bytes):
             yield self._problem(path, "shard-index", "has a shard index that contradicts the rows table")
-        for position in np.flatnonzero(~indexed):
-            if (records[position] != fill_record(token_codec)[0]).any():
-                yield self._problem(path, "hole", f"holds data for row {self._rows.start + position}, which is a hole")
+
+    def _check_blocks(
+        self,
+        file: BinaryIO,
+        token_codec: Codec,
+        checksums: NDArray[np.uint32],
+        indexed: NDArray[np.bool_] | None,
+    ) -> Iterator[Problem]:
+        """Check the records of a shard file in pieces, so that memory does not depend on the shard size."""
+        path, size = self._token_path(token_codec.name), token_codec.record_bytes
+        step = max(1, _PIECE_BYTES // size)
+        for first in range(0, len(self._rows), step):
+            count = min(step, len(self._rows) - first)
+            records = np.fromfile(file, dtype=np.uint8, count=count * size).reshape(count, size)
+            for position in first + np.flatnonzero(crc32c_rows(records) != checksums[first : first + count]):
+                row_id = self._rows.start + position
+                yield self._problem(path, "block-checksum", f"has a damaged block, of row {row_id}")
+            present = np.ones(count, dtype=np.bool_) if indexed is None else indexed[first : first + count]
+            for position in np.flatnonzero(~present):
+                if (records[position] != fill_record(token_codec)[0]).any():
+                    row_id = self._rows.start + first + position
+                    yield self._problem(path, "hole", f"holds data for row {row_id}, which is a hole")
 
     def _check_embeddings(self, indexed: NDArray[np.bool_]) -> Iterator[Problem]:
         path = self._layout.embedding_shard(self._shard)
@@ -266,7 +293,8 @@ def _check_strays(layout: Layout, manifest: Manifest, by_shard: dict[int, dict[s
         where = layout.relative(path)
         in_other_precision = _precision_of(where) not in (None, *manifest.spec.precisions)
         converting = layout.build.exists() and (in_other_precision or path.parent == layout.root / "manifest")
-        if path.is_file() and path.name != "zarr.json" and where not in committed_paths and not converting:
+        belongs = path.name == "zarr.json" or where in committed_paths or converting
+        if not path.is_dir() and not belongs:
             yield Problem(where, "stray-file", "does not belong to this index; delete it")
 
 
@@ -280,11 +308,12 @@ def _check_ann(layout: Layout, manifest: Manifest) -> Iterator[Problem]:
     for value in manifest.ann.get("files", []):
         entry = FileEntry.from_json(value)
         try:
-            length, crc = crc32c_file(layout.root / entry.path)
+            with open_index_file(layout.root, layout.root / entry.path) as file:
+                is_sound = os.fstat(file.fileno()).st_size == entry.bytes and crc32c_stream(file) == entry.crc32c
         except OSError as error:
             yield Problem(entry.path, "missing-file", f"cannot be read: {error.strerror}")
             continue
-        if (length, crc) != (entry.bytes, entry.crc32c):
+        if not is_sound:
             yield Problem(entry.path, "checksum", "is not the file that was committed; it can be rebuilt")
     vectors = manifest.ann.get("vectors")
     if vectors is not None and vectors != manifest.counts.indexed:

@@ -15,6 +15,7 @@ from storage_formats.atomic import write_json_atomic
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import json_checksum
+from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def read_plan(root: Path) -> BuildPlan | None:
     """
     path = Layout(root).plan
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_index_file(root, path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -12,7 +12,9 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.format.index_files import open_regular
+from storage_formats.errors import CorruptIndexError
+from storage_formats.format.index_files import open_index_file, open_regular
+from storage_formats.format.layout import Layout
 
 _CHUNK_BYTES = 8 << 20
 
@@ -44,6 +46,21 @@ def crc32c_stream(file: BinaryIO | FileIO) -> int:
     while piece := file.read(_CHUNK_BYTES):
         crc = crc32c(piece, crc)
     return crc
+
+
+def read_checksums(layout: Layout, precision: str, shard: int, rows: int) -> NDArray[np.uint32]:
+    """CRC-32C of each record of a shard, [rows].
+
+    Raises:
+        OSError: the file of checksums cannot be read.
+        CorruptIndexError: it does not hold `rows` checksums.
+    """
+    path = layout.checksums(precision, shard)
+    with open_index_file(layout.root, path) as file:
+        length = os.fstat(file.fileno()).st_size
+        if length != 4 * rows:
+            raise CorruptIndexError(f"{path} has {length} bytes instead of {4 * rows}; run 'edje-index verify'")
+        return np.fromfile(file, dtype="<u4", count=rows)
 
 
 def to_hex(crc: int) -> str:

@@ -209,6 +209,11 @@ def _parse(layout: Layout, value: Any) -> Manifest:
             f"a member of {where} is missing or has the wrong type: {error!r}; restore the file"
         ) from error
     manifest.counts.check()
+    if manifest.spec.shards > manifest.shard_table.bytes:  # each shard has several lines in the table
+        raise CorruptIndexError(
+            f"{where} claims {manifest.spec.shards} shards, more than its shard table of {manifest.shard_table.bytes} "
+            "bytes can list; restore the file"
+        )
     if manifest.counts.inputs != manifest.spec.rows or int(value.get("shards", -1)) != manifest.spec.shards:
         raise CorruptIndexError(
             f"{where} contradicts itself: {manifest.spec.rows} rows of {manifest.counts.inputs} inputs in "

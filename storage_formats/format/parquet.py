@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 _MAX_ROWS_PER_BYTE = 8
 _MAX_EXPANSION = 1000
+_MAX_TEXT_EXPANSION = 100
+_MIN_TEXT_BYTES = 64 << 20
 
 
 def open_parquet(source: str | Path | pa.Buffer) -> pq.ParquetFile:
@@ -46,10 +49,25 @@ def read_table(data: bytes, columns: list[str] | None = None) -> pa.Table:
     """
     with open_parquet(pa.py_buffer(data)) as file:
         _check_size(file.metadata, len(data))
-        names = file.schema_arrow.names if columns is None else columns
-        if missing := sorted(set(names) - set(file.schema_arrow.names)):
-            raise ValueError(f"it has no column {missing[0]!r}")
-        return file.read(columns=names, use_threads=False).select(names)
+        schema = file.schema_arrow
+    names = schema.names if columns is None else columns
+    if missing := sorted(set(names) - set(schema.names)):
+        raise ValueError(f"it has no column {missing[0]!r}")
+    # Text is read as a dictionary, so that one long value of many rows is in memory once until its size is checked.
+    texts = [field.name for field in schema if field.type in (pa.string(), pa.binary())]
+    with pq.ParquetFile(pa.py_buffer(data), read_dictionary=texts, pre_buffer=False) as file:
+        table = file.read(columns=names, use_threads=False).select(names)
+    _check_texts(table, len(data))
+    return table.cast(pa.schema([schema.field(name) for name in names]))
+
+
+def _check_texts(table: pa.Table, length: int) -> None:
+    """ValueError if the values of dictionary columns, written out, would take far more memory than the file."""
+    chunks = [chunk for column in table.columns for chunk in column.chunks if pa.types.is_dictionary(chunk.type)]
+    lengths = [pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in chunks]
+    total = sum(pc.sum(values).as_py() or 0 for values in lengths)
+    if total > max(_MIN_TEXT_BYTES, _MAX_TEXT_EXPANSION * length):
+        raise ValueError(f"it holds {total} bytes of text, which do not fit its length of {length} bytes")
 
 
 def _check_size(metadata: pq.FileMetaData, length: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from storage_formats.atomic import write_json_atomic
 from storage_formats.format.checksum import json_checksum
+from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import FileEntry
 
@@ -60,7 +61,7 @@ def read_receipt(layout: Layout, shard: int, plan: str) -> ShardReceipt | None:
     another length.
     """
     try:
-        receipt = ShardReceipt.from_json(json.loads(layout.receipt(shard).read_bytes()))
+        receipt = ShardReceipt.from_json(json.loads(read_index_file(layout.root, layout.receipt(shard))))
     except (OSError, KeyError, TypeError, ValueError, RecursionError):
         return None
     if receipt.plan != plan or receipt.shard != shard:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError
+from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.row_ids import RowIds, check_row_ids
 
@@ -22,23 +25,29 @@ def read_shard_embeddings(layout: Layout, spec: IndexSpec, shard: int) -> NDArra
     Raises:
         CorruptIndexError: the file is missing or has the wrong length.
     """
-    path = layout.embedding_shard(shard)
+    rows = len(spec.shard_rows(shard))
+    with _open_shard(layout, spec, shard) as file:
+        values = np.fromfile(file, dtype="<f4", count=rows * spec.embed_dim)
+    return values.reshape(rows, spec.embed_dim)
+
+
+@contextmanager
+def _open_shard(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[BinaryIO]:
+    """Open the embeddings of a shard. Errors inside the block become CorruptIndexError."""
+    path, length = layout.embedding_shard(shard), 4 * spec.shard_size * spec.embed_dim
     try:
-        values = np.fromfile(path, dtype="<f4")
+        with open_index_file(layout.root, path) as file:
+            actual = os.fstat(file.fileno()).st_size
+            if actual != length:
+                raise CorruptIndexError(
+                    f"{path} has {actual} bytes instead of the {length} of {spec.shard_size} x {spec.embed_dim} "
+                    "numbers; run 'edje-index verify'"
+                )
+            yield file
     except OSError as error:
-        raise _cannot_read(path, shard, error) from error
-    if values.size != spec.shard_size * spec.embed_dim:
         raise CorruptIndexError(
-            f"{path} holds {values.size} numbers instead of {spec.shard_size} x {spec.embed_dim}; "
-            "run 'edje-index verify'"
-        )
-    return values.reshape(spec.shard_size, spec.embed_dim)[: len(spec.shard_rows(shard))]
-
-
-def _cannot_read(path: Path, shard: int, error: OSError) -> CorruptIndexError:
-    return CorruptIndexError(
-        f"cannot read embeddings of shard {shard} ({path}): {error.strerror}; run 'edje-index verify'"
-    )
+            f"cannot read embeddings of shard {shard} ({path}): {error.strerror}; run 'edje-index verify'"
+        ) from error
 
 
 def iter_embeddings(root: str | Path, spec: IndexSpec) -> Iterator[tuple[int, NDArray[np.float32]]]:
@@ -76,17 +85,10 @@ def read_embeddings(root: str | Path, spec: IndexSpec, row_ids: RowIds) -> NDArr
 
 def _read_single_rows(layout: Layout, spec: IndexSpec, shard: int, positions: NDArray[np.int64]) -> NDArray[np.float32]:
     """Rows at ascending `positions` of a shard. The kernel is told of all reads first and can serve them together."""
-    path, size = layout.embedding_shard(shard), 4 * spec.embed_dim
-    try:
-        with path.open("rb", buffering=0) as file:
-            if hasattr(os, "posix_fadvise"):
-                for position in positions.tolist():
-                    os.posix_fadvise(file.fileno(), position * size, size, os.POSIX_FADV_WILLNEED)
-            parts = [os.pread(file.fileno(), size, position * size) for position in positions.tolist()]
-    except OSError as error:
-        raise _cannot_read(path, shard, error) from error
-    if any(len(part) != size for part in parts):
-        raise CorruptIndexError(
-            f"{path} is shorter than {spec.shard_size} x {spec.embed_dim} numbers; run 'edje-index verify'"
-        )
+    size = 4 * spec.embed_dim
+    with _open_shard(layout, spec, shard) as file:
+        if hasattr(os, "posix_fadvise"):
+            for position in positions.tolist():
+                os.posix_fadvise(file.fileno(), position * size, size, os.POSIX_FADV_WILLNEED)
+        parts = [os.pread(file.fileno(), size, position * size) for position in positions.tolist()]
     return np.frombuffer(b"".join(parts), dtype="<f4").reshape(len(positions), spec.embed_dim)

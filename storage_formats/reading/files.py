@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError
+from storage_formats.format.index_files import open_regular
 from storage_formats.reading.base import Batch, Ints
 from storage_formats.reading.syscalls import sector_bytes
 
@@ -85,7 +86,7 @@ class ShardFiles:
     """Shard files of one precision. Closes the least recently used first, never one that a reader holds. Thread-safe.
 
     Args:
-        path: path of the file of a shard.
+        path: path of the file of a shard; it may raise OSError.
         record_bytes: length of a record in bytes.
         direct: open files for direct I/O, past the page cache, if the file system supports it.
 
@@ -96,7 +97,6 @@ class ShardFiles:
     def __init__(self, path: Callable[[int], Path], record_bytes: int, *, direct: bool = False) -> None:
         self.record_bytes = record_bytes
         self._path = path
-        self._flags = os.O_RDONLY | os.O_CLOEXEC
         self._direct = getattr(os, "O_DIRECT", 0) if direct else 0
         self.sector = 1
         self._open: OrderedDict[int, ShardFile] = OrderedDict()
@@ -148,23 +148,23 @@ class ShardFiles:
         return file
 
     def _open_shard(self, shard: int) -> ShardFile:
-        path = self._path(shard)
         try:
-            fd = self._open_direct(path) if self._direct else os.open(path, self._flags)
+            path = self._path(shard)
+            fd = self._open_direct(path) if self._direct else open_regular(path)
             return ShardFile(fd, os.fstat(fd).st_size, path)
         except OSError as error:
             too_many_files = error.errno in (errno.EMFILE, errno.ENFILE)
             advice = "raise the limit of open files (ulimit -n)" if too_many_files else "run 'edje-index verify'"
-            raise CorruptIndexError(f"cannot open {path}: {error.strerror}; {advice}") from error
+            raise CorruptIndexError(f"cannot open {error.filename}: {error.strerror}; {advice}") from error
 
     def _open_direct(self, path: Path) -> int:
         try:
-            fd = os.open(path, self._flags | self._direct)
+            fd = open_regular(path, self._direct)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             self._direct = 0  # this file system has no direct I/O
-            return os.open(path, self._flags)
+            return open_regular(path)
         if self.sector == 1:
             self.sector = sector_bytes(path)
         return fd

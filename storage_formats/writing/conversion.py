@@ -22,7 +22,8 @@ from storage_formats.atomic import fsync_paths, write_json_atomic
 from storage_formats.codecs import BF16, Blocks, Codec, Records, codec, precisions
 from storage_formats.codecs.bf16 import BF16Codec
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
-from storage_formats.format.checksum import crc32c_rows
+from storage_formats.format.checksum import crc32c_rows, read_checksums
+from storage_formats.format.index_files import check_inside, open_regular
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import FileEntry, Manifest, write_shard_table
 from storage_formats.format.receipts import ShardReceipt
@@ -137,15 +138,17 @@ def _checked_records(
     """(position, records) of each piece of `step` rows, in two buffers in turn."""
     rows = len(task.spec.shard_rows(task.shard))
     path = layout.token_shard(task.source, task.shard, len(source_codec.record_shape))
-    buffers = [np.empty((min(step, rows), source_codec.record_bytes), dtype=np.uint8) for _ in range(2)]
     try:
-        checksums = np.fromfile(layout.checksums(task.source, task.shard), dtype="<u4")
-        with open(path, "rb", buffering=0) as file:
+        checksums = read_checksums(layout, task.source, task.shard, rows)
+        with os.fdopen(open_regular(check_inside(layout.root, path)), "rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size < rows * source_codec.record_bytes:  # before memory is allocated
+                raise CorruptIndexError(f"{path} is too short; run 'edje-index verify'")
+            buffers = [np.empty((min(step, rows), source_codec.record_bytes), dtype=np.uint8) for _ in range(2)]
             for first in range(0, rows, step):
                 buffers.reverse()
                 records = buffers[0][: rows - first]
-                if not _fill(file, records) or checksums.size != rows:
-                    raise CorruptIndexError(f"{path} or its file of checksums is too short; run 'edje-index verify'")
+                if not _fill(file, records):
+                    raise CorruptIndexError(f"{path} is too short; run 'edje-index verify'")
                 for position in np.flatnonzero(crc32c_rows(records) != checksums[first : first + len(records)]):
                     row = task.spec.shard_rows(task.shard).start + first + position
                     raise CorruptIndexError(f"the block of row {row} in {path} is damaged; run 'edje-index verify'")

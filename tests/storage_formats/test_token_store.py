@@ -23,7 +23,8 @@ from storage_formats import (
     UsageError,
     read_rows,
 )
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.codecs import codec
+from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.writing.publish import begin_index
@@ -184,8 +185,12 @@ def test_opening_does_not_depend_on_the_number_of_rows(tmp_path):
     manifest = Manifest.load(tmp_path)
     rows = 10**9
     counts = replace(manifest.counts, inputs=rows, indexed=rows)
-    large = replace(manifest, spec=replace(SPEC, rows=rows, shard_size=1024), counts=counts)
-    large.write(Layout(tmp_path))
+    spec, table = replace(SPEC, rows=rows, shard_size=1024), replace(manifest.shard_table, bytes=10**8)
+    replace(manifest, spec=spec, counts=counts, shard_table=table).write(Layout(tmp_path))
+    for shard in (0, spec.shards - 1):  # sparse files of the right lengths
+        _, length = padded_shard_bytes(len(spec.shard_rows(shard)), 1024, codec("bf16", SPEC.block_shape).record_bytes)
+        with Layout(tmp_path).token_shard("bf16", shard).open("ab") as file:
+            file.truncate(length)
     tracemalloc.start()
     store = TokenStore.open(tmp_path)
     _, peak = tracemalloc.get_traced_memory()

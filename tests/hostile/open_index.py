@@ -1,0 +1,45 @@
+"""Opens an index in every way, within limited memory: `python -m tests.hostile.open_index INDEX` prints JSON."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from edje_index.indexing.faiss_index import AnnIndex
+from storage_formats import EdjeError, Manifest, TokenStore, read_rows, verify_index
+from storage_formats.format.layout import Layout
+from storage_formats.reading.embeddings import read_embeddings, read_shard_embeddings
+
+ADDRESS_SPACE = 4 << 30
+
+
+def outcome(action: Callable[[], Any]) -> Any:
+    """The result of `action`, or the name and message of the expected error that it raised."""
+    try:
+        return action()
+    except EdjeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def main(root: Path) -> dict[str, Any]:
+    def embeddings() -> list[int]:
+        spec = Manifest.load(root).spec
+        read_shard_embeddings(Layout(root), spec, 0)
+        return list(read_embeddings(root, spec, [0]).shape)
+
+    return {
+        "verify": outcome(lambda: [[problem.path, problem.message] for problem in verify_index(root)]),
+        "fetch": outcome(lambda: list(TokenStore.open(root).fetch([0, 1]).shape)),
+        "rows": outcome(lambda: len(read_rows(root, [0, 1]))),
+        "embeddings": outcome(embeddings),
+        "ann": outcome(lambda: len(AnnIndex(root))),
+    }
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    print(json.dumps(main(Path(sys.argv[1]))))

@@ -1,0 +1,147 @@
+"""Indexes that a stranger made: each is one clear error in bounded memory and time, whatever opens it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from edje_index.indexing.faiss_index import add_ann
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import FileEntry, Manifest, write_shard_table
+from storage_formats.format.rows import ROW_SCHEMA
+from tests.conftest import REPO, write_random_index
+
+SPEC = IndexSpec(rows=40, shard_size=32, block_shape=(2, 4), embed_dim=12)
+
+
+@pytest.fixture
+def layout(tmp_path):
+    root = tmp_path / "index"
+    write_random_index(root, SPEC)
+    add_ann(root)
+    return Layout(root)
+
+
+def opened(layout: Layout) -> dict[str, Any]:
+    """What each way to open the index gives, in a process of its own."""
+    command = [sys.executable, "-m", "tests.hostile.open_index", str(layout.root)]
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=REPO, env=environment)
+    assert done.returncode == 0, done.stderr
+    outcomes: dict[str, Any] = json.loads(done.stdout)
+    return outcomes
+
+
+def commit(layout: Layout, *changed: Path, **spec: Any) -> None:
+    """Write `index.json` with other sizes, and with the true checksums of the changed files."""
+    manifest = Manifest.load(layout.root)
+    entries = {layout.relative(path): FileEntry.of(layout, path) for path in changed}
+    lines = manifest.shard_files(layout.root).to_pylist()
+    files = [(line.pop("shard"), entries.get(line["path"]) or FileEntry(**line)) for line in lines]
+    counts = replace(manifest.counts, inputs=spec.get("rows", SPEC.rows), indexed=spec.get("rows", SPEC.rows))
+    table = write_shard_table(layout, files)
+    replace(manifest, spec=replace(SPEC, **spec), counts=counts, shard_table=table).write(layout)
+
+
+def test_a_sound_index_opens(layout):
+    assert opened(layout) == {"verify": [], "fetch": [2, 2, 4], "rows": 2, "embeddings": [1, 12], "ann": 40}
+
+
+FILES: dict[str, tuple[Callable[[Layout], Path], str]] = {
+    "tokens": (lambda layout: layout.token_shard("bf16", 0), "fetch"),
+    "embeddings": (lambda layout: layout.embedding_shard(0), "embeddings"),
+    "rows": (lambda layout: layout.rows_file(0), "rows"),
+    "ann": (lambda layout: layout.ann_index, "ann"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["fifo", "device", "outside"])
+def test_only_regular_files_inside_the_index_are_opened(layout, tmp_path, name, kind):
+    path_of, reader = FILES[name]
+    path = path_of(layout)
+    path.rename(tmp_path / "original")
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "original")
+    outcomes = opened(layout)
+    assert outcomes[reader].startswith("CorruptIndexError"), outcomes[reader]
+    expected = "it is not a regular file" if kind == "fifo" else "it leads out of the index"
+    if name != "tokens" or kind != "fifo":  # a FIFO has length 0, which is found first
+        assert expected in outcomes[reader]
+    assert [layout.relative(path), f"cannot be read: {expected}"] in [
+        [where, message.partition(";")[0]] for where, message in outcomes["verify"]
+    ]
+
+
+@pytest.mark.parametrize("name", ["index.json", "manifest", "tokens/zarr.json", "checksums/bf16/00000000.crc32c"])
+def test_a_fifo_for_any_other_file_is_reported(layout, name):
+    path = next((layout.root / "manifest").iterdir()) if name == "manifest" else layout.root / name
+    path.unlink()
+    os.mkfifo(path)
+    assert "not a regular file" in str(opened(layout)["verify"])
+
+
+def test_a_stray_link_is_reported(layout):
+    (layout.rows / "99999999.parquet").symlink_to("/dev/zero")
+    assert opened(layout)["verify"] == [["rows/99999999.parquet", "does not belong to this index; delete it"]]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"rows": 10**9, "shard_size": 10**9},
+        {"rows": 10**12},
+        {"rows": 10**12, "shard_size": 1},
+        {"shard_size": 10**9},
+        {"block_shape": (10**5, 10**5)},
+        {"embed_dim": 10**9},
+    ],
+    ids=str,
+)
+def test_claimed_sizes_take_no_memory(layout, sizes):
+    commit(layout, **sizes)
+    outcomes = opened(layout)
+    assert outcomes["verify"]
+    reader = "embeddings" if "embed_dim" in sizes else "fetch"
+    assert outcomes[reader].startswith("CorruptIndexError"), outcomes[reader]
+
+
+@pytest.mark.parametrize("name", ["tokens", "embeddings"])
+def test_a_file_of_many_gigabytes_takes_no_memory(layout, name):
+    path = FILES[name][0](layout)
+    os.truncate(path, 64 << 30)
+    outcomes = opened(layout)
+    assert [layout.relative(path), "has 68719476736 bytes instead of"] in [
+        [where, message.partition(" the ")[0]] for where, message in outcomes["verify"]
+    ]
+    assert outcomes[FILES[name][1]].startswith("CorruptIndexError")
+
+
+@pytest.mark.parametrize(("rows", "text_bytes"), [(20_000_000, 1), (40, 100 << 20)], ids=["many rows", "long text"])
+def test_a_small_rows_table_takes_no_memory(layout, rows, text_bytes):
+    """Parquet stores a value that repeats once, however long it is and however often it repeats."""
+    path = layout.rows_file(0)
+    numbers = pa.nulls(rows, pa.int64()).fill_null(0) if rows > SPEC.rows else pa.array(range(rows), pa.int64())
+    text = pa.DictionaryArray.from_arrays(pa.nulls(rows, pa.int8()).fill_null(0), ["x" * text_bytes])
+    filled = {"row_id": numbers, "uri": text, "status": text}
+    columns = [filled.get(field.name, pa.nulls(rows, field.type)) for field in ROW_SCHEMA]
+    pq.write_table(pa.table(columns, names=ROW_SCHEMA.names), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 1 << 20
+    commit(layout, path)
+    outcomes = opened(layout)
+    assert "which do not fit its length" in outcomes["rows"]
+    assert [layout.relative(path), "cannot be read"] in [
+        [where, message.partition(":")[0]] for where, message in outcomes["verify"]
+    ]
