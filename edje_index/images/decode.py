@@ -43,6 +43,7 @@ REASONS = (
     "unreadable",
     "unsupported-image",
     "unsupported-member",
+    "worker-died",
 )
 """Every reason why an input may have no block."""
 

@@ -24,6 +24,7 @@ from edje_index.images.decode import ImageError, content_hash, decode_rgb
 from edje_index.images.decode_limits import BYTES_PER_PIXEL
 from edje_index.images.inputs import MAX_INPUT_BYTES, InputRef, read_bytes, read_inputs
 from edje_index.images.transient import retry_memory
+from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_attempt
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
@@ -111,17 +112,20 @@ def encode_shard(
         TransientInputError: an input cannot be read or decoded for a reason that lies outside it.
         OSError: the index cannot be written. An input that is damaged or gone becomes a failed row instead.
     """
-    refs = read_inputs(Layout(Path(task.root)).inputs(task.shard))
+    layout = Layout(Path(task.root))
+    refs = read_inputs(layout.inputs(task.shard))
     first_row = task.spec.shard_rows(task.shard).start
     images = [_Image(ref, _row_entry(first_row + position, ref)) for position, ref in enumerate(refs)]
     entries = [image.entry for image in images]
     stages = dict.fromkeys(("wait", "encode", "write"), 0.0)
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
-        _decode_pool(task.decode_threads) as pool,
+        begin_attempt(layout, task.shard) as attempt,
+        _decode_pool(task.decode_threads, one_at_a_time=attempt.careful) as pool,
     ):
         done = 0
-        for batch in _batches_ahead(task, images, functools.partial(_prepare, encoder, task.max_pixels), pool):
+        prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, task.max_pixels)
+        for batch in _batches_ahead(task, images, prepare, pool):
             if should_stop():
                 raise EncodingInterrupted(f"stopped inside shard {task.shard}")
             with _timed(stages, "wait"):
@@ -140,9 +144,9 @@ def encode_shard(
 
 
 @contextlib.contextmanager
-def _decode_pool(threads: int) -> Iterator[Executor]:
+def _decode_pool(threads: int, *, one_at_a_time: bool) -> Iterator[Executor]:
     """Threads for reading and decoding. An exception drops the images that wait for a thread."""
-    with ThreadPoolExecutor(threads, "edje-decode") as pool:
+    with OneAtATime() if one_at_a_time else ThreadPoolExecutor(threads, "edje-decode") as pool:
         try:
             yield pool
         except BaseException:
@@ -187,6 +191,16 @@ def _batches_ahead(
         if len(pending) > _BATCHES_AHEAD:
             yield pending.popleft()
     yield from pending
+
+
+def _prepare_watched(attempt: Attempt, first_row: int, encoder: Encoder, max_pixels: int, image: _Image) -> _Image:
+    """`_prepare`, unless the image has ended worker processes before."""
+    position = image.entry.row_id - first_row
+    if attempt.ended_workers(position):
+        image.entry.fail("worker-died", f"reading or decoding it ended {DEATHS} worker processes")
+        return image
+    with attempt.preparing(position):
+        return _prepare(encoder, max_pixels, image)
 
 
 def _prepare(encoder: Encoder, max_pixels: int, image: _Image) -> _Image:

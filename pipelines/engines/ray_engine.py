@@ -26,8 +26,11 @@ from pipelines.engines.base import (
 from pipelines.engines.ray_cluster import RayCluster, RayDied, connected_ray
 from storage_formats.errors import EdjeError, UsageError
 
-ATTEMPTS = 3
-"""A task fails when it has ended this many worker processes."""
+ATTEMPTS = 4
+"""A task fails when it has ended this many worker processes.
+
+`edje_index.indexing.attempts` needs three to find an input that ends them.
+"""
 
 _POLL_SECONDS = 1.0
 _WAKE_SECONDS = 0.2  # longest delay before a stop, or the end of Ray, is noticed

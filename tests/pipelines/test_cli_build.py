@@ -103,7 +103,8 @@ def test_a_build_where_everything_fails_writes_no_index(run, build, photos, inde
     code, _, err = run(*build)
     assert code == 1
     assert "none of the 10 inputs could be indexed (empty 10)" in err
-    assert f"The first are {photos / '00.jpg'}, {photos / '01.jpg'}, {photos / '02.jpg'}; " in err
+    names = ", ".join(f"{photos / name} (empty)" for name in ("00.jpg", "01.jpg", "02.jpg"))
+    assert f"The first are {names}; " in err
     assert not Layout(index).manifest.exists()
 
 

@@ -68,6 +68,28 @@ def case(tmp_path):
     return task, refs
 
 
+class Poisoned:
+    """An encoder whose process ends at the image of one size."""
+
+    def __init__(self, encoder: ImageEncoder, width: int) -> None:
+        self._encoder, self._width = encoder, width
+        self.encode = encoder.encode
+
+    def preprocess(self, image: Image.Image) -> torch.Tensor:
+        if image.width == self._width:
+            os._exit(9)
+        return self._encoder.preprocess(image)
+
+
+def exit_code_of_worker(task: ShardTask, encoder: Poisoned) -> int:
+    """Encode the shard in a process of its own."""
+    pid = os.fork()
+    if pid == 0:
+        encode_shard(task, encoder)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def stored(task: ShardTask) -> tuple[np.ndarray, np.ndarray]:
     """Bits [8, 4, 16] and embeddings of the task's shard."""
     layout = _layout(task)
@@ -215,3 +237,47 @@ def test_a_name_that_is_not_utf8_is_kept_in_bytes(tmp_path, encoder):
     encode_shard(ShardTask(str(root), 0, spec, "plan", 3, 10**7, 1), encoder)
     row = read_shard_rows(Layout(root), 0).to_pylist()[0]
     assert (row["status"], row["uri_raw"]) == ("indexed", name)
+
+
+def test_an_image_that_ends_its_worker_becomes_a_failed_row_and_the_rest_is_indexed(case, encoder):
+    task, refs = case
+    encode_shard(task, encoder)
+    expected = stored(task)
+    poison = photo(99, (41, 30))
+    Path(os.fsdecode(refs[3].path)).write_bytes(poison)
+    write_inputs(_layout(task).inputs(0), [*refs[:3], replace(refs[3], size=len(poison)), *refs[4:8]])
+    _layout(task).receipt(0).unlink()
+    poisoned = Poisoned(encoder, 41)
+    assert [exit_code_of_worker(task, poisoned) for _ in range(4)] == [9, 9, 9, 0]
+    rows = read_shard_rows(_layout(task), 0).to_pylist()
+    assert (rows[3]["status"], rows[3]["reason"]) == ("failed", "worker-died")
+    assert [row["row_id"] for row in rows] == list(range(8))
+    others = [0, 1, 5, 7]
+    assert all(rows[at]["status"] == "indexed" for at in others)
+    _, embeddings = stored(task)
+    assert np.isnan(embeddings[3]).all()
+    assert np.allclose(embeddings[others], expected[1][others], atol=1e-6)
+    assert not _layout(task).attempt(0).exists()
+
+
+def test_an_attempt_after_a_death_gives_the_same_bytes(case, encoder):
+    task, _ = case
+    encode_shard(task, encoder)
+    expected = stored(task)
+    _layout(task).attempt(0).write_text('{"position": 3, "deaths": {"5": 1}}')
+    encode_shard(task, encoder)
+    for calm, after_death in zip(expected, stored(task), strict=True):
+        assert calm.tobytes() == after_death.tobytes()
+
+
+def test_a_stopped_attempt_keeps_what_is_known_about_deaths(case, encoder):
+    task, _ = case
+    path = _layout(task).attempt(0)
+    for content, remains in [('{"position": 3, "deaths": {}}', True), (None, False)]:
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(EncodingInterrupted):
+            encode_shard(task, encoder, should_stop=lambda: True)
+        assert path.exists() == remains
