@@ -40,7 +40,7 @@ bench.add_command(train_step_command)
     multiple=True,
     default=["bf16"],
     show_default=True,
-    help="Precision to store; may be repeated.",
+    help="Precision to store; repeatable.",
 )
 @click.option("--shard-size", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows per shard.")
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens per block.")
@@ -123,9 +123,9 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
     type=click.IntRange(min=1),
     default=1000,
     show_default=True,
-    help="Images to index; PHOTOS repeat.",
+    help="Number of images to index. PHOTOS are reused if there are fewer.",
 )
-@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of the model.")
+@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="CPU threads of the model.")
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each subject.")
 @click.option(
     "--engine",
@@ -133,7 +133,7 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
     multiple=True,
     default=["inline", "ray"],
     show_default=True,
-    help="Execution engine; may be repeated.",
+    help="Execution engine; repeatable.",
 )
 @json_option
 def build_command(

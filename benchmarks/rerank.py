@@ -48,7 +48,7 @@ class RerankBench:
         pool: candidates of the query.
         repeats: runs of each setting.
         device: "auto", "cpu" or "cuda".
-        dtype: number type of the joint encoder's matrix products, "auto", "float32" or "bfloat16".
+        dtype: data type of the joint encoder's matrix products, "auto", "float32" or "bfloat16".
     """
 
     model: Path | None = None

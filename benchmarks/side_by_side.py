@@ -3,8 +3,8 @@
     python -m benchmarks.side_by_side OLD NEW --scratch /mnt/nvme/scratch
 
 Each checkout runs in a process of its own. The two processes take turns task by task, so that a change in the load of
-the machine affects both. Where the memory of a process lies changes its speed by several percent, so both are started
-anew several times. The ratio of a task is the median over the starts of median old seconds / median new seconds.
+the machine affects both. Where the memory of a process lies changes its speed by several percent, so both are restarted
+several times. The ratio of a task is the median over the starts of median old seconds / median new seconds.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Options:
         starts: pairs of processes.
         rounds: measurements of each task per pair.
         blocks: blocks of 64 x 384 that a conversion handles.
-        words: measure only tasks whose name contains them.
+        words: measure only tasks whose name contains this text.
         clock: function of `time`: `perf_counter`, or `process_time` on a machine with other load.
     """
 

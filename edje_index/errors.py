@@ -6,7 +6,7 @@ from storage_formats.errors import EdjeError
 
 
 class ModelError(EdjeError):
-    """A model, bundle, checkpoint or tokenizer cannot be used as it is.
+    """A model, bundle, checkpoint or tokenizer cannot be used.
 
     Example:
         >>> from edje_index import ModelError, read_bundle_info

@@ -65,7 +65,7 @@ def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int
         versions: accepted values of its ``format_version``.
 
     Raises:
-        ModelError: the file is missing or unreadable, or it has another format or version.
+        ModelError: the file is missing or unreadable, or it has a different format or version.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -53,7 +53,7 @@ def build_index(
     should_stop: ShouldStop = _never,
     **options: Unpack[BuildOptions],
 ) -> BuildResult:
-    """Index images, as `edje-index build` does. The same call resumes an index that was begun.
+    """Index images, as `edje-index build` does. The same call resumes an unfinished index.
 
     Args:
         sources: directories, tar archives, lists of paths or image files, in the order of the rows.
@@ -100,7 +100,7 @@ def quantize_index(
         index: directory of the index, which stays readable.
         to: precisions to add; those that the index holds are left as they are.
         drop: precisions to remove afterwards.
-        source: precision to convert from; None takes the most faithful one.
+        source: precision to convert from; None takes the highest-fidelity precision stored.
         workers: number of Ray workers; None converts in this process.
         on_event: as in `build_index`.
 

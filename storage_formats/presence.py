@@ -14,7 +14,7 @@ from storage_formats.verify import Problem
 
 
 def find_missing_files(root: str | Path, manifest: Manifest) -> Iterator[Problem]:
-    """Files of the index that are missing or have another length than the committed one.
+    """Files of the index that are missing or differ in length from the committed ones.
 
     Raises:
         CorruptIndexError: the shard table is missing or damaged.

@@ -30,7 +30,7 @@ def check_row_ids(row_ids: RowIds, rows: int) -> NDArray[np.int64]:
 
 
 def as_indices(values: Sequence[int] | NDArray[np.integer], name: str) -> NDArray[np.integer]:
-    """`values` as a flat array of integers. UsageError, which names the argument `name`, for anything else."""
+    """`values` as a flat array of integers. Raises UsageError, which names the argument `name`, for anything else."""
     try:
         indices = np.asarray(values)
     except ValueError as error:  # nested sequences of different lengths

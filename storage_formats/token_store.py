@@ -119,7 +119,7 @@ class TokenStore:
 
         Raises:
             RowIdError: a row id is out of range. It is an `IndexError`.
-            UsageError: `row_ids` is not a flat sequence of integers, `out` has another shape or type, or PyTorch is
+            UsageError: `row_ids` is not a flat sequence of integers, `out` has a different shape or type, or PyTorch is
                 not installed.
             CorruptIndexError: a shard file is missing or too short.
 

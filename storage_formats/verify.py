@@ -207,7 +207,7 @@ class _ShardCheck:
         path = self._layout.rows_file(self._shard)
         # Numbers are compared first: a claimed number of rows must not become a list.
         if len(table) != len(self._rows) or table["row_id"].to_pylist() != list(self._rows):
-            raise CorruptIndexError(f"has row ids other than {self._rows.start}..{self._rows.stop - 1} in order")
+            raise CorruptIndexError(f"has row ids that are not {self._rows.start}..{self._rows.stop - 1} in order")
         statuses = table["status"].to_pylist()
         self.counts = Counts(
             inputs=len(self._rows),

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @click.command("fetch")
 @click.argument("index", required=False, type=click.Path(path_type=Path))
-@click.option("--synthetic", type=click.IntRange(min=2), metavar="N", help="Use an index of N random rows instead.")
+@click.option("--synthetic", type=click.IntRange(min=2), metavar="N", help="Use N random rows instead of INDEX.")
 @click.option(
     "--precision",
     "precisions",
     multiple=True,
     metavar="NAME",
-    help="Precision to measure; may be repeated.  [default: the first stored]",
+    help="Precision to measure; repeatable.  [default: the first stored]",
 )
 @click.option(
     "--pool",
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 @click.option(
     "--cold", "state", flag_value="cold", help="Measure only with an empty page cache.  [default: cold and warm]"
 )
-@click.option("--warm", "state", flag_value="warm", help="Measure only from the page cache.")
+@click.option("--warm", "state", flag_value="warm", help="Measure only with all blocks in the page cache.")
 @click.option("--peers", is_flag=True, help="Also measure other readers, on copies of the same blocks.")
 @click.option(
     "--engine",
     "engines",
     multiple=True,
     metavar="NAME",
-    help="I/O engine of the reader; may be repeated.  [default: auto]",
+    help="I/O engine of the reader; repeatable.  [default: auto]",
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of every entry.")
 @click.option(
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     type=float,
     default=10.0,
     show_default=True,
-    help="Time a run of a peer should take. A slow peer fetches fewer blocks: at least 10,000, or those of 30 s.",
+    help="Target time of a peer's run. A slow peer fetches fewer blocks: at least 10,000, or as many as fit in 30 s.",
 )
 @click.option(
     "--memory-cap", type=click.IntRange(min=1), metavar="BYTES", help="Add runs with only BYTES of memory left."
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 @click.option(
     "--model",
     type=click.Path(exists=True, path_type=Path),
-    help="Bundle; the report compares the fetch rate with its joint encoder.",
+    help="Model bundle. The report compares the fetch rate with the speed of its joint encoder.",
 )
 @click.option("--scratch", type=click.Path(path_type=Path), help="Folder for copies.  [default: beside INDEX]")
 @click.option("--keep", is_flag=True, help="Keep the files in the scratch folder.")

@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 
 dtype_option = click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16"]),
     default="float32",
     show_default=True,
-    help="Number type of matrix products; auto is bfloat16 on cuda and float32 on cpu.",
+    help="Data type of matrix products; auto is bfloat16 on cuda and float32 on cpu.",
 )
 
 

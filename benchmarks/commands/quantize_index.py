@@ -19,8 +19,16 @@ from benchmarks.commands.output import json_option, show
     help="Blocks of 49,152 bytes; the default makes 5 GB.",
 )
 @click.option("--to", default="fp8", show_default=True, metavar="NAME", help="Precision to convert to.")
-@click.option("--engine", type=click.Choice(["inline", "ray"]), default="inline", show_default=True, help="Engine.")
-@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Worker processes of ray.")
+@click.option(
+    "--engine",
+    type=click.Choice(["inline", "ray"]),
+    default="inline",
+    show_default=True,
+    help="Execution engine.",
+)
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Worker processes, with --engine ray."
+)
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each subject.")
 @json_option
 def quantize_index_command(

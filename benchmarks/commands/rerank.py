@@ -38,7 +38,7 @@ from storage_formats.errors import UsageError
     type=click.IntRange(min=1),
     help="CPU threads; repeatable.  [default: 1, and all CPUs]",
 )
-@click.option("--pool", type=click.IntRange(min=1), default=100, show_default=True, help="Candidates of the query.")
+@click.option("--pool", type=click.IntRange(min=1), default=100, show_default=True, help="Candidates per query.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each setting.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @dtype_option

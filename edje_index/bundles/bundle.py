@@ -50,7 +50,7 @@ class ModelBundle:
         adapter: maps patch features to tokens.
         joint: the joint encoder, with its own tokenizer.
         trained: False for random weights: scores and order then mean nothing.
-        notes: where the weights came from, for people.
+        notes: where the weights came from, as free text.
         score: weights of the final score. The default is the published score, the logit alone.
         pooled: the pooled similarity, if the bundle has one.
         hubness_bank: the bank of the hubness correction, if the bundle has one.
@@ -97,12 +97,12 @@ class ModelBundle:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of everything that decides any output, as loaded. Save a changed bundle to get its new one."""
+        """SHA-256 of everything that affects an output, as loaded. Saving a changed bundle computes a new one."""
         return self._loaded().fingerprint
 
     @property
     def encoder_fingerprint(self) -> str:
-        """sha256 of what decides the stored tokens and embeddings, as loaded."""
+        """SHA-256 of everything that affects the stored tokens and embeddings, as loaded."""
         return self._loaded().encoder_fingerprint
 
     @property
@@ -137,7 +137,7 @@ class ModelBundle:
         Args:
             path: its directory.
             device: where the weights go: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-            dtype: number type of the joint encoder's matrix products, see `devices.resolve_dtype`.
+            dtype: data type of the joint encoder's matrix products, see `devices.resolve_dtype`.
             verify: compare every file with its hash first.
 
         Raises:
@@ -240,7 +240,7 @@ def _load_clip(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
 
 
 def _check_fit(bundle: ModelBundle) -> None:
-    """ModelError unless the parts have the same widths and counts where they meet."""
+    """Raise ModelError unless the parts have the same widths and counts where they meet."""
     _check_adapter(bundle)
     for direction_weights in (bundle.score.t2i, bundle.score.i2t):
         check_parts(direction_weights, bundle.parts("t2i", direction_weights), "the bundle")

@@ -58,7 +58,7 @@ class BundleDescription:
             the ``hubness_bank``, if the bundle has them.
         score: weights of the final score.
         trained: False for random weights.
-        notes: where the weights came from, for people.
+        notes: where the weights came from, as free text.
     """
 
     vision: Mapping[str, Any]
@@ -101,8 +101,8 @@ class BundleInfo(BundleDescription):
     Attributes:
         path: the bundle's directory.
         files: relative path to ``{"bytes", "sha256"}``, for every file but ``bundle.json``.
-        fingerprint: sha256 over everything that decides any output.
-        encoder_fingerprint: sha256 over what decides the stored tokens and embeddings.
+        fingerprint: SHA-256 over everything that affects an output.
+        encoder_fingerprint: SHA-256 over everything that affects the stored tokens and embeddings.
 
     Example:
         >>> from edje_index import read_bundle_info
@@ -165,7 +165,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
     """Read ``bundle.json`` of a bundle. Weights are neither read nor checked (see :func:`verify_files`).
 
     Raises:
-        ModelError: the directory is not a bundle, has another format version, or was changed by hand.
+        ModelError: the directory is not a bundle, has a different format version, or was changed by hand.
 
     Example:
         >>> from edje_index import read_bundle_info
@@ -189,7 +189,7 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
 
 
 def encoder_fingerprint(adapter: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> str:
-    """sha256 over what decides the stored tokens and embeddings; `files` are as in :class:`BundleInfo`."""
+    """SHA-256 over everything that affects the stored tokens and embeddings; `files` are as in :class:`BundleInfo`."""
     return _fingerprint(adapter, {}, {name: files[name] for name in ENCODER_FILES}, None)
 
 
@@ -229,17 +229,17 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> BundleInfo:
 
 
 def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | None:
-    """The integers named in `least`. ValueError if one of them is smaller than its limit."""
+    """The integers named in `least`. Raises ValueError if one of them is smaller than its limit."""
     if value is None:
         return None
     sizes = {name: int(value[name]) for name in least}
     if any(sizes[name] < limit for name, limit in least.items()):
-        raise ValueError(f"impossible sizes {sizes}")
+        raise ValueError(f"invalid sizes {sizes}")
     return sizes
 
 
 def _stored_fingerprint(content: Mapping[str, Any]) -> str:
-    """The fingerprint that fits ``bundle.json`` as it was written, in either version."""
+    """The fingerprint that a ``bundle.json`` of either version must contain."""
     score = content.get("score")
     if score is not None and DirectionWeights.from_json(score) == DirectionWeights():
         score = None
@@ -252,7 +252,8 @@ def _fingerprint(
     files: Mapping[str, Mapping[str, Any]],
     score: Mapping[str, Any] | None,
 ) -> str:
-    """`score` is left out if it is the logit alone, so that such bundles keep the fingerprint of version 1."""
+    """SHA-256 of the parts. `score` is None for the logit alone, so that such bundles keep their version 1
+    fingerprint."""
     hashes = {name: record["sha256"] for name, record in files.items()}
     parts = {"format_version": _FINGERPRINT_VERSION, "adapter": dict(adapter), "joint": dict(joint), "files": hashes}
     if score is not None:

@@ -1,4 +1,4 @@
-"""Reads what version 1 of ``bundle.json`` says of the final score."""
+"""Converts the final score in version 1 of ``bundle.json`` to version 2."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def migrate_version_1(joint: Mapping[str, Any]) -> tuple[dict[str, Any], Directi
 
 
 def _weights(named: Mapping[str, Any], sizes: Mapping[str, Any]) -> ScoreWeights:
-    """Version 1 gave no score to a part that the bundle does not hold, whatever its weight was."""
+    """The weights of one direction. Version 1 ignores the weight of a part that the bundle does not hold."""
     embedding, late, pooled, prior, temperature = (
         float(named[name]) for name in ("similarity", "late", "pooled", "prior", "temperature")
     )

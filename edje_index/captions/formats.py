@@ -35,7 +35,7 @@ _PARQUET_BATCH = 4096
 
 
 def read_records(path: Path) -> Iterator[CaptionRecord]:
-    """Read the records of a file in its order.
+    """Read the records of a file, in file order.
 
     Raises:
         UsageError: the file cannot be read or a record is malformed; the message names the first bad record.
@@ -122,8 +122,8 @@ def _parquet(path: Path) -> Iterator[CaptionRecord]:
     number = 0
     try:
         with open_parquet(path) as file:
-            known = (*IMAGE_KEYS, *CAPTION_KEYS, ID_KEY, SPLIT_KEY)
-            columns = [name for name in known if name in file.schema_arrow.names]
+            record_keys = (*IMAGE_KEYS, *CAPTION_KEYS, ID_KEY, SPLIT_KEY)
+            columns = [name for name in record_keys if name in file.schema_arrow.names]
             for batch in iter_batches(file, _PARQUET_BATCH, columns):
                 for value in batch.to_pylist():
                     number += 1
@@ -173,7 +173,7 @@ def _sample_record(tar: str, key: str, sample: _Sample) -> CaptionRecord:
 
 
 def _samples(path: Path) -> dict[str, _Sample]:
-    """The samples of a shard in its order, by key: a member's path up to the first dot of its base name."""
+    """The samples of a shard, in file order. Members with the same path up to the first dot are one sample."""
     samples: dict[str, _Sample] = {}
     try:
         with path.open("rb") as file:
@@ -191,7 +191,7 @@ def _samples(path: Path) -> dict[str, _Sample]:
                     setattr(sample, "text" if suffix.lower() == "txt" else "json", data)
     except TarDamage as damage:
         raise UsageError(
-            f"{path} is not a sound uncompressed tar file: {damage.detail}; make or copy it again"
+            f"{path} is not a valid uncompressed tar file: {damage.detail}; make or copy it again"
         ) from damage
     return samples
 

@@ -45,7 +45,7 @@ class CaptionedImage:
 
 
 def read_captions(path: str | Path, images: str | Path | None = None, split: str | None = None) -> list[CaptionedImage]:
-    """Read a caption file, in its order.
+    """Read a caption file, in file order.
 
     Args:
         path: the file; its suffix names the format.
@@ -53,8 +53,8 @@ def read_captions(path: str | Path, images: str | Path | None = None, split: str
         split: read this split only; "train" includes Karpathy's "restval".
 
     Raises:
-        UsageError: the file cannot be read, has another form (the message names the first bad record), or holds
-            nothing of `split`.
+        UsageError: the file cannot be read, has a different form (the message names the first bad record), or has no
+            captions of `split`.
     """
     file = Path(path)
     folder = Path(os.path.abspath(file.parent if images is None else images))
@@ -93,12 +93,12 @@ def _of_split(items: list[CaptionedImage], split: str, file: Path) -> list[Capti
     if not kept:
         names = sorted({item.split for item in items if item.split is not None})
         advice = f"its splits are {', '.join(names)}" if names else "it names no splits, so leave the split out"
-        raise UsageError(f"{file} holds nothing of split '{split}'; {advice}")
+        raise UsageError(f"{file} has no captions of split '{split}'; {advice}")
     return kept
 
 
 def check_apart(train: Iterable[CaptionedImage], dev: Iterable[CaptionedImage]) -> None:
-    """Check that no image is in both sets: choosing by images of the training set rewards overfitting.
+    """Check that no image is in both sets: selecting a model on training images rewards overfitting.
 
     Raises:
         UsageError: an image is in both.

@@ -34,7 +34,7 @@ class CaptionRecord:
 
 
 class RecordError(Exception):
-    """A record has the wrong form. The reader of the file adds where it is."""
+    """A record has the wrong form. The reader of the file adds its position."""
 
 
 def caption_record(value: Any) -> CaptionRecord:
@@ -94,9 +94,9 @@ def captions(value: Any) -> tuple[str, ...]:
     if not isinstance(texts, list) or not texts:
         raise RecordError("it has no captions ('captions': a list of strings, or 'caption': a string)")
     if not all(isinstance(text, str) and text.strip() for text in texts):
-        raise RecordError("one of its captions is blank, or no text; remove it")
+        raise RecordError("one of its captions is blank or not a string; remove it")
     if not all(map(_is_encodable, texts)):
-        raise RecordError("one of its captions has half of a surrogate pair, which is no text; remove it")
+        raise RecordError("one of its captions contains a lone surrogate, which is not valid Unicode; remove it")
     return tuple(text.strip() for text in texts)
 
 
@@ -104,10 +104,10 @@ def file_name(value: Any, key: str) -> str:
     """Check that ``value[key]`` is a possible file name."""
     text = value.get(key) if isinstance(value, dict) else None
     if not isinstance(text, str) or not text:
-        raise RecordError(f"it has no '{key}' that is a file name")
+        raise RecordError(f"it has no '{key}' with a file name")
     try:
         possible = b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:  # half of a surrogate pair, from a JSON escape
+    except UnicodeEncodeError:  # a lone surrogate, from a JSON escape
         possible = False
     if not possible:
         raise RecordError(f"its '{key}' {text!r} cannot be a file name")
@@ -120,7 +120,7 @@ def optional_text(value: Any) -> str | None:
 
 
 def _is_encodable(text: str) -> bool:
-    """Whether the text has a UTF-8 form; half of a surrogate pair, which a JSON escape can make, has none."""
+    """Whether the text can be encoded as UTF-8. A lone surrogate, which a JSON escape can produce, cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -29,9 +29,9 @@ class EvaluationConfig:
         images: base directory of relative image paths.
         split: split of the caption file to take queries from.
         precisions: precisions of the tokens; empty for all that an index holds.
-        simulate: convert precisions that an index does not hold in memory.
+        simulate: also measure precisions that an index does not hold, by converting tokens in memory.
         pools: numbers of candidates to re-rank; empty for those of the protocol.
-        directions: directions of search, of `DIRECTIONS`.
+        directions: directions of search, from `DIRECTIONS`.
         full: use the full-dataset protocol.
         full_captions: further caption files whose captions are candidates in the full-dataset protocol.
         rerank: False measures the embeddings alone.
@@ -40,7 +40,7 @@ class EvaluationConfig:
         queries: largest number of queries per direction, sampled with `seed`.
         seed: seed of the query sample and of the bootstrap.
         device: "auto", "cpu" or "cuda".
-        dtype: number type of the joint encoder's matrix products, "auto", "float32" or "bfloat16".
+        dtype: data type of the joint encoder's matrix products, "auto", "float32" or "bfloat16".
         cache: directory that keeps scores, so that an interrupted evaluation resumes.
     """
 

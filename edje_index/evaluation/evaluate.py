@@ -106,13 +106,14 @@ def evaluate(config: EvaluationConfig, on_progress: OnProgress = lambda activity
 
 def _check(config: EvaluationConfig) -> None:
     if config.full_captions and not config.full:
-        raise UsageError("full_captions needs the full-dataset protocol: set full too")
+        raise UsageError("full_captions needs the full-dataset protocol: set full as well")
     if not config.directions or not set(config.directions) <= set(DIRECTIONS):
-        raise UsageError(f"directions must be of {', '.join(DIRECTIONS)}; got {', '.join(config.directions) or 'none'}")
+        given = ", ".join(config.directions) or "none"
+        raise UsageError(f"each direction must be one of {', '.join(DIRECTIONS)}; got {given}")
     if min((*config.pool_sizes, 1)) < 1:
         raise UsageError(f"a pool must hold at least 1 candidate, got {min(config.pool_sizes)}")
     if config.score != BUNDLE_SCORE and not config.rerank:
-        raise UsageError("score is the score to re-rank by: leave it out, or set rerank")
+        raise UsageError("score has no effect without re-ranking: leave it out, or set rerank")
     parse_score(config.score, ScoreWeights())  # refuses a misspelt score before anything is read
 
 
@@ -129,7 +130,7 @@ def _named(systems: Sequence[tuple[Path, Path | None]]) -> list[tuple[str, tuple
 def _open(
     config: EvaluationConfig, name: str, root: Path, model: Path | None, items: Sequence[CaptionedImage]
 ) -> _OpenIndex:
-    """Open an index without its weights, so that what cannot be evaluated is refused at once."""
+    """Open an index without its weights, so that an index that cannot be evaluated fails early."""
     manifest = Manifest.load(root)
     sources = token_sources(root, config.precisions, simulate=config.simulate) if config.rerank else []
     return _OpenIndex(name, root, manifest, model, sources, match_items(root, items))

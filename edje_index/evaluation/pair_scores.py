@@ -1,4 +1,4 @@
-"""One part of the score for many pairs of a caption and an image: each pair once, with little padding, resumable."""
+"""Computes one part of the score for many (caption, image) pairs: each pair once, with little padding, resumable."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class PoolScorer:
 
     @property
     def joint_parts(self) -> list[str]:
-        """The parts of a caption and an image together that count in any direction."""
+        """The parts that depend on caption and image jointly and have a weight in some direction."""
         used = {part for weights in self.weights.values() for part in FinalScore.of(weights).parts}
         return [part for part in JOINT_PARTS if part in used]
 
@@ -145,7 +145,7 @@ class PoolScorer:
 
 
 def dtype_name(model: ModelBundle) -> str:
-    """Number type of the joint encoder's matrix products."""
+    """Data type of the joint encoder's matrix products."""
     return str(model.joint.compute_dtype).removeprefix("torch.")
 
 

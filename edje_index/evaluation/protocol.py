@@ -22,7 +22,7 @@ from storage_formats.format.rows import INDEXED, read_shard_rows
 
 Ints = NDArray[np.int64]
 OTHER = -1
-"""In place of a row id: the image of a caption is no candidate."""
+"""In place of a row id: the image of a caption is not a candidate."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class EvaluationSet:
     Attributes:
         rows: row ids of the candidate images, ascending, int64 [r].
         captions: the candidate captions [c].
-        caption_rows: row id of each caption's image, int64 [c]; `OTHER` if the image is no candidate.
+        caption_rows: row id of each caption's image, int64 [c]; `OTHER` if the image is not a candidate.
         query_captions: positions in `captions` of the text-to-image queries.
         query_rows: row ids of the image-to-text queries.
     """

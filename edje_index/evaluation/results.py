@@ -10,7 +10,7 @@ from edje_index.evaluation.bootstrap import Estimate
 
 @dataclass(frozen=True)
 class Inputs:
-    """What became of the captioned images: ``images`` are those used and those missing, the latter by reason."""
+    """Counts of captioned images and their captions; ``missing`` counts the unused images by reason."""
 
     images: int
     used: int
@@ -31,7 +31,7 @@ class System:
         block_shape: (m, d) of one image's tokens.
         weights: weights of the final score by direction, see `scoring.weights.ScoreWeights`.
         candidates, queries: their numbers by direction.
-        dtype: number type of the joint encoder's matrix products; None without re-ranking.
+        dtype: data type of the joint encoder's matrix products; None without re-ranking.
     """
 
     name: str

@@ -46,7 +46,7 @@ class ScoreCache:
             self._key_folder.mkdir(parents=True, exist_ok=True)
             (self._key_folder / "key.json").write_text(json.dumps(dict(self.key), indent=2, sort_keys=True) + "\n")
         except OSError as error:
-            raise UsageError(f"cannot keep scores in {self.folder}: {error.strerror}") from error
+            raise UsageError(f"cannot write the score cache {self.folder}: {error.strerror}") from error
 
     def load(self) -> tuple[Ints, Floats]:
         """The pairs [k] that were scored before, ascending, and their scores [k]."""

@@ -59,7 +59,7 @@ def token_sources(root: Path, names: Sequence[str], *, simulate: bool) -> list[T
     Args:
         root: the index.
         names: the precisions.
-        simulate: convert precisions that the index does not hold in memory.
+        simulate: allow precisions that the index does not hold, by converting tokens in memory.
 
     Raises:
         UsageError: a precision is neither stored nor simulated, or every stored precision is coarser.

@@ -1,6 +1,6 @@
-"""Decoding of image files: from bytes to an upright 8-bit RGB picture, or to the reason why there is none.
+"""Decoding of image files: from bytes to an upright 8-bit RGB picture, or to the reason for a failure.
 
-- EXIF orientation is applied. Damaged metadata never fails a picture.
+- EXIF orientation is applied. Damaged metadata never makes the decoding fail.
 - The first frame of animations and multi-page files is decoded.
 - `edje_index.images.to_rgb` converts colours, transparency and sample widths.
 """
@@ -77,7 +77,7 @@ class ImageError(Exception):
 
     Attributes:
         reason: one of `REASONS`.
-        detail: description for people.
+        detail: human-readable description.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -122,7 +122,7 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
 
 
 def _decode_with_any_text(data: bytes, name: str, max_pixels: int) -> Image.Image:
-    """Decode; without its text chunks if it is a PNG with more text than Pillow accepts."""
+    """Decode an image. Text chunks of a PNG with more text than Pillow accepts are dropped."""
     try:
         return _decode(data, name, max_pixels)
     except ValueError as error:

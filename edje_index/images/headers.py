@@ -73,7 +73,7 @@ def canvas_size(data: bytes, name: str) -> tuple[int, int] | None:
     first frame, which may be larger. A damaged header gives None: opening the file fails anyway.
 
     Raises:
-        TooExpensiveError: the first frame of a GIF lies too far behind.
+        TooExpensiveError: the first frame of a GIF starts too far into the file.
     """
     try:
         if name == "WEBP":

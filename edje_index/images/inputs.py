@@ -26,14 +26,14 @@ class InputRef:
     """One input of a build.
 
     Attributes:
-        uri: name for people and for the rows table: an absolute path, with bytes that are not UTF-8 as %XX, or
+        uri: human-readable name, stored in the rows table: an absolute path, with bytes that are not UTF-8 as %XX, or
             "<tar path>!<member>".
         path: file to open, as bytes (`os.fsencode`), so that any file name works.
         offset: offset of its bytes in that file.
         size: number of bytes when the plan was made; None if unknown.
         member: if true, the input is the bytes [offset, offset + size) of `path`; otherwise it is the whole file.
         content_hash: SHA-256, 64 hex digits; None if the plan did not hash it.
-        duplicate_of: row id of the first input with the same bytes; None if it is no duplicate.
+        duplicate_of: row id of the first input with the same bytes; None if it is not a duplicate.
         problem: the reason, one of `edje_index.images.decode.REASONS`, if the plan knows that it cannot be encoded.
     """
 
@@ -48,7 +48,7 @@ class InputRef:
 
 
 def display_path(path: bytes) -> str:
-    """A path as text for people: UTF-8, with other bytes as %XX. Two paths may have the same text."""
+    """A path as human-readable text: UTF-8, with other bytes as %XX. Two paths may have the same text."""
     try:
         return path.decode()
     except UnicodeDecodeError:
@@ -116,7 +116,7 @@ def _read(fd: int, ref: InputRef) -> bytes:
     if len(data) != size:
         if os.fstat(fd).st_size >= ref.offset + size:
             raise OSError(errno.EIO, f"a read ended {size - len(data)} bytes before the end of the file")
-        raise ImageError("changed-since-plan", f"{len(data)} bytes where {size} were announced")
+        raise ImageError("changed-since-plan", f"read only {len(data)} of {size} bytes")
     return data
 
 

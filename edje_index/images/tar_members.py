@@ -51,7 +51,7 @@ class TarDamage(Exception):
 
     Attributes:
         reason: "truncated-archive" or "damaged-archive", as in `edje_index.images.decode.REASONS`.
-        detail: what is wrong, for people.
+        detail: what is wrong, as human-readable text.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -78,7 +78,7 @@ def iter_members(fd: int) -> Iterator[TarMember]:
 
 
 class _HeaderFile:
-    """The file that `tarfile` reads headers from: unbuffered, and without long reads of damaged sizes."""
+    """The file that `tarfile` reads headers from. Unbuffered; refuses the long reads of damaged sizes."""
 
     name = None
     mode = "rb"
@@ -96,7 +96,7 @@ class _HeaderFile:
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= _MAX_READ:
-            raise TarDamage("damaged-archive", f"an extended header of {size} bytes at byte {self._position}")
+            raise TarDamage("damaged-archive", f"the header at byte {self._position} has the invalid size {size}")
         data = os.pread(self._fd, size, self._position)
         self.reached_end |= len(data) < size
         self._position += len(data)
@@ -126,9 +126,9 @@ def _archive_members(fd: int, start: int) -> Generator[TarMember, None, int]:
 def _member(info: tarfile.TarInfo) -> TarMember:
     name = info.name.encode("utf-8", "surrogateescape")
     if not 0 <= info.size < _MAX_SIZE:
-        raise TarDamage("damaged-archive", f"the member at byte {info.offset} has a size of {info.size} bytes")
+        raise TarDamage("damaged-archive", f"the member at byte {info.offset} has the invalid size {info.size}")
     if b"\0" in name:
-        raise TarDamage("damaged-archive", f"the member at byte {info.offset} has the name {name[:100]!r}")
+        raise TarDamage("damaged-archive", f"the member at byte {info.offset} has the invalid name {name[:100]!r}")
     return TarMember(name, _kind(info), info.offset_data, info.size)
 
 

@@ -89,7 +89,7 @@ class _Fields:
         self.expect("metric", self.number("i"), _INNER_PRODUCT)
 
     def ids(self, count: int, *, limit: int) -> None:
-        """`count` ids, each in 0..limit - 1: FAISS uses them as offsets."""
+        """Read `count` ids and check that each is in 0..limit - 1, because FAISS uses ids as offsets."""
         ids = self.array(count)
         if count and (ids.min() < 0 or ids.max() >= limit):
             raise FaissFileError(f"it holds ids from {ids.min()} to {ids.max()}, but they must be in 0..{limit - 1}")
@@ -128,7 +128,7 @@ def _check_inverted_lists(fields: _Fields, shape: FaissShape) -> None:
     fields.header(shape.dimensions, shape.vectors)
     lists, probes = fields.number("Q"), fields.number("Q")
     if not probes:
-        raise FaissFileError("it searches no inverted list")
+        raise FaissFileError("its number of inverted lists to search is 0")
     fields.tag("IxFI")
     _check_flat(fields, shape.dimensions, lists)
     fields.expect("type of direct map", fields.number("B"), 0)

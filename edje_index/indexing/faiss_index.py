@@ -35,7 +35,7 @@ _PIECE_BYTES = 1 << 20  # read or written at once
 
 @name_missing_extra("search")
 def check_faiss() -> None:
-    """MissingExtraError if FAISS is not installed; for jobs that need it only after hours of work."""
+    """Raise MissingExtraError if FAISS is not installed; for jobs that need it only after hours of work."""
     import faiss  # noqa: F401
 
 
@@ -126,7 +126,7 @@ class AnnIndex:
     def nearest(self, query: NDArray[np.float32], k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """At most `k` rows nearest to `query` [embed_dim] -> (row ids, cosine similarities), best first."""
         if query.shape != (self._index.d,):
-            raise ModelError(f"the query has {query.shape[-1]} dimensions, the embeddings of the index {self._index.d}")
+            raise ModelError(f"the query has {query.shape[-1]} dimensions, but the embeddings have {self._index.d}")
         scores, rows = self._index.search(query[None].astype(np.float32), min(k, len(self)))
         filled = rows[0] >= 0  # FAISS fills up with -1 if the probed lists hold fewer than k vectors
         return rows[0][filled], scores[0][filled]

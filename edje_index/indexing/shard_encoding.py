@@ -248,7 +248,7 @@ def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.
 
 
 def _has_non_finite(tokens: Blocks) -> NDArray[np.bool_]:
-    """Whether each of bfloat16 [b, m, d] holds a NaN or an infinity (an exponent of all ones) -> [b]."""
+    """Whether each block of bfloat16 [b, m, d] has a NaN or an infinity (all exponent bits set) -> [b]."""
     bits = tokens.view(np.uint16).reshape(len(tokens), -1)
     return np.asarray(((bits & 0x7F80) == 0x7F80).any(axis=1))
 

@@ -31,7 +31,7 @@ class AdapterConfig:
     Attributes:
         kind: ``compressed`` (learned queries attend to the patches), ``local`` (an MLP on every patch), or a
             training-free reduction followed by that MLP: ``strided``, ``clustered``, ``pruned``. ``patches`` stores
-            the patch features unchanged (d = d_v, hidden_dim 0), to train on and not to re-rank with.
+            the patch features unchanged (d = d_v, hidden_dim 0), for training only.
         num_tokens: m, stored tokens per image; the tower's n for ``local`` and ``patches``.
         vision_dim: d_v.
         language_dim: d.
@@ -52,7 +52,7 @@ class AdapterConfig:
 
     @property
     def is_feature(self) -> bool:
-        """Whether it has no weights: its tokens are features of the tower's width, to train on."""
+        """Whether the adapter has no weights, so that its tokens are tower features to train on."""
         return self.hidden_dim == 0
 
     def features(self, patches: int) -> AdapterConfig:
@@ -202,13 +202,13 @@ def _check(config: AdapterConfig) -> None:
         raise ModelError(f"all sizes of an adapter must be positive, got {config}")
     if config.kind == COMPRESSED and config.vision_dim % config.num_heads:
         raise ModelError(
-            f"{config.num_heads} heads do not divide the tower's width {config.vision_dim}; "
+            f"the tower's width {config.vision_dim} is not divisible by {config.num_heads} heads; "
             "give the vision tower's own number of heads"
         )
     if config.hidden_dim == 0 and (config.kind in (COMPRESSED, LOCAL) or config.vision_dim != config.language_dim):
         raise ModelError(
-            f"hidden_dim is 0, which needs a training-free adapter with equal widths, not a {config.kind} one from "
-            f"{config.vision_dim} to {config.language_dim}"
+            f"hidden_dim 0 requires a training-free adapter with equal input and output widths, got a {config.kind} "
+            f"adapter from {config.vision_dim} to {config.language_dim}"
         )
     if config.kind == PATCHES and config.hidden_dim:
         raise ModelError(f"a patches adapter stores features unchanged: hidden_dim must be 0, not {config.hidden_dim}")

@@ -41,7 +41,7 @@ class ClipConfig:
     """Everything that determines an open_clip model except its weights.
 
     Attributes:
-        name: open_clip's name of the model, for people.
+        name: open_clip's name of the model, for display only.
         model: open_clip's ``model_cfg``.
         preprocess: open_clip's ``preprocess_cfg`` (size, mean, std, interpolation, resize mode).
     """
@@ -75,7 +75,7 @@ def read_clip_config(folder: Path, name: str) -> ClipConfig:
     """Read ``open_clip_config.json`` of a folder.
 
     Raises:
-        ModelError: the file is missing, has another form, or names a vision tower on a hub.
+        ModelError: the file is missing, has a different form, or names a vision tower on a hub.
     """
     try:
         content = json.loads((folder / CONFIG_FILE).read_text())

@@ -1,4 +1,4 @@
-"""Devices and number types by name, and the CPU threads of torch."""
+"""Devices and data types by name, and the CPU threads of torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from edje_index.errors import ModelError
 
 DTYPES = ("auto", "float32", "bfloat16")
-"""Names of the number types of matrix products."""
+"""Names of the data types of matrix products."""
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device with a name; ``auto`` is CUDA if torch sees a CUDA device, else the CPU.
+    """The device named `device`; ``auto`` is CUDA if torch sees a CUDA device, else the CPU.
 
     Raises:
         ModelError: there is no such device.
@@ -32,13 +32,13 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The number type with a name; ``auto`` is bfloat16 on CUDA and float32 elsewhere.
+    """The data type named `dtype`; ``auto`` is bfloat16 on CUDA and float32 elsewhere.
 
     Raises:
         ModelError: the name is not one of `DTYPES`.
     """
     if dtype not in DTYPES:
-        raise ModelError(f"unknown number type {dtype!r}: give one of {', '.join(DTYPES)}")
+        raise ModelError(f"unknown data type {dtype!r}: give one of {', '.join(DTYPES)}")
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32

@@ -37,7 +37,7 @@ class JointEncoder(nn.Module):
 
     Attributes:
         tokenizer: tokenizer of captions.
-        compute_dtype: number type of the language model's matrix products in :meth:`forward`, see
+        compute_dtype: data type of the language model's matrix products in :meth:`forward`, see
             `models.devices.autocast`. The head is always float32: with the 8 significant bits of bfloat16 many
             candidates would have equal logits.
 
@@ -53,7 +53,7 @@ class JointEncoder(nn.Module):
         if tokenizer.image_token_id >= config.vocab_size:
             raise ModelError(
                 f"the tokenizer's <image> token has token id {tokenizer.image_token_id}, but the language model has "
-                f"{config.vocab_size} words: use the tokenizer that the language model was trained with"
+                f"{config.vocab_size} token ids: use the tokenizer that the language model was trained with"
             )
         self.tokenizer = tokenizer
         self.compute_dtype = torch.float32

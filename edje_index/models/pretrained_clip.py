@@ -110,5 +110,5 @@ def _listed(tags: list[str]) -> str:
 
 
 def _plain_json(value: Any) -> Any:
-    """The value with tuples as lists, as it is after a round trip through a file."""
+    """The value with tuples as lists, as after a round trip through JSON."""
     return json.loads(json.dumps(value))

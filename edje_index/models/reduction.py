@@ -28,7 +28,7 @@ def prune_tokens(tokens: torch.Tensor, received: torch.Tensor, count: int) -> to
 
     Args:
         tokens: patch features [b, n, d].
-        received: attention that each patch receives in the last layer [b, n]. The first of equals wins.
+        received: attention that each patch receives in the last layer [b, n]. Ties go to the first patch.
         count: m.
     """
     _check(tokens, count)

@@ -31,7 +31,7 @@ def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
         files: names of its files, as ``bundle.json`` lists them.
 
     Raises:
-        ModelError: it does one of these.
+        ModelError: the bundle does one of these.
     """
     for name in files:
         path = PurePosixPath(name)
@@ -48,7 +48,7 @@ def read_configuration(file: Path) -> dict[str, Any]:
     """Read a configuration file, which must not name code to run or to download.
 
     Raises:
-        ModelError: it does, or it is not a JSON object.
+        ModelError: it names code, or is not a JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -67,7 +67,7 @@ def check_tokenizer_folder(folder: Path) -> None:
     """Refuse the configuration of a tokenizer that names code, or a class other than the known ones.
 
     Raises:
-        ModelError: it does.
+        ModelError: the configuration is refused.
     """
     for name in ("tokenizer_config.json", "config.json"):
         file = folder / name
@@ -85,7 +85,7 @@ def check_options(options: Mapping[str, Any], accepted: Collection[str], source:
     """Refuse options of a tokenizer that are not accepted.
 
     Raises:
-        ModelError: there is one; the message names it and `source`.
+        ModelError: an option is not accepted; the message names it and `source`.
     """
     refused = sorted(set(options) - set(accepted))
     if refused:
@@ -99,11 +99,11 @@ def check_local_name(name: str | None, source: str) -> None:
     """Refuse a timm model name that stands for a hub or a folder instead of an architecture.
 
     Raises:
-        ModelError: it does; the message names `source`.
+        ModelError: the name is refused; the message names `source`.
     """
     if name is not None and (":" in name or "/" in name):
         raise ModelError(
-            f"{source} names the timm model {name!r}, not one of timm's architectures: use the name of one"
+            f"{source} names the timm model {name!r}, not one of timm's architectures: use a name of timm.list_models()"
         )
 
 

@@ -93,7 +93,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a ``torch.save`` file of tensors and plain containers. No code in the file is executed.
 
     Raises:
-        ModelError: it is no such file, or it holds other Python objects.
+        ModelError: it is not such a file, or it holds other Python objects.
     """
     if not path.is_file():
         raise ModelError(f"no checkpoint file at {path}; give the path of the .pth file")

@@ -77,7 +77,7 @@ class HubnessBank(nn.Module):
 
     @classmethod
     def load(cls, path: Path, embed_dim: int, sizes: Mapping[str, int]) -> HubnessBank:
-        """Read the bank of `sizes` that :meth:`save` wrote. ModelError if the file does not fit them."""
+        """Read the bank of `sizes` that :meth:`save` wrote. Raises ModelError if the file does not fit them."""
         bank = cls(embed_dim=embed_dim, **sizes)
         assign_weights(bank, read_weights(path), str(path))
         return bank

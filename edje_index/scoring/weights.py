@@ -33,7 +33,7 @@ BUNDLE_SCORE = "bundle"
 
 @dataclass(frozen=True)
 class HubnessSimilarity:
-    """The similarity that the hubness correction compares a candidate with the bank by.
+    """The similarity between a candidate and the bank that the hubness correction uses.
 
     Attributes:
         embedding: weight of the cosine similarity of the embeddings.
@@ -142,7 +142,8 @@ def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> Scor
 
     Args:
         score: ``bundle`` for `bundle_weights`; or ``PART=WEIGHT,...`` with the parts of `PART_NAMES`, where ``PART``
-            alone means weight 1 and parts that are not named have weight 0; or weights, which are returned.
+            alone means weight 1 and parts that are not named have weight 0; or `ScoreWeights`, which are returned
+            unchanged.
         bundle_weights: the weights of the model bundle. They also define the hubness correction for ``hubness=WEIGHT``.
 
     Raises:
@@ -154,7 +155,9 @@ def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> Scor
         return bundle_weights
     weights = dict(_part_weight(item) for item in score.split(","))
     if not any(weights.values()):
-        raise UsageError(f"the score '{score}' has no part with a weight other than 0", parameter="score")
+        raise UsageError(
+            f"the score '{score}' gives every part the weight 0; name at least one part", parameter="score"
+        )
     return ScoreWeights.of_parts(weights, bundle_weights.hubness_similarity)
 
 
@@ -164,7 +167,7 @@ def check_score(score: str) -> None:
 
 
 def check_parts(weights: ScoreWeights, available: Mapping[str, Any], what: str) -> None:
-    """ModelError if `weights` use a part that is not among the `available` parts of `what`."""
+    """Raise ModelError if `weights` use a part that is not among the `available` parts of `what`."""
     missing = [PART_NAMES[part] for part, weight in weights.by_part().items() if weight and part not in available]
     if missing:
         raise ModelError(f"{what} has no {' and no '.join(missing)}; its parts are {', '.join(available)}")

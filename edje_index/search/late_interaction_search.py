@@ -69,7 +69,7 @@ class LateInteractionSearch:
 
         Args:
             root: the index.
-            precision: tokens to score; the first that the index holds if it is None.
+            precision: precision of the tokens; None takes the first that the index holds.
 
         Raises:
             UsageError, IncompleteIndexError, CorruptIndexError: as `TokenStore.open`.
@@ -96,13 +96,14 @@ class LateInteractionSearch:
             row_ids: the candidates themselves, instead of `embedding`; `range(len(index.store))` scores every row.
 
         Raises:
-            UsageError: arrays or numbers that do not fit, or not exactly one of `embedding` and `row_ids`.
+            UsageError: an argument has the wrong shape or value, or not exactly one of `embedding` and `row_ids` is
+                given.
             MissingExtraError: `embedding` is given and FAISS is not installed.
         """
         if k < 1 or pool < 1:
             raise UsageError(f"k and pool must be at least 1, got k = {k}, pool = {pool}")
         if (embedding is None) == (row_ids is None):
-            raise UsageError("give either embedding or row_ids to say which rows are the candidates")
+            raise UsageError("give exactly one of embedding and row_ids to choose the candidates")
         candidates = self._nearest(embedding, pool) if row_ids is None else np.asarray(row_ids, dtype=np.int64)
         scores = self.scores(query, candidates)
         present = np.flatnonzero(~np.isnan(scores))

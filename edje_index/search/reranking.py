@@ -40,7 +40,7 @@ class CandidateScores:
     """The scores of k candidates.
 
     Attributes:
-        final: what candidates are sorted by, float32 [k].
+        final: the final scores, float32 [k].
         joint: the share of `final` that depends on the query and the tokens together (logit, late interaction and
             pooled similarity, weighted), float32 [k]; None if the score has none of them.
         parts: the parts that count, not weighted, float32 [k] each.
@@ -106,7 +106,7 @@ def embedding_scores(candidates: Candidates) -> CandidateScores:
 
 
 def check_reranks(model: ModelBundle) -> None:
-    """ModelError if the bundle stores features to train on, which its joint encoder cannot score."""
+    """Raise ModelError if the bundle stores features to train on, which its joint encoder cannot score."""
     config = model.adapter.config
     if config.is_feature:
         raise ModelError(

@@ -97,7 +97,7 @@ class TokenIndex:
             model: bundle to search with; by default the one that built the index.
             precision: precision of the tokens to re-rank with; by default the first that the index holds.
             device: "auto", "cpu" or "cuda", for the text tower and the joint encoder.
-            dtype: number type of the joint encoder's matrix products: "auto", "float32" or "bfloat16". bfloat16 takes
+            dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16". bfloat16 takes
                 about half the time on processors that support it, and longer on others.
             score: the score to sort by: "bundle" (the weights of the bundle), "logit", "embedding",
                 "PART=WEIGHT,..." or `ScoreWeights`; see `edje_index.scoring.weights.parse_score`.
@@ -215,7 +215,7 @@ def load_search_model(
     built_by = manifest.model["fingerprint"]
     if info.encoder_fingerprint != built_by:
         raise ModelError(
-            f"the bundle {path} did not build {root}: the bundle's encoder is {info.encoder_fingerprint}, that of the "
-            f"index is {built_by}"
+            f"the bundle {path} did not build {root}: the encoder fingerprint is {info.encoder_fingerprint} in the "
+            f"bundle and {built_by} in the index; name the bundle that built the index"
         )
     return ModelBundle.load(path, device=device, dtype=dtype)

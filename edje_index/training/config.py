@@ -52,7 +52,7 @@ class ArchitectureConfig(Settings):
 
 
 class AugmentationConfig(Settings):
-    """Random augmentation, drawn anew at every step."""
+    """Random augmentation, drawn again at every step."""
 
     views: int = Field(
         default=0,
@@ -139,7 +139,7 @@ class OptimizerConfig(Settings):
 
 
 class LoopConfig(Settings):
-    """Length of the joint phase, batches, random seed and number type."""
+    """Length of the joint phase, batches, random seed and data type."""
 
     steps: int | None = Field(default=None, ge=1, description="Optimiser steps. Set this or epochs.")
     epochs: float | None = Field(default=None, gt=0, description="Passes over the images, with one caption each.")
@@ -226,7 +226,7 @@ def _describe(model: type[Settings], problem: Any) -> str:
 
 
 def _suggestion(model: type[Settings], name: str) -> str:
-    """Names a setting with the same key in another group, or one that is spelled alike."""
+    """Names a setting with the same key in another group, or one with a similar spelling."""
     names = setting_names(model)
     same_key = [other for other in names if other.split(".")[-1] == name.split(".")[-1]]
     alike = difflib.get_close_matches(name, [*names, *model.model_fields], n=1)

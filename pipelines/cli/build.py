@@ -53,7 +53,7 @@ _POSITIVE = click.IntRange(min=1)
     type=click.Choice(["auto", "float32", "bfloat16"]),
     default="auto",
     show_default=True,
-    help="Number type of matrix products. auto is bfloat16 on cuda and float32 on cpu.",
+    help="Data type of matrix products. auto is bfloat16 on cuda and float32 on cpu.",
 )
 @click.option(
     "--precision",

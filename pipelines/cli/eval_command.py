@@ -37,7 +37,7 @@ _PATH = click.Path(path_type=Path)
     metavar="NAME",
     help="Precision of the tokens; repeatable.  [default: all]",
 )
-@click.option("--simulate", is_flag=True, help="Convert precisions that INDEX does not hold in memory.")
+@click.option("--simulate", is_flag=True, help="Also measure precisions that INDEX does not hold.")
 @click.option(
     "--pool",
     "pools",
@@ -55,7 +55,7 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--full",
     is_flag=True,
-    help="Full-dataset protocol: the candidates are all of INDEX and CAPTIONS, not only --split; R@5/10/20.",
+    help="Full-dataset protocol: all images of INDEX and all CAPTIONS are candidates. Reports R@5/10/20.",
 )
 @click.option("--full-captions", type=_PATH, multiple=True, help="More candidate captions, with --full; repeatable.")
 @score_option
@@ -84,7 +84,7 @@ def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: Any) ->
     In text-to-image search a caption must find its image; in image-to-text search an image must find any of its
     captions. The candidates are the images and captions of CAPTIONS, or of one of its splits.
 
-    --score measures parts of the final score alone, on any bundle.
+    With --score, you can measure each part of the final score alone, with any bundle.
 
     \b
     Examples:
@@ -97,7 +97,7 @@ def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: Any) ->
     if options["full_captions"] and not options["full"]:
         raise UsageError("--full-captions needs --full")
     if not options["rerank"] and options["score"] != BUNDLE_SCORE:
-        raise UsageError("--score is the score to re-rank by: leave out either --score or --no-rerank")
+        raise UsageError("--score has no effect with --no-rerank: leave one of them out")
     config = _config(**options)
     if report is not None:
         _make(report)
@@ -151,7 +151,7 @@ def _show(result: Evaluation, report: Path | None, *, as_json: bool) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Make the directory of the report before the evaluation. UsageError if it cannot be written to."""
+    """Make the directory of the report before the evaluation. Raises UsageError if it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

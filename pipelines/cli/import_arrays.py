@@ -25,10 +25,10 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     multiple=True,
     default=["bf16"],
     show_default=True,
-    help="Precision to store; may be repeated.",
+    help="Precision to store; repeatable.",
 )
 @click.option("--shard-size", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows per shard.")
-@click.option("--encoder", default="unknown", show_default=True, help="Name and version of the model of the arrays.")
+@click.option("--encoder", default="unknown", show_default=True, help="Name and version of your encoder.")
 @click.option("--ann/--no-ann", default=True, show_default=True, help="Build the FAISS index of the embeddings.")
 @quiet_option
 @json_option

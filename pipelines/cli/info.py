@@ -35,7 +35,7 @@ def info(index: Path, as_json: bool) -> None:
 
 
 def describe_index(root: Path) -> dict[str, Any]:
-    """The contents of a finished or begun index as a JSON object. Raises EdjeError if there is no index."""
+    """The contents of a finished or unfinished index as a JSON object. Raises EdjeError if there is no index."""
     from pipelines.jobs.shard_run import read_receipts
     from pipelines.planning.plan import read_plan
 

@@ -1,4 +1,4 @@
-"""Shared by commands: common options, and printing results for people or as JSON."""
+"""Shared by commands: common options, and printing results as text or as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ dtype_option = click.option(
     type=click.Choice(["auto", "float32", "bfloat16"]),
     default="float32",
     show_default=True,
-    help="Number type of the joint encoder's matrix products. bfloat16 is about twice as fast on processors that "
+    help="Data type of the joint encoder's matrix products. bfloat16 is about twice as fast on processors that "
     "support it, and slower on others. auto is bfloat16 on cuda and float32 on cpu.",
 )
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("index", type=click.Path(path_type=Path))
-@click.option("--to", "to", multiple=True, metavar="NAME", help="Precision to add; may be repeated.")
-@click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove afterwards; may be repeated.")
+@click.option("--to", "to", multiple=True, metavar="NAME", help="Precision to add; repeatable.")
+@click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove afterwards; repeatable.")
 @click.option(
     "--from", "source", metavar="NAME", help="Precision to convert from.  [default: the highest-fidelity one stored]"
 )

@@ -50,9 +50,9 @@ def search(
 ) -> None:
     """Find the images that match TEXT best.
 
-    The candidates are the rows whose embeddings are nearest to that of TEXT. Their tokens are fetched and they are
-    sorted by the final score, a weighted sum of parts. The model bundle holds the weights; --score replaces them. An
-    imported checkpoint scores by the joint encoder's logit alone, as published.
+    The candidates are the rows whose embeddings are nearest to that of TEXT. The tokens of the candidates are fetched,
+    and the candidates are sorted by the final score, a weighted sum of parts. The model bundle holds the weights;
+    --score replaces them. An imported checkpoint scores by the joint encoder's logit alone, as published.
 
     With --json each hit has `score`, its unweighted `parts`, `embedding_score` (cosine similarity of the embeddings)
     and `joint_score` (weighted logit, late interaction and pooled similarity).
@@ -68,7 +68,7 @@ def search(
     if rerank and pool < k:
         raise UsageError(f"--pool {pool} is smaller than -k {k}: only candidates in the pool can become hits")
     if not rerank and score != BUNDLE_SCORE:
-        raise UsageError("--score is the score to re-rank by: leave out either --score or --no-rerank")
+        raise UsageError("--score has no effect with --no-rerank: leave one of them out")
     from storage_formats.format.manifest import Manifest
 
     trained = Manifest.load(index).model.get("trained", True)  # may raise, so it comes before torch is loaded

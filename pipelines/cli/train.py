@@ -19,7 +19,7 @@ _PATH = click.Path(path_type=Path)
 
 
 class _TrainCommand(click.Command):
-    """Tells users of options that became settings how to write them now."""
+    """Reports options of earlier versions together with the settings that replace them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)  # the parser empties `args`
@@ -41,7 +41,7 @@ class _TrainCommand(click.Command):
 @click.option("--model", type=_PATH, help="Bundle with the frozen vision and text towers.")
 @click.option("--vision", metavar="NAME", help="Name of the frozen towers in open_clip, instead of --model.")
 @click.option("--language", type=_PATH, help="Initial language model: directory of a Hugging Face BERT, or a bundle.")
-@click.option("--init", type=_PATH, help="Bundle with the initial joint encoder, and adapter if its sizes match.")
+@click.option("--init", type=_PATH, help="Bundle to initialise joint encoder and, if its sizes match, adapter from.")
 @click.option("--teacher", type=_PATH, help="Bundle to distil from.")
 @click.option(
     "--preset", type=click.Choice(list(PRESETS)), default="paper", show_default=True, help="Settings to start from."

@@ -29,7 +29,7 @@ _PATH = click.Path(path_type=Path)
     type=click.IntRange(min=14),
     default=224,
     show_default=True,
-    help="Image side in pixels.",
+    help="Width and height of the input images in pixels.",
 )
 @click.option("--out", required=True, type=_PATH, help="Directory of the open_clip model to write.")
 @click.option("--cache", type=_PATH, help="Directory where image features are kept.  [default: OUT.features]")
@@ -37,12 +37,12 @@ _PATH = click.Path(path_type=Path)
 @click.option("--epochs", default=14, show_default=True, help="Passes over all captions.")
 @click.option("--batch-size", default=512, show_default=True, help="Pairs per step.")
 @click.option("--lr", default=1e-3, show_default=True, help="Learning rate of the heads.")
-@click.option("--tune-text", default=0, show_default=True, help="Last layers of the text tower to train as well.")
-@click.option("--text-lr", default=1e-4, show_default=True, help="Learning rate of those layers.")
+@click.option("--tune-text", default=0, show_default=True, help="Number of last text-tower layers to train.")
+@click.option("--text-lr", default=1e-4, show_default=True, help="Learning rate of the layers that --tune-text trains.")
 @click.option("--weight-decay", default=0.5, show_default=True, help="Weight decay. Biases and norms have none.")
 @click.option("--image-dropout", default=0.3, show_default=True, help="Dropout in the image head.")
 @click.option("--text-dropout", default=0.3, show_default=True, help="Dropout in the text head.")
-@click.option("--seed", default=0, show_default=True, help="Seed of everything random.")
+@click.option("--seed", default=0, show_default=True, help="Random seed.")
 @json_option
 def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) -> None:
     """Train an embedding model: contrastive heads over separately trained vision and text towers.

@@ -155,7 +155,7 @@ def removed_options(arguments: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def options_named() -> Iterator[None]:
-    """Add the option to every setting that a UsageError names, if the setting has one."""
+    """Add the name of its option, if it has one, to every setting that a UsageError names."""
     try:
         yield
     except UsageError as error:
@@ -167,7 +167,7 @@ def options_named() -> Iterator[None]:
 
 
 def _replacement(option: str) -> str | None:
-    """What replaces an option of an earlier version; None for other names."""
+    """The replacement of an option of an earlier version; None for other names."""
     key = option.replace("-", "_")
     if key in DEDICATED_OPTIONS:
         return None

@@ -70,7 +70,7 @@ class Engine(Protocol):
         """Run every task and yield the outcomes in order of completion.
 
         Close the iterator to end early. Once `should_stop()` returns true, no further task starts, the running tasks
-        are asked to give up, and the iterator ends. A task without an outcome was not done.
+        are told to stop, and the iterator ends. A task without an outcome was not done.
 
         Args:
             make_worker: called once in each worker process.

@@ -168,8 +168,8 @@ def _initialize(stack: contextlib.ExitStack, ray: Any, **options: Any) -> None:
 def _silence_error_listener(stack: contextlib.ExitStack, ray: Any) -> None:
     """Keep Ray from printing errors of its processes to standard output, where a command prints its result.
 
-    The only use of a private name of Ray: no public setting turns these messages off (versions 2.52 to 2.60). In a
-    version without that name, the messages appear and everything else works.
+    This is the only use of a private name of Ray: no public setting turns these messages off (versions 2.52 to 2.60).
+    In a version without that name, the messages appear and everything else works.
     """
     module: Any = getattr(getattr(ray, "_private", None), "worker", None)
     printer = getattr(module, "print_to_stdstream", None)
@@ -179,14 +179,14 @@ def _silence_error_listener(stack: contextlib.ExitStack, ray: Any) -> None:
 
 
 def _probe(address: str) -> None:
-    """Raise OSError unless something listens at `address`: Ray tries for minutes and then ends this process."""
+    """Raise OSError unless something listens at `address`; Ray would retry for minutes and then end this process."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
 
 
 @contextlib.contextmanager
 def _environment(defaults: dict[str, str], **values: str) -> Iterator[None]:
-    """Set environment variables within the context; a variable of `defaults` that the user has set stays as it is."""
+    """Set environment variables within the context; a variable of `defaults` that the user has set keeps its value."""
     before = dict(os.environ)
     os.environ.update({**defaults, **before, **values})
     try:

@@ -113,7 +113,7 @@ class _WorkerActor:
 
 @dataclasses.dataclass
 class _Running:
-    """A task on an actor, and the question about its progress that has no answer yet."""
+    """A task on an actor, and its pending request for progress."""
 
     actor: Any
     task: Task

@@ -1,7 +1,7 @@
 """Training on several workers with Ray Train: each worker runs the same function, in a process group that Ray sets up.
 
 The workers and this process communicate through files of the run folder, which every node must see: the log that
-the first worker writes, the checkpoints from which a restarted group resumes, and a file that asks for a stop.
+the first worker writes, the checkpoints from which a restarted group resumes, and a file that requests a stop.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def train_on_ray(
     try:
         with connected_ray(address, cpus=cpus * workers, gpus=gpus * workers) as cluster:
             if (room := cluster.room(cpus=cpus, gpus=gpus)) < workers:
-                raise UsageError(f"the Ray cluster has room for {room} of {workers} workers; train on fewer")
+                raise UsageError(f"the Ray cluster has room for {room} of {workers} workers; use fewer workers")
             fit = _Fit(_make_trainer(task, workers, cpus=cpus, gpus=gpus))
             records_shown = 0
             while fit.is_alive():

@@ -73,7 +73,7 @@ class ArraysResult:
 def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> ArraysResult:
     """Write the index that `config` describes.
 
-    If this raises, nothing is left of the index, unless only its nearest-neighbour index could not be built.
+    If this raises, the index is removed, unless only its nearest-neighbour index could not be built.
 
     Raises:
         UsageError: a file is not what `ArraysConfig` says, the files do not fit each other, `out` is in use, or the
@@ -90,7 +90,7 @@ def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldSt
         check_faiss()
     tokens, embeddings = open_npy(config.tokens, 3), open_npy(config.embeddings, 2)
     if len(tokens) != len(embeddings):
-        raise UsageError(f"{config.tokens} has {len(tokens)} rows, {config.embeddings} has {len(embeddings)}")
+        raise UsageError(f"{config.tokens} has {len(tokens)} rows, but {config.embeddings} has {len(embeddings)}")
     _, m, d = tokens.shape
     spec = IndexSpec(len(tokens), config.shard_size, (m, d), embeddings.shape[1], config.precisions)
     parts = _row_parts(config.rows, spec.rows)
@@ -117,10 +117,10 @@ def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldSt
 
 
 def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
-    """The array in a .npy file as a memory map; 16-bit words that are no numbers of NumPy's own become bfloat16.
+    """The array in a .npy file as a memory map; 16-bit words of no NumPy number type become bfloat16.
 
     Raises:
-        UsageError: the file is not a whole .npy file of numbers, has another number of dimensions, or holds no row.
+        UsageError: the file is not a complete .npy file of numbers, has the wrong number of dimensions, or has no rows.
     """
     import numpy as np
 
@@ -137,9 +137,9 @@ def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
     if extra:
         raise UsageError(f"{path} has {extra} bytes more than its header says; it is damaged")
     if array.ndim != dimensions:
-        raise UsageError(f"{path} must have {dimensions} dimensions, it has the shape {list(array.shape)}")
+        raise UsageError(f"{path} must have {dimensions} dimensions, but it has the shape {list(array.shape)}")
     if not array.flags.c_contiguous:
-        raise UsageError(f"{path} is stored in Fortran order; save numpy.ascontiguousarray of it")
+        raise UsageError(f"{path} is stored in Fortran order; save numpy.ascontiguousarray(array) instead")
     if array.dtype == np.uint16 or array.dtype == np.dtype("V2"):
         return array.view(BF16)
     return array
@@ -162,7 +162,7 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
     if "uri" not in columns:
         raise UsageError(f"{path} has no column 'uri'; it has: {', '.join(file.schema_arrow.names)}")
     if file.metadata.num_rows != rows:
-        raise UsageError(f"{path} has {file.metadata.num_rows} rows, the arrays have {rows}")
+        raise UsageError(f"{path} has {file.metadata.num_rows} rows, but the arrays have {rows}")
     batches = iter_batches(file, _CHUNK_ROWS, columns)
     return ((len(batch), batch) for batch in batches)
 

@@ -69,7 +69,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class QueriesUsed:
-    """The queries that were re-ranked for.
+    """The queries whose candidates were re-ranked.
 
     Attributes:
         source: path of the file, or "built-in captions".
@@ -102,10 +102,10 @@ class QuantizeReport:
     Attributes:
         index, rows, block_shape: path and sizes of the index.
         reference: the precision that all others are compared with.
-        reference_encoded_from: the precisions that its blocks passed through before, first to last.
+        reference_encoded_from: the precisions that its blocks were converted from, first to last.
         reference_bytes_per_image: length of its records.
         sample: the rows that were compared.
-        queries: the queries that were re-ranked for; None if re-ranking was not measured.
+        queries: the queries whose candidates were re-ranked; None if re-ranking was not measured.
         ranking_left_out: why it was not measured.
         impossible: precisions that the width of the tokens does not allow, with the reason.
         precisions: the measured precisions, longest records first.
@@ -237,13 +237,13 @@ def _batches(rows: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
 
 
 def _ranking_model(config: ReportConfig, manifest: Manifest) -> tuple[ModelBundle | None, str | None]:
-    """(the model to re-rank with, why there is none)."""
+    """(the model to re-rank with, or None; the reason if there is no model)."""
     if config.model is None:
         bundle = manifest.model.get("bundle")
         if bundle is None:
             return None, "the index was not built by a model"
         if not Path(bundle).exists():
-            return None, f"the model bundle {bundle} does not exist any more; name its present path"
+            return None, f"the model bundle {bundle} no longer exists; name its current path"
     from edje_index.search.token_index import load_search_model
 
     model = load_search_model(config.root, manifest, config.model, device=config.device)

@@ -152,7 +152,8 @@ def run_quantize(
 def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> str:
     """The precision to convert from: `requested`, or the highest-fidelity precision stored.
 
-    A precision is no better than those that it was encoded from. Among equals, the one of the fewest conversions wins.
+    A precision is no better than those that it was encoded from. Among equally accurate precisions, the one with the
+    fewest conversions wins.
 
     Raises:
         UsageError: the index at `root` does not hold `requested`.
@@ -197,7 +198,7 @@ def _refuse_higher_fidelity(root: Path, manifest: Manifest, source: str, targets
 
 
 def _source_digest(root: Path, manifest: Manifest, source: str) -> str:
-    """SHA-256 over length and checksum of every file of `source`: another index of the same shape has another one."""
+    """SHA-256 over length and checksum of every file of `source`. It differs between indexes of the same shape."""
     folders = (f"tokens/{source}/", f"checksums/{source}/")
     lines = manifest.shard_files(root).to_pylist()
     files = [(line["path"], line["bytes"], line["crc32c"]) for line in lines if line["path"].startswith(folders)]

@@ -19,7 +19,7 @@ class BuildConfig:
         model: directory of the model bundle.
         engine: "ray" or "inline".
         workers: worker processes; None chooses by the machine.
-        threads: CPU threads per worker; None chooses by the machine, or keeps the value of an index that was begun.
+        threads: CPU threads per worker; None chooses by the machine, or keeps the value of an unfinished index.
         shard_size: rows per shard.
         batch_size: images per forward pass.
         device: "auto", "cpu" or "cuda".

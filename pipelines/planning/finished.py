@@ -24,7 +24,7 @@ def check_finished(config: BuildConfig, manifest: Manifest, should_stop: ShouldS
         UsageError: the model, the settings or the inputs differ.
         ModelError: the model bundle cannot be used.
         JobStopped: `should_stop()` returned True.
-        CorruptIndexError: a file of the index is missing or has another length than the committed one.
+        CorruptIndexError: a file of the index is missing or has a different length from the committed one.
     """
     from edje_index.bundles.info import read_bundle_info
 

@@ -43,9 +43,9 @@ class BuildSettings:
 
     @classmethod
     def choose(cls, config: BuildConfig, stored: BuildSettings | None = None) -> BuildSettings:
-        """The settings that `config` asks for.
+        """The settings of `config`, with all defaults resolved.
 
-        What it leaves to the machine is taken from `stored`, the settings of an existing index, if there is one.
+        Defaults that depend on the machine are taken from `stored`, the settings of an existing index, if there is one.
         """
         from edje_index.images.decode import DEFAULT_MAX_PIXELS
         from edje_index.images.inputs import display_path
@@ -72,7 +72,7 @@ class BuildSettings:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> BuildSettings:
-        """Raises KeyError or TypeError if `value` is not the settings of a plan."""
+        """Raises KeyError or TypeError if `value` does not hold the settings of a plan."""
         settings = {field.name: value[field.name] for field in fields(cls)}
         settings["sources"], settings["precisions"] = tuple(settings["sources"]), tuple(settings["precisions"])
         return cls(**settings)
@@ -104,7 +104,7 @@ class BuildPlan:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over everything that decides the stored bytes; workers and engine do not."""
+        """SHA-256 over everything that decides the stored bytes, which workers and engine do not."""
         return plan_fingerprint(self.model, self.settings, self.inputs_digest)
 
     def write(self) -> None:

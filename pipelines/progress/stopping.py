@@ -1,4 +1,4 @@
-"""Stopping a job early: the callback that asks for it, the exception that reports it, the signals that trigger it."""
+"""Stopping a job early: the callback that requests it, the exception that reports it, the signals that trigger it."""
 
 from __future__ import annotations
 

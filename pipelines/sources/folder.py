@@ -20,9 +20,9 @@ class FolderSource:
     """The images in a directory and its subdirectories.
 
     In each directory the files come first, sorted by the bytes of their names, then the subdirectories. Links are
-    followed, and each target is used once: a directory with several paths is walked at the first of them, and of a file
-    and a link to it, the first is the input. Hidden files and directories are counted as ignored. Memory grows with the
-    size of the largest directory, the number of directories, and the number of links to files.
+    followed, and each target is used once: a directory with several paths is walked at the first one. If a file and a
+    link to it are both found, the first of them is the input. Hidden files and directories are counted as ignored.
+    Memory grows with the size of the largest directory, the number of directories, and the number of links to files.
     """
 
     spec: str

@@ -100,7 +100,7 @@ def _listed_input(value: Any, directory: bytes) -> InputRef | None:
             return InputRef(display_path(os.fsencode(value)), os.fsencode(value), problem="not-a-local-path")
         try:
             value = urllib.parse.unquote_to_bytes(value[scheme.end() :]) if scheme else os.fsencode(value)
-        except UnicodeEncodeError:  # half of a surrogate pair, from a JSON escape
+        except UnicodeEncodeError:  # a lone surrogate, from a JSON escape
             return None
     if not isinstance(value, bytes) or not value or b"\0" in value:
         return None

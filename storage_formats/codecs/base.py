@@ -105,7 +105,7 @@ class Codec(Protocol):
 
 
 def check_blocks(blocks: Blocks, block_shape: tuple[int, int]) -> Blocks:
-    """`blocks` as a contiguous array. UsageError unless it is bfloat16 [k, *block_shape]."""
+    """`blocks` as a contiguous array. Raises UsageError unless it is bfloat16 [k, *block_shape]."""
     if blocks.dtype != BF16 or blocks.ndim != 3 or blocks.shape[1:] != block_shape:
         raise UsageError(
             f"blocks must be bfloat16 [k, {block_shape[0]}, {block_shape[1]}], got {blocks.dtype} {list(blocks.shape)}"
@@ -114,21 +114,21 @@ def check_blocks(blocks: Blocks, block_shape: tuple[int, int]) -> Blocks:
 
 
 def check_records(records: Records, record_bytes: int) -> Records:
-    """`records` as a contiguous array. UsageError unless it is uint8 [k, record_bytes]."""
+    """`records` as a contiguous array. Raises UsageError unless it is uint8 [k, record_bytes]."""
     if records.dtype != np.uint8 or records.ndim != 2 or records.shape[1] != record_bytes:
         raise UsageError(f"records must be uint8 [k, {record_bytes}], got {records.dtype} {list(records.shape)}")
     return np.ascontiguousarray(records)
 
 
 def check_contiguous_records(records: Records, record_bytes: int) -> Records:
-    """As `check_records`, but UsageError instead of a copy if `records` is not contiguous."""
+    """As `check_records`, but raises UsageError instead of copying if `records` is not contiguous."""
     if not records.flags.c_contiguous:
         raise UsageError("records must be C-contiguous; pass numpy.ascontiguousarray(records)")
     return np.asarray(check_records(records, record_bytes))
 
 
 def check_indices(indices: Indices, count: int, name: str = "rows") -> NDArray[np.int64]:
-    """`indices` as a new array, int64 [k]. UsageError unless all are in 0..count - 1."""
+    """`indices` as a new array, int64 [k]. Raises UsageError unless all are in 0..count - 1."""
     checked = as_indices(indices, name)
     if checked.size and (checked.min() < 0 or checked.max() >= count):
         raise UsageError(f"{name} must be in 0..{count - 1}, got {checked.min()}..{checked.max()}")
@@ -140,7 +140,7 @@ def check_moves(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """`offsets` and `indices` as new arrays, int64 [k].
 
-    UsageError unless all records lie within `memory` and all indices are in 0..count - 1.
+    Raises UsageError unless all records lie within `memory` and all indices are in 0..count - 1.
     """
     if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
         raise UsageError(f"memory must be contiguous uint8 [bytes], got {memory.dtype} {list(memory.shape)}")
@@ -154,7 +154,7 @@ def check_moves(
 
 
 def check_out(out: Blocks | None, count: int, block_shape: tuple[int, int]) -> Blocks:
-    """`out`, or a new array, for `count` blocks. UsageError unless it is writeable C-contiguous bfloat16."""
+    """`out`, or a new array, for `count` blocks. Raises UsageError unless it is writeable C-contiguous bfloat16."""
     shape = (count, *block_shape)
     if out is None:
         return np.empty(shape, dtype=BF16)

@@ -42,7 +42,7 @@ def check_inside(root: str | Path, path: Path) -> Path:
         OSError: it is outside.
     """
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        raise OSError(errno.ENOTSUP, "it leads out of the index; put a copy of the file into the index", str(path))
+        raise OSError(errno.ENOTSUP, "it leads outside the index; replace the link with a copy of the file", str(path))
     return path
 
 

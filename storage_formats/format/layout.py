@@ -148,5 +148,5 @@ class Layout:
         return self.build / "attempts" / f"{shard:08d}.json"
 
     def relative(self, path: Path) -> str:
-        """`path` as manifests write it: relative to the root, with forward slashes."""
+        """`path` relative to the root, with forward slashes, as manifests store it."""
         return path.relative_to(self.root).as_posix()

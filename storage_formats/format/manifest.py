@@ -79,7 +79,7 @@ class Counts:
         return sum(self.failed.values())
 
     def check(self) -> None:
-        """CorruptIndexError unless the numbers add up to `inputs`."""
+        """Raise CorruptIndexError unless the numbers add up to `inputs`."""
         total = self.indexed + self.duplicates + self.failed_total
         if total != self.inputs:
             raise CorruptIndexError(
@@ -92,8 +92,8 @@ class Counts:
 class Manifest:
     """The contents of `index.json`. SPEC.md section 4 describes the fields.
 
-    `encoded_from` holds, by precision, the precisions that its blocks passed through before, first to last. A precision
-    that is not in it was written by the model, or its origin is not known.
+    `encoded_from` maps a precision to the precisions that its blocks were converted from, first to last. A precision
+    without an entry was written by the model, or its origin is unknown.
 
     Example:
         >>> from storage_formats import Manifest
@@ -129,7 +129,7 @@ class Manifest:
         except (FileNotFoundError, NotADirectoryError):
             raise _absent(layout) from None
         except (OSError, ValueError, RecursionError) as error:
-            raise CorruptIndexError(f"cannot read {layout.manifest}: {error}") from error
+            raise CorruptIndexError(f"cannot read {layout.manifest}: {error}; restore the file") from error
         return _parse(layout, value)
 
     def write(self, layout: Layout) -> None:
@@ -160,12 +160,12 @@ class Manifest:
         return {**value, "encoded_from": list(sources)} if sources else value
 
     def shard_files(self, root: str | Path) -> pa.Table:
-        """The shard table. CorruptIndexError if it does not match its checksum."""
+        """The shard table. Raises CorruptIndexError if it does not match its checksum."""
         path = Path(root) / self.shard_table.path
         try:
             data = read_index_file(root, path, max_bytes=self.shard_table.bytes)
         except OSError as error:
-            raise CorruptIndexError(f"cannot read the shard table {path}: {error}") from error
+            raise CorruptIndexError(f"cannot read the shard table {path}: {error}; restore the file") from error
         if len(data) != self.shard_table.bytes or crc32c(data) != self.shard_table.crc32c:
             raise CorruptIndexError(
                 f"the shard table {path} does not match its checksum in index.json; restore the file"

@@ -71,7 +71,7 @@ def _check_texts(table: pa.Table, length: int) -> None:
 
 
 def _check_size(metadata: pq.FileMetaData, length: int) -> None:
-    """ValueError if the table would take far more memory than the file, as a few repeated values can."""
+    """Raise ValueError if the table would take far more memory than the file, as a few repeated values can."""
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
     decoded = sum(group.column(index).total_uncompressed_size for group in groups for index in range(group.num_columns))

@@ -57,8 +57,8 @@ class ShardReceipt:
 def read_receipt(layout: Layout, shard: int, plan: str) -> ShardReceipt | None:
     """The receipt of a shard.
 
-    None if there is no receipt, it is damaged, it belongs to another plan, or a file of the shard is missing or has
-    another length.
+    None if there is no receipt, it is damaged, it belongs to another plan, or a file of the shard is missing or
+    differs in length.
     """
     try:
         receipt = ShardReceipt.from_json(json.loads(read_index_file(layout.root, layout.receipt(shard))))

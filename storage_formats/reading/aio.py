@@ -32,7 +32,7 @@ _COMPLETION = np.dtype([("tag", "u8"), ("request", "u8"), ("result", "i8"), ("re
 
 
 class AioQueue:
-    """One AIO context; see `queues.Queue`. OSError if the kernel refuses it."""
+    """One AIO context; see `queues.Queue`. Raises OSError if the kernel refuses it."""
 
     def __init__(self, entries: int) -> None:
         self._setup, self._destroy, self._submit, self._getevents = _NUMBERS[platform.machine()]

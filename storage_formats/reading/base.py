@@ -132,7 +132,7 @@ class Reader(Protocol):
 
     @property
     def ahead(self) -> int:
-        """Number of pieces worth having in flight. It may depend on the pieces that are in flight now."""
+        """Number of pieces to keep in flight. It may depend on the pieces that are in flight now."""
         ...
 
     def start(self, batch: Batch, destination: Destination) -> Finish:

@@ -218,6 +218,6 @@ class ReadEngines:
         return self._mean_share(file, positions) >= _CACHED_SHARE
 
     def _is_resident(self, shard: int, position: int) -> bool:
-        """Whether a record is in the page cache. True if the kernel cannot tell: then no eviction is known."""
+        """Whether a record is in the page cache. True if the kernel cannot tell, because no eviction is known then."""
         record = Batch(*(np.array([number]) for number in (shard, position, 0)))
         return self._cached_share(record, 0, if_unknown=1.0) >= _CACHED_SHARE

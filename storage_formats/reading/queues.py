@@ -49,7 +49,7 @@ class QueuePool:
         self._owner = os.getpid()
 
     def borrow(self) -> Queue:
-        """An idle queue; return it with `give_back`. OSError if the kernel has none left."""
+        """An idle queue; return it with `give_back`. Raises OSError if the kernel has none left."""
         with self._lock:
             if self._owner != os.getpid():
                 self._free, self._owner = [], os.getpid()

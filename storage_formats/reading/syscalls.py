@@ -16,7 +16,7 @@ _STATX_DIOALIGN = 0x2000
 
 
 def system_call(number: int, *arguments: int) -> int:
-    """Make a system call, without the GIL. OSError if it fails."""
+    """Make a system call, without the GIL. Raises OSError if it fails."""
     result = _syscall()(number, *(ctypes.c_long(argument) for argument in arguments))
     if result < 0:
         code = ctypes.get_errno()

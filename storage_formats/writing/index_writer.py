@@ -1,6 +1,6 @@
 """Writing a whole index from arrays, for callers with their own encoder.
 
-The writer holds back the rows of one shard, and commits each full shard with the protocol of SPEC.md section 11.
+The writer buffers the rows of one shard, and commits each full shard with the protocol of SPEC.md section 11.
 `index.json` comes last, so that a reader sees the whole index or none.
 """
 
@@ -122,8 +122,8 @@ class IndexWriter:
         Args:
             blocks: [k, m, d], float32, float16 or bfloat16, finite; rounded to bfloat16, to nearest even.
             embeddings: [k, embed_dim], floating point, finite and not zero; stored as float32 of unit length.
-            rows: k URIs, or a table, record batch or mapping with columns of `ROW_COLUMNS`. The URI is the row id as
-                text if it is not given.
+            rows: k URIs, or a table, record batch or mapping with columns of `ROW_COLUMNS`. A missing URI becomes the
+                row id as text.
 
         Raises:
             UsageError: a wrong shape or type, a value that is not finite, or the writer is closed.
@@ -219,7 +219,7 @@ class IndexWriter:
         """Write the last shard, the metadata and `index.json`."""
         root = self._layout.root
         if not len(self):
-            raise UsageError(f"no row was appended; {root} is not written, because an index needs a row")
+            raise UsageError(f"no row was appended; {root} is not written, because an index needs at least one row")
         if self._held:
             self._commit_shard()
         spec = self._spec_of(sum(receipt.rows for receipt in self._receipts))
@@ -252,7 +252,7 @@ class IndexWriter:
 
 
 def _check_free(layout: Layout) -> None:
-    """UsageError unless the root is absent or an empty directory."""
+    """Raise UsageError unless the root is absent or an empty directory."""
     root = layout.root
     if not root.exists():
         return
@@ -267,7 +267,7 @@ def _check_free(layout: Layout) -> None:
 
 
 def _as_bf16(blocks: NDArray[Any], first: int) -> Blocks:
-    """bfloat16 [k, m, d]. UsageError if a value is not finite, or too large for bfloat16."""
+    """bfloat16 [k, m, d]. Raises UsageError if a value is not finite, or too large for bfloat16."""
     with np.errstate(over="ignore", invalid="ignore"):
         converted = np.ascontiguousarray(blocks.astype(BF16, copy=False))
     finite = ((converted.view(np.uint16) & _EXPONENT) != _EXPONENT).all(axis=(1, 2))
@@ -278,7 +278,7 @@ def _as_bf16(blocks: NDArray[Any], first: int) -> Blocks:
 
 
 def _as_unit_vectors(embeddings: NDArray[Any], first: int) -> NDArray[np.float32]:
-    """float32 [k, embed_dim] of unit length. UsageError for a vector that has no direction."""
+    """float32 [k, embed_dim] of unit length. Raises UsageError for a vector that has no direction."""
     vectors = embeddings.astype(np.float64)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     directed = np.isfinite(norms[:, 0]) & (norms[:, 0] > 0)
@@ -300,7 +300,7 @@ def _given_columns(rows: Rows | None, count: int) -> dict[str, Any]:
     else:
         columns = dict(rows) if isinstance(rows, Mapping) else {"uri": list(rows)}
     if unknown := sorted(set(columns) - set(ROW_COLUMNS)):
-        raise UsageError(f"rows have unknown columns {', '.join(unknown)}; known are: {', '.join(ROW_COLUMNS)}")
+        raise UsageError(f"rows have unknown columns {', '.join(unknown)}; choose from: {', '.join(ROW_COLUMNS)}")
     for name, values in columns.items():
         if len(values) != count:
             raise UsageError(f"{count} blocks need {count} rows, but column {name} has {len(values)}")
@@ -315,7 +315,7 @@ def _column(field: pa.Field, values: Any) -> Any:
     except (pa.ArrowException, ValueError, TypeError) as error:
         raise UsageError(f"column {field.name} of the rows cannot be read as {field.type}: {error}") from error
     if not field.nullable and column.null_count:
-        raise UsageError(f"column {field.name} of the rows has {column.null_count} empty values; every row needs one")
+        raise UsageError(f"column {field.name} of the rows has {column.null_count} nulls; every row needs a value")
     return column
 
 

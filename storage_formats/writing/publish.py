@@ -67,7 +67,7 @@ def remove_unfinished(layout: Layout) -> None:
 
 
 def total_counts(receipts: Sequence[ShardReceipt]) -> Counts:
-    """Sum of the receipts. CorruptIndexError unless inputs = indexed + duplicates + failed."""
+    """Sum of the receipts. Raises CorruptIndexError unless inputs = indexed + duplicates + failed."""
     failed: dict[str, int] = {}
     for receipt in receipts:
         for reason, count in receipt.failed.items():
@@ -83,7 +83,7 @@ def total_counts(receipts: Sequence[ShardReceipt]) -> Counts:
 
 
 def check_receipts(receipts: Sequence[ShardReceipt], shards: int) -> None:
-    """CorruptIndexError unless there is exactly one receipt for each of `shards` shards."""
+    """Raise CorruptIndexError unless there is exactly one receipt for each of `shards` shards."""
     receipt_shards = sorted(receipt.shard for receipt in receipts)
     if receipt_shards != list(range(shards)):
         raise CorruptIndexError(

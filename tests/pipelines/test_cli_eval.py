@@ -276,13 +276,13 @@ def test_indexes_are_compared_on_the_images_of_both(run, world, tiny_bundle, tmp
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--split", "test"], "nothing of split 'test'"),
+        (["--split", "test"], "no captions of split 'test'"),
         (["--precision", "fp8"], "does not hold precision 'fp8'"),
         (["--precision", "fp3", "--simulate"], "unknown precision"),
         (["--full-captions", "x.jsonl"], "--full"),
         (["--score", "joint"], "unknown part 'joint' of the score: use 'bundle', or PART=WEIGHT"),
         (["--score", "late=x"], "the weight of 'late' must be a finite number, got 'x'"),
-        (["--score", "logit", "--no-rerank"], "leave out either --score or --no-rerank"),
+        (["--score", "logit", "--no-rerank"], "leave one of them out"),
         (["--images", "nowhere"], "no folder"),
         (["--also", "=x"], "INDEX=MODEL"),
         (["--also", "nowhere"], "no index at nowhere"),

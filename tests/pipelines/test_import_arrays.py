@@ -136,7 +136,7 @@ def test_rows_that_are_refused(run, files, tmp_path):
     pq.write_table(pa.table({"url": ["a"] * ROWS}), bad)
     assert "has no column 'uri'; it has: url" in refused(run, tmp_path, *files[:2], bad)
     pq.write_table(pa.table({"uri": ["a"]}), bad)
-    assert f"has 1 rows, the arrays have {ROWS}" in refused(run, tmp_path, *files[:2], bad)
+    assert f"has 1 rows, but the arrays have {ROWS}" in refused(run, tmp_path, *files[:2], bad)
     bad.write_bytes(b"no table")
     assert "as a Parquet file" in refused(run, tmp_path, *files[:2], bad)
 

@@ -138,7 +138,7 @@ def test_a_bundle_that_is_gone_leaves_ranking_out(built, tmp_path):
     bundle = Manifest.load(built).model["bundle"]
     shutil.move(bundle, tmp_path / "elsewhere")
     try:
-        assert "does not exist any more" in measure_precisions(ReportConfig(built)).ranking_left_out
+        assert "no longer exists" in measure_precisions(ReportConfig(built)).ranking_left_out
         moved = measure_precisions(ReportConfig(built, ("fp8",), pool=5, model=tmp_path / "elsewhere"))
         assert (moved.queries.source, moved.queries.count) == ("built-in captions", 24)
     finally:

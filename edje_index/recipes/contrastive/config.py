@@ -35,7 +35,7 @@ class ContrastiveConfig:
         batch_size: pairs per step; each is a negative of all others.
         lr: peak learning rate of AdamW, after a warm-up over 3 % of the steps; a cosine then falls to 0.
         text_lr: peak learning rate of the tuned text layers.
-        weight_decay: of AdamW; biases, norms and the temperature are not decayed.
+        weight_decay: weight decay of AdamW; biases, norms and the temperature are not decayed.
         image_dropout: dropout of the image features and of the image head's hidden layer.
         text_dropout: dropout of the text features and of the text head's hidden layer.
         tune_text: number of text-tower layers to train, counted from the top; 0 freezes the tower.

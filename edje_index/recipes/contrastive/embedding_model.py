@@ -114,7 +114,7 @@ def _pair_features(
     readable = np.asarray(np.isfinite(images).all(axis=1))
     kept = [item for item, is_readable in zip(items, readable, strict=True) if is_readable]
     if not kept:
-        raise ModelError(f"none of the {len(items)} images can be read, the first of them {paths[0]}: check its folder")
+        raise ModelError(f"none of the {len(items)} images can be read, for example {paths[0]}: check their folder")
     captions = [caption for item in kept for caption in item.captions]
     tower = FrozenTextTower(model.clip.text, model.tokenizer, request.config.tune_text)
     features = caption_features(tower, captions, on_progress)

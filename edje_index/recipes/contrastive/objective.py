@@ -1,4 +1,4 @@
-"""The contrastive loss: symmetric InfoNCE in which captions of the same image are no negatives of each other."""
+"""The contrastive loss: symmetric InfoNCE in which captions of the same image are not negatives of each other."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class PairFeatures:
 
 @dataclass(frozen=True)
 class HeadTraining:
-    """The outcome of a training.
+    """The result of a training.
 
     Attributes:
         epoch: epoch whose weights were kept, counted from 1.

@@ -1,7 +1,7 @@
 """Packing of a trained bundle into a folder small enough for a repository.
 
-A packed model holds only what differs from the base towers. ``pack`` writes it, ``unpack`` makes the bundle again from
-it and the folder of ``edje-index model fetch-towers``, and ``tensors`` packs one tensor. The folder:
+A packed model holds only what differs from the base towers. ``pack`` writes it, ``unpack`` restores the bundle from it
+and the base towers of ``edje-index model fetch-towers``, and ``tensors`` packs one tensor. The folder:
 
     carried.json          packing of every tensor, hashes of the base towers' weights
     weights.safetensors   the packed tensors
@@ -9,5 +9,5 @@ it and the folder of ``edje-index model fetch-towers``, and ``tensors`` packs on
     MODEL_CARD.md         data, licence and figures of the model
 
 Packing rounds, so evaluate and publish the unpacked bundle. ``bundle/bundle.json`` holds its fingerprint, and unpacking
-fails if the result has another.
+fails if the result has a different one.
 """

@@ -62,7 +62,7 @@ def pack_model(
         max_bytes: a larger folder is refused.
 
     Raises:
-        ModelError: ``bundle`` is not a sound bundle, a tower is missing, ``out`` exists, or it would hold more than
+        ModelError: ``bundle`` is not a valid bundle, a tower is missing, ``out`` exists, or it would hold more than
             ``max_bytes``.
     """
     if new_tensors not in NEW_TENSOR_PACKINGS:

@@ -90,7 +90,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], PackedTensors]:
     try:
         tensors = PackedTensors(load_file(folder / TENSORS_FILE), description["tensors"])
         if unknown := set(tensors.records) - set(WEIGHT_FILES):
-            raise ModelError(f"{folder / PACKING_FILE} lists {min(unknown)!r}, which is no file of a bundle's weights")
+            raise ModelError(f"{folder / PACKING_FILE} lists {min(unknown)!r}, which is not a weight file of a bundle")
         return description, tensors
     except (OSError, SafetensorError, KeyError) as error:
         raise ModelError(f"cannot read {folder / TENSORS_FILE}: {error}; copy the whole folder again") from error

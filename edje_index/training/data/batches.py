@@ -84,8 +84,8 @@ class Features:
 
     Args:
         root: the index.
-        trained: the adapter to be trained. If it reduces the patches of an image and the index holds all patches, they
-            are reduced when they are read.
+        trained: the adapter to be trained. If it reduces patches and the index holds all
+            of them, the patches are reduced as they are read.
     """
 
     def __init__(self, root: Path, trained: AdapterConfig | None = None) -> None:
@@ -97,7 +97,7 @@ class Features:
 
     @torch.inference_mode()
     def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Blocks, bfloat16 [k, n, d]. CorruptIndexError if a row is a hole."""
+        """Blocks, bfloat16 [k, n, d]. Raises CorruptIndexError if a row is a hole."""
         blocks = self._store.fetch(rows)
         holes = self._store.holes(blocks)
         if holes.any():
@@ -148,10 +148,10 @@ class BatchSource:
         data: captions.
         features: features of the frozen tower.
         teacher: what the teacher reads; None without one.
-        special_tokens: of the joint encoder's tokenizer.
+        special_tokens: special tokens of the joint encoder's tokenizer.
         image_tokens: image tokens per row.
-        temperature: of the softmax that mines negatives.
-        config: of the training.
+        temperature: temperature of the softmax that mines negatives.
+        config: settings of the training.
         rank, world_size: number of this worker, and of workers.
         views: each image of a batch is replaced by one of its views, or kept, at random; None without views.
     """
@@ -230,7 +230,7 @@ class BatchSource:
         return drawn[0], drawn[1]
 
     def alignment(self, counted: NDArray[np.bool_]) -> Callable[[int], AlignmentBatch]:
-        """Batches of the alignment phase. `counted` says which token ids count, which stop words do not."""
+        """Batches of the alignment phase. `counted` is True for each token id that is not a stop word."""
         settings, seed = self.config.alignment, self.config.loop.seed
         sampler = Sampler(self.data, min(settings.batch_size, self.data.images), seed)
 

@@ -1,6 +1,6 @@
-"""What training reads beside the features: captions as tokens and embeddings, and the row of each image.
+"""Training data other than features: captions as token ids and embeddings, and the row of each image.
 
-It is prepared once, in a folder of plain arrays that every worker maps.
+It is prepared once, in a folder of plain arrays that every worker memory-maps.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def prepare_data(
 
     Args:
         items: images and captions.
-        tokenizer: of the joint encoder.
+        tokenizer: tokenizer of the joint encoder.
         tower: text tower whose embeddings are recovered.
         miner: mining model; its text tower may be `tower`.
         on_progress: may raise to stop.

@@ -71,5 +71,5 @@ def draw_negatives(
 
 
 def mined_share(step: int, curriculum_steps: int) -> float:
-    """Probability that a row's negatives are mined: grows from 0 to 1 over `curriculum_steps`; 1 without any."""
+    """Probability that a row's negatives are mined: grows from 0 to 1 over `curriculum_steps`; 1 if that is 0."""
     return min(1.0, step / curriculum_steps) if curriculum_steps else 1.0

@@ -78,7 +78,7 @@ def choose_dev_weights(
 ) -> dict[str, WeightChoice]:
     """Fit the weights that `config` leaves open, by direction. Moves the bundle to `device`.
 
-    `on_progress` is called before every query and every fit; what it raises ends the choice.
+    `on_progress` is called before every query and every fit; an exception that it raises ends the fit.
     """
     for module in (bundle.adapter, bundle.joint, bundle.pooled, bundle.hubness_bank):
         if module is not None:

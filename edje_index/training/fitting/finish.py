@@ -43,7 +43,7 @@ def trained_bundle(start: Path, run_dir: Path, run: str) -> tuple[ModelBundle, i
 def fit_to_training_data(
     task: TrainTask, bundle: ModelBundle, fitting: FittingConfig, on_progress: OnProgress
 ) -> ModelBundle:
-    """The trained `bundle` with the pooled similarity and the hubness bank that `fitting` asks for, on the device."""
+    """The trained `bundle` with the pooled similarity and the hubness bank that `fitting` enables, on the device."""
     if not (fitting.pooled_dim or fitting.hubness_bank):
         return bundle
     device = resolve_device(task.runtime.device)

@@ -1,6 +1,6 @@
 """Fits the weights of the final score to captions and images that were not trained on, by maximum likelihood.
 
-The weights are those under which a softmax over the candidates most probably picks the right one. Maximising recall
+The fit maximises the probability that a softmax over the candidates assigns to the right one. Maximising recall
 directly overfits a small dev set (docs/lab/score.md has the comparison). The hubness correction contains the weights
 of the embedding and pooled similarity, so all weights are fitted together with it.
 """
@@ -145,10 +145,10 @@ def _cross_validate(pools: DevPools, given: Given, on_fit: Callable[[], None]) -
 
 
 def fit_weights(pools: DevPools, given: Given) -> ScoreWeights:
-    """The likeliest weights, none below 0; the logit has weight 1.
+    """The maximum-likelihood weights, none below 0; the logit has weight 1.
 
     Weights that are 0 without the hubness correction stay 0 with it. The hubness correction has weight 0 if it does not
-    make the right candidates likelier. Queries without a right candidate in their pool are ignored.
+    increase the likelihood. Queries without a right candidate in their pool are ignored.
     """
     answered: NDArray[np.bool_] = np.any(pools.right, axis=1)
     start = _weights({LOGIT: 1.0, **_fit_without_hubness(pools, given, answered)}, temperature=1.0)
@@ -187,7 +187,7 @@ def _fit_without_hubness(pools: DevPools, given: Given, answered: NDArray[np.boo
 
 
 def _likeliest_factors(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Factors of the columns [q, p] that minimise the loss. Columns whose factor would be negative are left out: 0."""
+    """Factors of the columns [q, p] that minimise the loss. A factor that would be negative is 0."""
     factors = {part: torch.zeros((), dtype=torch.float64) for part in columns}
     kept = dict(columns)
     while kept:
@@ -250,7 +250,7 @@ class _HubnessFit:
         return cls(columns, right, products, start, free, scale)
 
     def solve(self) -> ScoreWeights | None:
-        """The likeliest weights; None if they are no likelier than the start."""
+        """The maximum-likelihood weights; None if they do not improve on the start."""
         limit = float(_mean_loss(self.scale[0] * FinalScore.of(self.start).sum(self.columns), self.right)) - _LEAST_GAIN
         best: ScoreWeights | None = None
         moves = torch.zeros(3 + len(self.free), dtype=torch.float64, requires_grad=True)
@@ -271,7 +271,7 @@ class _HubnessFit:
         return best
 
     def _point(self, moves: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
-        """(factor of the score, weights, temperature): the start times factors of at most 100 and at least 1/100."""
+        """(factor of the score, weights, temperature): the start times factors between 1/100 and 100."""
         times = (_LOG_RANGE * torch.tanh(moves / _LOG_RANGE)).exp()
         factor, correction, temperature = self.scale * times[:3]
         weights: dict[str, Any] = {
@@ -298,5 +298,5 @@ class _HubnessFit:
 
 
 def _mean_loss(scores: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Mean of -log of the probability that a softmax over the candidates [q, p] gives to the right ones together."""
+    """Mean of -log of the probability that a softmax over the candidates [q, p] assigns to all right ones."""
     return (scores.logsumexp(dim=1) - scores.masked_fill(~right, -math.inf).logsumexp(dim=1)).mean()

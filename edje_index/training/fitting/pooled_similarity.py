@@ -132,7 +132,7 @@ class _PooledImages:
     Attributes:
         patches: mean and standard deviation over an image's patch features, float64 [n, 2 d_v].
         tokens: statistics of the tokens, see `token_statistics`, float64 [n, 3 d].
-        image: position of the image that each is, or is a view of, int64 [n].
+        image: position of the image that each row shows, int64 [n].
     """
 
     patches: torch.Tensor

@@ -71,7 +71,7 @@ class TrainTask:
         start: bundle of the first step.
         features: index of the features that the adapter is trained on.
         data: folder of a `TrainingData`.
-        temperature: of the softmax that mines negatives.
+        temperature: temperature of the softmax that mines negatives.
         teacher: None without distillation.
         new_adapter: whether the adapter of the first step is untrained.
         views: None without augmented views.

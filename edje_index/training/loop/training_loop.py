@@ -75,7 +75,7 @@ class Trainer:
     """Runs the phases of a training on one worker.
 
     Args:
-        task: its configuration, runtime and fingerprint are used.
+        task: provides the configuration, the runtime and the fingerprint.
         group: which worker this process is.
         device: where modules and batches are put.
         on_record: receives every log record, on the worker of rank 0.
@@ -178,7 +178,7 @@ class Trainer:
         self._count_skipped(finite, phase, step)
 
     def _count_skipped(self, finite: bool, phase: Phase, step: int) -> None:
-        """Count steps without a finite gradient. ModelError after too many in a row."""
+        """Count steps without a finite gradient. Raises ModelError after too many in a row."""
         total, consecutive = self._skipped
         self._skipped = (total, 0) if finite else (total + 1, consecutive + 1)
         if self._skipped[1] >= self._loop.max_bad_steps:
@@ -230,7 +230,7 @@ class Trainer:
 
 
 def _restore(optimizer: torch.optim.Optimizer, state: TrainState) -> None:
-    """Load the optimiser state. ModelError if it belongs to other parameters, for example of another version."""
+    """Load the optimiser state. Raises ModelError if it belongs to other parameters, for example of another version."""
     try:
         optimizer.load_state_dict(state.optimizer)
     except ValueError as error:

@@ -1,8 +1,8 @@
 """Adapter initialisation before alignment: queries at cluster centres of patch features.
 
-With random queries every token starts as nearly the mean patch. Here each query starts at the centre of a cluster of
-patches, and keys and values start as the patches themselves. A token is then a soft mean of similar patches, as in
-NetVLAD (Arandjelovic et al., 2016). Training changes all of it.
+With random queries, every token is close to the mean patch at first. Here each query starts at the centre of a cluster
+of patches, and keys and values start as the patches themselves. A token is then a soft mean of similar patches, as in
+NetVLAD (Arandjelovic et al., 2016). Training then updates all of these weights.
 """
 
 from __future__ import annotations

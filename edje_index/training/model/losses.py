@@ -64,7 +64,7 @@ def recovery_loss(projected: torch.Tensor, embeddings: torch.Tensor) -> torch.Te
 def distillation_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Mean of -[y log s + (1 - y) log(1 - s)] with y = sigmoid(teacher) and s = sigmoid(student); same shapes.
 
-    Its minimum, which is not 0, is reached where both agree.
+    The minimum, which is not 0, is reached when both agree.
     """
     return functional.binary_cross_entropy_with_logits(student, torch.sigmoid(teacher))
 

@@ -1,7 +1,7 @@
 """The objectives of both phases: modules whose ``forward`` returns the losses of a batch.
 
-The adapter runs once per distinct image of a batch. All pairs and the rows with masked captions pass the language model
-together; the short text-only rows pass it separately.
+The adapter runs once per distinct image of a batch. The language model runs once on all pairs and the rows with masked
+captions, and once on the short text-only rows.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ def kept_patches(patches: torch.Tensor, augmentation: AugmentationConfig) -> tor
 
 
 def random_subset(blocks: torch.Tensor, count: int | None) -> torch.Tensor:
-    """At most `count` random tokens of blocks [b, n, d], in their order and the same ones of every block.
+    """At most `count` random tokens of blocks [b, n, d], in order, at the same positions in every block.
 
-    torch's random state decides them. None keeps all tokens.
+    They are drawn with torch's global random state. A `count` of None keeps all tokens.
     """
     n = blocks.shape[1]
     if count is None or count >= n:

@@ -64,7 +64,7 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
 
 
 def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device: torch.device) -> None:
-    """Set gradients, dropout and the computation of attention as the settings and the device want them."""
+    """Set gradients, dropout and the attention implementation according to the settings and the device."""
     bundle.adapter.requires_grad_(True)
     bundle.joint.requires_grad_(True)
     bundle.joint.text_embeddings.requires_grad_(architecture.word_embeddings == "trained")
@@ -73,7 +73,7 @@ def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device
 
 
 def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:
-    """Encoder fingerprints of bundles whose index the adapter `trained` can learn from, with the tower of `info`.
+    """Encoder fingerprints of bundles whose features the adapter `trained` can be trained on, with the tower of `info`.
 
     The first is that of the bundle that makes its features. If the adapter reduces patches, the second is that of the
     bundle that stores all patches.
@@ -96,14 +96,14 @@ def _feature_fingerprint(info: BundleInfo, features: AdapterConfig) -> str:
 
 
 def logit_scale(bundle: ModelBundle) -> float:
-    """The factor of an embedding model's similarities before a softmax, which is the inverse of its temperature."""
+    """The inverse temperature of an embedding model: the factor of its similarities before a softmax."""
     scale = bundle.clip.logit_scale
     assert isinstance(scale, torch.Tensor)
     return float(scale.exp())
 
 
 def keep_layers(joint: JointEncoder, count: int) -> None:
-    """Keep the first `count` layers of the language model. ModelError if it has fewer."""
+    """Keep the first `count` layers of the language model. Raises ModelError if it has fewer."""
     layers = joint.language_model.bert.encoder.layer
     if count > len(layers):
         raise ModelError(f"cannot keep {count} layers: the language model has {len(layers)}")

@@ -8,5 +8,5 @@ from edje_index.models.adapter import Adapter, ReducedAdapter
 
 
 def trained_part(adapter: Adapter) -> nn.Module:
-    """The part of an adapter that is trained. Patches are reduced when features are made, so that is the MLP alone."""
+    """The part of an adapter that is trained: only the MLP if features are reduced when they are stored."""
     return adapter.local if isinstance(adapter, ReducedAdapter) else adapter

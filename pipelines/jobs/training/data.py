@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def prepared_data(
     folder: Path, start: StartModel, captions: CaptionSet, miner: OpenMiner, on_progress: OnProgress
 ) -> Path:
-    """`folder` with a `TrainingData` of `captions`. It is made if it is missing.
+    """Make the `TrainingData` of `captions` in `folder` unless it exists; returns `folder`.
 
     Raises:
         UsageError: `folder` was made from other captions.

@@ -30,7 +30,7 @@ def finished_result(run: RunSettings, fitting: FittingConfig, fingerprint: str) 
         return None
     if result.fitting != fitting.model_dump():
         raise UsageError(
-            f"{run.out} was finished with other settings of the final score (fitting); remove it to have it made again "
+            f"{run.out} was finished with other settings of the final score (fitting); remove it to write it again "
             "from the last checkpoint, or set run.out to another folder"
         )
     return replace(result, already_finished=True)

@@ -88,6 +88,6 @@ def check_encoder(index: Path, accepted: Sequence[str], content: str) -> None:
     encoder = Manifest.load(index).model["fingerprint"]
     if encoder not in accepted:
         raise UsageError(
-            f"{index} does not hold the features that are needed ({content}): its encoder is {encoder}, needed is "
-            f"{' or '.join(accepted)}; leave the setting out to have the features computed"
+            f"{index} does not hold the required features ({content}): its encoder fingerprint is {encoder}, but "
+            f"{' or '.join(accepted)} is required; leave the setting out, and the features are computed"
         )

@@ -23,7 +23,7 @@ class MatchedCaptions:
     Attributes:
         items: the images to train on.
         captions: their rows in the feature index and their captions.
-        dev: the same of the dev captions; None without any.
+        dev: the same for the dev captions; None without dev captions.
         left_out: number of images to train on without features, by reason.
     """
 
@@ -59,7 +59,7 @@ def _with_features(
     if absent := left_out.get(NOT_IN_INDEX):
         raise UsageError(
             f"{absent:,} of {len(items):,} captioned images are not in {index}; build it from all images, those of the "
-            "dev captions included, or leave inputs.features out to have it computed"
+            "dev captions included, or leave inputs.features out, and the features are computed"
         )
     positions = [position for position, row in enumerate(matched.rows) if row >= 0]
     kept = [items[position] for position in positions]

@@ -23,7 +23,7 @@ class OpenMiner:
 
     Attributes:
         miner: its text tower and the embeddings of the images.
-        temperature: by which it divides similarities before a softmax.
+        temperature: temperature of the softmax over its similarities.
     """
 
     miner: Miner

@@ -1,4 +1,4 @@
-"""From a request to the task of the workers, one value at a time. What is in the run folder already is reused."""
+"""Makes the task of the workers from a request, one value at a time. Existing parts of the run folder are reused."""
 
 from __future__ import annotations
 

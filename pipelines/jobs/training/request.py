@@ -1,4 +1,4 @@
-"""What a training run reads, where it writes and how it runs. What is trained is in `edje_index.training.config`."""
+"""Inputs, output and hardware of a training run. `edje_index.training.config` defines what is trained."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def teacher_task(
         run_folder: receives a file with the row of each image.
 
     Raises:
-        UsageError: the teacher has another tokenizer, or its index does not suit it or lacks images.
+        UsageError: the teacher has a different tokenizer, or its index does not suit it or lacks images.
     """
     if inputs.teacher is None:
         return None
@@ -62,6 +62,6 @@ def _check_tokenizers(teacher: Path, student_files: Any, teacher_files: Any) -> 
     student, other = (files.get("joint/tokenizer.json") for files in (student_files, teacher_files))
     if student is None or other is None or student["sha256"] != other["sha256"]:
         raise UsageError(
-            f"the teacher {teacher} has another tokenizer than the student; set inputs.language or inputs.init to a "
-            "model with the teacher's tokenizer"
+            f"the teacher {teacher} has a different tokenizer from the student; set inputs.language or inputs.init to "
+            "a model with the teacher's tokenizer"
         )

@@ -60,8 +60,8 @@ def view_task(
         rows = _match_views(index, items, crops, count)
         if given is not None and (lacking := int((rows < 0).any(axis=1).sum())):
             raise UsageError(
-                f"{index} lacks {lacking:,} of {len(items):,} photos, or some of {count} views of them; leave "
-                "inputs.view_features out to have the views computed"
+                f"{index} lacks at least one of the {count} views of {lacking:,} of {len(items):,} photos; leave "
+                "inputs.view_features out, and the views are computed"
             )
         _write_rows(rows_file, rows)
     shutil.rmtree(builder.folder / "views", ignore_errors=True)

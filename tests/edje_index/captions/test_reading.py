@@ -162,10 +162,10 @@ def test_a_sample_without_captions_is_named(tmp_path):
         ('{"image": "a.jpg"}', "no captions"),
         ('{"image": "a.jpg", "captions": []}', "no captions"),
         ('{"image": "a.jpg", "captions": ["x", " "]}', "blank"),
-        ('{"image": "a.jpg", "captions": ["x", 3]}', "blank, or no text"),
+        ('{"image": "a.jpg", "captions": ["x", 3]}', "blank or not a string"),
         ('{"image": "a\\u0000.jpg", "caption": "x"}', "cannot be a file name"),
         ('{"image": "a\\ud800.jpg", "caption": "x"}', "cannot be a file name"),
-        ('{"image": "a.jpg", "caption": "x \\ud83d"}', "half of a surrogate pair"),
+        ('{"image": "a.jpg", "caption": "x \\ud83d"}', "a lone surrogate"),
         (b'{"image": "a\xff.jpg", "caption": "x"}', "not UTF-8"),
     ],
 )

@@ -67,7 +67,7 @@ def test_same_embeddings_give_the_same_bytes(root):
 
 def test_query_of_another_width_is_refused(root):
     add_ann(root)
-    with pytest.raises(ModelError, match="has 5 dimensions, the embeddings of the index 12"):
+    with pytest.raises(ModelError, match="has 5 dimensions, but the embeddings have 12"):
         AnnIndex(root).nearest(np.ones(5, np.float32), 1)
 
 

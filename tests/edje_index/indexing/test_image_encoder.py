@@ -90,5 +90,5 @@ def test_refuses_unknown_devices_and_types(tiny_bundle: Path) -> None:
         ImageEncoder.open(tiny_bundle, device="gpu")
     with pytest.raises(ModelError, match="no device cuda:99"):
         ImageEncoder.open(tiny_bundle, device="cuda:99")
-    with pytest.raises(ModelError, match="unknown number type 'int8'"):
+    with pytest.raises(ModelError, match="unknown data type 'int8'"):
         ImageEncoder.open(tiny_bundle, dtype="int8")

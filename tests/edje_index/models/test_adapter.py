@@ -63,7 +63,7 @@ def test_training_free_kinds_reduce_then_apply_the_local_layer(kind: str) -> Non
     [
         ({"kind": "other"}, "unknown adapter 'other'"),
         ({"num_tokens": 0}, "must be positive"),
-        ({"num_heads": 3}, "3 heads do not divide"),
+        ({"num_heads": 3}, "not divisible by 3 heads"),
         ({"activation": "nope"}, "unknown activation 'nope'"),
         ({"hidden_dim": 0}, "training-free"),
         ({"kind": STRIDED, "hidden_dim": 0}, "training-free"),

@@ -1,4 +1,4 @@
-"""The joint encoder on its own: pools, number types, refusals."""
+"""The joint encoder on its own: pools, data types, refusals."""
 
 from __future__ import annotations
 

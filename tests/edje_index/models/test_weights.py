@@ -1,4 +1,4 @@
-"""Weights on disk and their number types."""
+"""Weights on disk and their data types."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_the_score_of_the_bundle():
         ("logit=", "weight of 'logit' must be a finite number, got ''"),
         ("late=much", "weight of 'late' must be a finite number, got 'much'"),
         ("late=nan", "weight of 'late' must be a finite number, got 'nan'"),
-        ("late=0,logit=0", "no part with a weight other than 0"),
+        ("late=0,logit=0", "gives every part the weight 0"),
     ],
 )
 def test_other_spellings_are_refused(score, words):

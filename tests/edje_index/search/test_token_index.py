@@ -102,7 +102,7 @@ def test_scores_in_bfloat16_are_rounded(built):
     changes = [abs(hit.joint_score - exact[hit.row_id]) for hit in hits]
     assert len(hits) == len(exact) == 11
     assert 0 < max(changes) < 0.02 * max(map(abs, exact.values()))
-    with pytest.raises(ModelError, match="unknown number type 'int8'"):
+    with pytest.raises(ModelError, match="unknown data type 'int8'"):
         TokenIndex.open(root, model, dtype="int8")
 
 
