@@ -189,7 +189,7 @@ def recorded_bundle(root: str | Path, manifest: Manifest) -> Path:
         )
     if not path.exists():
         raise BundleNotFoundError(
-            f"the model bundle {path} that built {root} does not exist any more: name the bundle's present path"
+            f"the model bundle {path} that built {root} no longer exists: name the bundle's current path"
         )
     return path
 
