@@ -78,6 +78,9 @@ class IncompleteIndexError(EdjeError):
 class CorruptIndexError(EdjeError):
     """Bytes on disk contradict the manifest or the format.
 
+    Attributes:
+        row_ids: rows whose stored blocks are known to be damaged; other rows may be damaged too.
+
     Example:
         >>> from pathlib import Path
         >>> from storage_formats import CorruptIndexError, TokenStore
@@ -88,3 +91,7 @@ class CorruptIndexError(EdjeError):
         ...     print("damaged")
         damaged
     """
+
+    def __init__(self, message: str, *, row_ids: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.row_ids = row_ids

@@ -21,7 +21,8 @@ from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
 from storage_formats.reading.base import Batch, DestinationFactory
-from storage_formats.reading.destination import block_destinations, read_batch, record_destinations
+from storage_formats.reading.checksums import BlockChecksums
+from storage_formats.reading.destination import Checker, block_destinations, read_batch, record_destinations
 from storage_formats.reading.engine_selection import ReadEngines, StoreFiles
 from storage_formats.reading.memory import aligned_blocks, aligned_bytes, copy_memory
 from storage_formats.row_ids import RowIds, check_row_ids
@@ -48,16 +49,25 @@ class TokenStore:
         ((3, 4, 8), 'bfloat16')
     """
 
-    def __init__(self, root: str | Path, manifest: Manifest, precision: str, engine: str = "auto") -> None:
+    def __init__(
+        self, root: str | Path, manifest: Manifest, precision: str, engine: str = "auto", *, verify_reads: bool = True
+    ) -> None:
         self._spec = manifest.spec
         self._codec: Codec = codec(precision, manifest.spec.block_shape)
-        path = functools.partial(_shard_path, Layout(Path(root)), self._codec)
+        layout = Layout(Path(root))
+        path = functools.partial(_shard_path, layout, self._codec)
+        checksum_path = functools.partial(layout.checksums, precision)
+        self._checksums = (
+            BlockChecksums(layout.root, checksum_path, path, self._spec.shard_rows) if verify_reads else None
+        )
         files = StoreFiles(path, self._codec.record_bytes, self._spec.shard_size, self._spec.rows)
         self._engines = ReadEngines(files, engine)
         self.precision = precision
 
     @classmethod
-    def open(cls, root: str | Path, precision: str = "bf16", engine: str = "auto") -> TokenStore:
+    def open(
+        cls, root: str | Path, precision: str = "bf16", engine: str = "auto", *, verify_reads: bool = True
+    ) -> TokenStore:
         """Open the store of the index at `root`.
 
         Args:
@@ -65,6 +75,7 @@ class TokenStore:
             precision: a precision that the index holds. Blocks are bfloat16 in every precision.
             engine: read engine, one of `storage_formats.reading.engines()`. `auto` selects an engine for each read
                 by the state of the page cache.
+            verify_reads: compare the CRC-32C of every block that is read with the stored one.
 
         Raises:
             UsageError: there is no index at `root`, it does not hold `precision`, or `engine` does not work here.
@@ -83,7 +94,7 @@ class TokenStore:
             held = ", ".join(manifest.spec.precisions)
             raise UsageError(f"the index at {root} does not hold precision '{precision}'; it holds: {held}")
         check_token_lengths(root, manifest.spec, precision)
-        return cls(root, manifest, precision, engine)
+        return cls(root, manifest, precision, engine, verify_reads=verify_reads)
 
     def __len__(self) -> int:
         """Number of rows, holes included."""
@@ -121,7 +132,8 @@ class TokenStore:
             RowIdError: a row id is out of range. It is an `IndexError`.
             UsageError: `row_ids` is not a flat sequence of integers, `out` has a different shape or type, or PyTorch is
                 not installed.
-            CorruptIndexError: a shard file is missing or too short.
+            CorruptIndexError: a shard file is missing or too short, or a block is damaged. Its `row_ids` are rows whose
+                blocks are damaged; `out` then holds arbitrary values.
 
         Example:
             >>> from storage_formats import TokenStore
@@ -138,7 +150,7 @@ class TokenStore:
         ids = check_row_ids(row_ids, len(self))
         out = self.empty(len(ids)) if out is None else check_out(out, len(ids), self.block_shape)
         if len(ids):
-            self._read(ids, block_destinations(self._codec, out, self._engines.buffers), out)
+            self._read(ids, block_destinations(self._codec, out, self._engines.buffers, self._checker), out)
         if not as_torch:
             return out
         from storage_formats.torch_conversion import to_tensor
@@ -175,7 +187,7 @@ class TokenStore:
                 f"got {out.dtype} {list(out.shape)}"
             )
         if len(ids):
-            self._read(ids, record_destinations(out), out)
+            self._read(ids, record_destinations(out, self._checker), out)
         return out
 
     def empty(self, count: int) -> Blocks:
@@ -273,6 +285,8 @@ class TokenStore:
     def close(self) -> None:
         """Close the shard files and free memory. The store can be used again afterwards."""
         self._engines.close()
+        if self._checksums is not None:
+            self._checksums.close()
 
     def __enter__(self) -> Self:
         return self
@@ -281,6 +295,10 @@ class TokenStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def _checker(self) -> Checker | None:
+        return None if self._checksums is None else self._checksums.check
 
     def _read(self, ids: NDArray[np.int64], destinations: DestinationFactory, out: NDArray[Any]) -> None:
         """Read each distinct row once, and copy the rows of `out` [k, ...] for duplicate ids."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,8 @@ from edje_index.errors import BundleNotFoundError, ModelError
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights
 from edje_index.search.reranking import Candidates, CandidateScores, Reranker, embedding_scores
-from storage_formats.errors import UsageError
+from storage_formats.codecs import Blocks
+from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import read_rows
@@ -147,8 +149,24 @@ class TokenIndex:
             return []
         if reranker is None:
             return self._hits(candidates, embedding_scores(candidates), k)
-        blocks = self._store.fetch(candidates.rows) if reranker.reads_tokens else None
+        blocks = None
+        if reranker.reads_tokens:
+            candidates, blocks = self._fetch_sound(candidates)
+            if not len(candidates.rows):
+                return []
         return self._hits(candidates, reranker.scores(text, candidates, blocks), k)
+
+    def _fetch_sound(self, candidates: Candidates) -> tuple[Candidates, Blocks]:
+        """The candidates whose blocks are sound, and these blocks. The others are left out with a warning."""
+        while True:
+            try:
+                return candidates, self._store.fetch(candidates.rows)
+            except CorruptIndexError as error:
+                if not error.row_ids:
+                    raise
+                warnings.warn(f"candidates are left out of the search: {error}", RuntimeWarning, stacklevel=3)
+                is_sound = ~np.isin(candidates.rows, error.row_ids)
+                candidates = Candidates(candidates.rows[is_sound], candidates.similarities[is_sound])
 
     def _hits(self, candidates: Candidates, scores: CandidateScores, k: int) -> list[Hit]:
         # A stable sort: equal scores keep the order of the embeddings.

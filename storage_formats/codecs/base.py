@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import ml_dtypes
@@ -19,6 +19,8 @@ Records: TypeAlias = NDArray[np.uint8]
 """Encoded blocks, uint8 [k, record_bytes]."""
 Indices: TypeAlias = Sequence[int] | NDArray[np.integer]
 """Indices or byte offsets, [k]."""
+Check: TypeAlias = Callable[[int, int], None]
+"""Checks records [start, stop)."""
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -87,7 +89,13 @@ class Codec(Protocol):
         ...
 
     def scatter(
-        self, memory: NDArray[np.uint8], offsets: Indices, out: Blocks, indices: Indices, threads: int | None = None
+        self,
+        memory: NDArray[np.uint8],
+        offsets: Indices,
+        out: Blocks,
+        indices: Indices,
+        threads: int | None = None,
+        check: Check | None = None,
     ) -> None:
         """Decode the record at byte `offsets[i]` of `memory` into `out[indices[i]]`, for every i.
 
@@ -97,6 +105,8 @@ class Codec(Protocol):
             out: bf16 [n, m, d].
             indices: [k], distinct indices of blocks of `out`.
             threads: maximum number of threads.
+            check: called with each part [start, stop) of the records before they are decoded, on the same thread,
+                while they are in its processor's cache. It raises if a record is damaged.
 
         Raises:
             UsageError: an offset or an index is out of range, or an array has the wrong type or shape.

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from storage_formats.codecs.base import (
     BF16,
     Blocks,
+    Check,
     Indices,
     Records,
     check_blocks,
@@ -77,10 +78,18 @@ class BF16Codec:
         return out
 
     def scatter(
-        self, memory: NDArray[np.uint8], offsets: Indices, out: Blocks, indices: Indices, threads: int | None = None
+        self,
+        memory: NDArray[np.uint8],
+        offsets: Indices,
+        out: Blocks,
+        indices: Indices,
+        threads: int | None = None,
+        check: Check | None = None,
     ) -> None:
         """Copy the record at byte `offsets[i]` of `memory` to `out[indices[i]]`. See `codecs.base.Codec`."""
         record_offsets, block_indices = check_moves(memory, self.record_bytes, offsets, len(out), indices)
         copies = check_out(out, len(out), self.block_shape).view(np.uint8).reshape(-1, self.record_bytes)
+        if check is not None:
+            check(0, len(record_offsets))
         for offset, index in zip(record_offsets.tolist(), block_indices.tolist(), strict=True):
             copies[index] = memory[offset : offset + self.record_bytes]

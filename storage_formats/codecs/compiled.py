@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs.base import (
     Blocks,
+    Check,
     Indices,
     Records,
     check_blocks,
@@ -85,16 +86,26 @@ class CompiledCodec(ABC):
         return out
 
     def scatter(
-        self, memory: Bytes, offsets: Indices, out: Blocks, indices: Indices, threads: int | None = None
+        self,
+        memory: Bytes,
+        offsets: Indices,
+        out: Blocks,
+        indices: Indices,
+        threads: int | None = None,
+        check: Check | None = None,
     ) -> None:
         """Decode the record at byte `offsets[i]` of `memory` into `out[indices[i]]`. See `codecs.base.Codec`."""
         moves = check_moves(memory, self.record_bytes, offsets, len(out), indices)
-        self._convert(memory, moves, check_out(out, len(out), self.block_shape), threads)
+        self._convert(memory, moves, check_out(out, len(out), self.block_shape), threads, check=check)
 
-    def _convert(self, memory: Bytes, moves: Moves, out: Blocks, threads: int | None) -> None:
+    def _convert(
+        self, memory: Bytes, moves: Moves, out: Blocks, threads: int | None, *, check: Check | None = None
+    ) -> None:
         bits = out.view(np.uint16).reshape(-1)
 
         def decode(start: int, stop: int) -> None:
+            if check is not None:
+                check(start, stop)
             self._decode(memory, moves, bits, (start, stop))
 
         run_chunks(decode, len(moves[0]), 2 * self.values, threads)

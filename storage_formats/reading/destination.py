@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -11,23 +12,36 @@ from storage_formats.codecs import Blocks, Codec, Records
 from storage_formats.codecs.bf16 import BF16Codec
 from storage_formats.interrupts import settle, unsettled
 from storage_formats.reading.base import Batch, Destination, DestinationFactory, Finish, Ints, ReadEngine
-from storage_formats.reading.memory import BufferPool, Bytes, copy_memory
+from storage_formats.reading.checksums import BlockCheck
+from storage_formats.reading.memory import BufferPool, Bytes, check_memory, copy_memory, memory_check
+
+Checker = Callable[[Batch], BlockCheck]
+"""Makes the check of records. It may read their checksums, so it is called when the records have arrived: meanwhile
+other pieces are in flight."""
+PartCheck = Callable[[slice], BlockCheck]
+"""Makes the check of a part of a piece."""
 
 
-def block_destinations(codec: Codec, out: Blocks, buffers: BufferPool) -> DestinationFactory:
+def block_destinations(
+    codec: Codec, out: Blocks, buffers: BufferPool, checker: Checker | None = None
+) -> DestinationFactory:
     """Destinations that turn records of `codec` into blocks of `out` [k, m, d]."""
     if codec.name == BF16Codec.name:
-        return record_destinations(out.view(np.uint8).reshape(len(out), codec.record_bytes))
+        return record_destinations(out.view(np.uint8).reshape(len(out), codec.record_bytes), checker)
 
     def decoded(batch: Batch) -> Destination:
-        return DecodedDestination(codec, out, batch.out_indices, buffers)
+        return DecodedDestination(codec, out, batch.out_indices, buffers, _part_check(batch, checker))
 
     return decoded
 
 
-def record_destinations(records: Records) -> DestinationFactory:
+def record_destinations(records: Records, checker: Checker | None = None) -> DestinationFactory:
     """Destinations that put records unchanged into `records` [k, record_bytes]."""
-    return lambda batch: RecordDestination(records, batch.out_indices)
+    return lambda batch: RecordDestination(records, batch.out_indices, _part_check(batch, checker))
+
+
+def _part_check(batch: Batch, checker: Checker | None) -> PartCheck | None:
+    return None if checker is None else lambda part: checker(batch[part])
 
 
 class RecordDestination:
@@ -35,17 +49,34 @@ class RecordDestination:
 
     direct = True
 
-    def __init__(self, records: Records, record_indices: Ints) -> None:
+    def __init__(self, records: Records, record_indices: Ints, check: PartCheck | None = None) -> None:
         self.records = records
         self.record_indices = record_indices
+        self._check = check
 
     def take(self, memory: Bytes, offsets: Ints, part: slice, threads: int | None) -> None:
-        size = self.records.shape[1]
-        targets = self.records.ctypes.data + self.record_indices[part] * size
-        copy_memory(memory.ctypes.data + offsets, targets, size, threads, total=len(self.record_indices) * size)
+        copy_memory(
+            memory.ctypes.data + offsets,
+            self._addresses[part],
+            self.records.shape[1],
+            threads,
+            total=self._total,
+            check=self._check(part) if self._check else None,
+        )
 
     def finish(self, threads: int | None) -> None:
-        """Nothing to do: the records are in the caller's array."""
+        if self._check:
+            check_memory(self._addresses, self.records.shape[1], self._check(slice(None)), threads, total=self._total)
+
+    @property
+    def _addresses(self) -> Ints:
+        addresses: Ints = self.records.ctypes.data + self.record_indices * self.records.shape[1]
+        return addresses
+
+    @property
+    def _total(self) -> int:
+        """Length of the piece in bytes."""
+        return len(self.record_indices) * int(self.records.shape[1])
 
 
 class DecodedDestination:
@@ -53,11 +84,14 @@ class DecodedDestination:
 
     direct = False
 
-    def __init__(self, codec: Codec, out: Blocks, out_indices: Ints, buffers: BufferPool) -> None:
+    def __init__(
+        self, codec: Codec, out: Blocks, out_indices: Ints, buffers: BufferPool, check: PartCheck | None = None
+    ) -> None:
         self._codec = codec
         self._out = out
         self._out_indices = out_indices
         self._buffers = buffers
+        self._check = check
         self._buffer: Bytes | None = None
         self.record_indices = np.arange(len(out_indices))
 
@@ -68,7 +102,10 @@ class DecodedDestination:
         return self._buffer[:size].reshape(len(self._out_indices), -1)
 
     def take(self, memory: Bytes, offsets: Ints, part: slice, threads: int | None) -> None:
-        self._codec.scatter(memory, offsets, self._out, self._out_indices[part], threads)
+        check = None
+        if self._check:
+            check = memory_check(memory.ctypes.data + offsets, self._codec.record_bytes, self._check(part))
+        self._codec.scatter(memory, offsets, self._out, self._out_indices[part], threads, check)
 
     def finish(self, threads: int | None) -> None:
         offsets = self.record_indices * self._codec.record_bytes

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from storage_formats.codecs import BF16, Blocks
 from storage_formats.codecs.nontemporal import use_nontemporal
 from storage_formats.codecs.threads import run_chunks
+from storage_formats.format.checksum import crc32c
 from storage_formats.format.layout import PAGE_BYTES
+from storage_formats.reading.checksums import BlockCheck
 
 _HUGE_PAGES_FROM = 2 << 20
 _SMALLEST_BUFFER = 64 << 10
@@ -102,7 +104,9 @@ def copy_memory(
     targets: NDArray[np.int64],
     size: int,
     threads: int | None = None,
+    *,
     total: int | None = None,
+    check: BlockCheck | None = None,
 ) -> None:
     """Copy `size` bytes from each address in `sources` to the address in `targets`, on several threads.
 
@@ -115,12 +119,68 @@ def copy_memory(
         size: bytes per address.
         threads: maximum number of threads; None uses `default_threads()`.
         total: bytes of the whole operation, if this call copies a part of it. Decides how to copy.
+        check: compares the checksum of the bytes at each address.
+
+    Raises:
+        CorruptIndexError: a checksum differs.
     """
     sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
     total = len(sources) * size if total is None else total
-    compiled = "numba" in sys.modules or total >= _COMPILED_COPY_FROM
-    loop = _compiled_loop(use_nontemporal(total, size, targets)) if compiled else _copy_pieces
-    run_chunks(lambda start, stop: loop(sources, targets, size, start, stop), len(sources), size, threads)
+    nontemporal = use_nontemporal(total, size, targets)
+    compiled = use_compiled(total)
+    if check is None:
+        loop = _compiled_loop(nontemporal) if compiled else _copy_pieces
+        work = functools.partial(loop, sources, targets, size)
+    else:
+        checked_loop = _compiled_checked_loop(nontemporal) if compiled else _copy_checked_pieces
+        work = functools.partial(_copy_and_compare, checked_loop, sources, targets, size, check)
+    run_chunks(work, len(sources), size, threads)
+
+
+def check_memory(
+    sources: NDArray[np.int64], size: int, check: BlockCheck, threads: int | None = None, *, total: int | None = None
+) -> None:
+    """Compare the checksum of the `size` bytes at each address in `sources` [k]. Arguments as for `copy_memory`.
+
+    Raises:
+        CorruptIndexError: a checksum differs.
+    """
+    run_chunks(memory_check(sources, size, check, total=total), len(sources), size, threads)
+
+
+def memory_check(
+    sources: NDArray[np.int64], size: int, check: BlockCheck, *, total: int | None = None
+) -> Callable[[int, int], None]:
+    """A function that does `check_memory` for the addresses in [start, stop), on the thread that calls it."""
+    sources = np.ascontiguousarray(sources)
+    compiled = use_compiled(len(sources) * size if total is None else total)
+    loop = _compiled_checksums() if compiled else _checksum_pieces
+    actual = np.empty(len(sources), dtype=np.uint32)
+
+    def check_part(start: int, stop: int) -> None:
+        loop(sources, size, actual, start, stop)
+        check.compare(actual, start, stop)
+
+    return check_part
+
+
+def use_compiled(total: int) -> bool:
+    """Whether to process `total` bytes with compiled loops: Numba is loaded, or worth loading."""
+    return "numba" in sys.modules or total >= _COMPILED_COPY_FROM
+
+
+def _copy_and_compare(
+    loop: Callable[..., None],
+    sources: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    size: int,
+    check: BlockCheck,
+    start: int,
+    stop: int,
+) -> None:
+    actual = np.empty(stop, dtype=np.uint32)
+    loop(sources, targets, size, actual, start, stop)
+    check.compare(actual, start, stop)
 
 
 @functools.cache
@@ -132,6 +192,45 @@ def _compiled_loop(nontemporal: bool) -> Callable[[NDArray[np.int64], NDArray[np
     return copy_pieces_nontemporal if nontemporal else copy_pieces
 
 
+@functools.cache
+def _compiled_checked_loop(nontemporal: bool) -> Callable[..., None]:
+    try:
+        from storage_formats.reading import checked_copying
+    except ImportError:
+        return _copy_checked_pieces
+    if not checked_copying.has_crc_instruction():
+        return _copy_checked_pieces
+    return checked_copying.copy_checked_nontemporal if nontemporal else checked_copying.copy_checked
+
+
+@functools.cache
+def _compiled_checksums() -> Callable[..., None]:
+    try:
+        from storage_formats.reading import checked_copying
+    except ImportError:
+        return _checksum_pieces
+    return checked_copying.compute_checksums if checked_copying.has_crc_instruction() else _checksum_pieces
+
+
 def _copy_pieces(sources: NDArray[np.int64], targets: NDArray[np.int64], size: int, start: int, stop: int) -> None:
     for source, target in zip(sources[start:stop].tolist(), targets[start:stop].tolist(), strict=True):
         ctypes.memmove(target, source, size)
+
+
+def _copy_checked_pieces(
+    sources: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    size: int,
+    checksums: NDArray[np.uint32],
+    start: int,
+    stop: int,
+) -> None:
+    _copy_pieces(sources, targets, size, start, stop)
+    _checksum_pieces(targets, size, checksums, start, stop)
+
+
+def _checksum_pieces(
+    sources: NDArray[np.int64], size: int, checksums: NDArray[np.uint32], start: int, stop: int
+) -> None:
+    for index in range(start, stop):
+        checksums[index] = crc32c(memory_at(int(sources[index]), size))

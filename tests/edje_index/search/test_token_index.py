@@ -201,3 +201,27 @@ def test_only_the_model_that_built_an_index_searches_it(built, tmp_path):
     create_untrained_bundle(tmp_path / "other", seed=1, sizes=TINY)
     with pytest.raises(ModelError, match="did not build"):
         TokenIndex.open(built[0], model=tmp_path / "other")
+
+
+def test_a_damaged_candidate_is_left_out_with_a_warning(built, tmp_path):
+    root = shutil.copytree(built[0], tmp_path / "index")
+    index = TokenIndex.open(root)
+    before = [hit.row_id for hit in index.search("a dog", k=11, pool=11)]
+    damaged = before[:2]
+    for row_id in damaged:
+        shard, position = divmod(row_id, SPEC.shard_size)
+        with open(Layout(root).token_shard("bf16", shard, 2), "r+b") as file:
+            file.seek(position * 4 * 16 * 2)
+            file.write(b"damaged")
+    with pytest.warns(RuntimeWarning, match="left out of the search: the block.* damaged"):
+        hits = TokenIndex.open(root).search("a dog", k=11, pool=11)
+    assert [hit.row_id for hit in hits] == before[2:]
+
+
+def test_a_search_without_a_sound_candidate_finds_nothing(built, tmp_path):
+    root = shutil.copytree(built[0], tmp_path / "index")
+    for shard in range(SPEC.shards):
+        path = Layout(root).token_shard("bf16", shard, 2)
+        path.write_bytes(b"\1" * path.stat().st_size)
+    with pytest.warns(RuntimeWarning, match="left out of the search"):
+        assert TokenIndex.open(root).search("a dog", k=3, pool=11) == []

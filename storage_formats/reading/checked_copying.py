@@ -1,0 +1,188 @@
+"""Compiled loops that compute CRC-32C checksums of records, also while they copy them. Importing it imports Numba.
+
+The processor's CRC-32C instruction (SSE 4.2) takes eight bytes per cycle and returns its result three cycles later, so
+three records are processed at a time. Processors without it use google-crc32c, record by record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba import config, extending
+from numpy.typing import NDArray
+
+from storage_formats.codecs.kernel_compiler import Kernel, inlined, types
+
+# The stub of `intrinsic` does not know that Numba passes the first argument.
+intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = extending.intrinsic
+Addresses: TypeAlias = NDArray[np.int64]
+Checksums: TypeAlias = NDArray[np.uint32]
+
+_WORD, _BYTE = ir.IntType(64), ir.IntType(8)
+_LINE = ir.VectorType(_WORD, 8)
+_ONES = np.uint64(0xFFFFFFFF)
+
+
+def has_crc_instruction() -> bool:
+    """Whether compiled kernels may use the instruction."""
+    if config.CPU_NAME or config.CPU_FEATURES:  # type: ignore[attr-defined]  # compiled for another processor
+        return False
+    return bool(binding.get_host_cpu_features().get("sse4.2"))
+
+
+@intrinsic
+def _crc_word(_: Any, crc: Any, address: Any) -> Any:
+    """`crc` after the eight bytes at `address`."""
+
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        crc, address = arguments
+        name, function_type = "llvm.x86.sse42.crc32.64.64", ir.FunctionType(_WORD, [_WORD, _WORD])
+        function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
+        return builder.call(function, [crc, builder.load(builder.inttoptr(address, _WORD.as_pointer()), align=1)])
+
+    return types.uint64(types.uint64, types.int64), generate
+
+
+@intrinsic
+def _crc_byte(_: Any, crc: Any, address: Any) -> Any:
+    """`crc` after the byte at `address`."""
+
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        crc, address = arguments
+        name, function_type = "llvm.x86.sse42.crc32.64.8", ir.FunctionType(_WORD, [_WORD, _BYTE])
+        function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
+        return builder.call(function, [crc, builder.load(builder.inttoptr(address, _BYTE.as_pointer()), align=1)])
+
+    return types.uint64(types.uint64, types.int64), generate
+
+
+def _line_copier(nontemporal: bool) -> Any:
+    def copy_line(_: Any, target: Any, source: Any) -> Any:
+        """Copy the 64 bytes at `source`."""
+
+        def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+            target, source = (builder.inttoptr(address, _LINE.as_pointer()) for address in arguments)
+            stored = builder.store(builder.load(source, align=1), target, 64 if nontemporal else 1)
+            if nontemporal:
+                stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), generate
+
+    return intrinsic(copy_line)
+
+
+@intrinsic
+def _copy_byte(_: Any, target: Any, source: Any) -> Any:
+    """Copy the byte at `source`."""
+
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        target, source = (builder.inttoptr(address, _BYTE.as_pointer()) for address in arguments)
+        builder.store(builder.load(source), target)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def _fence(_: Any) -> Any:
+    """Order non-temporal stores before later stores of this thread."""
+
+    def generate(context: Any, builder: Any, _: Any, __: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+_copy_line, _copy_line_nontemporal = _line_copier(nontemporal=False), _line_copier(nontemporal=True)
+
+
+@inlined
+def _crc_line(crc: Any, address: Any) -> Any:
+    for offset in range(0, 64, 8):
+        crc = _crc_word(crc, address + offset)
+    return crc
+
+
+@inlined
+def _crc_rest(crc: Any, address: Any, stop: Any) -> Any:
+    while address + 8 <= stop:
+        crc = _crc_word(crc, address)
+        address += 8
+    while address < stop:
+        crc = _crc_byte(crc, address)
+        address += 1
+    return np.uint32(crc ^ _ONES)
+
+
+@inlined
+def _lanes(first: int, stop: int) -> Any:
+    """Three indices from `first` on. After the last index it is repeated."""
+    return first, min(first + 1, stop - 1), min(first + 2, stop - 1)
+
+
+def _checksums(sources: Addresses, size: int, checksums: Checksums, start: int, stop: int) -> None:
+    whole = size - size % 64
+    for first in range(start, stop, 3):
+        i, j, k = _lanes(first, stop)
+        a, b, c = sources[i], sources[j], sources[k]
+        x = y = z = _ONES
+        for offset in range(0, whole, 64):
+            x, y, z = _crc_line(x, a + offset), _crc_line(y, b + offset), _crc_line(z, c + offset)
+        checksums[i] = _crc_rest(x, a + whole, a + size)
+        checksums[j] = _crc_rest(y, b + whole, b + size)
+        checksums[k] = _crc_rest(z, c + whole, c + size)
+
+
+def _copy(sources: Addresses, targets: Addresses, size: int, checksums: Checksums, start: int, stop: int) -> None:
+    whole = size - size % 64
+    for first in range(start, stop, 3):
+        i, j, k = _lanes(first, stop)
+        a, b, c = sources[i], sources[j], sources[k]
+        p, q, r = targets[i], targets[j], targets[k]
+        x = y = z = _ONES
+        for offset in range(0, whole, 64):
+            _copy_line(p + offset, a + offset)
+            _copy_line(q + offset, b + offset)
+            _copy_line(r + offset, c + offset)
+            x, y, z = _crc_line(x, a + offset), _crc_line(y, b + offset), _crc_line(z, c + offset)
+        for offset in range(whole, size):
+            _copy_byte(p + offset, a + offset)
+            _copy_byte(q + offset, b + offset)
+            _copy_byte(r + offset, c + offset)
+        checksums[i] = _crc_rest(x, a + whole, a + size)
+        checksums[j] = _crc_rest(y, b + whole, b + size)
+        checksums[k] = _crc_rest(z, c + whole, c + size)
+
+
+def _copy_nontemporal(
+    sources: Addresses, targets: Addresses, size: int, checksums: Checksums, start: int, stop: int
+) -> None:
+    for first in range(start, stop, 3):
+        i, j, k = _lanes(first, stop)
+        a, b, c = sources[i], sources[j], sources[k]
+        p, q, r = targets[i], targets[j], targets[k]
+        x = y = z = _ONES
+        for offset in range(0, size, 64):
+            _copy_line_nontemporal(p + offset, a + offset)
+            _copy_line_nontemporal(q + offset, b + offset)
+            _copy_line_nontemporal(r + offset, c + offset)
+            x, y, z = _crc_line(x, a + offset), _crc_line(y, b + offset), _crc_line(z, c + offset)
+        checksums[i], checksums[j], checksums[k] = np.uint32(x ^ _ONES), np.uint32(y ^ _ONES), np.uint32(z ^ _ONES)
+    _fence()
+
+
+_ADDRESS_ARRAY = types.Array(types.int64, 1, "C", readonly=True)
+_CHECKSUM_ARRAY = types.Array(types.uint32, 1, "C")
+compute_checksums = Kernel(_checksums, (_ADDRESS_ARRAY, types.int64, _CHECKSUM_ARRAY, types.int64, types.int64))
+"""(sources, size, checksums, start, stop): write the CRC-32C of the `size` bytes at each address sources[i] to
+checksums[i], for i in [start, stop). Releases the GIL."""
+_COPY_ARGUMENTS = (_ADDRESS_ARRAY, _ADDRESS_ARRAY, types.int64, _CHECKSUM_ARRAY, types.int64, types.int64)
+copy_checked = Kernel(_copy, _COPY_ARGUMENTS)
+"""(sources, targets, size, checksums, start, stop): as `compute_checksums`, and copy the bytes to targets[i]."""
+copy_checked_nontemporal = Kernel(_copy_nontemporal, _COPY_ARGUMENTS)
+"""As `copy_checked`, with non-temporal stores. `size` and all targets are multiples of `nontemporal.LINE_BYTES`."""

@@ -1,0 +1,147 @@
+"""The checksums of blocks (SPEC.md section 8): loaded per shard when needed, and compared with what was read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.errors import CorruptIndexError
+from storage_formats.format.index_files import open_index_file
+from storage_formats.reading.base import Batch, Ints
+
+_KEPT_BYTES = 64 << 20  # the checksums of 16 million rows
+_OPEN_FILES = 64  # checksum files that are read at the same time
+_NAMED_ROWS = 5
+
+Checksums = NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class BlockCheck:
+    """Compares checksums of records with the stored ones.
+
+    Attributes:
+        expected: [n], the stored checksum of each record.
+        row_ids: [n]
+        path: path of the token file of a row.
+    """
+
+    expected: Checksums
+    row_ids: Ints
+    path: Callable[[int], Path]
+
+    def compare(self, actual: Checksums, start: int, stop: int) -> None:
+        """Compare `actual[start:stop]`.
+
+        Raises:
+            CorruptIndexError: a checksum differs.
+        """
+        is_damaged = actual[start:stop] != self.expected[start:stop]
+        if is_damaged.any():
+            raise self._damaged(tuple(self.row_ids[start:stop][is_damaged].tolist()))
+
+    def _damaged(self, row_ids: tuple[int, ...]) -> CorruptIndexError:
+        named = ", ".join(map(str, row_ids[:_NAMED_ROWS]))
+        more = f" and {len(row_ids) - _NAMED_ROWS} more" if len(row_ids) > _NAMED_ROWS else ""
+        subject = f"the block of row {named} is" if len(row_ids) == 1 else f"the blocks of rows {named}{more} are"
+        return CorruptIndexError(
+            f"{subject} damaged: the CRC-32C differs from the stored one ({self.path(row_ids[0])}); run 'edje-index "
+            "verify' and restore the damaged files from a copy, or build the index again",
+            row_ids=row_ids,
+        )
+
+
+class BlockChecksums:
+    """The stored checksums of one precision. Keeps those of the shards used last. Thread-safe.
+
+    Args:
+        root: directory of the index.
+        path: path of the checksum file of a shard.
+        token_path: path of the token file of a shard.
+        shard_rows: row ids of a shard.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        path: Callable[[int], Path],
+        token_path: Callable[[int], Path],
+        shard_rows: Callable[[int], range],
+    ) -> None:
+        self._root = root
+        self._path = path
+        self._token_path = token_path
+        self._shard_rows = shard_rows
+        self._shard_size = len(shard_rows(0))
+        self._kept: OrderedDict[int, Checksums] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self, batch: Batch) -> BlockCheck:
+        """The check of the records of `batch`.
+
+        Raises:
+            CorruptIndexError: a checksum file is missing or has the wrong length.
+        """
+        by_shard = self._of_shards([shard for shard, _, _ in batch.shard_spans])
+        parts = [by_shard[shard][batch.positions[start:stop]] for shard, start, stop in batch.shard_spans]
+        return BlockCheck(
+            parts[0] if len(parts) == 1 else np.concatenate(parts),
+            batch.shards * self._shard_size + batch.positions,
+            lambda row_id: self._token_path(row_id // self._shard_size),
+        )
+
+    def close(self) -> None:
+        """Free the checksums. They are loaded again when needed."""
+        with self._lock:
+            self._kept.clear()
+
+    def _of_shards(self, shards: list[int]) -> dict[int, Checksums]:
+        with self._lock:
+            by_shard = {shard: self._kept[shard] for shard in shards if shard in self._kept}
+        missing = [shard for shard in shards if shard not in by_shard]
+        for first in range(0, len(missing), _OPEN_FILES):
+            by_shard.update(self._load(missing[first : first + _OPEN_FILES]))
+        if missing:
+            self._keep(by_shard)
+        return by_shard
+
+    def _keep(self, by_shard: dict[int, Checksums]) -> None:
+        with self._lock:
+            self._kept.update(by_shard)
+            while len(self._kept) > max(1, _KEPT_BYTES // (4 * self._shard_size)):
+                self._kept.popitem(last=False)
+
+    def _length(self, shard: int) -> int:
+        return 4 * len(self._shard_rows(shard))
+
+    def _load(self, shards: list[int]) -> dict[int, Checksums]:
+        """Read checksum files. The kernel is told of all of them first and can read them together."""
+        with contextlib.ExitStack() as opened:
+            try:
+                files = {
+                    shard: opened.enter_context(open_index_file(self._root, self._path(shard))) for shard in shards
+                }
+                if hasattr(os, "posix_fadvise"):  # not on macOS
+                    for file in files.values():
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+                contents = {shard: file.read(self._length(shard) + 1) for shard, file in files.items()}
+            except OSError as error:
+                raise CorruptIndexError(
+                    f"cannot read the checksums of blocks in {error.filename}: {error.strerror}; run 'edje-index "
+                    "verify', or read without checks (verify_reads=False)"
+                ) from error
+        for shard, content in contents.items():
+            if len(content) != self._length(shard):
+                raise CorruptIndexError(
+                    f"{self._path(shard)} is not {self._length(shard)} bytes long, 4 per row; run 'edje-index verify', or read without checks "
+                    "(verify_reads=False)"
+                )
+        return {shard: np.frombuffer(content, dtype="<u4") for shard, content in contents.items()}

@@ -1,0 +1,173 @@
+"""Blocks are compared with their checksums when they are read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from storage_formats import CorruptIndexError, TokenStore, codec
+from storage_formats.format.checksum import crc32c_rows
+from storage_formats.format.layout import Layout
+from storage_formats.reading import checked_copying, checksums, memory
+from tests.conftest import same_bits
+from tests.storage_formats.reading_cases import ALL, HOLES, ODD, SPEC
+
+FLIPS = 300
+
+
+@pytest.fixture
+def index(built, tmp_path):
+    """A copy that a test may damage."""
+    shutil.copytree(built[0], tmp_path / "index")
+    return tmp_path / "index"
+
+
+def token_path(root, precision, shard):
+    return Layout(root).token_shard(precision, shard, len(codec(precision, SPEC.block_shape).record_shape))
+
+
+def flip(path, offset, bit=0):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def damage_row(root, precision, row_id):
+    shard, position = divmod(row_id, SPEC.shard_size)
+    flip(token_path(root, precision, shard), position * codec(precision, SPEC.block_shape).record_bytes + 5)
+
+
+@pytest.mark.parametrize("precision", SPEC.precisions)
+def test_every_flipped_byte_is_reported_or_lies_in_padding(index, whole, precision):
+    rng = np.random.default_rng(SPEC.precisions.index(precision))
+    size = codec(precision, SPEC.block_shape).record_bytes
+    reported = 0
+    with TokenStore.open(index, precision) as store:
+        for _ in range(FLIPS // len(SPEC.precisions)):
+            shard = int(rng.integers(SPEC.shards))
+            path = token_path(index, precision, shard)
+            offset, bit = int(rng.integers(path.stat().st_size)), int(rng.integers(8))
+            flip(path, offset, bit)
+            rows = SPEC.shard_rows(shard)
+            if offset < len(rows) * size:
+                row_id = rows[offset // size]
+                with pytest.raises(CorruptIndexError, match=f"row {row_id} is damaged") as caught:
+                    store.fetch(range(SPEC.rows))
+                assert caught.value.row_ids == (row_id,)
+                assert str(path) in str(caught.value)
+                reported += 1
+            else:
+                assert same_bits(store.fetch(rows), whole[precision][list(rows)])
+            flip(path, offset, bit)
+        assert same_bits(store.fetch(range(SPEC.rows)), whole[precision])
+    assert reported > FLIPS // len(SPEC.precisions) // 2
+
+
+@pytest.mark.parametrize("engine", ALL)
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4"])
+def test_every_engine_checks_blocks_and_records(index, whole, precision, engine):
+    damage_row(index, precision, 70)
+    with TokenStore.open(index, precision, engine) as store:
+        for read in (store.fetch, store.fetch_records):
+            for ids in ([70], [70, 71, 70], range(SPEC.rows), range(0, SPEC.rows, 5)):
+                with pytest.raises(CorruptIndexError, match=r"row 70 is damaged.*edje-index verify"):
+                    read(ids)
+        sound = [row for row in range(SPEC.rows) if row != 70]
+        assert same_bits(store.fetch(sound), whole[precision][sound])
+    with TokenStore.open(index, precision, engine, verify_reads=False) as store:
+        assert same_bits(store.fetch(sound), whole[precision][sound])
+        assert not same_bits(store.fetch([70]), whole[precision][[70]])
+
+
+def test_records_of_odd_lengths_are_checked(odd):
+    for engine in ALL:
+        for precision in ODD.precisions:
+            store, unchecked = (
+                TokenStore.open(odd[0], precision, engine, verify_reads=check) for check in (True, False)
+            )
+            assert same_bits(store.fetch(range(ODD.rows)), unchecked.fetch(range(ODD.rows)))
+
+
+def test_a_damaged_hole_is_reported(index):
+    damage_row(index, "fp8", min(HOLES))
+    with pytest.raises(CorruptIndexError, match=f"row {min(HOLES)} is damaged"):
+        TokenStore.open(index, "fp8").fetch([min(HOLES)])
+
+
+def test_the_error_names_a_few_of_many_rows(index):
+    for row_id in range(10):
+        damage_row(index, "bf16", row_id)
+    with pytest.raises(CorruptIndexError, match="the blocks of rows 0, 1, 2, 3, 4 and 5 more are damaged") as caught:
+        TokenStore.open(index).fetch(range(20))
+    assert caught.value.row_ids == tuple(range(10))
+
+
+@pytest.mark.parametrize("harm", ["missing", "short"])
+def test_lost_checksums_are_an_error_of_checked_reads(index, whole, harm):
+    path = Layout(index).checksums("fp8", 1)
+    path.unlink() if harm == "missing" else os.truncate(path, 8)
+    store = TokenStore.open(index, "fp8")
+    assert same_bits(store.fetch([3]), whole["fp8"][[3]])
+    with pytest.raises(CorruptIndexError, match=r"00000001.crc32c.*verify_reads=False"):
+        store.fetch([3, 70])
+    unchecked = TokenStore.open(index, "fp8", verify_reads=False)
+    assert same_bits(unchecked.fetch([3, 70]), whole["fp8"][[3, 70]])
+
+
+def test_few_checksums_are_kept_and_those_of_other_shards_are_not_read(many_shards, monkeypatch):
+    root, expected = many_shards
+    monkeypatch.setattr(checksums, "_KEPT_BYTES", 2 * 4 * 4)  # of two shards of four rows
+    monkeypatch.setattr(checksums, "_OPEN_FILES", 3)
+    loaded, load = [], checksums.BlockChecksums._load
+    monkeypatch.setattr(
+        checksums.BlockChecksums, "_load", lambda self, shards: (loaded.append(shards), load(self, shards))[1]
+    )
+    store = TokenStore.open(root)
+    for _ in range(2):
+        assert same_bits(store.fetch([0, 59, 3]), expected[[0, 59, 3]])
+    assert loaded == [[0, 14]]
+    loaded.clear()
+    assert same_bits(store.fetch(range(60)), expected)
+    assert [len(shards) for shards in loaded] == [3, 3, 3, 3, 1]
+    assert len(store._checksums._kept) == 2
+    store.close()
+    assert not store._checksums._kept
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("size", [1, 7, 8, 63, 64, 65, 200, 13_824])
+@pytest.mark.parametrize("count", [1, 2, 3, 10])
+def test_checksums_of_memory(monkeypatch, compiled, size, count):
+    if compiled and not checked_copying.has_crc_instruction():
+        pytest.skip("no CRC-32C instruction here")
+    data = np.random.default_rng(0).integers(0, 256, (count, size), dtype=np.uint8)
+    sources, expected = data.ctypes.data + np.arange(count) * size, crc32c_rows(data)
+    compute = checked_copying.compute_checksums if compiled else memory._checksum_pieces
+    actual = np.zeros(count, dtype=np.uint32)
+    compute(sources, size, actual, 0, count)
+    assert (actual == expected).all()
+    copies = [checked_copying.copy_checked if compiled else memory._copy_checked_pieces]
+    if compiled and size % 64 == 0:
+        copies.append(checked_copying.copy_checked_nontemporal)
+    for copy in copies:
+        target = memory.aligned_bytes(count * size).reshape(count, size)
+        actual[:] = 0
+        copy(sources, target.ctypes.data + np.arange(count) * size, size, actual, 0, count)
+        assert (actual == expected).all()
+        assert (target == data).all()
+
+
+def test_the_instruction_is_not_used_in_code_for_another_processor(monkeypatch):
+    monkeypatch.setattr(checked_copying.config, "CPU_NAME", "generic")
+    assert not checked_copying.has_crc_instruction()
+    memory._compiled_checksums.cache_clear()
+    memory._compiled_checked_loop.cache_clear()
+    assert memory._compiled_checksums() is memory._checksum_pieces
+    assert memory._compiled_checked_loop(True) is memory._copy_checked_pieces
+    memory._compiled_checksums.cache_clear()
+    memory._compiled_checked_loop.cache_clear()
