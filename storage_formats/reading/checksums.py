@@ -141,7 +141,7 @@ class BlockChecksums:
         for shard, content in contents.items():
             if len(content) != self._length(shard):
                 raise CorruptIndexError(
-                    f"{self._path(shard)} is not {self._length(shard)} bytes long, 4 per row; run 'edje-index verify', or read without checks "
-                    "(verify_reads=False)"
+                    f"{self._path(shard)} is not {self._length(shard)} bytes long, 4 per row; "
+                    "run 'edje-index verify', or read without checks (verify_reads=False)"
                 )
         return {shard: np.frombuffer(content, dtype="<u4") for shard, content in contents.items()}
