@@ -20,11 +20,23 @@ if TYPE_CHECKING:
 _NAMED_FAILURES = 3
 
 
+class FailedInputsError(EdjeError):
+    """No input was indexed, or more failed than allowed.
+
+    Attributes:
+        problem: the message without what to do.
+    """
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem = problem
+
+
 def publish_build(plan: BuildPlan, receipts: list[ShardReceipt], *, max_failed: float, on_event: OnEvent) -> Manifest:
     """Build the nearest-neighbour index and commit the manifest.
 
     Raises:
-        EdjeError: no input was indexed, or a larger share than `max_failed` failed.
+        FailedInputsError: no input was indexed, or a larger share than `max_failed` failed.
         OSError: the index cannot be written.
     """
     from edje_index.indexing.faiss_index import build_ann
@@ -38,7 +50,7 @@ def publish_build(plan: BuildPlan, receipts: list[ShardReceipt], *, max_failed: 
 
 
 def _refuse_failures(plan: BuildPlan, receipts: list[ShardReceipt], max_failed: float) -> None:
-    """Raise EdjeError if no input was indexed, or more failed than allowed: such an index would hide the cause."""
+    """Raise FailedInputsError if no input was indexed or more failed than allowed: the index would hide the cause."""
     failed: Counter[str] = Counter()
     for receipt in receipts:
         failed.update(receipt.failed)
@@ -53,7 +65,7 @@ def _refuse_failures(plan: BuildPlan, receipts: list[ShardReceipt], max_failed: 
         return
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(failed.items()))
     names = ", ".join(_first_failures(plan))
-    raise EdjeError(f"{problem} ({reasons}), so no index was written. The first are {names}; {remedy}")
+    raise FailedInputsError(f"{problem} ({reasons}), so no index was written. The first are {names}", remedy)
 
 
 def _first_failures(plan: BuildPlan) -> list[str]:

@@ -113,7 +113,7 @@ def test_an_index_with_too_many_failures_is_not_published(run, build, photos, in
     code, out, err = run(*build, "--max-failed", 0.19)
     assert (code, out) == (1, "")
     assert "2 of 10 inputs failed, more than max_failed 0.19 (empty 1, not-an-image 1)" in err
-    assert f"{photos / '02.jpg'}, {photos / '07.jpg'}" in err
+    assert f"{photos / '02.jpg'} (empty), {photos / '07.jpg'} (not-an-image)" in err
     assert not Layout(index).manifest.exists()
     code, out, _ = run(*build, "--max-failed", 0.2, "--json")
     assert code == 0

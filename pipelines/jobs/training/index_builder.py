@@ -13,7 +13,7 @@ from pipelines.planning.config import BuildConfig
 from pipelines.progress.events import OnEvent, StatusMessage
 from pipelines.progress.stopping import ShouldStop
 from storage_formats.atomic import write_bytes_atomic
-from storage_formats.errors import UsageError
+from storage_formats.errors import EdjeError, UsageError
 
 if TYPE_CHECKING:
     from edje_index.captions.reading import CaptionedImage
@@ -41,10 +41,12 @@ class IndexBuilder:
         """Build the index `name` with the bundle `model`, or finish it. Finished shards are kept.
 
         Raises:
+            EdjeError: no image could be read.
             JobStopped: `should_stop()` returned True.
         """
         from edje_index.models.devices import threads_kept
         from pipelines.jobs.build import run_build
+        from pipelines.jobs.publish_build import FailedInputsError
 
         self.on_event(StatusMessage(announcement))
         config = BuildConfig(
@@ -58,8 +60,13 @@ class IndexBuilder:
             address=self.run.address,
             column=path_column(sources),
         )
-        with threads_kept():
-            run_build(config, self.on_event, self.should_stop)
+        try:
+            with threads_kept():
+                run_build(config, self.on_event, self.should_stop)
+        except FailedInputsError as error:
+            raise EdjeError(
+                f"{error.problem}. Check the captions and inputs.images; then remove {self.folder} and train again"
+            ) from error
         return config.out
 
 
