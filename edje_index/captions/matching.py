@@ -124,7 +124,7 @@ def _follow_duplicates(root: str | Path, duplicates: dict[int, list[_Match]]) ->
 
 
 def _resolved(name: bytes) -> bytes:
-    """The name with symbolic links in its folders resolved; a link in its last part is kept, as builds do."""
+    """The name with symbolic links in its folders resolved; the last part is not resolved, as in builds."""
     folder, base = os.path.split(name)
     return os.path.join(_real_folder(folder), base)
 

@@ -188,12 +188,12 @@ class TokenIndex:
 def recorded_bundle(root: str | Path, manifest: Manifest) -> Path:
     """The bundle that built the index at `root`.
 
-    `build` records absolute paths. A relative path would load whatever lies there beside the current directory, which
-    a stranger may have put there together with the index.
+    `build` records absolute paths. A relative path is refused, because a stranger who made the
+    index could have put another bundle at that path.
 
     Raises:
         ModelError: the index was not built by a model.
-        BundleNotFoundError: its path is relative, or it is not there any more.
+        BundleNotFoundError: its path is relative, or the bundle no longer exists.
     """
     if "bundle" not in manifest.model:
         raise ModelError(

@@ -155,7 +155,7 @@ def removed_options(arguments: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def options_named() -> Iterator[None]:
-    """Add the name of its option, if it has one, to every setting that a UsageError names."""
+    """Name the options of the settings in the message of a UsageError."""
     try:
         yield
     except UsageError as error:

@@ -96,7 +96,7 @@ class _Conversion:
 
     @property
     def plan(self) -> str:
-        """Fingerprint of the conversion; a receipt with another one belongs to another conversion."""
+        """Fingerprint of the conversion. Receipts of other conversions have different ones."""
         text = f"convert {self.spec} {self.source} {self.targets} {self.source_digest}"
         return hashlib.sha256(text.encode()).hexdigest()
 

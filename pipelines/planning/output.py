@@ -17,7 +17,7 @@ def check_output(config: BuildConfig) -> None:
     if not out.exists():
         return
     if not out.is_dir():
-        raise UsageError(f"{out} exists and is not a directory", parameter="out")
+        raise UsageError(f"{out} exists and is not a directory; choose another output directory", parameter="out")
     layout = Layout(out)
     if layout.manifest.exists() or layout.plan.exists():
         return
