@@ -17,6 +17,7 @@ from pipelines.cli import main
 from pipelines.jobs.quantization_report import ReportConfig, measure_precisions
 from pipelines.jobs.quantization_report_files import markdown, table, write_report
 from storage_formats import IndexSpec, Manifest, TokenStore, UsageError, codec
+from storage_formats.format.checksum import crc32c
 from storage_formats.format.layout import Layout
 from tests.command_line import run_process
 from tests.conftest import write_random_index
@@ -72,12 +73,14 @@ def test_token_errors_of_stored_and_unstored_precisions(synthetic):
 
 
 def test_what_is_stored_is_measured_and_not_what_would_be(tmp_path):
-    """A stored precision that is worse than its codec shows."""
+    """A stored precision that is worse than its codec shows. Its checksums match."""
     write_random_index(tmp_path, SPEC)
-    path = tmp_path / "tokens/fp8/c.0.0"
+    path, checksums = tmp_path / "tokens/fp8/c.0.0", tmp_path / "checksums/fp8/00000000.crc32c"
     data = bytearray(path.read_bytes())
     data[0] ^= 0x80
     path.write_bytes(data)
+    record = bytes(data[: codec("fp8", SPEC.block_shape).record_bytes])
+    checksums.write_bytes(crc32c(record).to_bytes(4, "little") + checksums.read_bytes()[4:])
     found = measure_precisions(ReportConfig(tmp_path, precisions=("fp8",))).precisions[0]
     assert found.stored
     assert found.tokens.relative_error.highest > 0.05
