@@ -77,7 +77,7 @@ def test_only_regular_files_inside_the_index_are_opened(layout, tmp_path, name, 
         path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "original")
     outcomes = opened(layout)
     assert outcomes[reader].startswith("CorruptIndexError"), outcomes[reader]
-    expected = "it is not a regular file" if kind == "fifo" else "it leads out of the index"
+    expected = "it is not a regular file" if kind == "fifo" else "it leads outside the index"
     if name != "tokens" or kind != "fifo":  # a FIFO has length 0, which is found first
         assert expected in outcomes[reader]
     assert [layout.relative(path), f"cannot be read: {expected}"] in [
