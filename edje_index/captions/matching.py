@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from edje_index.captions.reading import CaptionedImage
 from edje_index.images.inputs import display_path
 from storage_formats.errors import UsageError
-from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import Manifest
-from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, read_rows, read_shard_rows
+from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED
 
 NOT_IN_INDEX = "not-in-index"
-_COLUMNS = ["row_id", "uri", "uri_raw", "status", "reason", "duplicate_of"]
+NAME_COLUMNS = ("row_id", "uri", "uri_raw", "status", "reason", "duplicate_of")
+"""Columns of the rows table that matching needs."""
 
 
 @dataclass(frozen=True)
@@ -40,36 +40,51 @@ class MatchedRows:
         """Number of items without a row, by reason."""
         return dict(sorted(Counter(reason for reason in self.reasons if reason is not None).items()))
 
+    def indexed(self, items: Sequence[CaptionedImage]) -> tuple[list[CaptionedImage], NDArray[np.int64]]:
+        """Those of the n `items` that have a row, and their rows, int64 [k]."""
+        kept = [item for item, row in zip(items, self.rows, strict=True) if row >= 0]
+        return kept, self.rows[self.rows >= 0]
 
-def match_rows(root: str | Path, items: Sequence[CaptionedImage]) -> NDArray[np.int64]:
-    """Row id of each item's image, int64 [n]; -1 if the index does not hold it. See `match_items`."""
-    return match_items(root, items).rows
+
+def match_all(root: Path, table: pa.Table, items: Sequence[CaptionedImage]) -> NDArray[np.int64]:
+    """Row id of each item's image, int64 [n]; parameters as for `match_items`.
+
+    Raises:
+        UsageError: the index lacks an image.
+    """
+    rows = match_items(root, table, items).rows
+    if missing := int((rows < 0).sum()):
+        raise UsageError(f"{root} lacks {missing:,} of the training images; build it from all of them")
+    return rows
 
 
-def match_items(root: str | Path, items: Sequence[CaptionedImage], *, allow_none: bool = False) -> MatchedRows:
+def match_items(
+    root: Path, table: pa.Table, items: Sequence[CaptionedImage], *, allow_none: bool = False
+) -> MatchedRows:
     """Find the rows of `items` by the names of their images.
 
     A duplicate has the row of its original. If two rows share a name, the first wins. If a name is not in the index,
     symbolic links in its folders are resolved and it is looked up again.
 
     Args:
-        root: the index.
+        root: the index, for messages.
+        table: all its rows with the columns `NAME_COLUMNS`, see `storage_formats.format.rows.read_all_rows`.
         items: captioned images.
         allow_none: whether to return even if no item is in the index.
 
     Raises:
         UsageError: no item is in the index, and `allow_none` is false.
     """
-    matches = _lookup(root, [os.fsencode(item.path) for item in items], lambda name: name)
+    matches = _lookup(table, [os.fsencode(item.path) for item in items], lambda name: name)
     unmatched = [position for position, match in enumerate(matches) if match is None]
     if unmatched:
         resolved = [_resolved(os.fsencode(items[position].path)) for position in unmatched]
-        for position, match in zip(unmatched, _lookup(root, resolved, _resolved), strict=True):
+        for position, match in zip(unmatched, _lookup(table, resolved, _resolved), strict=True):
             matches[position] = match
     rows = np.array([-1 if match is None else match.row_id for match in matches], dtype=np.int64)
     reasons = tuple(NOT_IN_INDEX if match is None else match.reason for match in matches)
     if not allow_none and not (rows >= 0).any():
-        raise UsageError(_nothing_matches(root, items, reasons))
+        raise UsageError(_nothing_matches(root, table, items, reasons))
     return MatchedRows(rows, reasons)
 
 
@@ -81,26 +96,26 @@ class _Match:
     reason: str | None = None
 
 
-def _lookup(root: str | Path, names: list[bytes], convert: Callable[[bytes], bytes]) -> list[_Match | None]:
+def _lookup(table: pa.Table, names: list[bytes], convert: Callable[[bytes], bytes]) -> list[_Match | None]:
     """The row of each name; `convert` is applied to the names of the rows before they are compared."""
     names_of_texts = {display_path(name).encode(): name for name in names}
     requested = set(names)
     matches: dict[bytes, _Match] = {}
     duplicates: dict[int, list[_Match]] = {}
-    for row in _rows(root):
+    for row in _lines(table):
         name = _row_name(row, convert, names_of_texts)
         if name not in requested or name in matches:
             continue
         matches[name] = _Match(row["row_id"] if row["status"] == INDEXED else -1, row["reason"])
         if row["status"] == DUPLICATE:
             duplicates.setdefault(row["duplicate_of"], []).append(matches[name])
-    _follow_duplicates(root, duplicates)
+    _follow_duplicates(table, duplicates)
     return [matches.get(name) for name in names]
 
 
-def _rows(root: str | Path) -> Iterator[dict[str, Any]]:
-    for shard in range(Manifest.load(root).spec.shards):
-        yield from read_shard_rows(Layout(Path(root)), shard, _COLUMNS).to_pylist()
+def _lines(table: pa.Table) -> Iterator[dict[str, Any]]:
+    for batch in table.to_batches():  # one after another, because Python objects take several times the memory
+        yield from batch.to_pylist()
 
 
 def _row_name(
@@ -113,9 +128,10 @@ def _row_name(
     return convert(row["uri_raw"])
 
 
-def _follow_duplicates(root: str | Path, duplicates: dict[int, list[_Match]]) -> None:
+def _follow_duplicates(table: pa.Table, duplicates: dict[int, list[_Match]]) -> None:
     """Give duplicates the row of their original, or the reason it failed."""
-    for row in read_rows(root, sorted(duplicates), ["row_id", "status", "reason"]).to_pylist():
+    originals = table.select(["row_id", "status", "reason"]).take(pa.array(sorted(duplicates), pa.int64()))
+    for row in originals.to_pylist():
         for match in duplicates[row["row_id"]]:
             if row["status"] == FAILED:
                 match.reason = row["reason"]
@@ -134,9 +150,11 @@ def _real_folder(folder: bytes) -> bytes:
     return os.path.realpath(folder)
 
 
-def _nothing_matches(root: str | Path, items: Sequence[CaptionedImage], reasons: Iterable[str | None]) -> str:
+def _nothing_matches(
+    root: Path, table: pa.Table, items: Sequence[CaptionedImage], reasons: Iterable[str | None]
+) -> str:
     counts = ", ".join(f"{reason} {count:,}" for reason, count in sorted(Counter(map(str, reasons)).items()))
-    first = read_shard_rows(Layout(Path(root)), 0, ["uri"])["uri"][0].as_py()
+    first = table["uri"][0].as_py()
     return (
         f"none of the {len(items):,} captioned images is in the index {root} ({counts}): the captions name "
         f"{display_path(os.fsencode(items[0].path))}, the index holds {first}; give the right folder of images"

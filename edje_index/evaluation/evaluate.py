@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edje_index.captions.matching import MatchedRows, match_items
+from edje_index.captions.matching import NAME_COLUMNS, MatchedRows, match_items
 from edje_index.captions.reading import CaptionedImage, read_captions
 from edje_index.evaluation.bootstrap import ClusterBootstrap
 from edje_index.evaluation.config import EvaluationConfig
@@ -27,7 +27,8 @@ from edje_index.scoring.weights import BUNDLE_SCORE, DIRECTIONS, IMAGE_TO_TEXT, 
 from edje_index.search.reranking import check_reranks
 from edje_index.search.token_index import load_search_model
 from storage_formats.errors import UsageError
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.rows import read_all_rows
 from storage_formats.reading.embeddings import read_embeddings
 
 if TYPE_CHECKING:
@@ -131,9 +132,10 @@ def _open(
     config: EvaluationConfig, name: str, root: Path, model: Path | None, items: Sequence[CaptionedImage]
 ) -> _OpenIndex:
     """Open an index without its weights, so that an index that cannot be evaluated fails early."""
-    manifest = Manifest.load(root)
+    index = CommittedIndex.open(root)
     sources = token_sources(root, config.precisions, simulate=config.simulate) if config.rerank else []
-    return _OpenIndex(name, root, manifest, model, sources, match_items(root, items))
+    matched = match_items(root, read_all_rows(index, NAME_COLUMNS), items)
+    return _OpenIndex(name, root, index.manifest, model, sources, matched)
 
 
 def _count_inputs(items: Sequence[CaptionedImage], indexes: Sequence[_OpenIndex], used: Bools) -> Inputs:
@@ -159,7 +161,8 @@ def _further_captions(
     items = list(all_items) if config.split is not None else []
     for path in config.full_captions:
         items += read_captions(path, config.images)
-    return items, match_items(root, items, allow_none=True)
+    table = read_all_rows(CommittedIndex.open(root), NAME_COLUMNS)
+    return items, match_items(root, table, items, allow_none=True)
 
 
 def _evaluate_index(

@@ -31,29 +31,22 @@ _POLL_SECONDS = 0.5
 _RESTARTS = 2  # if a worker dies, the whole group restarts from the last checkpoint
 
 
-def train_on_ray(
-    task: TrainTask,
-    workers: int,
-    *,
-    address: str | None,
-    should_stop: Callable[[], bool],
-    on_record: Callable[[dict[str, Any]], None],
-) -> None:
-    """Train `task` on `workers` processes, which communicate by NCCL if each has a GPU, else by Gloo.
+def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Callable[[dict[str, Any]], None]) -> None:
+    """Train `task` on `runtime.workers` processes, which communicate by NCCL if each has a GPU, else by Gloo.
 
     Raises:
         JobStopped: `should_stop()` returned true; the last checkpoint holds all finished steps.
         UsageError: the cluster has too little room.
         EdjeError: Ray, or the training on it, failed; the message says why.
     """
-    cpus, gpus = task.runtime.threads or 1, _gpus(task)
+    workers, cpus, gpus = task.runtime.workers, task.runtime.threads or 1, _gpus(task)
     stop_file = task.runtime.run_dir / STOP_FILE
     stop_file.unlink(missing_ok=True)
     try:
-        with connected_ray(address, cpus=cpus * workers, gpus=gpus * workers) as cluster:
+        with connected_ray(task.runtime.address, cpus=cpus * workers, gpus=gpus * workers) as cluster:
             if (room := cluster.room(cpus=cpus, gpus=gpus)) < workers:
                 raise UsageError(f"the Ray cluster has room for {room} of {workers} workers; use fewer workers")
-            fit = _Fit(_make_trainer(task, workers, cpus=cpus, gpus=gpus))
+            fit = _Fit(_make_trainer(task, cpus=cpus, gpus=gpus))
             records_shown = 0
             while fit.is_alive():
                 fit.join(_POLL_SECONDS)
@@ -80,7 +73,7 @@ def _gpus(task: TrainTask) -> int:
     return 1 if device == "cuda" or (device == "auto" and cuda_devices()) else 0
 
 
-def _make_trainer(task: TrainTask, workers: int, *, cpus: int, gpus: int) -> TorchTrainer:
+def _make_trainer(task: TrainTask, *, cpus: int, gpus: int) -> TorchTrainer:
     try:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
@@ -92,7 +85,7 @@ def _make_trainer(task: TrainTask, workers: int, *, cpus: int, gpus: int) -> Tor
         train_loop_config={"task": task},
         torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
         scaling_config=ScalingConfig(
-            num_workers=workers,
+            num_workers=task.runtime.workers,
             use_gpu=gpus > 0,
             resources_per_worker={"CPU": cpus, **({"GPU": gpus} if gpus else {})},
         ),

@@ -176,6 +176,24 @@ class Manifest:
             raise CorruptIndexError(f"cannot read the shard table {path}: {error}; restore the file") from error
 
 
+@dataclass(frozen=True)
+class CommittedIndex:
+    """An index whose build has finished. Later stages take it instead of a path, and need not read the manifest again.
+
+    Attributes:
+        root: its directory, an absolute path.
+        manifest: its manifest.
+    """
+
+    root: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, root: str | Path) -> CommittedIndex:
+        """Read the manifest of the index at `root`. Raises as `Manifest.load`."""
+        return cls(Path(root).absolute(), Manifest.load(root))
+
+
 def _absent(layout: Layout) -> Exception:
     if layout.plan.exists():
         return IncompleteIndexError(

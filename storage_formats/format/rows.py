@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import read_table
 from storage_formats.row_ids import RowIds, check_row_ids
 
@@ -94,6 +94,16 @@ def read_shard_rows(layout: Layout, shard: int, columns: list[str] | None = None
         ) from error
 
 
+def read_all_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> pa.Table:
+    """All rows of an index in row order, so that row id i is at position i. `columns` as for :func:`read_rows`.
+
+    Raises:
+        CorruptIndexError: a file is missing or is not a rows table.
+    """
+    layout, names = Layout(index.root), None if columns is None else list(columns)
+    return pa.concat_tables(read_shard_rows(layout, shard, names) for shard in range(index.manifest.spec.shards))
+
+
 def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:
     """Rows of an index as a `pyarrow.Table`. Reads only the shards that hold a requested row.
 
@@ -115,17 +125,17 @@ def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str
         >>> read_rows(example_index(), [9, 0], columns=["uri", "status"]).to_pylist()
         [{'uri': '9.jpg', 'status': 'failed'}, {'uri': '0.jpg', 'status': 'indexed'}]
     """
-    layout = Layout(Path(root))
-    manifest = Manifest.load(root)
+    index = CommittedIndex.open(root)
+    layout, spec = Layout(Path(root)), index.manifest.spec
     if row_ids is None:
-        return pa.concat_tables(read_shard_rows(layout, shard, columns) for shard in range(manifest.spec.shards))
-    ids = check_row_ids(row_ids, manifest.spec.rows)
+        return read_all_rows(index, columns)
+    ids = check_row_ids(row_ids, spec.rows)
     if not len(ids):
         return ROW_SCHEMA.empty_table().select(columns or ROW_SCHEMA.names)
-    shards, shard_indices = np.unique(ids // manifest.spec.shard_size, return_inverse=True)
+    shards, shard_indices = np.unique(ids // spec.shard_size, return_inverse=True)
     tables = [read_shard_rows(layout, int(shard), columns) for shard in shards]
     starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
-    line_indices = starts[shard_indices] + ids % manifest.spec.shard_size
+    line_indices = starts[shard_indices] + ids % spec.shard_size
     return pa.concat_tables(tables).take(pa.array(line_indices))
 
 

@@ -19,8 +19,6 @@ from edje_index.models.text_tower import TextTower, embed_texts
 from edje_index.progress import OnProgress
 from storage_formats.atomic import fsync_paths
 from storage_formats.errors import UsageError
-from storage_formats.format.manifest import Manifest
-from storage_formats.reading.embeddings import read_embeddings
 
 _BATCH = 4096
 
@@ -93,18 +91,29 @@ class CaptionSet:
 
 
 @dataclass(frozen=True)
+class DevCaptions:
+    """Captions that are not trained on, to which weights are fitted.
+
+    Attributes:
+        captions: n images and their captions.
+        image_embeddings: embeddings of the images, float32 [n, e].
+    """
+
+    captions: CaptionSet
+    image_embeddings: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
 class Miner:
     """An embedding model whose similarities mine hard negatives.
 
     Attributes:
         text: its text tower.
-        index: an index that it built, which holds the image embeddings.
-        rows: row of each image in that index, int64 [n].
+        image_embeddings: of the images to train on, float32 [n, e].
     """
 
     text: TextTower
-    index: Path
-    rows: NDArray[np.int64]
+    image_embeddings: NDArray[np.float32]
 
 
 def prepare_data(
@@ -114,7 +123,7 @@ def prepare_data(
     miner: Miner,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> TrainingData:
-    """Tokenize and embed all captions, and read the image embeddings of the mining model.
+    """Tokenize and embed all captions.
 
     Args:
         items: images and captions.
@@ -137,14 +146,9 @@ def prepare_data(
         tokens=np.concatenate(ids),
         caption_keys=np.array([keys[_key(text)] for text in texts], dtype=np.int64),
         text_embeddings=embeddings,
-        image_mining=image_embeddings(miner.index, miner.rows),
+        image_mining=miner.image_embeddings,
         text_mining=mining,
     )
-
-
-def image_embeddings(root: Path, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Embeddings of `rows` of the index at `root`, float32 [len(rows), e]."""
-    return read_embeddings(root, Manifest.load(root).spec, rows)
 
 
 def _token_ids(tokenizer: JointTokenizer, texts: Sequence[str]) -> list[list[int]]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.models.devices import resolve_device
-from edje_index.models.text_tower import TextTower
 from edje_index.progress import OnProgress
 from edje_index.scoring.parts import Pairs
 from edje_index.scoring.weights import (
@@ -27,11 +24,10 @@ from edje_index.scoring.weights import (
 )
 from edje_index.training.config import FittingConfig
 from edje_index.training.data.batches import Features
-from edje_index.training.data.dataset import CaptionSet, image_embeddings
+from edje_index.training.data.dataset import DevCaptions
 from edje_index.training.data.sampling import DEV, stream
 from edje_index.training.fitting.fit_weights import (
     DevPools,
-    Given,
     HubnessProducts,
     Scores,
     WeightChoice,
@@ -61,11 +57,11 @@ class DevSet:
     text_embeddings: NDArray[np.float32]
 
 
-def make_dev_set(items: CaptionSet, tower: TextTower, features: Path) -> DevSet:
-    """Embed the captions of `items`; the embeddings of the images are read from the index `features`."""
-    texts = items.texts()
+def make_dev_set(dev: DevCaptions, text_embeddings: NDArray[np.float32]) -> DevSet:
+    """The set of `dev`, whose captions have `text_embeddings`, float32 [c, e]."""
+    items = dev.captions
     caption_images = np.repeat(np.arange(len(items.rows)), [len(group) for group in items.captions])
-    return DevSet(items.rows, texts, caption_images, image_embeddings(features, items.rows), tower.encode(texts))
+    return DevSet(items.rows, items.texts(), caption_images, dev.image_embeddings, text_embeddings)
 
 
 def choose_dev_weights(
@@ -73,38 +69,31 @@ def choose_dev_weights(
     dev: DevSet,
     features: Features,
     config: FittingConfig,
-    device: str,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> dict[str, WeightChoice]:
-    """Fit the weights that `config` leaves open, by direction. Moves the bundle to `device`.
+    """Fit the weights that `config` leaves open, by direction. The parts of `bundle` must be in evaluation mode.
 
     `on_progress` is called before every query and every fit; an exception that it raises ends the fit.
     """
-    for module in (bundle.adapter, bundle.joint, bundle.pooled, bundle.hubness_bank):
-        if module is not None:
-            module.to(resolve_device(device)).eval()
     queries = {
         TEXT_TO_IMAGE: np.sort(stream(0, DEV, 0).permutation(len(dev.captions))[: config.dev_captions]),
         IMAGE_TO_TEXT: np.sort(stream(0, DEV, 1).permutation(len(dev.rows))[: config.dev_captions]),
     }
+    settings = {EMBEDDING: config.embedding_weight, LATE: config.late_weight, POOLED: config.pooled_weight}
     before, total = 0, sum(map(len, queries.values()))
     choices = {}
     for direction, positions in queries.items():
         scorer = _DevScorer(bundle, dev, features, direction)
         report = partial(_report, on_progress, before, total)
         pools = scorer.pools(positions, config.dev_pool, report)
-        choices[direction] = choose_weights(pools, _given(config, pools), partial(report, len(positions)))
+        given = {part: weight for part, weight in settings.items() if part in pools.parts}
+        choices[direction] = choose_weights(pools, given, partial(report, len(positions)))
         before += len(positions)
     return choices
 
 
 def _report(on_progress: OnProgress, before: int, total: int, done: int) -> None:
     on_progress(_ACTIVITY, before + done, total)
-
-
-def _given(config: FittingConfig, pools: DevPools) -> Given:
-    given = {EMBEDDING: config.embedding_weight, LATE: config.late_weight, POOLED: config.pooled_weight}
-    return {part: weight for part, weight in given.items() if part in pools.parts}
 
 
 @dataclass(frozen=True)

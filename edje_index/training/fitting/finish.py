@@ -2,62 +2,91 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.errors import ModelError
 from edje_index.models.devices import resolve_device
-from edje_index.models.weights import State
 from edje_index.progress import OnProgress
+from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from edje_index.training.config import FittingConfig
+from edje_index.training.data.dataset import DevCaptions
+from edje_index.training.fitting.dev_pools import choose_dev_weights, make_dev_set
+from edje_index.training.fitting.fit_weights import WeightChoice
 from edje_index.training.fitting.hubness_bank import make_hubness_bank
 from edje_index.training.fitting.pooled_similarity import fit_pooled_similarity
+from edje_index.training.fitting.trained_bundle import trained_bundle
 from edje_index.training.loop.batch_source import batch_source
-from edje_index.training.loop.checkpoint import Checkpoints
 from edje_index.training.loop.distributed import WorkerGroup
 from edje_index.training.loop.task import TrainTask
 from edje_index.training.model.trained_part import trained_part
+from storage_formats.format.manifest import CommittedIndex
 
 
-def trained_bundle(start: Path, run_dir: Path, run: str) -> tuple[ModelBundle, int]:
-    """The bundle of the last checkpoint, and the number of steps it was trained for.
+@dataclass(frozen=True)
+class FinishedModel:
+    """A trained bundle with its final score.
+
+    Attributes:
+        bundle: the bundle, not saved yet.
+        steps: steps of the joint phase.
+        choices: how its weights were fitted, by direction; empty if none were fitted.
+        bank_unused: a hubness bank was made, but the hubness correction got no weight.
+    """
+
+    bundle: ModelBundle
+    steps: int
+    choices: dict[str, WeightChoice]
+    bank_unused: bool
+
+
+def finish_model(task: TrainTask, dev: DevCaptions | None, on_progress: OnProgress) -> FinishedModel:
+    """The last checkpoint as a bundle, with the final score that `task.config.fitting` describes.
 
     Args:
-        start: the bundle that the training started from; its towers are kept.
-        run_dir: the run directory.
-        run: fingerprint of the run.
+        task: of the training.
+        dev: the weights that the settings leave open are fitted to them; None leaves these weights 0.
+        on_progress: may raise to stop.
 
     Raises:
         ModelError: the run has no checkpoint of its last phase yet.
     """
-    state = Checkpoints(run_dir, run).latest()
-    if state is None or not any(name.startswith("joint.") for name in state.weights):
-        raise ModelError(f"{run_dir} holds no checkpoint with a joint encoder yet: continue the training")
-    bundle = ModelBundle.load(start, verify=False)
-    trained_part(bundle.adapter).load_state_dict(_with_prefix(state.weights, "adapter."))
-    bundle.joint.load_state_dict(_with_prefix(state.weights, "joint."))
-    return replace(bundle, trained=True, info=None), state.step
-
-
-def fit_to_training_data(
-    task: TrainTask, bundle: ModelBundle, fitting: FittingConfig, on_progress: OnProgress
-) -> ModelBundle:
-    """The trained `bundle` with the pooled similarity and the hubness bank that `fitting` enables, on the device."""
-    if not (fitting.pooled_dim or fitting.hubness_bank):
-        return bundle
-    device = resolve_device(task.runtime.device)
-    adapter, joint = trained_part(bundle.adapter.to(device).eval()), bundle.joint.to(device).eval()
-    source = batch_source(task, bundle, WorkerGroup())
+    fitting = task.config.fitting
+    given_weights = [fitting.embedding_weight, fitting.late_weight]
     if fitting.pooled_dim:
-        pooled = fit_pooled_similarity(adapter, joint, source, fitting.pooled_dim, on_progress).to(device)
-        bundle = replace(bundle, pooled=pooled)
-    if fitting.hubness_bank:
-        vectors, count = bundle.pooled_vectors, fitting.hubness_bank
-        bank = make_hubness_bank(adapter, vectors, source, task.features, count, on_progress).to(device)
-        bundle = replace(bundle, hubness_bank=bank)
-    return bundle
+        given_weights.append(fitting.pooled_weight)
+    fits_weights = dev is not None and (None in given_weights or fitting.hubness_bank > 0)
+    score = _score_of_settings(fitting)
+    bundle, steps = trained_bundle(task)
+    choices: dict[str, WeightChoice] = {}
+    if fitting.pooled_dim or fitting.hubness_bank or fits_weights:
+        device = resolve_device(task.runtime.device)
+        bundle.adapter.to(device).eval()
+        bundle.joint.to(device).eval()
+        source = batch_source(task, bundle, WorkerGroup())
+        adapter = trained_part(bundle.adapter)
+        if fitting.pooled_dim:
+            pooled = fit_pooled_similarity(adapter, bundle.joint, source, fitting.pooled_dim, on_progress)
+            bundle = replace(bundle, pooled=pooled.to(device).eval())
+        if fitting.hubness_bank:
+            index, vectors = CommittedIndex.open(task.features), bundle.pooled_vectors
+            bank = make_hubness_bank(adapter, vectors, source, index, fitting.hubness_bank, on_progress)
+            bundle = replace(bundle, hubness_bank=bank.to(device).eval())
+        if dev is not None and fits_weights:
+            dev_set = make_dev_set(dev, bundle.text.encode(dev.captions.texts()))
+            choices = choose_dev_weights(bundle, dev_set, source.features, fitting, on_progress)
+            score = DirectionWeights(**{direction: choice.weights for direction, choice in choices.items()})
+    bundle = replace(bundle, score=score)
+    bank_unused = bundle.hubness_bank is not None and not (bundle.score.t2i.hubness or bundle.score.i2t.hubness)
+    if bank_unused:
+        bundle = replace(bundle, hubness_bank=None)
+    return FinishedModel(bundle, steps, choices, bank_unused)
 
 
-def _with_prefix(weights: State, prefix: str) -> State:
-    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+def _score_of_settings(fitting: FittingConfig) -> DirectionWeights:
+    """The weights of the settings, the same in both directions; 0 for a weight that they leave open."""
+    weights = ScoreWeights(
+        late=fitting.late_weight or 0.0,
+        pooled=(fitting.pooled_weight or 0.0) if fitting.pooled_dim else 0.0,
+        embedding=fitting.embedding_weight or 0.0,
+    )
+    return DirectionWeights(weights, weights)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,9 +14,10 @@ from edje_index.progress import OnProgress
 from edje_index.scoring.hubness import HubnessBank
 from edje_index.scoring.pooled_similarity import PooledVectors
 from edje_index.training.data.batches import BatchSource
-from edje_index.training.data.dataset import image_embeddings
 from edje_index.training.data.sampling import BANK, stream
 from edje_index.training.data.token_rows import SpecialTokens, joint_rows
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.reading.embeddings import read_embeddings
 
 _BATCH = 64
 _ACTIVITY = "making the hubness bank, captions and images"
@@ -28,7 +28,7 @@ def make_hubness_bank(
     adapter: nn.Module,
     vectors: PooledVectors,
     source: BatchSource,
-    index: Path,
+    index: CommittedIndex,
     count: int,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> HubnessBank:
@@ -48,7 +48,10 @@ def make_hubness_bank(
     sample = _Sample(adapter, vectors, source, len(captions) + len(images), on_progress)
     return HubnessBank.of(
         (torch.from_numpy(data.text_embeddings[captions]), sample.caption_vectors(captions)),
-        (torch.from_numpy(image_embeddings(index, data.rows[images])), sample.image_vectors(images)),
+        (
+            torch.from_numpy(read_embeddings(index.root, index.manifest.spec, data.rows[images])),
+            sample.image_vectors(images),
+        ),
     )
 
 

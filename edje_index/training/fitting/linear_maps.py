@@ -45,3 +45,9 @@ def ridge_map(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     gram.diagonal().add_(penalty)
     solved: torch.Tensor = torch.linalg.solve(gram, inputs.T @ targets)
     return solved
+
+
+def column_scale(values: torch.Tensor) -> torch.Tensor:
+    """Standard deviation of each column [p] of values [n, p]; 1 for a constant column."""
+    deviation = values.std(dim=0, correction=0)
+    return torch.where(deviation > 1e-9, deviation, 1.0)

@@ -23,7 +23,7 @@ from edje_index.training.data.batches import BatchSource, Features
 from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.sampling import POOLING, stream
 from edje_index.training.data.token_rows import SpecialTokens, joint_rows
-from edje_index.training.fitting.linear_maps import canonical_maps, ridge_map
+from edje_index.training.fitting.linear_maps import canonical_maps, column_scale, ridge_map
 
 FIT_IMAGES = 10_000  # bounds memory: 50,000 captions as bags of 4,000 words take 3 GB
 MIN_CAPTIONS = 10  # captions that contain a word, for the word to count
@@ -53,14 +53,14 @@ def fit_pooled_similarity(
     chosen = np.sort(stream(source.config.loop.seed, POOLING).permutation(data.images)[:FIT_IMAGES])
     images = _pool_images(adapter, source, chosen, joint.device, on_progress)
     captions = _Captions.of(joint, data, chosen)
-    patches = (images.patches - images.patches.mean(dim=0)) / _scale(images.patches)
+    patches = (images.patches - images.patches.mean(dim=0)) / column_scale(images.patches)
     of_images, of_captions = canonical_maps(
         patches.T @ patches / len(patches),
         captions.columns.T @ captions.columns / len(captions.columns),
         patches.T @ captions.mean_per_image[torch.from_numpy(images.image)] / len(patches),
         dim,
     )
-    token_mean, token_scale = images.tokens.mean(dim=0), _scale(images.tokens)
+    token_mean, token_scale = images.tokens.mean(dim=0), column_scale(images.tokens)
     of_tokens = ridge_map((images.tokens - token_mean) / token_scale, patches @ of_images) / token_scale[:, None]
     of_sentences, of_words, caption_offset = captions.unscaled_maps(of_captions)
     fitted = PooledSimilarity(joint.width, len(captions.word_ids), of_words.shape[1])
@@ -105,7 +105,7 @@ class _Captions:
         image_of_caption = np.repeat(np.arange(len(images)), np.diff(data.caption_starts)[images])
         word_ids, word_weights = _counted_words(data, captions)
         sentences = _sentence_vectors(joint, data, captions)
-        sentence_mean, sentence_scale = sentences.mean(dim=0), _scale(sentences) * joint.width**0.5
+        sentence_mean, sentence_scale = sentences.mean(dim=0), column_scale(sentences) * joint.width**0.5
         columns = torch.empty(len(captions), joint.width + len(word_ids), dtype=torch.float64)
         columns[:, : joint.width] = (sentences - sentence_mean) / sentence_scale
         bags = columns[:, joint.width :]
@@ -184,9 +184,3 @@ def _sentence_vectors(joint: JointEncoder, data: TrainingData, captions: NDArray
         inputs = joint_rows([data.caption(caption) for caption in captions[batch]], 0, special_tokens)
         vectors[batch] = joint.sentence_vectors(inputs).double().cpu()
     return vectors
-
-
-def _scale(values: torch.Tensor) -> torch.Tensor:
-    """Standard deviation of each column; 1 for a constant column."""
-    deviation = values.std(dim=0, correction=0)
-    return torch.where(deviation > 1e-9, deviation, 1.0)

@@ -13,14 +13,26 @@ from edje_index.training.loop.task import TrainTask
 
 
 def batch_source(
-    task: TrainTask, start: ModelBundle, group: WorkerGroup, teacher: TeacherSource | None = None
+    task: TrainTask, start: ModelBundle, group: WorkerGroup, teacher: ModelBundle | None = None
 ) -> BatchSource:
-    """Where the batches of `task` come from. `start` is its bundle, or one with the same tokenizer and adapter."""
+    """Where the batches of `task` come from.
+
+    Args:
+        task: names the data.
+        start: its bundle, or one with the same tokenizer and adapter.
+        group: says which part of each batch is made.
+        teacher: its teacher; None makes batches without the teacher's part.
+    """
     adapter = start.adapter.config
+    teacher_source = None
+    if task.teacher is not None and teacher is not None:
+        teacher_features = Features(task.teacher.index, None if task.teacher.has_tokens else teacher.adapter.config)
+        teacher_rows = np.load(task.teacher.rows, mmap_mode="r")
+        teacher_source = TeacherSource(teacher_features, teacher_rows, teacher.block_shape[0])
     return BatchSource(
         data=TrainingData.open(task.data),
         features=Features(task.features, adapter),
-        teacher=teacher,
+        teacher=teacher_source,
         special_tokens=SpecialTokens.of(start.joint.tokenizer),
         image_tokens=min(task.config.augmentation.step_tokens or adapter.num_tokens, adapter.num_tokens),
         temperature=task.temperature,

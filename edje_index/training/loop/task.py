@@ -1,13 +1,11 @@
-"""What a train worker needs, as plain values that travel to other processes."""
+"""What a train worker needs, as plain values that travel to other processes. Loads no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from edje_index.training.config import TrainConfig
+from edje_index.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -20,6 +18,8 @@ class Runtime:
         threads: CPU threads of torch; None leaves its setting unchanged.
         checkpoint_every, log_every: steps between checkpoints, and between log records.
         compile: whether to use torch.compile.
+        workers: worker processes; more than one run on Ray.
+        address: head of a Ray cluster; None starts Ray on this machine if it is needed.
     """
 
     run_dir: Path
@@ -28,6 +28,8 @@ class Runtime:
     checkpoint_every: int = 200
     log_every: int = 10
     compile: bool = False
+    workers: int = 1
+    address: str | None = None
 
 
 @dataclass(frozen=True)

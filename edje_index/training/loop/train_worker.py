@@ -21,7 +21,7 @@ from edje_index.training.loop.training_loop import Phase, Record, Trainer
 from edje_index.training.model.adapter_init import init_from_features
 from edje_index.training.model.objectives import AlignmentObjective, JointObjective
 from edje_index.training.model.start_bundle import make_trainable
-from edje_index.training.model.teacher import Teacher, open_teacher
+from edje_index.training.model.teacher import Teacher
 
 ALIGNMENT, JOINT = "alignment", "joint"
 _ALIGNMENT_WARMUP = 0.1  # share of the alignment steps
@@ -43,9 +43,12 @@ def run_worker(
     if task.runtime.threads is not None:
         torch.set_num_threads(task.runtime.threads)
     start = ModelBundle.load(task.start, verify=False)
+    teacher_bundle = None if task.teacher is None else ModelBundle.load(task.teacher.bundle, verify=False)
     make_trainable(start, config.architecture, device)
-    teacher, teacher_source = (None, None) if task.teacher is None else open_teacher(task.teacher, device)
-    source = batch_source(task, start, group, teacher_source)
+    source = batch_source(task, start, group, teacher_bundle)
+    teacher = None
+    if task.teacher is not None and teacher_bundle is not None:
+        teacher = Teacher.of(teacher_bundle, has_tokens=task.teacher.has_tokens, device=device)
     phases = [partial(_joint_phase, config, start, source, teacher)]
     if config.alignment.steps:
         phases.insert(0, partial(_alignment_phase, config, start, source, new_adapter=task.new_adapter))

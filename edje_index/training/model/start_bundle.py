@@ -95,13 +95,6 @@ def _feature_fingerprint(info: BundleInfo, features: AdapterConfig) -> str:
     return encoder_fingerprint(features.to_json(), files)
 
 
-def logit_scale(bundle: ModelBundle) -> float:
-    """The inverse temperature of an embedding model: the factor of its similarities before a softmax."""
-    scale = bundle.clip.logit_scale
-    assert isinstance(scale, torch.Tensor)
-    return float(scale.exp())
-
-
 def keep_layers(joint: JointEncoder, count: int) -> None:
     """Keep the first `count` layers of the language model. Raises ModelError if it has fewer."""
     layers = joint.language_model.bert.encoder.layer

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.models.joint_inputs import JointInputs
-from edje_index.training.data.batches import Features, JointBatch, TeacherSource
-from edje_index.training.loop.task import TeacherTask
+from edje_index.training.data.batches import JointBatch
 from edje_index.training.model.trained_part import trained_part
 
 SCORE_BATCH = 256
@@ -30,6 +28,12 @@ class Teacher:
     joint: JointEncoder
     adapter: nn.Module | None
 
+    @classmethod
+    def of(cls, bundle: ModelBundle, *, has_tokens: bool, device: torch.device) -> Teacher:
+        """The teacher `bundle` on `device`. `has_tokens` says whether batches hold its tokens."""
+        joint = bundle.joint.requires_grad_(False).to(device)
+        return cls(joint, None if has_tokens else trained_part(bundle.adapter).to(device))
+
     @torch.no_grad()
     def logits(self, batch: JointBatch) -> torch.Tensor:
         """Logits of the batch's pairs, float32 [b (1 + 2 k)]."""
@@ -42,16 +46,6 @@ class Teacher:
             rows = slice(start, start + SCORE_BATCH)
             parts.append(self.joint(_rows(inputs, rows), tokens.index_select(0, image[rows])).float())
         return torch.cat(parts)
-
-
-def open_teacher(task: TeacherTask, device: torch.device) -> tuple[Teacher, TeacherSource]:
-    """The teacher on `device`, and the source of what it reads."""
-    bundle = ModelBundle.load(task.bundle, verify=False)
-    joint = bundle.joint.requires_grad_(False).to(device)
-    adapter = None if task.has_tokens else trained_part(bundle.adapter).to(device)
-    features = Features(task.index, None if task.has_tokens else bundle.adapter.config)
-    rows = np.load(task.rows, mmap_mode="r")
-    return Teacher(joint, adapter), TeacherSource(features, rows, bundle.block_shape[0])
 
 
 def _rows(inputs: JointInputs, rows: slice) -> JointInputs:

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from edje_index.captions.reading import CaptionedImage
     from pipelines.jobs.training.index_builder import IndexBuilder
     from pipelines.jobs.training.start import StartModel
+    from storage_formats.format.manifest import CommittedIndex
 
 
 def feature_index(
-    given: Path | None, start: StartModel, items: Sequence[CaptionedImage], builder: IndexBuilder
-) -> Path:
+    given: CommittedIndex | None, start: StartModel, items: Sequence[CaptionedImage], builder: IndexBuilder
+) -> CommittedIndex:
     """The feature index of `items`.
 
     Raises:
@@ -26,7 +27,7 @@ def feature_index(
     """
     if given is not None:
         check_encoder(given, start.accepted_features(), start.feature_adapter.kind)
-        return given.absolute()
+        return given
     name = "features.edje"
     sources = image_sources(builder.folder / f"{name}.jsonl", items)
     model = feature_model(builder.folder, start)

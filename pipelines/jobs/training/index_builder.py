@@ -18,6 +18,7 @@ from storage_formats.errors import EdjeError, UsageError
 if TYPE_CHECKING:
     from edje_index.captions.reading import CaptionedImage
     from pipelines.jobs.training.request import RunSettings
+    from storage_formats.format.manifest import CommittedIndex
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class IndexBuilder:
     on_event: OnEvent
     should_stop: ShouldStop
 
-    def build(self, name: str, model: Path, sources: tuple[str, ...], announcement: str) -> Path:
+    def build(self, name: str, model: Path, sources: tuple[str, ...], announcement: str) -> CommittedIndex:
         """Build the index `name` with the bundle `model`, or finish it. Finished shards are kept.
 
         Raises:
@@ -47,6 +48,7 @@ class IndexBuilder:
         from edje_index.models.devices import threads_kept
         from pipelines.jobs.build import run_build
         from pipelines.jobs.publish_build import FailedInputsError
+        from storage_formats.format.manifest import CommittedIndex
 
         self.on_event(StatusMessage(announcement))
         config = BuildConfig(
@@ -67,7 +69,7 @@ class IndexBuilder:
             raise EdjeError(
                 f"{error.problem}. Check the captions and inputs.images; then remove {self.folder} and train again"
             ) from error
-        return config.out
+        return CommittedIndex.open(config.out)
 
 
 def image_sources(list_file: Path, items: Sequence[CaptionedImage]) -> tuple[str, ...]:
@@ -88,13 +90,11 @@ def path_column(sources: Sequence[str]) -> str | None:
     return "path" if sources[-1].endswith(".jsonl") else None
 
 
-def check_encoder(index: Path, accepted: Sequence[str], content: str) -> None:
+def check_encoder(index: CommittedIndex, accepted: Sequence[str], content: str) -> None:
     """Raise UsageError unless the encoder of `index` is one of the `accepted` fingerprints."""
-    from storage_formats.format.manifest import Manifest
-
-    encoder = Manifest.load(index).model["fingerprint"]
+    encoder = index.manifest.model["fingerprint"]
     if encoder not in accepted:
         raise UsageError(
-            f"{index} does not hold the required features ({content}): its encoder fingerprint is {encoder}, but "
+            f"{index.root} does not hold the required features ({content}): its encoder fingerprint is {encoder}, but "
             f"{' or '.join(accepted)} is required; leave the setting out, and the features are computed"
         )

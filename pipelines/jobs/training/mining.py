@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.jobs.training.index_builder import check_encoder, image_sources
-from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.training.data.dataset import Miner
     from pipelines.jobs.training.index_builder import IndexBuilder
     from pipelines.jobs.training.matching import MatchedCaptions
-    from pipelines.jobs.training.request import TrainingInputs
     from pipelines.jobs.training.start import StartModel
+    from storage_formats.format.manifest import CommittedIndex
 
 
 @dataclass(frozen=True)
@@ -31,29 +30,38 @@ class OpenMiner:
 
 
 def open_miner(
-    inputs: TrainingInputs, start: StartModel, features: Path, matched: MatchedCaptions, builder: IndexBuilder
+    path: Path | None, index: CommittedIndex | None, start: StartModel, matched: MatchedCaptions, builder: IndexBuilder
 ) -> OpenMiner:
-    """The frozen towers with the index `features`, or `inputs.miner` with an index that is given or built.
+    """The bundle at `path`, or the frozen towers of `start`.
+
+    Args:
+        path: a bundle; None takes the frozen towers.
+        index: an index that the mining model built; None builds one from the images of `matched`. For the frozen towers
+            the feature index.
+        start: the bundle of the first step.
+        matched: the images to train on.
+        builder: builds the index.
 
     Raises:
-        UsageError: the given index lacks images, or another model built it.
+        UsageError: `index` lacks images, or another model built it.
+        JobStopped: the build was stopped; finished shards are kept.
     """
     from edje_index.bundles.bundle import ModelBundle
-    from edje_index.captions.matching import match_rows
+    from edje_index.captions.matching import NAME_COLUMNS, match_all
     from edje_index.training.data.dataset import Miner
-    from edje_index.training.model.start_bundle import logit_scale
+    from storage_formats.format.rows import read_all_rows
+    from storage_formats.reading.embeddings import read_embeddings
 
-    if inputs.miner is None:
-        miner = Miner(start.bundle.text, features, matched.captions.rows)
-        return OpenMiner(miner, 1 / logit_scale(start.bundle))
-    bundle = ModelBundle.load(inputs.miner)
-    if inputs.miner_features is None:
-        sources = image_sources(builder.folder / "miner.edje.jsonl", matched.items)
-        index = builder.build("miner.edje", inputs.miner, sources, "computing embeddings of the mining model, once")
-    else:
-        index = inputs.miner_features.absolute()
-        check_encoder(index, [bundle.encoder_fingerprint], "embeddings of the mining model")
-    rows = match_rows(index, matched.items)
-    if missing := int((rows < 0).sum()):
-        raise UsageError(f"{index} lacks {missing:,} of the training images; build it from all of them")
-    return OpenMiner(Miner(bundle.text, index, rows), 1 / logit_scale(bundle))
+    bundle, rows = start.bundle, matched.captions.rows
+    if path is not None:
+        bundle = ModelBundle.load(path)
+        if index is None:
+            sources = image_sources(builder.folder / "miner.edje.jsonl", matched.items)
+            index = builder.build("miner.edje", path, sources, "computing embeddings of the mining model, once")
+        else:
+            check_encoder(index, [bundle.encoder_fingerprint], "embeddings of the mining model")
+        rows = match_all(index.root, read_all_rows(index, NAME_COLUMNS), matched.items)
+    assert index is not None
+    embeddings = read_embeddings(index.root, index.manifest.spec, rows)
+    logit_scale = float(bundle.clip.get_parameter("logit_scale").exp())
+    return OpenMiner(Miner(bundle.text, embeddings), 1 / logit_scale)

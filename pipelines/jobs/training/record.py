@@ -10,13 +10,14 @@ from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.training.config import TrainConfig
+    from pipelines.jobs.training.read_inputs import ReadInputs
     from pipelines.jobs.training.request import TrainingInputs
 
 FORMAT = 2
 _LANGUAGE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tokenizer.json", "vocab.txt")
 
 
-def training_record(inputs: TrainingInputs, config: TrainConfig) -> dict[str, Any]:
+def training_record(inputs: TrainingInputs, given: ReadInputs, config: TrainConfig) -> dict[str, Any]:
     """The settings without `fitting`, which is applied to the last checkpoint, and digests of all input files."""
     groups = config.model_dump(exclude={"fitting"})
     settings = {f"{group}.{key}": value for group, values in groups.items() for key, value in values.items()}
@@ -32,10 +33,10 @@ def training_record(inputs: TrainingInputs, config: TrainConfig) -> dict[str, An
         "init": _bundle_digest(inputs.init),
         "teacher": _bundle_digest(inputs.teacher),
         "miner": _bundle_digest(inputs.miner),
-        "features": _index_digest(inputs.features),
-        "view_features": _index_digest(inputs.view_features),
-        "teacher_features": _index_digest(inputs.teacher_features),
-        "miner_features": _index_digest(inputs.miner_features),
+        "features": None if given.features is None else given.features.manifest.plan,
+        "view_features": None if given.view_features is None else given.view_features.manifest.plan,
+        "teacher_features": None if given.teacher_features is None else given.teacher_features.manifest.plan,
+        "miner_features": None if given.miner_features is None else given.miner_features.manifest.plan,
     }
     return {"format": FORMAT, **settings, **{f"inputs.{key}": value for key, value in inputs_record.items()}}
 
@@ -44,12 +45,6 @@ def _bundle_digest(path: Path | None) -> str | None:
     from edje_index.bundles.info import read_bundle_info
 
     return None if path is None else read_bundle_info(path).fingerprint
-
-
-def _index_digest(path: Path | None) -> str | None:
-    from storage_formats.format.manifest import Manifest
-
-    return None if path is None else Manifest.load(path).plan
 
 
 def _language_digest(path: Path | None) -> str | None:

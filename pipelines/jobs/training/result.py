@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edje_index.training.fitting.finish import FinishedModel
+    from pipelines.jobs.training.task import RunTask
 
 
 @dataclass(frozen=True)
@@ -54,3 +58,34 @@ class TrainResult:
     fitting: dict[str, Any] = field(default_factory=dict)
     dev: dict[str, Any] | None = None
     already_finished: bool = False
+
+
+def training_result(task: RunTask, model: FinishedModel) -> TrainResult:
+    """The result of a training that has just ended, without the fingerprint of the bundle and the time."""
+    from edje_index.training.loop.log import read_log
+
+    train, finish, score = task.train, task.finish, model.bundle.score
+    records = read_log(train.runtime.run_dir)
+    dev = None
+    if model.choices:  # by what is ranked: images in text-to-image search, captions in image-to-text search
+        dev = {"images": asdict(model.choices["t2i"]), "captions": asdict(model.choices["i2t"])}
+    return TrainResult(
+        bundle=str(finish.out),
+        fingerprint="",
+        run=train.run,
+        images=finish.images,
+        captions=finish.captions,
+        left_out=finish.left_out,
+        steps=model.steps,
+        seconds=0.0,
+        last=records[-1] if records else {},
+        score=score.to_json(),
+        embedding_weight=score.t2i.embedding,
+        late_weight=score.t2i.late,
+        pooled_weight=score.t2i.pooled,
+        prior_weight=score.t2i.hubness,
+        caption_weights=score.i2t.by_part(),
+        bank_unused=model.bank_unused,
+        fitting=train.config.fitting.model_dump(),
+        dev=dev,
+    )

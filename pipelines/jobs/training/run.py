@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from pipelines.jobs.lock import locked_index
 from pipelines.jobs.train_finish import finish_training
-from pipelines.jobs.training.captions import read_training_captions
 from pipelines.jobs.training.finished import finished_result
 from pipelines.jobs.training.preparation import prepare_training
+from pipelines.jobs.training.read_inputs import read_inputs
 from pipelines.jobs.training.record import training_record
 from pipelines.jobs.training.request import TrainRequest, check_request
 from pipelines.jobs.training.result import TrainResult
@@ -39,15 +39,13 @@ def run_training(
         if run.export and not (run.folder / "checkpoints").is_dir():
             raise UsageError(f"{run.folder} holds no checkpoint to export; is run.dir the folder of the training?")
         on_event(StatusMessage("reading captions"))
-        captions = read_training_captions(request.inputs)
-        fingerprint = begin_run(run.folder, training_record(request.inputs, config))
+        given = read_inputs(request.inputs)
+        fingerprint = begin_run(run.folder, training_record(request.inputs, given, config))
         if (finished := finished_result(run, config.fitting, fingerprint)) is not None:
             return finished
         if run.out.exists():
             raise UsageError(f"{run.out} exists already; set run.out to another folder, or remove it")
-        prepared = prepare_training(request, config, captions, fingerprint, on_event, should_stop)
+        task = prepare_training(request, config, given, fingerprint, on_event, should_stop)
         if not run.export:
-            run_steps(
-                prepared.task, workers=run.workers, address=run.address, on_event=on_event, should_stop=should_stop
-            )
-        return finish_training(request, config, prepared, on_event, should_stop, started)
+            run_steps(task.train, on_event, should_stop)
+        return finish_training(task, on_event, should_stop, started)

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from edje_index.training.loop.task import TrainTask
 
 
-def run_steps(
-    task: TrainTask, *, workers: int, address: str | None, on_event: OnEvent, should_stop: ShouldStop
-) -> None:
+def run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> None:
     """Train from the last checkpoint to the end.
 
     Raises:
@@ -26,11 +24,11 @@ def run_steps(
 
     report = step_progress(on_event)
     try:
-        if workers == 1 and address is None:
+        if task.runtime.workers == 1 and task.runtime.address is None:
             run_worker(task, WorkerGroup(), should_stop, report)
         else:
             from pipelines.engines.ray_train import train_on_ray
 
-            train_on_ray(task, workers, address=address, should_stop=should_stop, on_record=report)
+            train_on_ray(task, should_stop, report)
     except TrainingStopped as error:
         raise JobStopped(str(error)) from error

@@ -12,18 +12,18 @@ from storage_formats.errors import UsageError
 if TYPE_CHECKING:
     from edje_index.captions.reading import CaptionedImage
     from edje_index.training.loop.task import TeacherTask
-    from pipelines.jobs.training.request import TrainingInputs
     from pipelines.jobs.training.start import StartModel
+    from storage_formats.format.manifest import CommittedIndex
 
 
 def teacher_task(
-    inputs: TrainingInputs, features: Path, start: StartModel, items: Sequence[CaptionedImage], run_folder: Path
-) -> TeacherTask | None:
-    """Prepare distillation from `inputs.teacher`; None without a teacher.
+    teacher: Path, index: CommittedIndex, start: StartModel, items: Sequence[CaptionedImage], run_folder: Path
+) -> TeacherTask:
+    """Prepare distillation from the bundle `teacher`.
 
     Args:
-        inputs: its `teacher_features` are an index that the teacher built, or an index of features for its adapter.
-        features: the index of features, which is used if `teacher_features` is not set.
+        teacher: a bundle.
+        index: an index that the teacher built, or an index of features for its adapter.
         start: the student.
         items: images to train on.
         run_folder: receives a file with the row of each image.
@@ -31,30 +31,25 @@ def teacher_task(
     Raises:
         UsageError: the teacher has a different tokenizer, or its index does not suit it or lacks images.
     """
-    if inputs.teacher is None:
-        return None
     import numpy as np
 
     from edje_index.bundles.info import read_bundle_info
-    from edje_index.captions.matching import match_rows
+    from edje_index.captions.matching import NAME_COLUMNS, match_all
     from edje_index.models.adapter import AdapterConfig
     from edje_index.training.loop.task import TeacherTask
     from edje_index.training.model.start_bundle import feature_fingerprints
-    from storage_formats.format.manifest import Manifest
+    from storage_formats.format.rows import read_all_rows
 
-    teacher, index = inputs.teacher.absolute(), (inputs.teacher_features or features).absolute()
     info = read_bundle_info(teacher)
     assert start.bundle.info is not None
     _check_tokenizers(teacher, start.bundle.info.files, info.files)
-    has_tokens = Manifest.load(index).model["fingerprint"] == info.encoder_fingerprint
+    has_tokens = index.manifest.model["fingerprint"] == info.encoder_fingerprint
     if not has_tokens:
         check_encoder(index, feature_fingerprints(info, AdapterConfig(**info.adapter)), "for the teacher")
-    rows = match_rows(index, items)
-    if missing := int((rows < 0).sum()):
-        raise UsageError(f"{index} lacks {missing:,} of the training images; build it from all of them")
+    rows = match_all(index.root, read_all_rows(index, NAME_COLUMNS), items)
     rows_file = run_folder / "teacher-rows.npy"
     np.save(rows_file, rows)
-    return TeacherTask(teacher, index, has_tokens, rows_file)
+    return TeacherTask(teacher.absolute(), index.root, has_tokens, rows_file)
 
 
 def _check_tokenizers(teacher: Path, student_files: Any, teacher_files: Any) -> None:

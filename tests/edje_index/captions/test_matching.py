@@ -9,11 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from edje_index.captions.matching import match_items, match_rows
+from edje_index.captions.matching import NAME_COLUMNS, MatchedRows, match_all, match_items
 from edje_index.captions.reading import CaptionedImage
 from storage_formats import UsageError
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.rows import read_shard_rows, write_rows
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import read_all_rows, read_shard_rows, write_rows
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=11, shard_size=4, block_shape=(2, 8), embed_dim=4)
@@ -28,6 +29,10 @@ def index(tmp_path: Path) -> Path:
     """Rows /photos/0.jpg to /photos/10.jpg: 6 failed, 9 is a duplicate of 0."""
     write_random_index(tmp_path / "index", SPEC, failed=frozenset({6}), duplicates=frozenset({9}))
     return tmp_path / "index"
+
+
+def match(root: Path, wanted: list[CaptionedImage], *, allow_none: bool = False) -> MatchedRows:
+    return match_items(root, read_all_rows(CommittedIndex.open(root), NAME_COLUMNS), wanted, allow_none=allow_none)
 
 
 def rename(index: Path, row: int, uri: str, raw: bytes | None = None) -> None:
@@ -45,23 +50,23 @@ def test_rows_and_what_is_missing(index):
     wanted = items(
         "/photos/10.jpg", "/photos/9.jpg", "/photos/6.jpg", "/elsewhere/1.jpg", "/photos/3.jpg", "/photos/3.jpg"
     )
-    matched = match_items(index, wanted)
+    matched = match(index, wanted)
     assert matched.rows.tolist() == [10, 0, -1, -1, 3, 3]
     assert matched.reasons == (None, None, "truncated", "not-in-index", None, None)
     assert matched.missing() == {"not-in-index": 1, "truncated": 1}
-    assert match_rows(index, wanted).dtype == np.int64
+    assert match(index, wanted).rows.dtype == np.int64
 
 
 def test_a_duplicate_of_a_failed_row_failed_like_it(tmp_path):
     write_random_index(tmp_path / "index", SPEC, failed=frozenset({0}), duplicates=frozenset({9}))
-    assert match_items(tmp_path / "index", items("/photos/9.jpg", "/photos/1.jpg")).reasons == ("truncated", None)
+    assert match(tmp_path / "index", items("/photos/9.jpg", "/photos/1.jpg")).reasons == ("truncated", None)
 
 
 def test_nothing_in_common_is_an_error_that_shows_both_sides(index):
     with pytest.raises(UsageError, match=r"none of the 2 captioned images.*/else/1\.jpg.*/photos/0\.jpg.*folder"):
-        match_rows(index, items("/else/1.jpg", "/else/2.jpg"))
-    assert match_items(index, items("/else/1.jpg"), allow_none=True).rows.tolist() == [-1]
-    assert match_items(index, [], allow_none=True).rows.tolist() == []
+        match(index, items("/else/1.jpg", "/else/2.jpg"))
+    assert match(index, items("/else/1.jpg"), allow_none=True).rows.tolist() == [-1]
+    assert match(index, [], allow_none=True).rows.tolist() == []
 
 
 def test_names_in_every_script_and_in_bytes(index):
@@ -70,12 +75,12 @@ def test_names_in_every_script_and_in_bytes(index):
     rename(index, 5, "/shards/a.tar!x/猫.jpg")
     strange = os.fsdecode(b"/photos/\xff.jpg")
     wanted = items("/photos/猫 é.jpg", strange, "/shards/a.tar!x/猫.jpg", "/photos/%FF.jpg")
-    assert match_rows(index, wanted).tolist() == [2, 4, 5, -1]
+    assert match(index, wanted).rows.tolist() == [2, 4, 5, -1]
 
 
 def test_the_first_of_two_rows_with_one_name(index):
     rename(index, 8, "/photos/1.jpg")
-    assert match_rows(index, items("/photos/1.jpg")).tolist() == [1]
+    assert match(index, items("/photos/1.jpg")).rows.tolist() == [1]
 
 
 def test_folders_may_be_links(index, tmp_path):
@@ -83,4 +88,17 @@ def test_folders_may_be_links(index, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     rename(index, 7, f"{tmp_path}/real/a.jpg")
     rename(index, 8, f"{tmp_path}/link/b.jpg")
-    assert match_rows(index, items(f"{tmp_path}/link/a.jpg", f"{tmp_path}/real/b.jpg")).tolist() == [7, 8]
+    assert match(index, items(f"{tmp_path}/link/a.jpg", f"{tmp_path}/real/b.jpg")).rows.tolist() == [7, 8]
+
+
+def test_items_that_have_rows(index):
+    wanted = items("/photos/6.jpg", "/photos/9.jpg", "/else/1.jpg", "/photos/2.jpg")
+    kept, rows = match(index, wanted).indexed(wanted)
+    assert (kept, rows.tolist()) == ([wanted[1], wanted[3]], [0, 2])
+
+
+def test_an_index_must_hold_all_images_to_match_all(index):
+    table = read_all_rows(CommittedIndex.open(index), NAME_COLUMNS)
+    assert match_all(index, table, items("/photos/2.jpg", "/photos/9.jpg")).tolist() == [2, 0]
+    with pytest.raises(UsageError, match="lacks 2 of the training images"):
+        match_all(index, table, items("/photos/2.jpg", "/photos/6.jpg", "/else/1.jpg"))

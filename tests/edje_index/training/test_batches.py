@@ -12,7 +12,7 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.adapter import AdapterConfig
 from edje_index.models.reduction import cluster_tokens, stride_tokens
 from edje_index.training.data.batches import Features, TeacherSource, ViewSource
-from edje_index.training.data.dataset import TrainingData, image_embeddings
+from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.sampling import Sampler
 from edje_index.training.data.token_rows import SpecialTokens, joint_rows, mask_captions, text_rows
 from storage_formats.errors import CorruptIndexError
@@ -93,10 +93,10 @@ def test_data_is_what_the_captions_say(case, tokenizer):
     np.testing.assert_allclose(np.linalg.norm(data.text_embeddings, axis=1), 1, atol=1e-5)
     rows = np.array([9, 2, 20, 2])
     from storage_formats.format.manifest import Manifest
-    from storage_formats.reading.embeddings import iter_embeddings
+    from storage_formats.reading.embeddings import iter_embeddings, read_embeddings
 
     whole = np.concatenate([part for _, part in iter_embeddings(case.features, Manifest.load(case.features).spec)])
-    np.testing.assert_array_equal(image_embeddings(case.features, rows), whole[rows])
+    np.testing.assert_array_equal(read_embeddings(case.features, Manifest.load(case.features).spec, rows), whole[rows])
 
 
 def rows_of(batch, source, number):

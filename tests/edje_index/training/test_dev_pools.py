@@ -11,12 +11,14 @@ from edje_index.models.bf16 import to_bf16_array
 from edje_index.scoring.parts import Pairs
 from edje_index.training.config import FittingConfig
 from edje_index.training.data.batches import Features
-from edje_index.training.data.dataset import CaptionSet
+from edje_index.training.data.dataset import CaptionSet, DevCaptions
 from edje_index.training.fitting.dev_pools import choose_dev_weights, make_dev_set
 from edje_index.training.fitting.hubness_bank import make_hubness_bank
 from edje_index.training.fitting.pooled_similarity import fit_pooled_similarity
 from edje_index.training.model.start_bundle import Origin, make_start
 from edje_index.training.model.trained_part import trained_part
+from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.training.conftest import IMAGES, captions
 
 
@@ -24,7 +26,9 @@ from tests.edje_index.training.conftest import IMAGES, captions
 def setting(case):
     bundle = make_start(Origin(case.bundle), case.config().architecture, 0)
     items = CaptionSet(np.arange(IMAGES) + 2, captions())
-    return bundle, make_dev_set(items, bundle.text, case.features), Features(case.features)
+    bundle.joint.eval()
+    dev = DevCaptions(items, read_embeddings(case.features, Manifest.load(case.features).spec, items.rows))
+    return bundle, make_dev_set(dev, bundle.text.encode(items.texts())), Features(case.features)
 
 
 @pytest.mark.parametrize("bank", [False, True])
@@ -37,11 +41,11 @@ def test_recalls_are_those_of_the_plain_computation(case, setting, pooled, bank)
         fitted = fit_pooled_similarity(adapter, bundle.joint, case.source(), 4)
         bundle = replace(bundle, pooled=fitted, info=None)
     if bank:
-        made = make_hubness_bank(adapter, bundle.pooled_vectors, case.source(), case.features, 10)
+        made = make_hubness_bank(adapter, bundle.pooled_vectors, case.source(), CommittedIndex.open(case.features), 10)
         bundle = replace(bundle, hubness_bank=made, info=None)
     # Late interaction of random tokens says nothing: a weight that is given makes it count.
     config = FittingConfig(dev_captions=1000, dev_pool=6, late_weight=3.0 if pooled else None)
-    choices = choose_dev_weights(bundle, dev, features, config, "cpu")
+    choices = choose_dev_weights(bundle, dev, features, config)
     assert (choices["t2i"].queries, choices["t2i"].pool) == (2 * IMAGES, 6)
     assert (choices["i2t"].queries, choices["i2t"].pool) == (IMAGES, 6)
     tokens = to_bf16_array(bundle.adapter(features.fetch(dev.rows).float()))
@@ -69,7 +73,7 @@ def test_recalls_are_those_of_the_plain_computation(case, setting, pooled, bank)
 def test_a_given_weight_is_not_fitted(setting):
     bundle, dev, features = setting
     config = FittingConfig(dev_captions=5, dev_pool=3, late_weight=7.0)
-    choices = choose_dev_weights(bundle, dev, features, config, "cpu")
+    choices = choose_dev_weights(bundle, dev, features, config)
     assert [choices[direction].weights.late for direction in ("t2i", "i2t")] == [7, 7]
     assert [choice.queries for choice in choices.values()] == [5, 5]
     assert choices["t2i"].pool == 3
@@ -78,7 +82,7 @@ def test_a_given_weight_is_not_fitted(setting):
 def test_the_queries_are_always_the_same(setting):
     bundle, dev, features = setting
     config = FittingConfig(dev_captions=7, dev_pool=3)
-    choices = [choose_dev_weights(bundle, dev, features, config, "cpu") for _ in range(2)]
+    choices = [choose_dev_weights(bundle, dev, features, config) for _ in range(2)]
     assert choices[0] == choices[1]
 
 
@@ -86,7 +90,7 @@ def test_progress_counts_the_queries_of_both_directions(setting):
     bundle, dev, features = setting
     reports = []
     config = FittingConfig(dev_captions=5, dev_pool=3)
-    choose_dev_weights(bundle, dev, features, config, "cpu", lambda *report: reports.append(report[1:]))
+    choose_dev_weights(bundle, dev, features, config, lambda *report: reports.append(report[1:]))
     assert reports[:5] == [(done, 10) for done in range(5)]
     assert reports[-1] == (10, 10)
     assert [done for done, _ in reports] == sorted(done for done, _ in reports)

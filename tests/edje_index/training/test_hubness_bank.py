@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.training.data.dataset import image_embeddings
 from edje_index.training.fitting.hubness_bank import make_hubness_bank
 from edje_index.training.fitting.pooled_similarity import fit_pooled_similarity
 from edje_index.training.model.trained_part import trained_part
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.reading.embeddings import read_embeddings
 
 
 @pytest.mark.parametrize("count", [9, 1000])
@@ -18,16 +19,16 @@ from edje_index.training.model.trained_part import trained_part
 def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
     """Each vector is one of those that the plain computation gives, and none comes twice."""
     bundle, source, reports = ModelBundle.load(case.bundle), case.source(), []
-    adapter = trained_part(bundle.adapter)
+    adapter, index = trained_part(bundle.adapter), CommittedIndex.open(case.features)
     if pooled:
         bundle = replace(bundle, pooled=fit_pooled_similarity(adapter, bundle.joint, source, 4), info=None)
     vectors = bundle.pooled_vectors
-    bank = make_hubness_bank(adapter, vectors, source, case.features, count, lambda *report: reports.append(report[1:]))
+    bank = make_hubness_bank(adapter, vectors, source, index, count, lambda *report: reports.append(report[1:]))
     data = source.data
     texts = [
         bundle.joint.tokenizer.tokenizer.decode(data.caption(at).tolist()) for at in range(len(data.text_embeddings))
     ]
-    embedded = image_embeddings(case.features, data.rows)
+    embedded = read_embeddings(index.root, index.manifest.spec, data.rows)
     with torch.no_grad():
         tokens = adapter(source.features.fetch(data.rows).float()).bfloat16()
     found = {
@@ -47,5 +48,5 @@ def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
         assert pooled_vectors.codes.shape[1] == (4 if pooled else 0)
     total = min(count, 48) + min(count, 24)
     assert reports == ([(0, total), (min(count, 48), total)] if pooled else [])
-    again = make_hubness_bank(adapter, vectors, source, case.features, count)
+    again = make_hubness_bank(adapter, vectors, source, index, count)
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in bank.state_dict().items())

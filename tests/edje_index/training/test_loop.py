@@ -10,7 +10,7 @@ import torch
 
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
-from edje_index.training.fitting.finish import trained_bundle
+from edje_index.training.fitting.trained_bundle import trained_bundle
 from edje_index.training.loop.checkpoint import Checkpoints
 from edje_index.training.loop.distributed import WorkerGroup
 from edje_index.training.loop.log import TrainLog, read_log
@@ -101,7 +101,7 @@ def test_it_learns_and_leaves_the_tower(case, tmp_path):
     log = read_log(tmp_path)
     assert log[-1]["recovery"] < 0.5 * log[0]["recovery"]
     assert log[-1]["mlm"] < 0.7 * log[0]["mlm"]
-    bundle, steps = trained_bundle(task.start, tmp_path, "run")
+    bundle, steps = trained_bundle(task)
     assert steps == 60
     assert bundle.trained
     before = ModelBundle.load(task.start)
@@ -114,7 +114,7 @@ def test_it_learns_and_leaves_the_tower(case, tmp_path):
 def test_frozen_words_stay_the_language_models(case, tmp_path, words):
     task = case.task(tmp_path, loop__steps=2, architecture__word_embeddings=words)
     run_worker(task, WorkerGroup(), never)
-    after, _ = trained_bundle(task.start, tmp_path, "run")
+    after, _ = trained_bundle(task)
     before = ModelBundle.load(task.start)
     equal = torch.equal(after.joint.text_embeddings.weight, before.joint.text_embeddings.weight)
     assert equal == (words == "frozen")

@@ -1,0 +1,76 @@
+"""A training that is ready to run, as plain values: what its steps and its last stage need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelines.jobs.training.request import RunSettings, TrainRequest
+
+if TYPE_CHECKING:
+    from edje_index.training.data.dataset import DevCaptions
+    from edje_index.training.loop.task import Runtime, TrainTask
+    from pipelines.jobs.training.matching import MatchedCaptions
+
+
+@dataclass(frozen=True)
+class FinishTask:
+    """What the last stage of a training reads and writes, beside the task of the steps.
+
+    Attributes:
+        out: the bundle to write.
+        export: whether to write the bundle of the last checkpoint only, without a `result.json`.
+        trained_on: the training data in words, for the notes of the bundle.
+        images, captions: numbers of images and captions to train on.
+        left_out: number of images without features, by reason.
+        dev: dev captions; None without any.
+    """
+
+    out: Path
+    export: bool
+    trained_on: str
+    images: int
+    captions: int
+    left_out: dict[str, int]
+    dev: DevCaptions | None
+
+    @classmethod
+    def of(cls, request: TrainRequest, matched: MatchedCaptions, dev: DevCaptions | None) -> FinishTask:
+        """The last stage of `request` with the captions that have features."""
+        inputs, images, captions = request.inputs, len(matched.items), len(matched.captions.texts())
+        names = ", ".join(path.name for path in inputs.captions)
+        teacher = f", distilled from {inputs.teacher.name}" if inputs.teacher else ""
+        return cls(
+            out=request.run.out,
+            export=request.run.export,
+            trained_on=f"{images} images with {captions} captions of {names}{teacher}",
+            images=images,
+            captions=captions,
+            left_out=matched.left_out,
+            dev=dev,
+        )
+
+
+@dataclass(frozen=True)
+class RunTask:
+    """The steps of a training, then its last stage."""
+
+    train: TrainTask
+    finish: FinishTask
+
+
+def worker_runtime(run: RunSettings) -> Runtime:
+    """How the workers of a run train."""
+    from edje_index.training.loop.task import Runtime
+
+    return Runtime(
+        run_dir=run.folder,
+        device=run.device,
+        threads=run.threads,
+        checkpoint_every=run.checkpoint_every,
+        log_every=run.log_every,
+        compile=run.compile,
+        workers=run.workers,
+        address=run.address,
+    )
