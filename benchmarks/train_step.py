@@ -35,6 +35,7 @@ from edje_index.training.loop.train_worker import run_worker
 from edje_index.training.model.objectives import TOTAL, JointObjective
 from edje_index.training.model.start_bundle import Origin, make_start, make_trainable
 from storage_formats.format.layout import IndexSpec
+from storage_formats.format.manifest import CommittedIndex
 
 _CAPTION_WORDS = (8, 17)  # the range of nine in ten captions of Flickr8k
 _SIZES = UntrainedSizes(patch_size=14)  # 256 patches of width 384, a MiniLM-L6 of 16,000 words
@@ -120,7 +121,8 @@ def _make_task(folder: Path, case: TrainStepCase, config: TrainConfig) -> TrainT
     make_synthetic(folder / "features.edje", spec)
     _random_data(case.images, start).save(folder / "data")
     runtime = Runtime(folder, device="cpu", threads=case.threads, checkpoint_every=10**9, log_every=case.steps)
-    return TrainTask(config, runtime, "bench", folder / "start", folder / "features.edje", folder / "data", 0.05)
+    features = CommittedIndex.open(folder / "features.edje")
+    return TrainTask(config, runtime, "bench", folder / "start", features, folder / "data", 0.05)
 
 
 def _random_data(images: int, start: ModelBundle) -> TrainingData:
@@ -147,7 +149,7 @@ def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
     make_trainable(bundle, task.config.architecture, torch.device("cpu"))
     special_tokens, tokens = SpecialTokens.of(bundle.joint.tokenizer), adapter.config.num_tokens
     source = BatchSource(
-        TrainingData.open(task.data), Features(task.features), None, special_tokens, tokens, 0.05, task.config
+        TrainingData.open(task.data), Features(task.features.root), None, special_tokens, tokens, 0.05, task.config
     )
     batch = source.joint(0)
     width = bundle.joint.width

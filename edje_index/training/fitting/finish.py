@@ -19,7 +19,6 @@ from edje_index.training.loop.batch_source import batch_source
 from edje_index.training.loop.distributed import WorkerGroup
 from edje_index.training.loop.task import TrainTask
 from edje_index.training.model.trained_part import trained_part
-from storage_formats.format.manifest import CommittedIndex
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ def finish_model(task: TrainTask, dev: DevCaptions | None, on_progress: OnProgre
             pooled = fit_pooled_similarity(adapter, bundle.joint, source, fitting.pooled_dim, on_progress)
             bundle = replace(bundle, pooled=pooled.to(device).eval())
         if fitting.hubness_bank:
-            index, vectors = CommittedIndex.open(task.features), bundle.pooled_vectors
-            bank = make_hubness_bank(adapter, vectors, source, index, fitting.hubness_bank, on_progress)
+            vectors, count = bundle.pooled_vectors, fitting.hubness_bank
+            bank = make_hubness_bank(adapter, vectors, source, task.features, count, on_progress)
             bundle = replace(bundle, hubness_bank=bank.to(device).eval())
         if dev is not None and fits_weights:
             dev_set = make_dev_set(dev, bundle.text.encode(dev.captions.texts()))

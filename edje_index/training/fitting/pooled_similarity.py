@@ -62,7 +62,9 @@ def fit_pooled_similarity(
     )
     token_mean, token_scale = images.tokens.mean(dim=0), column_scale(images.tokens)
     of_tokens = ridge_map((images.tokens - token_mean) / token_scale, patches @ of_images) / token_scale[:, None]
-    of_sentences, of_words, caption_offset = captions.unscaled_maps(of_captions)
+    of_sentences = of_captions[: joint.width] / captions.sentence_scale[:, None]
+    of_words = _WORDS_SHARE * of_captions[joint.width :]
+    caption_offset = -(captions.sentence_mean @ of_sentences + captions.bag_mean @ of_words)
     fitted = PooledSimilarity(joint.width, len(captions.word_ids), of_words.shape[1])
     fitted.load_state_dict(
         {
@@ -116,13 +118,6 @@ class _Captions:
         mean.index_add_(0, torch.from_numpy(image_of_caption), columns)
         mean /= torch.from_numpy(np.bincount(image_of_caption, minlength=len(images)).clip(min=1))[:, None]
         return cls(columns, mean, sentence_mean, sentence_scale, bag_mean, word_ids, word_weights)
-
-    def unscaled_maps(self, of_columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(map of hidden states [d, k], map of bags [w, k], offset [k]) from the map of the columns [d + w, k]."""
-        width = len(self.sentence_mean)
-        of_sentences = of_columns[:width] / self.sentence_scale[:, None]
-        of_words = _WORDS_SHARE * of_columns[width:]
-        return of_sentences, of_words, -(self.sentence_mean @ of_sentences + self.bag_mean @ of_words)
 
 
 @dataclass(frozen=True)

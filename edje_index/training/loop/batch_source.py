@@ -31,7 +31,7 @@ def batch_source(
         teacher_source = TeacherSource(teacher_features, teacher_rows, teacher.block_shape[0])
     return BatchSource(
         data=TrainingData.open(task.data),
-        features=Features(task.features, adapter),
+        features=Features(task.features.root, adapter),
         teacher=teacher_source,
         special_tokens=SpecialTokens.of(start.joint.tokenizer),
         image_tokens=min(task.config.augmentation.step_tokens or adapter.num_tokens, adapter.num_tokens),

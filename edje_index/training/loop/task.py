@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edje_index.training.config import TrainConfig
+from storage_formats.format.manifest import CommittedIndex
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class TrainTask:
     runtime: Runtime
     run: str
     start: Path
-    features: Path
+    features: CommittedIndex
     data: Path
     temperature: float
     teacher: TeacherTask | None = None

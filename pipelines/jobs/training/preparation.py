@@ -71,7 +71,7 @@ def prepare_training(
         runtime=worker_runtime(request.run),
         run=run,
         start=start.path,
-        features=features.root,
+        features=features,
         data=data,
         temperature=miner.temperature if config.negatives.temperature is None else config.negatives.temperature,
         teacher=teacher,

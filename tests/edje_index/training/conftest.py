@@ -17,7 +17,7 @@ from edje_index.training.data.token_rows import SpecialTokens
 from edje_index.training.loop.task import Runtime, TrainTask
 from edje_index.training.model.start_bundle import Origin, make_start
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
 
@@ -65,7 +65,8 @@ class Case:
         if not start.exists():
             make_start(Origin(self.bundle), config.architecture, config.loop.seed).save(start)
         options = {"run_dir": run_dir, "device": "cpu", "checkpoint_every": 2, "log_every": 1, **(runtime or {})}
-        return TrainTask(config, Runtime(**options), "run", start, self.features, self.data, 0.1)
+        features = CommittedIndex.open(self.features)
+        return TrainTask(config, Runtime(**options), "run", start, features, self.data, 0.1)
 
     def source(self, rank: int = 0, world: int = 1, **settings: object) -> BatchSource:
         bundle = ModelBundle.load(self.bundle)
