@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import time
+from types import FrameType
 
 import numpy as np
 
@@ -24,7 +25,10 @@ class Interruption(BaseException):
 
 
 class Alarm:
-    """Raises `Interruption` after a random delay, `shots` times at most."""
+    """Raises `Interruption` in `TokenStore.fetch` after a random delay, `shots` times at most.
+
+    It raises nowhere else: the program itself must not be interrupted while it sets or stops the timer.
+    """
 
     def __init__(self, shots: int, seed: int) -> None:
         self._shots = shots
@@ -37,30 +41,29 @@ class Alarm:
         signal.setitimer(signal.ITIMER_REAL, max(1e-6, self._random.uniform(0, longest)), 5e-5)
 
     def stop(self) -> None:
-        while True:
-            try:
-                self._left = 0
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                return
-            except Interruption:
-                continue
+        self._left = 0
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def _ring(self, *_: object) -> None:
-        if self._left:
+    def _ring(self, _signal: int, frame: FrameType | None) -> None:
+        if self._left and _in_fetch(frame):
             self._left -= 1
             raise Interruption
 
 
+def _in_fetch(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not TokenStore.fetch.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def was_interrupted(alarm: Alarm, store: TokenStore, row_ids: np.ndarray, out: np.ndarray, longest: float) -> bool:
+    alarm.set(longest)
     try:
-        try:
-            alarm.set(longest)
-            store.fetch(row_ids, out=out)
-        finally:
-            alarm.stop()
+        store.fetch(row_ids, out=out)
     except Interruption:
-        alarm.stop()
         return True
+    finally:
+        alarm.stop()
     return False
 
 
