@@ -192,7 +192,7 @@ def test_only_files_of_weights_are_written(towers, trained, tmp_path):
     content = json.loads(description.read_text())
     content["tensors"]["../outside.safetensors"] = content["tensors"].pop("adapter.safetensors")
     description.write_text(json.dumps(content))
-    with pytest.raises(ModelError, match=r"'../outside.safetensors', which is no file"):
+    with pytest.raises(ModelError, match=r"'../outside.safetensors', which is not a weight file"):
         unpack_model(tmp_path / "packed", towers, tmp_path / "out")
 
 
