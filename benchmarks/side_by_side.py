@@ -23,7 +23,7 @@ from storage_formats import IndexSpec, precisions
 
 _STORED = ("bf16", "fp8", "nvfp4")
 _WORKER = """
-import sys, time
+import inspect, itertools, sys, time
 import ml_dtypes, numpy as np
 from storage_formats import TokenStore, codec, precisions
 
@@ -36,12 +36,14 @@ for name in precisions():
         records = entry.encode(blocks)
         tasks["encode " + name] = lambda entry=entry: entry.encode(blocks, 1)
         tasks["decode " + name] = lambda entry=entry, records=records: entry.decode(records, out, 1)
-for name in ("bf16", "fp8", "nvfp4"):
-    store = TokenStore.open(root, name, "mapped")
+checks = "verify_reads" in inspect.signature(TokenStore.open).parameters
+variants = {"": {}, " unchecked": {"verify_reads": False} if checks else {}}
+for name, variant in itertools.product(("bf16", "fp8", "nvfp4"), variants):
+    store = TokenStore.open(root, name, "mapped", **variants[variant])
     row_ids = np.random.default_rng(1).integers(0, len(store), len(store) // 2)
     half, small = store.empty(len(row_ids)), store.empty(100)
-    tasks["fetch half " + name] = lambda store=store, half=half: store.fetch(row_ids, out=half)
-    tasks["fetch 100 " + name] = lambda store=store, small=small: [
+    tasks["fetch half " + name + variant] = lambda store=store, half=half: store.fetch(row_ids, out=half)
+    tasks["fetch 100 " + name + variant] = lambda store=store, small=small: [
         store.fetch(row_ids[at : at + 100], out=small) for at in range(0, min(2000, len(row_ids) - 99), 100)
     ]
 for task in tasks.values():
@@ -126,7 +128,9 @@ def table_lines(seconds: dict[str, list[tuple[float, float]]]) -> list[str]:
 def _tasks() -> list[str]:
     compiled = [name for name in precisions() if name != "bf16"]
     conversions = [f"{direction} {name}" for name in compiled for direction in ("encode", "decode")]
-    return [*conversions, *(f"fetch {rows} {name}" for name in _STORED for rows in ("half", "100"))]
+    variants = ("", " unchecked")  # an earlier checkout never compares checksums
+    fetches = [f"fetch {rows} {name}{variant}" for name in _STORED for variant in variants for rows in ("half", "100")]
+    return [*conversions, *fetches]
 
 
 def _start(checkout: Path, root: Path, options: Options) -> Worker:

@@ -17,15 +17,13 @@ def root(tmp_path_factory):
 
 def test_every_task_is_measured_for_both_checkouts(root):
     seconds = measure((REPO, REPO), root, Options(starts=2, rounds=1, blocks=2))
-    assert len(seconds) == 7 * 2 + 3 * 2
+    assert len(seconds) == 7 * 2 + 3 * 2 * 2
     assert all(len(pairs) == 2 and min(map(min, pairs)) > 0 for pairs in seconds.values())
 
 
 def test_tasks_are_selected_by_their_words(root):
     assert set(measure((REPO, REPO), root, Options(starts=1, rounds=1, blocks=2, words="fetch 100"))) == {
-        "fetch 100 bf16",
-        "fetch 100 fp8",
-        "fetch 100 nvfp4",
+        f"fetch 100 {name}{variant}" for name in ("bf16", "fp8", "nvfp4") for variant in ("", " unchecked")
     }
 
 
