@@ -78,10 +78,10 @@ class Crew(Generic[_Item]):
     def _help(self) -> None:
         self._running.append(None)  # before `_closed` is read: `abandon` writes and reads in the opposite order
         try:
-            while not self._closed:
-                self._work(next(self._items))
-        except StopIteration:
-            pass
+            for item in self._items:
+                if self._closed:
+                    break
+                self._work(item)
         except BaseException as error:
             self._errors.append(error)
         finally:

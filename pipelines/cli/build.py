@@ -81,8 +81,8 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
 
     A SOURCE is a directory (searched recursively), a WebDataset tar ('shards/{0000..0015}.tar' names several), a
     Parquet, CSV or JSON Lines file with a column of paths, or an image file. An image that cannot be read becomes a
-    failed row with a reason; it does not stop the build. With --max-failed 0.01, an index of which more than 1 % of the
-    inputs failed is not published; the same command with a larger share publishes it without encoding it again.
+    failed row with a reason; it does not stop the build. With --max-failed 0.01, an index is not published if more than
+    1 % of its inputs failed; the same command with a larger share publishes it without encoding it again.
 
     Run the same command again to resume a stopped build. If the index is finished, nothing is done.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
@@ -99,15 +100,8 @@ class _Tracker:
         return self.bar.tasks[0]
 
 
-class LogDisplay:
-    """Prints plain lines. Progress is printed every ten seconds, when a shard ends, and when an activity ends."""
-
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream
-        self._clock = clock
-        self._tracker = _Tracker(stream, clock)
-        self._printed = (-_LOG_SECONDS, "")  # when the last progress was printed, and its line
-        self._finished_shards = 0
+class _Display(ABC):
+    """Passes each event to the method of a display that shows it."""
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -117,9 +111,26 @@ class LogDisplay:
                 for line in describe_plan(event):
                     self._print(line)
             case Progress():
-                self._print_progress(event)
+                self._show_progress(event)
 
-    def _print_progress(self, event: Progress) -> None:
+    @abstractmethod
+    def _print(self, line: str) -> None: ...
+
+    @abstractmethod
+    def _show_progress(self, event: Progress) -> None: ...
+
+
+class LogDisplay(_Display):
+    """Prints plain lines. Progress is printed every ten seconds, when a shard ends, and when an activity ends."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._tracker = _Tracker(stream, clock)
+        self._printed = (-_LOG_SECONDS, "")  # when the last progress was printed, and its line
+        self._finished_shards = 0
+
+    def _show_progress(self, event: Progress) -> None:
         line = f"{event.activity}: {self._tracker.update(event)}"
         printed_at, printed_line = self._printed
         if self._clock() - printed_at >= self._interval(event) and line != printed_line:
@@ -138,7 +149,7 @@ class LogDisplay:
         print(printable(line), file=self._stream, flush=True)
 
 
-class LiveDisplay:
+class LiveDisplay(_Display):
     """Draws the current activity in place and prints other lines above it. Use it as a context manager."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -151,15 +162,8 @@ class LiveDisplay:
     def __exit__(self, *_: object) -> None:
         self._tracker.bar.stop()
 
-    def __call__(self, event: Event) -> None:
-        match event:
-            case StatusMessage(text):
-                self._print(text)
-            case PlanReady():
-                for line in describe_plan(event):
-                    self._print(line)
-            case Progress():
-                self._tracker.update(event)
+    def _show_progress(self, event: Progress) -> None:
+        self._tracker.update(event)
 
     def _print(self, line: str) -> None:
         self._tracker.bar.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)

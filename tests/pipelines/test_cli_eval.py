@@ -221,7 +221,7 @@ def test_an_interrupted_evaluation_resumes_from_its_scores(run, world, tmp_path,
     assert "To resume: edje-index" in err
     limit, before = [], len(calls)
     assert json.loads(run(*arguments(world, *fresh))[1])["results"] == whole["results"]
-    assert 0 < len(calls) - before < 12, "90 distinct pairs in twelve chunks, of which four were kept"
+    assert 0 < len(calls) - before < 12, "90 distinct pairs in twelve chunks; four chunks were kept"
     for path in (tmp_path / "fresh").glob("*/*.npz"):
         path.write_bytes(path.read_bytes()[:40])
     assert json.loads(run(*arguments(world, *fresh))[1])["results"] == whole["results"], "damaged scores are made anew"

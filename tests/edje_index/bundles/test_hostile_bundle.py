@@ -23,7 +23,7 @@ from transformers import BertConfig, BertTokenizer
 class Evil(BertTokenizer): pass
 class EvilConfig(BertConfig): pass
 """
-# Hashes are not compared: whoever writes a bundle writes its hashes too.
+# Hashes are not compared: the author of a bundle writes its hashes too.
 LOAD = """
 import sys
 from edje_index.bundles.bundle import ModelBundle

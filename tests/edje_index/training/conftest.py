@@ -35,7 +35,7 @@ WORDS = ["dog", "cat", "red", "house", "water", "boy", "street", "snow", "ball"]
 
 
 def captions(count: int = IMAGES) -> list[tuple[str, ...]]:
-    """Two captions an image; images 0 and 1 share one."""
+    """Two captions per image; images 0 and 1 share one."""
     rng = np.random.default_rng(3)
     made = [tuple(" ".join(rng.choice(WORDS, rng.integers(2, 7))) for _ in range(2)) for _ in range(count)]
     return [("A dog .", made[0][1]), ("a dog", made[1][1]), *made[2:]]

@@ -191,7 +191,7 @@ def test_features_with_a_hole_are_named(tmp_path):
 
 
 def test_a_batch_shows_photos_and_views_at_random(case):
-    """Photos are rows 2 to 25; rows 0 and 1 stand for the views, of which some images have one or none."""
+    """Photos are rows 2 to 25; rows 0 and 1 stand for the views; some images have one view or none."""
     source = case.source()
     rows = np.full((IMAGES, 2), -1)
     rows[:12] = [0, 1]
