@@ -1,6 +1,7 @@
-"""Codecs and warm fetches of two checkouts of this repository, measured in turn on the same blocks.
+"""Codecs and fetches of two checkouts of this repository, measured in turn on the same blocks.
 
     python -m benchmarks.side_by_side OLD NEW --scratch /mnt/nvme/scratch
+    python -m benchmarks.side_by_side OLD NEW --scratch /mnt/nvme/scratch --cold
 
 Each checkout runs in a process of its own. The two processes take turns task by task, so that a change in the load of
 the machine affects both. Where the memory of a process lies changes its speed by several percent, so both are restarted
@@ -23,22 +24,27 @@ from storage_formats import IndexSpec, precisions
 
 _STORED = ("bf16", "fp8", "nvfp4")
 _WORKER = """
-import inspect, itertools, sys, time
+import inspect, itertools, os, pathlib, sys, time
 import ml_dtypes, numpy as np
 from storage_formats import TokenStore, codec, precisions
 
-root, clock, count = sys.argv[1], getattr(time, sys.argv[2]), int(sys.argv[3])
+root, clock, count, is_cold = sys.argv[1], getattr(time, sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "cold"
 blocks = np.random.default_rng(0).standard_normal((count, 64, 384), np.float32).astype(ml_dtypes.bfloat16)
 tasks, out = {}, np.empty_like(blocks)
+def evict():
+    for path in filter(pathlib.Path.is_file, pathlib.Path(root).rglob("*")):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 for name in precisions():
-    if name != "bf16":
+    if name != "bf16" and not is_cold:
         entry = codec(name)
         records = entry.encode(blocks)
         tasks["encode " + name] = lambda entry=entry: entry.encode(blocks, 1)
         tasks["decode " + name] = lambda entry=entry, records=records: entry.decode(records, out, 1)
 checks = "verify_reads" in inspect.signature(TokenStore.open).parameters
 variants = {"": {}, " unchecked": {"verify_reads": False} if checks else {}}
-for name, variant in itertools.product(("bf16", "fp8", "nvfp4"), variants):
+for name, variant in itertools.product(("bf16", "fp8", "nvfp4"), () if is_cold else variants):
     store = TokenStore.open(root, name, "mapped", **variants[variant])
     row_ids = np.random.default_rng(1).integers(0, len(store), len(store) // 2)
     half, small = store.empty(len(row_ids)), store.empty(100)
@@ -48,11 +54,22 @@ for name, variant in itertools.product(("bf16", "fp8", "nvfp4"), variants):
     ]
 for task in tasks.values():
     task()
+def seconds_of(task):
+    started = clock()
+    task()
+    return clock() - started
+def seconds_of_cold(label):
+    _, _, name, *words = label.split()
+    with TokenStore.open(root, name, **variants[" unchecked" if words else ""]) as store:
+        out = store.empty(len(store) // 2)
+        out[:] = 0  # so that the fetch takes no page faults in its destination
+        store.fetch(np.arange(0, len(store), 64))  # opens every shard
+        row_ids = np.random.default_rng().integers(0, len(store), len(out))
+        evict()
+        return seconds_of(lambda: store.fetch(row_ids, out=out))
 print("ready", flush=True)
 for line in sys.stdin:
-    started = clock()
-    tasks[line.strip()]()
-    print(clock() - started, flush=True)
+    print(seconds_of_cold(line) if is_cold else seconds_of(tasks[line.strip()]), flush=True)
 """
 
 Worker: TypeAlias = "subprocess.Popen[str]"
@@ -68,6 +85,8 @@ class Options:
         blocks: blocks of 64 x 384 that a conversion handles.
         words: measure only tasks whose name contains this text.
         clock: function of `time`: `perf_counter`, or `process_time` on a machine with other load.
+        cold: measure only fetches, each with an empty page cache. No process may map the files then, because mapped
+            pages cannot be evicted.
     """
 
     starts: int
@@ -75,6 +94,12 @@ class Options:
     blocks: int = 1024
     words: str = ""
     clock: str = "perf_counter"
+    cold: bool = False
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the tasks to measure."""
+        return [task for task in _tasks(self.cold) if self.words in task]
 
 
 def write_index(root: Path, rows: int) -> None:
@@ -88,7 +113,7 @@ def measure(checkouts: tuple[Path, Path], root: Path, options: Options) -> dict[
     Raises:
         RuntimeError: a checkout cannot run the tasks; its error is on stderr.
     """
-    medians: dict[str, list[tuple[float, float]]] = {task: [] for task in _tasks() if options.words in task}
+    medians: dict[str, list[tuple[float, float]]] = {task: [] for task in options.tasks}
     for _ in range(options.starts):
         for task, pairs in _measure_once(checkouts, root, options).items():
             old, new = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
@@ -102,7 +127,7 @@ def _measure_once(checkouts: tuple[Path, Path], root: Path, options: Options) ->
     try:
         for worker in workers:
             _answer(worker)
-        seconds: dict[str, list[tuple[float, float]]] = {task: [] for task in _tasks() if options.words in task}
+        seconds: dict[str, list[tuple[float, float]]] = {task: [] for task in options.tasks}
         for number in range(options.rounds):
             order = workers if number % 2 else workers[::-1]
             for task, pairs in seconds.items():
@@ -125,10 +150,12 @@ def table_lines(seconds: dict[str, list[tuple[float, float]]]) -> list[str]:
     return lines
 
 
-def _tasks() -> list[str]:
+def _tasks(cold: bool) -> list[str]:
     compiled = [name for name in precisions() if name != "bf16"]
     conversions = [f"{direction} {name}" for name in compiled for direction in ("encode", "decode")]
     variants = ("", " unchecked")  # an earlier checkout never compares checksums
+    if cold:
+        return [f"cold fetch {name}{variant}" for name in _STORED for variant in variants]
     fetches = [f"fetch {rows} {name}{variant}" for name in _STORED for variant in variants for rows in ("half", "100")]
     return [*conversions, *fetches]
 
@@ -137,6 +164,7 @@ def _start(checkout: Path, root: Path, options: Options) -> Worker:
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
     # -P: the working directory must not come before PYTHONPATH, or both workers would import the same checkout.
     command = [sys.executable, "-P", "-c", _WORKER, str(root), options.clock, str(options.blocks)]
+    command.append("cold" if options.cold else "warm")
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -168,13 +196,14 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=5, help="Pairs of processes.")
     parser.add_argument("--rounds", type=int, default=7, help="Measurements of each task per pair.")
     parser.add_argument("--tasks", default="", metavar="WORDS", help="Only tasks whose name contains WORDS.")
+    parser.add_argument("--cold", action="store_true", help="Measure fetches with an empty page cache.")
     parser.add_argument("--cpu", action="store_true", help="Measure processor time, for a machine with other load.")
     arguments = parser.parse_args()
     root = arguments.scratch / "side-by-side.edje"
     if not root.exists():
         write_index(root, rows=8192)
     clock = "process_time" if arguments.cpu else "perf_counter"
-    options = Options(arguments.starts, arguments.rounds, words=arguments.tasks, clock=clock)
+    options = Options(arguments.starts, arguments.rounds, words=arguments.tasks, clock=clock, cold=arguments.cold)
     print("\n".join(table_lines(measure((arguments.old, arguments.new), root, options))))
 
 

@@ -36,3 +36,8 @@ def test_a_checkout_that_cannot_run_is_an_error(root, tmp_path):
 def test_the_ratio_is_old_over_new():
     line = table_lines({"encode fp8": [(0.002, 0.001), (0.004, 0.002), (0.006, 0.006)]})[-1]
     assert line == "| encode fp8 | 4.00 | 2.00 | 2.000 |"
+
+
+def test_cold_fetches_are_measured_alone(root):
+    seconds = measure((REPO, REPO), root, Options(starts=1, rounds=1, blocks=2, words="nvfp4", cold=True))
+    assert set(seconds) == {"cold fetch nvfp4", "cold fetch nvfp4 unchecked"}
