@@ -213,6 +213,8 @@ class ModelBundle:
             "image_size": list(self.vision.image_size),
         }
         joint: dict[str, Any] = {"text_embed_dim": self.joint.text_projection.out_features}
+        if self.joint.tokenizer.canonical:
+            joint["canonical_captions"] = True
         if self.pooled is not None:
             joint["pooled_similarity"] = self.pooled.sizes
         if self.hubness_bank is not None:

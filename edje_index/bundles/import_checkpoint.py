@@ -26,7 +26,7 @@ def import_checkpoint(
 ) -> BundleInfo:
     """Make a bundle from a published checkpoint and the open_clip model that it was trained with.
 
-    The bundle scores by the joint encoder's logit alone, as published.
+    The bundle scores by the joint encoder's logit alone and canonicalises captions, as published.
 
     Args:
         checkpoint: the ``.pth`` file.
@@ -58,6 +58,7 @@ def import_checkpoint(
     published = load_published_checkpoint(
         path, tokenizer, vision_heads=tower.num_heads, layer_norm_eps=tower.layer_norm_eps
     )
+    published.joint.tokenizer.canonical = True
     bundle = ModelBundle(
         clip=clip,
         clip_config=config,

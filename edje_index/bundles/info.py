@@ -54,8 +54,8 @@ class BundleDescription:
     Attributes:
         vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim``, ``image_size`` of the tower.
         adapter: fields of the adapter's configuration.
-        joint: ``text_embed_dim`` of the joint encoder's text-embedding head; sizes of the ``pooled_similarity`` and of
-            the ``hubness_bank``, if the bundle has them.
+        joint: ``text_embed_dim`` of the joint encoder's text-embedding head; ``canonical_captions``, if they are; sizes
+            of the ``pooled_similarity`` and of the ``hubness_bank``, if the bundle has them.
         score: weights of the final score.
         trained: False for random weights.
         notes: where the weights came from, as free text.
@@ -82,6 +82,11 @@ class BundleDescription:
     def embed_dim(self) -> int:
         """Width of the embeddings."""
         return int(self.vision["embed_dim"])
+
+    @property
+    def canonical_captions(self) -> bool:
+        """Whether the joint encoder reads canonicalised captions. Bundles made before this was recorded do not."""
+        return bool(self.joint.get("canonical_captions", False))
 
     @property
     def pooled_similarity(self) -> dict[str, int] | None:

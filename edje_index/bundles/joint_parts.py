@@ -21,7 +21,7 @@ _POOLED = "pooled."
 
 def load_joint_encoder(info: BundleInfo) -> tuple[JointEncoder, PooledSimilarity | None]:
     """The joint encoder of a bundle, and its pooled similarity if it has one."""
-    tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER)
+    tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER, canonical=info.canonical_captions)
     joint = JointEncoder(bert_config(info.path / JOINT_CONFIG), tokenizer, int(info.joint["text_embed_dim"]))
     sizes = info.pooled_similarity
     pooled = None if sizes is None else PooledSimilarity(joint.width, **sizes)

@@ -32,7 +32,8 @@ class PublishedModel:
 
     Attributes:
         adapter: ``adapter(vision_tokens [b, n, d_vision]) -> [b, m, d]``.
-        joint: the joint encoder.
+        joint: the joint encoder. Its tokenizer takes captions as they are, as the published model does; the published
+            evaluation canonicalises them first (`edje_index.models.joint_inputs.canonical_caption`).
 
     Example:
         >>> import torch

@@ -2,12 +2,16 @@
 
 ``[CLS]``, the caption and the first ``[SEP]`` have token type 0; the image placeholders and the last ``[SEP]`` have
 type 1. A long caption is truncated, the image never is: a row has at most 64 + m tokens.
+
+The published training and evaluation canonicalise captions before the tokenizer sees them. A tokenizer whose
+`canonical` is True does so too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +38,17 @@ class JointInputs:
 
 
 class JointTokenizer:
-    """A BERT tokenizer with the ``<image>`` placeholder."""
+    """A BERT tokenizer with the ``<image>`` placeholder.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Attributes:
+        tokenizer: the tokenizer of transformers.
+        canonical: whether captions are canonicalised first, see `canonical_caption`.
+        image_token_id: token id of the placeholder.
+    """
+
+    def __init__(self, tokenizer: Any, *, canonical: bool = False) -> None:
         self.tokenizer = tokenizer
+        self.canonical = canonical
         self.image_token_id = int(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
 
     def __len__(self) -> int:
@@ -75,7 +86,7 @@ class JointTokenizer:
     def caption_ids(self, captions: Sequence[str]) -> list[list[int]]:
         """Token ids of each caption, truncated. "<image>" in a caption is an unknown token, not a placeholder."""
         encoded = self.tokenizer(
-            list(captions),
+            [canonical_caption(caption) for caption in captions] if self.canonical else list(captions),
             add_special_tokens=False,
             padding=False,
             truncation=True,
@@ -87,8 +98,25 @@ class JointTokenizer:
         return [[unknown if i == self.image_token_id else i for i in ids] for ids in encoded["input_ids"]]
 
 
-def load_joint_tokenizer(folder: Path) -> JointTokenizer:
+@lru_cache(maxsize=4096)  # the candidates of a query share its caption
+def canonical_caption(text: str) -> str:
+    """`text` as the published code hands it to the tokenizer: repaired, in lower case and without punctuation.
+
+    Broken encodings are repaired and HTML entities are resolved first.
+    """
+    prepare_torchvision()
+    from open_clip.tokenizer import basic_clean, canonicalize_text
+
+    canonical: str = canonicalize_text(basic_clean(text))
+    return canonical
+
+
+def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointTokenizer:
     """Read a BERT tokenizer, and add the ``<image>`` placeholder if it is missing.
+
+    Args:
+        folder: its directory.
+        canonical: see `JointTokenizer`.
 
     Raises:
         ModelError: the folder holds no BERT tokenizer, or one with code.
@@ -109,4 +137,4 @@ def load_joint_tokenizer(folder: Path) -> JointTokenizer:
         tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
     if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None or tokenizer.pad_token_id is None:
         raise ModelError(f"the tokenizer in {folder} is not a BERT tokenizer: it has no [CLS], [SEP] or [PAD]")
-    return JointTokenizer(tokenizer)
+    return JointTokenizer(tokenizer, canonical=canonical)

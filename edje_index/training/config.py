@@ -39,6 +39,10 @@ class ArchitectureConfig(Settings):
         ge=1,
         description="Number of language model layers to keep, counted from the input. None keeps all.",
     )
+    canonical_captions: bool = Field(
+        default=True,
+        description="Whether captions lose case and punctuation before the joint encoder, in training and in search.",
+    )
     word_embeddings: Literal["trained", "frozen"] = Field(
         default="trained",
         description="Whether word embeddings are trained. Frozen ones are not stored when a model is packed.",

@@ -14,6 +14,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     # frozen, the joint encoder is small and trained on the matching loss alone.
     "small-data": {
         "architecture": {
+            "canonical_captions": False,
             "adapter_hidden": 1536,
             "language_layers": 4,
             "word_embeddings": "frozen",

@@ -307,6 +307,11 @@ def test_a_pooled_similarity_that_would_weigh_nothing_is_refused(case, tmp_path)
     assert "inputs.dev (--dev) or fitting.pooled_weight" in error
 
 
+def test_a_teacher_that_reads_other_captions_is_refused(case, tmp_path):
+    error = run_here(*training(case, tmp_path / "out"), "--teacher", case / "model", expect=2)["error"]
+    assert "architecture.canonical_captions is True, but the teacher" in error
+
+
 @pytest.mark.slow
 def test_a_student_learns_from_a_teacher(case, tmp_path):
     local = [*training(case, tmp_path / "teacher"), "--set", "architecture.adapter=local", "--steps", "3"]

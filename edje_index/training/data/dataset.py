@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.models.joint_inputs import JointTokenizer
+from edje_index.models.joint_inputs import JointTokenizer, canonical_caption
 from edje_index.models.text_tower import TextTower, embed_texts
 from edje_index.progress import OnProgress
 from storage_formats.atomic import fsync_paths
@@ -138,13 +138,14 @@ def prepare_data(
     ids = [np.array(caption, dtype=np.int32) for caption in _token_ids(tokenizer, texts)]
     embeddings = embed_texts(tower, texts, on_progress)
     mining = embeddings if miner.text is tower else embed_texts(miner.text, texts, on_progress)
-    keys = {text: number for number, text in enumerate(dict.fromkeys(map(_key, texts)))}
+    words = [_words(text, tokenizer) for text in texts]
+    keys = {text: number for number, text in enumerate(dict.fromkeys(words))}
     return TrainingData(
         rows=np.asarray(items.rows, dtype=np.int64),
         caption_starts=_starts([len(group) for group in items.captions]),
         token_starts=_starts([len(caption) for caption in ids]),
         tokens=np.concatenate(ids),
-        caption_keys=np.array([keys[_key(text)] for text in texts], dtype=np.int64),
+        caption_keys=np.array([keys[text] for text in words], dtype=np.int64),
         text_embeddings=embeddings,
         image_mining=miner.image_embeddings,
         text_mining=mining,
@@ -156,8 +157,9 @@ def _token_ids(tokenizer: JointTokenizer, texts: Sequence[str]) -> list[list[int
     return [ids for start in starts for ids in tokenizer.caption_ids(texts[start : start + _BATCH])]
 
 
-def _key(text: str) -> str:
-    return " ".join(text.lower().split()).rstrip(" .")
+def _words(text: str, tokenizer: JointTokenizer) -> str:
+    """Equal for captions with the same words."""
+    return canonical_caption(text) if tokenizer.canonical else " ".join(text.lower().split()).rstrip(" .")
 
 
 def _starts(lengths: Sequence[int]) -> NDArray[Any]:

@@ -54,6 +54,7 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
         bundle = _towers(origin)
         init = None if origin.init is None else ModelBundle.load(origin.init)
         joint = _joint(origin, bundle, init)
+        joint.tokenizer.canonical = config.canonical_captions
         if config.language_layers is not None:
             keep_layers(joint, config.language_layers)
         if joint.text_projection.out_features != bundle.embed_dim:

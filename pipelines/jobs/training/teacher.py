@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipelines.jobs.training.index_builder import check_encoder
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
+    from edje_index.bundles.info import BundleInfo
     from edje_index.captions.reading import CaptionedImage
     from edje_index.training.loop.task import TeacherTask
     from pipelines.jobs.training.start import StartModel
@@ -42,7 +43,7 @@ def teacher_task(
 
     info = read_bundle_info(teacher)
     assert start.bundle.info is not None
-    _check_tokenizers(teacher, start.bundle.info.files, info.files)
+    _check_tokenizers(teacher, start.bundle.info, info)
     has_tokens = index.manifest.model["fingerprint"] == info.encoder_fingerprint
     if not has_tokens:
         check_encoder(index, feature_fingerprints(info, AdapterConfig(**info.adapter)), "for the teacher")
@@ -52,9 +53,14 @@ def teacher_task(
     return TeacherTask(teacher.absolute(), index.root, has_tokens, rows_file)
 
 
-def _check_tokenizers(teacher: Path, student_files: Any, teacher_files: Any) -> None:
-    """Raise UsageError unless student and teacher have the same token ids."""
-    student, other = (files.get("joint/tokenizer.json") for files in (student_files, teacher_files))
+def _check_tokenizers(teacher: Path, student_info: BundleInfo, teacher_info: BundleInfo) -> None:
+    """Raise UsageError unless student and teacher read the same token ids."""
+    if student_info.canonical_captions != teacher_info.canonical_captions:
+        raise UsageError(
+            f"architecture.canonical_captions is {student_info.canonical_captions}, but the teacher {teacher} was "
+            f"trained with {teacher_info.canonical_captions}; set it to the teacher's value"
+        )
+    student, other = (info.files.get("joint/tokenizer.json") for info in (student_info, teacher_info))
     if student is None or other is None or student["sha256"] != other["sha256"]:
         raise UsageError(
             f"the teacher {teacher} has a different tokenizer from the student; set inputs.language or inputs.init to "

@@ -56,6 +56,8 @@ def test_bundle_of_a_published_checkpoint(tmp_path: Path, tower: tuple[str, Clip
     np.testing.assert_array_equal(embeddings, embedding.numpy())
     captions = ["a red dog", "the beach"]
     assert torch.equal(bundle.joint.score(captions, blocks), published.score(captions, blocks))
+    assert info.canonical_captions
+    assert torch.equal(bundle.joint.score(["A red, dog!", "The beach."], blocks), published.score(captions, blocks))
 
 
 def test_widths_that_differ_are_named(tmp_path: Path, tower: tuple[str, ClipConfig]) -> None:

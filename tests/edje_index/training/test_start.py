@@ -157,3 +157,9 @@ def test_patches_of_another_width_make_a_bundle_and_a_local_count_is_held(tiny_b
     bundle.adapter = build_adapter(AdapterConfig("patches", 9, 32, 32, 0))
     with pytest.raises(ModelError, match="patches adapter stores one token per patch"):
         bundle.save(tiny_bundle.with_name("never"))
+
+
+def test_the_settings_decide_how_captions_are_read(tiny_bundle):
+    assert make_start(Origin(tiny_bundle), SMALL, seed=1).joint.tokenizer.canonical
+    raw = SMALL.model_copy(update={"canonical_captions": False})
+    assert not make_start(Origin(tiny_bundle), raw, seed=1).joint.tokenizer.canonical

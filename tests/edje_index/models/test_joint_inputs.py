@@ -1,0 +1,100 @@
+"""Captions on their way to token ids: the published preprocessing, and bundles that record whether it is used."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.random_tokenizer import untrained_tokenizer
+from edje_index.models._torchvision_compat import prepare_torchvision
+from edje_index.models.joint_inputs import load_joint_tokenizer
+
+prepare_torchvision()
+
+from open_clip.tokenizer import basic_clean, canonicalize_text  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
+
+WORDS = "a the blue T-shirt man's ladder DOG cleaning window snow_covered café naïve 42 3.5m Österreich x"
+NOISE = [
+    ",", ".", "!", "?!", "...", "…", "-", "–", "—", "'", '"', "“", "”", "‘", "’s", "«", "»", "(", ")", "[sic]", "{}",
+    "#tag", "@me", "$5", "50%", "a/b", "<image>", "<b>", "&amp;", "&quot;", "&lt;p&gt;", "&amp;amp;", "&#39;",
+    "&eacute;", "😀", "👩‍🚒", "🇦🇹", "❤️", "cafÃ©", "itâ€™s", "schÃ¶n", "\u00a0", "\t", "  ", "\n",
+    "ﬁsh", "ＷＩＤＥ", "犬",
+]  # fmt: skip
+
+
+def captions(count: int) -> list[str]:
+    """Captions of words with punctuation, quotes, emoji, HTML entities and broken encodings."""
+    rng = random.Random(7)
+    pieces = [*WORDS.split(), *NOISE]
+    lines = [rng.choice(["", " "]).join(rng.choices(pieces, k=rng.randint(1, 14))) for _ in range(count // 2)]
+    return [*lines, *(" ".join(rng.choices(pieces, k=rng.randint(1, 30))) for _ in range(count - len(lines)))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of 4,000 words."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    untrained_tokenizer(4000).save(path)
+    return path
+
+
+def stock_ids(folder: Path, texts: list[str]) -> list[list[int]]:
+    """Token ids by the stock tokenizer with the checkpoint's settings, in which `<image>` is no word of a caption."""
+    stock = AutoTokenizer.from_pretrained(folder)
+    placeholder, unknown = stock.convert_tokens_to_ids("<image>"), stock.unk_token_id
+    rows = (stock(text, add_special_tokens=False)["input_ids"][:61] for text in texts)
+    return [[unknown if token_id == placeholder else token_id for token_id in row] for row in rows]
+
+
+def test_token_ids_equal_the_published_preprocessing(folder: Path) -> None:
+    texts = captions(2000)
+    published = [canonicalize_text(basic_clean(text)) for text in texts]
+    expected = stock_ids(folder, published)
+    assert load_joint_tokenizer(folder, canonical=True).caption_ids(texts) == expected
+    raw = load_joint_tokenizer(folder).caption_ids(texts)
+    assert raw == stock_ids(folder, texts)
+    assert sum(ids != other for ids, other in zip(raw, expected, strict=True)) > 1500, "the captions are easy"
+
+
+@pytest.mark.parametrize(
+    ("caption", "canonical"),
+    [
+        ("A man in a blue t-shirt , cleaning a window .", "a man in a blue tshirt cleaning a window"),
+        ("Snow_covered &quot;hills&quot;!", "snow covered hills"),
+        ("Tom &amp;amp; Jerry’s cafÃ©", "tom jerrys café"),
+        ("...", ""),
+    ],
+)
+def test_what_the_joint_encoder_reads(folder: Path, caption: str, canonical: str) -> None:
+    tokenizer, plain = load_joint_tokenizer(folder, canonical=True), load_joint_tokenizer(folder)
+    assert tokenizer.caption_ids([caption]) == plain.caption_ids([canonical])
+    assert tokenizer.inputs([caption], 2).input_ids.tolist() == plain.inputs([canonical], 2).input_ids.tolist()
+
+
+def test_a_bundle_records_it(tiny_model: ModelBundle, tmp_path: Path) -> None:
+    blocks = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(1))
+    caption = "A dog, on the sand!"
+    plain = tiny_model.save(tmp_path / "plain")
+    tiny_model.joint.tokenizer.canonical = True
+    canonical = tiny_model.save(tmp_path / "canonical")
+    assert "canonical_captions" not in json.loads((tmp_path / "plain" / "bundle.json").read_text())["joint"]
+    assert (plain.canonical_captions, canonical.canonical_captions) == (False, True)
+    assert plain.fingerprint != canonical.fingerprint
+    assert plain.encoder_fingerprint == canonical.encoder_fingerprint, "an index serves both"
+    scores = [ModelBundle.load(tmp_path / name).joint.score(caption, blocks) for name in ("plain", "canonical")]
+    assert not torch.equal(*scores)
+    assert torch.equal(scores[1], ModelBundle.load(tmp_path / "plain").joint.score("a dog on the sand", blocks))
+
+
+def test_loading_a_tokenizer_does_not_load_the_cleaning() -> None:
+    script = "import sys, edje_index.models.joint_inputs; print('open_clip' in sys.modules, 'ftfy' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", "False"]
