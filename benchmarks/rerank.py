@@ -174,7 +174,7 @@ def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
             blocks = None
             if reranker.reads_tokens:
                 blocks = _timed(stages["fetch"], partial(store.fetch, candidates.rows))
-            _timed(stages["score"], partial(reranker.scores, bench.caption, candidates, blocks))
+            _timed(stages["score"], partial(reranker.scores, [bench.caption], [candidates], blocks))
     medians = {name: statistics.median(times[1:]) * 1e3 for name, times in stages.items() if times}
     return {
         "index": str(index),

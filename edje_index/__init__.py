@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from edje_index.models.joint_encoder import JointEncoder
     from edje_index.models.text_tower import TextTower
     from edje_index.models.vision_tower import VisionTower
+    from edje_index.search.hits import Hit
     from edje_index.search.late_interaction_search import LateInteractionSearch, TokenHit, max_sim
-    from edje_index.search.token_index import Hit, TokenIndex
+    from edje_index.search.token_index import TokenIndex
     from storage_formats.extras import MissingExtraError
     from storage_formats.format.rows import read_rows
     from storage_formats.token_store import TokenStore
@@ -41,7 +42,7 @@ _MODULES = {
     "DeviceFetcher": "edje_index.fetching.device_fetcher",
     "Evaluation": "edje_index.evaluation.results",
     "EvaluationConfig": "edje_index.evaluation.config",
-    "Hit": "edje_index.search.token_index",
+    "Hit": "edje_index.search.hits",
     "HubUnreachableError": "edje_index.errors",
     "ImageEncoder": "edje_index.indexing.image_encoder",
     "IndexWriter": "storage_formats.writing.index_writer",

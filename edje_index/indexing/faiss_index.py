@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ FLAT_LIMIT = 100_000
 _TRAINING_VECTORS_PER_LIST = 64  # FAISS warns below 39 (Clustering::min_points_per_centroid)
 _IVF_PROBES = 32
 _PIECE_BYTES = 1 << 20  # read or written at once
+
+Neighbours: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Row ids [k] and cosine similarities [k]."""
 
 
 @name_missing_extra("search")
@@ -123,13 +126,21 @@ class AnnIndex:
     def __len__(self) -> int:
         return int(self._index.ntotal)
 
-    def nearest(self, query: NDArray[np.float32], k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """At most `k` rows nearest to `query` [embed_dim] -> (row ids, cosine similarities), best first."""
-        if query.shape != (self._index.d,):
-            raise ModelError(f"the query has {query.shape[-1]} dimensions, but the embeddings have {self._index.d}")
-        scores, rows = self._index.search(query[None].astype(np.float32), min(k, len(self)))
-        filled = rows[0] >= 0  # FAISS fills up with -1 if the probed lists hold fewer than k vectors
-        return rows[0][filled], scores[0][filled]
+    def nearest(self, query: NDArray[np.float32], k: int) -> Neighbours:
+        """At most `k` rows nearest to `query` [embed_dim], best first."""
+        return self.nearest_to_each(query[None], k)[0]
+
+    def nearest_to_each(self, queries: NDArray[np.float32], k: int) -> list[Neighbours]:
+        """At most `k` rows nearest to each of `queries` [q, embed_dim], best first.
+
+        Raises:
+            ModelError: the queries have another width than the embeddings.
+        """
+        if queries.shape[1] != self._index.d:
+            raise ModelError(f"the query has {queries.shape[1]} dimensions, but the embeddings have {self._index.d}")
+        scores, rows = self._index.search(queries.astype(np.float32), min(k, len(self)))
+        filled = rows >= 0  # FAISS fills up with -1 if the probed lists hold fewer than k vectors
+        return [(rows[query][filled[query]], scores[query][filled[query]]) for query in range(len(queries))]
 
 
 def _check_bytes(file: BinaryIO, entry: FileEntry) -> None:

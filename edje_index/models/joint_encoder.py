@@ -102,10 +102,19 @@ class JointEncoder(nn.Module):
         self._check(captions, tokens)
         if len(captions) == 1:
             captions = captions * tokens.shape[0]
+        if not captions:
+            return torch.zeros(0)
+        distinct = list(dict.fromkeys(captions))
+        ids_of_caption = dict(zip(distinct, self.tokenizer.caption_ids(distinct), strict=True))
+        return self._score_by_length([ids_of_caption[caption] for caption in captions], tokens)
+
+    def _score_by_length(self, captions: list[list[int]], tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of pairs, given the token ids of the captions. Pairs of similar length share a batch."""
+        lengths = torch.tensor([len(ids) for ids in captions])
         logits = torch.zeros(len(captions))
-        for start in range(0, len(captions), SCORE_BATCH):
-            batch = slice(start, start + SCORE_BATCH)
-            logits[batch] = self(self.tokenizer.inputs(captions[batch], tokens.shape[1]), tokens[batch])
+        for batch in torch.split(lengths.argsort(stable=True), SCORE_BATCH):
+            inputs = self.tokenizer.inputs_of_ids([captions[pair] for pair in batch.tolist()], tokens.shape[1])
+            logits[batch] = self(inputs, tokens[batch.to(tokens.device)]).cpu()
         return logits
 
     @torch.inference_mode()

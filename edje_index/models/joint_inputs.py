@@ -69,8 +69,11 @@ class JointTokenizer:
 
     def inputs(self, captions: Sequence[str], image_tokens: int) -> JointInputs:
         """One row per caption, each with ``image_tokens`` placeholders."""
+        return self.inputs_of_ids(self.caption_ids(captions), image_tokens)
+
+    def inputs_of_ids(self, texts: Sequence[Sequence[int]], image_tokens: int) -> JointInputs:
+        """As `inputs`, given the token ids of each caption."""
         image = [self.image_token_id] * image_tokens
-        texts = self.caption_ids(captions)
         length = max(map(len, texts)) + NUM_SPECIAL_TOKENS + image_tokens
         ids = torch.full((len(texts), length), self.tokenizer.pad_token_id, dtype=torch.int64)
         types = torch.zeros_like(ids)

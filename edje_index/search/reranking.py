@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The rows nearest to a query by embedding, nearest first.
+    """The rows to score for a query.
 
     Attributes:
         rows: row ids, int64 [k].
@@ -33,6 +33,11 @@ class Candidates:
 
     rows: NDArray[np.int64]
     similarities: NDArray[np.float32]
+
+    def without(self, row_ids: Sequence[int]) -> Candidates:
+        """These candidates without some rows."""
+        kept = ~np.isin(self.rows, row_ids)
+        return Candidates(self.rows[kept], self.similarities[kept])
 
 
 @dataclass(frozen=True)
@@ -81,22 +86,36 @@ class Reranker:
         """Whether the score needs the candidates' tokens."""
         return reads_tokens(self._score.parts, TEXT_TO_IMAGE)
 
-    def scores(self, query: str, candidates: Candidates, blocks: Blocks | None) -> CandidateScores:
-        """Score the candidates of `query`.
+    def scores(
+        self, queries: Sequence[str], candidates: Sequence[Candidates], blocks: Blocks | None
+    ) -> list[CandidateScores]:
+        """Score the candidates of each query. Candidates of all queries share batches.
 
         Args:
-            query: the text.
-            candidates: the rows nearest to the query.
-            blocks: the tokens of `candidates` [k, m, d]; None if the score reads none.
+            queries: the texts.
+            candidates: the candidates of each query.
+            blocks: the tokens of all candidates in order [k, m, d]; None if the score reads none.
         """
+        counts = [len(each.rows) for each in candidates]
+        captions = [query for query, count in zip(queries, counts, strict=True) for _ in range(count)]
         embeddings = None
         if HUBNESS in self._score.parts:
-            embeddings = read_embeddings(self._root, self._spec, candidates.rows)
-        pairs = Pairs([query] * len(candidates.rows), blocks, candidates.similarities, embeddings)
-        values = self._score.compute(self._parts, pairs)
+            rows = np.concatenate([each.rows for each in candidates])
+            embeddings = read_embeddings(self._root, self._spec, rows)
+        similarities = np.concatenate([each.similarities for each in candidates])
+        values = dict.fromkeys(self._score.parts, similarities)  # of no pair, the models compute nothing
+        if captions:
+            values = self._score.compute(self._parts, Pairs(captions, blocks, similarities, embeddings))
+        ends = np.cumsum(counts).tolist()
+        return [
+            self._weighted({part: value[end - count : end] for part, value in values.items()})
+            for end, count in zip(ends, counts, strict=True)
+        ]
+
+    def _weighted(self, parts: Mapping[str, NDArray[np.float32]]) -> CandidateScores:
         joint = self._score.only(JOINT_PARTS)
         return CandidateScores(
-            final=self._score.sum(values), joint=joint.sum(values) if joint.parts else None, parts=values
+            final=self._score.sum(parts), joint=joint.sum(parts) if joint.parts else None, parts=parts
         )
 
 

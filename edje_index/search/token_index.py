@@ -3,54 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edje_index.errors import BundleNotFoundError, ModelError
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights
-from edje_index.search.reranking import Candidates, CandidateScores, Reranker, embedding_scores
+from edje_index.search.hits import Hit, best_hits
+from edje_index.search.requested_rows import requested_rows
+from edje_index.search.reranking import Candidates, Reranker, embedding_scores
 from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.manifest import Manifest
-from storage_formats.format.rows import read_rows
+from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from edje_index.bundles.bundle import ModelBundle
 
 
-@dataclass(frozen=True)
-class Hit:
-    """One result of a search.
-
-    Attributes:
-        row_id: row id of the image.
-        uri: where the image came from.
-        score: the final score, which hits are sorted by; the embedding similarity without re-ranking.
-        embedding_score: cosine similarity of the text and image embeddings.
-        joint_score: logit, late interaction and pooled similarity, weighted and summed as in `score`. None if the score
-            has none of them.
-        parts: the parts of the final score by name, not weighted; see `edje_index.scoring.weights.PART_NAMES`.
-
-    Example:
-        >>> from edje_index import TokenIndex
-        >>> hit = TokenIndex.open("photos.edje").search("a dog", k=1, pool=4)[0]
-        >>> sorted(hit.parts), hit.score == hit.joint_score == hit.parts["logit"]
-        (['logit'], True)
-    """
-
-    row_id: int
-    uri: str
-    score: float
-    embedding_score: float
-    joint_score: float | None
-    parts: Mapping[str, float] = field(default_factory=dict)
+_PAIRS_AT_ONCE = 1024
+"""Pairs whose tokens are in memory together: 50 MB at 64 x 384, and enough to fill batches of equal lengths."""
 
 
 class TokenIndex:
@@ -73,7 +53,7 @@ class TokenIndex:
         precision: str,
         score: str | ScoreWeights = BUNDLE_SCORE,
     ) -> None:
-        self._root = root
+        self.root = root
         self._ann = AnnIndex(root)
         self._store = TokenStore.open(root, precision)
         self._score = score
@@ -113,76 +93,177 @@ class TokenIndex:
         bundle.weights("t2i", score)  # refuses what the bundle cannot compute
         return cls(Path(root), manifest, bundle, precision=precision or manifest.spec.precisions[0], score=score)
 
+    @overload
+    def search(
+        self, text: str, k: int = ..., pool: int = ..., *, rerank: bool = ..., score: str | ScoreWeights | None = ...
+    ) -> list[Hit]: ...
+
+    @overload
     def search(
         self,
-        text: str,
+        text: list[str] | tuple[str, ...],
+        k: int = ...,
+        pool: int = ...,
+        *,
+        rerank: bool = ...,
+        score: str | ScoreWeights | None = ...,
+    ) -> list[list[Hit]]: ...
+
+    def search(
+        self,
+        text: str | list[str] | tuple[str, ...],
         k: int = 10,
         pool: int = 100,
         *,
         rerank: bool = True,
         score: str | ScoreWeights | None = None,
-    ) -> list[Hit]:
-        """The `k` best images for `text`, best first.
+    ) -> list[Hit] | list[list[Hit]]:
+        """The `k` best images for `text`, best first; of equal scores the lower row id comes first.
+
+        Several texts are faster together than one by one: their candidates share batches. A score does not depend on
+        the other texts by more than 1e-4 in float32.
 
         Args:
-            text: the query.
-            k: number of hits.
-            pool: number of candidates, the nearest rows by embedding, that are re-ranked; at least `k`.
+            text: the query, or several.
+            k: number of hits per query.
+            pool: number of candidates per query, the nearest rows by embedding, that are re-ranked; at least `k`.
             rerank: False keeps the order of the embeddings.
             score: the score to sort by, see `open`; by default that given to `open`.
+
+        Returns:
+            The hits of the query, or a list of them for each of several queries.
 
         Raises:
             UsageError: an empty query, `k` or `pool` out of range, or an invalid `score`.
             ModelError: the score needs tokens and the bundle stores features, or the bundle lacks a part of the score.
         """
-        if not text.strip():
-            raise UsageError("the query is empty")
-        if k < 1 or pool < k:
-            raise UsageError(f"need 1 <= k <= pool, got k = {k}, pool = {pool}")
-        reranker = None
-        if rerank:
-            chosen = self._score if score is None else score
-            reranker = Reranker(self._root, self.manifest.spec, self.model, score=chosen)
-        query = self.model.text.encode([text])[0]
-        candidates = Candidates(*self._ann.nearest(query, k if reranker is None else pool))
-        if not len(candidates.rows):
+        texts = [text] if isinstance(text, str) else list(text)
+        for query in texts:
+            _check_text(query)
+        _check_counts(k, pool)
+        reranker = self._reranker(score) if rerank else None
+        if not texts:
             return []
-        if reranker is None:
-            return self._hits(candidates, embedding_scores(candidates), k)
-        blocks = None
-        if reranker.reads_tokens:
-            candidates, blocks = self._fetch_sound(candidates)
-            if not len(candidates.rows):
-                return []
-        return self._hits(candidates, reranker.scores(text, candidates, blocks), k)
+        embeddings = self.model.text.encode(texts)
+        nearest = [Candidates(*pair) for pair in self._ann.nearest_to_each(embeddings, pool if reranker else k)]
+        hits = self._plain_hits(nearest, k) if reranker is None else self._reranked_hits(reranker, texts, nearest, k)
+        return hits[0] if isinstance(text, str) else hits
 
-    def _fetch_sound(self, candidates: Candidates) -> tuple[Candidates, Blocks]:
+    def rerank(self, text: str, rows: Sequence[int | str], *, score: str | ScoreWeights | None = None) -> list[Hit]:
+        """Score the given rows for `text`: one hit per entry of `rows`, best first.
+
+        Args:
+            text: the query.
+            rows: row ids or uris of images. A uri is looked up by a scan of the rows table.
+            score: the score to sort by, see `open`; by default that given to `open`.
+
+        Raises:
+            UsageError: an empty query, an unknown row id or uri, a row without tokens, or an invalid `score`.
+            CorruptIndexError: the tokens of a row are damaged.
+            ModelError: as for `search`.
+
+        Example:
+            >>> from edje_index import TokenIndex
+            >>> index = TokenIndex.open("photos.edje")
+            >>> sorted(hit.row_id for hit in index.rerank("a dog", [4, 0, 2]))
+            [0, 2, 4]
+        """
+        _check_text(text)
+        row_ids = requested_rows(self.root, rows)
+        reranker = self._reranker(score)
+        if not len(row_ids):
+            return []
+        candidates = self._candidates(self.model.text.encode([text])[0], row_ids)
+        blocks = self._store.fetch(row_ids) if reranker.reads_tokens else None
+        scores = reranker.scores([text], [candidates], blocks)[0]
+        return best_hits(self.root, candidates, scores, len(row_ids))
+
+    def search_image(self, image: str | Path | bytes | Image.Image, k: int = 10) -> list[Hit]:
+        """The `k` images most similar to `image` by embedding, best first.
+
+        Args:
+            image: a path, the bytes of an image file, or a PIL image.
+            k: number of hits.
+
+        Raises:
+            UsageError: the image cannot be read, or `k` is out of range.
+
+        Example:
+            >>> from edje_index import TokenIndex
+            >>> index = TokenIndex.open("photos.edje")
+            >>> index.search_image(index.search("a dog", k=1)[0].uri, k=1)[0].embedding_score > 0.999
+            True
+        """
+        _check_counts(k, k)
+        from edje_index.search.query_image import embed_image
+
+        return self._plain_hits([Candidates(*self._ann.nearest(embed_image(self.model, image), k))], k)[0]
+
+    def search_row(self, row_id: int, k: int = 10) -> list[Hit]:
+        """The `k` images most similar to that of `row_id` by embedding, without that image itself, best first.
+
+        Raises:
+            UsageError: the row id is out of range, its image failed or is a duplicate, or `k` is out of range.
+
+        Example:
+            >>> from edje_index import TokenIndex
+            >>> 2 in [hit.row_id for hit in TokenIndex.open("photos.edje").search_row(2, k=3)]
+            False
+        """
+        _check_counts(k, k)
+        embedding = read_embeddings(self.root, self.manifest.spec, requested_rows(self.root, [row_id]))[0]
+        rows, similarities = self._ann.nearest(embedding, k + 1)
+        other = rows != row_id
+        return self._plain_hits([Candidates(rows[other], similarities[other])], k)[0]
+
+    def _reranker(self, score: str | ScoreWeights | None) -> Reranker:
+        chosen = self._score if score is None else score
+        return Reranker(self.root, self.manifest.spec, self.model, score=chosen)
+
+    def _candidates(self, query: NDArray[np.float32], row_ids: NDArray[np.int64]) -> Candidates:
+        """Rows that a caller chose, with the similarities of their embeddings and `query` [embed_dim]."""
+        return Candidates(row_ids, read_embeddings(self.root, self.manifest.spec, row_ids) @ query)
+
+    def _plain_hits(self, nearest: Sequence[Candidates], k: int) -> list[list[Hit]]:
+        return [best_hits(self.root, candidates, embedding_scores(candidates), k) for candidates in nearest]
+
+    def _reranked_hits(
+        self, reranker: Reranker, texts: Sequence[str], nearest: Sequence[Candidates], k: int
+    ) -> list[list[Hit]]:
+        hits: list[list[Hit]] = []
+        queries_at_once = max(1, _PAIRS_AT_ONCE // max(1, *(len(each.rows) for each in nearest)))
+        for start in range(0, len(texts), queries_at_once):
+            candidates, blocks = nearest[start : start + queries_at_once], None
+            if reranker.reads_tokens:
+                candidates, blocks = self._fetch_sound(candidates)
+            scores = reranker.scores(texts[start : start + queries_at_once], candidates, blocks)
+            pairs = zip(candidates, scores, strict=True)
+            hits += [best_hits(self.root, each, its_scores, k) for each, its_scores in pairs]
+        return hits
+
+    def _fetch_sound(self, candidates: Sequence[Candidates]) -> tuple[list[Candidates], Blocks]:
         """The candidates whose blocks are sound, and these blocks. The others are left out with a warning."""
+        sound = list(candidates)
         while True:
             try:
-                return candidates, self._store.fetch(candidates.rows)
+                return sound, self._store.fetch(np.concatenate([each.rows for each in sound]))
             except CorruptIndexError as error:
                 if not error.row_ids:
                     raise
-                warnings.warn(f"candidates are left out of the search: {error}", RuntimeWarning, stacklevel=3)
-                is_sound = ~np.isin(candidates.rows, error.row_ids)
-                candidates = Candidates(candidates.rows[is_sound], candidates.similarities[is_sound])
+                warnings.warn(f"candidates are left out of the search: {error}", RuntimeWarning, stacklevel=4)
+                sound = [each.without(error.row_ids) for each in sound]
 
-    def _hits(self, candidates: Candidates, scores: CandidateScores, k: int) -> list[Hit]:
-        # A stable sort: equal scores keep the order of the embeddings.
-        order = np.argsort(-scores.final, kind="stable")[:k]
-        uris = read_rows(self._root, candidates.rows[order], ["uri"])["uri"].to_pylist()
-        return [
-            Hit(
-                row_id=int(candidates.rows[position]),
-                uri=uri,
-                score=float(scores.final[position]),
-                embedding_score=float(candidates.similarities[position]),
-                joint_score=None if scores.joint is None else float(scores.joint[position]),
-                parts={part: float(values[position]) for part, values in scores.parts.items()},
-            )
-            for position, uri in zip(order, uris, strict=True)
-        ]
+
+def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise UsageError(f"a query must be a text, got {type(text).__name__}", parameter="text")
+    if not text.strip():
+        raise UsageError("the query is empty")
+
+
+def _check_counts(k: int, pool: int) -> None:
+    if k < 1 or pool < k:
+        raise UsageError(f"need 1 <= k <= pool, got k = {k}, pool = {pool}")
 
 
 def recorded_bundle(root: str | Path, manifest: Manifest) -> Path:

@@ -14,7 +14,7 @@ from pipelines.cli.score_option import score_option
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from edje_index.search.token_index import Hit
+    from edje_index.search.hits import Hit
 
 _POSITIVE = click.IntRange(min=1)
 

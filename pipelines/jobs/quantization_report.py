@@ -278,8 +278,8 @@ def _rankings(
         if len(candidates.rows) < 2:
             continue
         blocks = read(candidates.rows)
-        reference.append(reranker.scores(query, candidates, blocks).final)
+        reference.append(reranker.scores([query], [candidates], blocks)[0].final)
         for name, subject in subjects.items():
             changed = subject(candidates.rows, blocks)
-            scores[name].append(reranker.scores(query, candidates, changed).final)
+            scores[name].append(reranker.scores([query], [candidates], changed)[0].final)
     return {name: compare_rankings(reference, others) for name, others in scores.items() if reference}

@@ -8,54 +8,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from edje_index import TokenIndex
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from edje_index.errors import ModelError
-from edje_index.images.inputs import InputRef, write_inputs
-from edje_index.indexing.faiss_index import build_ann
-from edje_index.indexing.image_encoder import ImageEncoder
-from edje_index.indexing.shard_encoding import ShardTask, encode_shard
 from edje_index.models.adapter import PATCHES, AdapterConfig, build_adapter
 from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights
 from storage_formats import Manifest, TokenStore, UsageError
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import Layout
 from storage_formats.reading.embeddings import iter_embeddings
-from storage_formats.writing.publish import Provenance, begin_index, finish_index
 from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts
-
-SPEC = IndexSpec(rows=12, shard_size=8, block_shape=(4, 16), embed_dim=24)
-HOLE = 5
+from tests.edje_index.search.indexes import DUPLICATE_ROW, HOLE, SPEC, build_photos
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("search")
-    info = create_untrained_bundle(folder / "model", sizes=TINY)
-    root = folder / "index"
-    begin_index(root, SPEC)
-    encoder = ImageEncoder.open(folder / "model", device="cpu", threads=1)
-    receipts = []
-    for shard in range(SPEC.shards):
-        refs = [photo(folder, row) for row in SPEC.shard_rows(shard)]
-        Layout(root).inputs(shard).parent.mkdir(exist_ok=True)
-        write_inputs(Layout(root).inputs(shard), refs)
-        receipts.append(encode_shard(ShardTask(str(root), shard, SPEC, "plan", 4, 10**7, 1), encoder))
-    model = {"fingerprint": info.encoder_fingerprint, "bundle": str(folder / "model")}
-    finish_index(root, SPEC, receipts, Provenance(model, {}, "plan"), build_ann(root, SPEC))
-    return root, folder / "model"
-
-
-def photo(folder, row: int) -> InputRef:
-    path = folder / f"{row}.png"
-    if row == HOLE:
-        path.write_bytes(b"not an image")
-    else:
-        pixels = np.random.default_rng(row).integers(0, 255, (32, 32, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(path)
-    return InputRef(str(path), os.fsencode(path))
+    return build_photos(tmp_path_factory.mktemp("search"))
 
 
 def by_hand(built, text: str, pool: int) -> list[tuple[int, float, float]]:
@@ -178,7 +147,7 @@ def test_without_the_joint_encoder_the_embeddings_decide(built):
 
 def test_holes_are_never_found(built):
     hits = TokenIndex.open(built[0]).search("anything", k=100, pool=100)
-    assert sorted(hit.row_id for hit in hits) == [row for row in range(SPEC.rows) if row != HOLE]
+    assert sorted(hit.row_id for hit in hits) == [row for row in range(SPEC.rows) if row not in (HOLE, DUPLICATE_ROW)]
 
 
 def test_features_to_train_on_are_not_reranked(built):
