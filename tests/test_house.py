@@ -24,7 +24,7 @@ HOMES = {
     "open_clip": ["edje_index"],
     "transformers": ["edje_index"],
     "rich": ["pipelines"],
-    "pydantic": ["edje_index/training/config.py", "pipelines/jobs/training/request.py"],
+    "pydantic": ["edje_index/training/config.py", "pipelines/jobs/training"],
     "matplotlib": ["edje_index/evaluation/plots.py", "edje_index/evaluation/figures.py", "benchmarks"],
 }
 

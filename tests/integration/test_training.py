@@ -131,6 +131,37 @@ def test_other_settings_in_the_same_folder_are_named(case):
         assert words in error
 
 
+@pytest.mark.parametrize("name", ["run.json", "result.json"])
+def test_a_damaged_file_of_the_run_folder_is_named(case, name):
+    path = case / "calm.run" / name
+    sound = path.read_bytes()
+    wrong_types = [
+        b"[]",
+        b"7",
+        b"null",
+        *([sound.replace(b'"images": 24', b'"images": {}')] if name == "result.json" else []),
+    ]
+    damages = [
+        sound[: len(sound) // 2],
+        b"",
+        bytes(len(sound)),
+        sound + b"\0",
+        b"\xff" + sound,
+        b"[" * 10**5,
+        *wrong_types,
+    ]
+    try:
+        for damaged in damages:
+            assert damaged != sound
+            path.write_bytes(damaged)
+            options = [*training(case, case / "calm", features=False), "--dev", case / "dev.jsonl"]
+            error = run_here(*options, expect=1)["error"]
+            assert error.startswith(f"cannot read {path}: ")
+            assert "restore the file, or " in error
+    finally:
+        path.write_bytes(sound)
+
+
 def test_what_the_weights_are_worth_is_said(case, capfd):
     """With the figures of the first run, which a finished one repeats."""
     options = [*training(case, case / "calm", features=False), "--dev", case / "dev.jsonl"]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter, ValidationError
+
 from pipelines.jobs.train_finish import RESULT
 from pipelines.jobs.training.result import TrainResult
-from storage_formats.errors import UsageError
+from storage_formats.errors import EdjeError, UsageError
 
 if TYPE_CHECKING:
     from edje_index.training.config import FittingConfig
@@ -21,11 +22,12 @@ def finished_result(run: RunSettings, fitting: FittingConfig, fingerprint: str) 
 
     Raises:
         UsageError: it was finished with other settings of the final score.
+        EdjeError: its `result.json` is damaged.
     """
     path = run.folder / RESULT
     if not path.exists() or not run.out.exists():
         return None
-    result = TrainResult(**json.loads(path.read_text()))
+    result = _read_result(path, run.out)
     if (result.run, result.bundle, result.fingerprint) != (fingerprint, str(run.out), _bundle_fingerprint(run.out)):
         return None
     if result.fitting != fitting.model_dump():
@@ -34,6 +36,23 @@ def finished_result(run: RunSettings, fitting: FittingConfig, fingerprint: str) 
             "from the last checkpoint, or set run.out to another folder"
         )
     return replace(result, already_finished=True)
+
+
+def _read_result(path: Path, out: Path) -> TrainResult:
+    try:
+        return TypeAdapter(TrainResult).validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValidationError) as error:
+        raise EdjeError(
+            f"cannot read {path}: {_first_problem(error)}; restore the file, or remove {out} to write it again from "
+            "the last checkpoint"
+        ) from error
+
+
+def _first_problem(error: OSError | ValidationError) -> str:
+    if isinstance(error, OSError):
+        return str(error)
+    problem = error.errors(include_url=False)[0]
+    return ": ".join(filter(None, [".".join(map(str, problem["loc"])), problem["msg"]]))
 
 
 def _bundle_fingerprint(bundle: Path) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipelines.jobs.training.record import FORMAT
 from storage_formats.atomic import write_json_atomic
-from storage_formats.errors import UsageError
+from storage_formats.errors import EdjeError, UsageError
 
 RUN_FILE = "run.json"
 
@@ -20,14 +20,25 @@ def begin_run(folder: Path, record: dict[str, Any]) -> str:
     Raises:
         UsageError: the folder belongs to a training with another record (the message names the differences), or it
             holds something else.
+        EdjeError: the record is damaged.
     """
     path = folder / RUN_FILE
     if path.exists():
-        _refuse_differences(folder, json.loads(path.read_text()), record)
+        _refuse_differences(folder, _read_record(path), record)
     else:
         _refuse_other_files(folder)
         write_json_atomic(path, record)
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_bytes())
+        if not isinstance(record, dict):
+            raise ValueError(f"it holds {type(record).__name__} instead of an object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise EdjeError(f"cannot read {path}: {error}; restore the file, or set run.dir to another folder") from error
+    return record
 
 
 def _refuse_other_files(folder: Path) -> None:
