@@ -149,7 +149,7 @@ def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
     make_trainable(bundle, task.config.architecture, torch.device("cpu"))
     special_tokens, tokens = SpecialTokens.of(bundle.joint.tokenizer), adapter.config.num_tokens
     source = BatchSource(
-        TrainingData.open(task.data), Features(task.features.root), None, special_tokens, tokens, 0.05, task.config
+        TrainingData.open(task.data), Features(task.features), None, special_tokens, tokens, 0.05, task.config
     )
     batch = source.joint(0)
     width = bundle.joint.width

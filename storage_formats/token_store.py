@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from storage_formats.codecs.base import check_out
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.base import Batch, DestinationFactory
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Checker, block_destinations, read_batch, record_destinations
@@ -37,8 +37,11 @@ class TokenStore:
     """The token blocks of an index in one precision. Thread-safe.
 
     Opening reads only `index.json` and the lengths of two files, so its time and memory do not depend on the number
-    of rows. Use `open` to make a
-    store; it is also a context manager that closes itself.
+    of rows. A store is also a context manager that closes itself.
+
+    Args:
+        index: an open index; `open` takes its directory instead.
+        precision, engine, verify_reads: as in `open`, with its errors.
 
     Example:
         >>> from storage_formats import TokenStore
@@ -50,12 +53,16 @@ class TokenStore:
     """
 
     def __init__(
-        self, root: str | Path, manifest: Manifest, precision: str, engine: str = "auto", *, verify_reads: bool = True
+        self, index: CommittedIndex, precision: str = "bf16", engine: str = "auto", *, verify_reads: bool = True
     ) -> None:
-        self._spec = manifest.spec
-        self._codec: Codec = codec(precision, manifest.spec.block_shape)
-        layout = Layout(Path(root))
+        self._spec = index.manifest.spec
+        if precision not in self._spec.precisions:
+            held = ", ".join(self._spec.precisions)
+            raise UsageError(f"the index at {index.root} does not hold precision '{precision}'; it holds: {held}")
+        self._codec: Codec = codec(precision, self._spec.block_shape)
+        layout = Layout(index.root)
         path = functools.partial(_shard_path, layout, self._codec)
+        _check_lengths(path, self._spec, self._codec.record_bytes)
         checksum_path = functools.partial(layout.checksums, precision)
         self._checksums = (
             BlockChecksums(layout.root, checksum_path, path, self._spec.shard_rows) if verify_reads else None
@@ -89,12 +96,7 @@ class TokenStore:
             >>> len(store), store.block_shape, store.precision
             (10, (4, 8), 'bf16')
         """
-        manifest = Manifest.load(root)
-        if precision not in manifest.spec.precisions:
-            held = ", ".join(manifest.spec.precisions)
-            raise UsageError(f"the index at {root} does not hold precision '{precision}'; it holds: {held}")
-        check_token_lengths(root, manifest.spec, precision)
-        return cls(root, manifest, precision, engine, verify_reads=verify_reads)
+        return cls(CommittedIndex.open(root), precision, engine, verify_reads=verify_reads)
 
     def __len__(self) -> int:
         """Number of rows, holes included."""
@@ -319,7 +321,7 @@ class TokenStore:
         return Batch(shards, positions, first_indices), order[~is_first], originals
 
 
-def check_token_lengths(root: str | Path, spec: IndexSpec, precision: str) -> None:
+def _check_lengths(path_of: Callable[[int], Path], spec: IndexSpec, record_bytes: int) -> None:
     """Check the lengths of the first and last shard file against the sizes that `index.json` claims.
 
     Memory for blocks is allocated by these sizes, so they must have been paid for on disk.
@@ -327,11 +329,10 @@ def check_token_lengths(root: str | Path, spec: IndexSpec, precision: str) -> No
     Raises:
         CorruptIndexError: a file is missing or has another length.
     """
-    layout, token_codec = Layout(Path(root)), codec(precision, spec.block_shape)
     for shard in {0, spec.shards - 1}:
-        _, length = padded_shard_bytes(len(spec.shard_rows(shard)), spec.shard_size, token_codec.record_bytes)
+        _, length = padded_shard_bytes(len(spec.shard_rows(shard)), spec.shard_size, record_bytes)
         try:
-            path = _shard_path(layout, token_codec, shard)
+            path = path_of(shard)
             actual = path.stat().st_size
         except OSError as error:
             raise CorruptIndexError(

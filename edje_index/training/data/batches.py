@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -23,6 +22,7 @@ from edje_index.training.data.negatives import draw_negatives, mined_share, nega
 from edje_index.training.data.sampling import MASKING, NEGATIVE_IMAGES, NEGATIVE_TEXTS, VIEW_CHOICE, Sampler, stream
 from edje_index.training.data.token_rows import SpecialTokens, TokenIds, joint_rows, mask_captions, text_rows
 from storage_formats.errors import CorruptIndexError
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore
 
 _ALIGNMENT, _JOINT = range(2)
@@ -83,17 +83,18 @@ class Features:
     """Blocks of an index as tensors.
 
     Args:
-        root: the index.
-        trained: the adapter to be trained. If it reduces patches and the index holds all
-            of them, the patches are reduced as they are read.
+        index: holds the blocks.
+        trained: the adapter to be trained. If it reduces patches and the index holds all of them, the patches are
+            reduced as they are read.
     """
 
-    def __init__(self, root: Path, trained: AdapterConfig | None = None) -> None:
-        self._root = root
-        self._store = TokenStore.open(root)
+    def __init__(self, index: CommittedIndex, trained: AdapterConfig | None = None) -> None:
+        self._root = index.root
         self._reduction: Adapter | None = None
-        if trained is not None and trained.kind in PATCH_REDUCTIONS and trained.num_tokens < self._store.block_shape[0]:
-            self._reduction = build_adapter(trained.features(self._store.block_shape[0]))
+        patches = index.manifest.spec.block_shape[0]
+        if trained is not None and trained.kind in PATCH_REDUCTIONS and trained.num_tokens < patches:
+            self._reduction = build_adapter(trained.features(patches))
+        self._store = TokenStore(index)
 
     @torch.inference_mode()
     def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from edje_index.bundles.bundle import ModelBundle
-from edje_index.models.devices import resolve_device
 from edje_index.progress import OnProgress
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from edje_index.training.config import FittingConfig
@@ -15,8 +14,8 @@ from edje_index.training.fitting.fit_weights import WeightChoice
 from edje_index.training.fitting.hubness_bank import make_hubness_bank
 from edje_index.training.fitting.pooled_similarity import fit_pooled_similarity
 from edje_index.training.fitting.trained_bundle import trained_bundle
-from edje_index.training.loop.batch_source import batch_source
 from edje_index.training.loop.distributed import WorkerGroup
+from edje_index.training.loop.opened_task import open_task
 from edje_index.training.loop.task import TrainTask
 from edje_index.training.model.trained_part import trained_part
 
@@ -55,13 +54,13 @@ def finish_model(task: TrainTask, dev: DevCaptions | None, on_progress: OnProgre
         given_weights.append(fitting.pooled_weight)
     fits_weights = dev is not None and (None in given_weights or fitting.hubness_bank > 0)
     score = _score_of_settings(fitting)
-    bundle, steps = trained_bundle(task)
+    opened = open_task(replace(task, teacher=None), WorkerGroup())
+    bundle, steps = trained_bundle(task, opened.start)
     choices: dict[str, WeightChoice] = {}
     if fitting.pooled_dim or fitting.hubness_bank or fits_weights:
-        device = resolve_device(task.runtime.device)
+        device, source = opened.device, opened.source
         bundle.adapter.to(device).eval()
         bundle.joint.to(device).eval()
-        source = batch_source(task, bundle, WorkerGroup())
         adapter = trained_part(bundle.adapter)
         if fitting.pooled_dim:
             pooled = fit_pooled_similarity(adapter, bundle.joint, source, fitting.pooled_dim, on_progress)

@@ -12,8 +12,8 @@ from edje_index.training.loop.task import TrainTask
 from edje_index.training.model.trained_part import trained_part
 
 
-def trained_bundle(task: TrainTask) -> tuple[ModelBundle, int]:
-    """The bundle of the last checkpoint, and the number of steps it was trained for. Its towers are those of the start.
+def trained_bundle(task: TrainTask, start: ModelBundle) -> tuple[ModelBundle, int]:
+    """`start` with the weights of the last checkpoint, which are loaded into it, and the number of steps of its phase.
 
     Raises:
         ModelError: the run has no checkpoint of its last phase yet.
@@ -22,10 +22,9 @@ def trained_bundle(task: TrainTask) -> tuple[ModelBundle, int]:
     state = Checkpoints(run_dir, task.run).latest()
     if state is None or not any(name.startswith("joint.") for name in state.weights):
         raise ModelError(f"{run_dir} holds no checkpoint with a joint encoder yet: continue the training")
-    bundle = ModelBundle.load(task.start, verify=False)
-    trained_part(bundle.adapter).load_state_dict(_with_prefix(state.weights, "adapter."))
-    bundle.joint.load_state_dict(_with_prefix(state.weights, "joint."))
-    return replace(bundle, trained=True, info=None), state.step
+    trained_part(start.adapter).load_state_dict(_with_prefix(state.weights, "adapter."))
+    start.joint.load_state_dict(_with_prefix(state.weights, "joint."))
+    return replace(start, trained=True, info=None), state.step
 
 
 def _with_prefix(weights: State, prefix: str) -> State:

@@ -1,37 +1,58 @@
-"""Opens everything that the batches of a task are made from."""
+"""Opens what a task names: the bundle of the first step, and everything that batches are made from."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+import torch
 
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.models.devices import resolve_device
 from edje_index.training.data.batches import BatchSource, Features, TeacherSource, ViewSource
 from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.token_rows import SpecialTokens
 from edje_index.training.loop.distributed import WorkerGroup
 from edje_index.training.loop.task import TrainTask
+from edje_index.training.model.teacher import Teacher
 
 
-def batch_source(
-    task: TrainTask, start: ModelBundle, group: WorkerGroup, teacher: ModelBundle | None = None
-) -> BatchSource:
-    """Where the batches of `task` come from.
+@dataclass(frozen=True)
+class OpenedTask:
+    """A task with its files open.
 
-    Args:
-        task: names the data.
-        start: its bundle, or one with the same tokenizer and adapter.
-        group: says which part of each batch is made.
-        teacher: its teacher; None makes batches without the teacher's part.
+    Attributes:
+        start: the bundle of the first step.
+        device: the device to train on.
+        source: where batches come from.
+        teacher: the teacher on `device`; None without one.
     """
+
+    start: ModelBundle
+    device: torch.device
+    source: BatchSource
+    teacher: Teacher | None
+
+
+def open_task(task: TrainTask, group: WorkerGroup) -> OpenedTask:
+    """Open `task` on the worker that `group` describes.
+
+    Raises:
+        EdjeError: the device or a file cannot be used.
+    """
+    device = resolve_device(task.runtime.device)
+    start = ModelBundle.load(task.start, verify=False)
     adapter = start.adapter.config
-    teacher_source = None
-    if task.teacher is not None and teacher is not None:
-        teacher_features = Features(task.teacher.index, None if task.teacher.has_tokens else teacher.adapter.config)
+    teacher = teacher_source = None
+    if task.teacher is not None:
+        bundle, has_tokens = ModelBundle.load(task.teacher.bundle, verify=False), task.teacher.has_tokens
+        teacher_features = Features(task.teacher.index, None if has_tokens else bundle.adapter.config)
         teacher_rows = np.load(task.teacher.rows, mmap_mode="r")
-        teacher_source = TeacherSource(teacher_features, teacher_rows, teacher.block_shape[0])
-    return BatchSource(
+        teacher_source = TeacherSource(teacher_features, teacher_rows, bundle.block_shape[0])
+        teacher = Teacher.of(bundle, has_tokens=has_tokens, device=device)
+    source = BatchSource(
         data=TrainingData.open(task.data),
-        features=Features(task.features.root, adapter),
+        features=Features(task.features, adapter),
         teacher=teacher_source,
         special_tokens=SpecialTokens.of(start.joint.tokenizer),
         image_tokens=min(task.config.augmentation.step_tokens or adapter.num_tokens, adapter.num_tokens),
@@ -41,3 +62,4 @@ def batch_source(
         world_size=group.size,
         views=ViewSource(Features(task.views.index, adapter), np.load(task.views.rows)) if task.views else None,
     )
+    return OpenedTask(start, device, source, teacher)

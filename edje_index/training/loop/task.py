@@ -39,13 +39,13 @@ class TeacherTask:
 
     Attributes:
         bundle: its bundle.
-        index: the index that it reads.
+        index: what it reads.
         has_tokens: whether the index holds the teacher's tokens; otherwise it holds features for its adapter.
         rows: file of the row of each training image in the index, int64 [n].
     """
 
     bundle: Path
-    index: Path
+    index: CommittedIndex
     has_tokens: bool
     rows: Path
 
@@ -55,11 +55,11 @@ class ViewTask:
     """Features of augmented views.
 
     Attributes:
-        index: the index of the features.
+        index: holds the features.
         rows: file of the rows of each training image's views, int64 [n, views]; -1 for a missing view.
     """
 
-    index: Path
+    index: CommittedIndex
     rows: Path
 
 

@@ -7,21 +7,16 @@ from functools import partial
 
 import torch
 
-from edje_index.bundles.bundle import ModelBundle
 from edje_index.models.adapter import CompressionAdapter
-from edje_index.models.devices import resolve_device
 from edje_index.scoring.stop_words import content_token_mask
-from edje_index.training.config import TrainConfig
-from edje_index.training.data.batches import BatchSource
-from edje_index.training.loop.batch_source import batch_source
 from edje_index.training.loop.distributed import WorkerGroup
+from edje_index.training.loop.opened_task import OpenedTask, open_task
 from edje_index.training.loop.schedule import learning_rate, steps_per_epoch, total_steps
 from edje_index.training.loop.task import TrainTask
 from edje_index.training.loop.training_loop import Phase, Record, Trainer
 from edje_index.training.model.adapter_init import init_from_features
 from edje_index.training.model.objectives import AlignmentObjective, JointObjective
 from edje_index.training.model.start_bundle import make_trainable
-from edje_index.training.model.teacher import Teacher
 
 ALIGNMENT, JOINT = "alignment", "joint"
 _ALIGNMENT_WARMUP = 0.1  # share of the alignment steps
@@ -39,25 +34,20 @@ def run_worker(
         TrainingStopped: `should_stop()` returned True.
         EdjeError: the task cannot be done; the message says why.
     """
-    config, device = task.config, resolve_device(task.runtime.device)
     if task.runtime.threads is not None:
         torch.set_num_threads(task.runtime.threads)
-    start = ModelBundle.load(task.start, verify=False)
-    teacher_bundle = None if task.teacher is None else ModelBundle.load(task.teacher.bundle, verify=False)
-    make_trainable(start, config.architecture, device)
-    source = batch_source(task, start, group, teacher_bundle)
-    teacher = None
-    if task.teacher is not None and teacher_bundle is not None:
-        teacher = Teacher.of(teacher_bundle, has_tokens=task.teacher.has_tokens, device=device)
-    phases = [partial(_joint_phase, config, start, source, teacher)]
-    if config.alignment.steps:
-        phases.insert(0, partial(_alignment_phase, config, start, source, new_adapter=task.new_adapter))
-    Trainer(task, group, device, on_record).run(phases, should_stop)
+    opened = open_task(task, group)
+    make_trainable(opened.start, task.config.architecture, opened.device)
+    phases = [partial(_joint_phase, task, opened)]
+    if task.config.alignment.steps:
+        phases.insert(0, partial(_alignment_phase, task, opened))
+    Trainer(task, group, opened.device, on_record).run(phases, should_stop)
 
 
-def _alignment_phase(config: TrainConfig, start: ModelBundle, source: BatchSource, *, new_adapter: bool) -> Phase:
+def _alignment_phase(task: TrainTask, opened: OpenedTask) -> Phase:
+    config, start, source = task.config, opened.start, opened.source
     settings, adapter = config.alignment, start.adapter
-    if new_adapter and settings.adapter_init == "clusters" and isinstance(adapter, CompressionAdapter):
+    if task.new_adapter and settings.adapter_init == "clusters" and isinstance(adapter, CompressionAdapter):
         init_from_features(adapter, source.features, source.data, config.loop.seed)
     optimizer = config.optimizer.model_copy(
         update={"decay": "cosine", "warmup_steps": int(settings.steps * _ALIGNMENT_WARMUP), "adapter_lr_factor": 1.0}
@@ -77,14 +67,15 @@ def _alignment_phase(config: TrainConfig, start: ModelBundle, source: BatchSourc
     )
 
 
-def _joint_phase(config: TrainConfig, start: ModelBundle, source: BatchSource, teacher: Teacher | None) -> Phase:
+def _joint_phase(task: TrainTask, opened: OpenedTask) -> Phase:
+    config, start, source = task.config, opened.start, opened.source
     if not config.optimizer.adapter_lr_factor:  # its gradients would cost time and count in the norm
         start.adapter.requires_grad_(False)
     steps = total_steps(config.loop, source.data.images)
     return Phase(
         name=JOINT,
         stage=1 if config.alignment.steps else 0,
-        module=JointObjective(start.adapter, start.joint, config.objective, config.augmentation, teacher),
+        module=JointObjective(start.adapter, start.joint, config.objective, config.augmentation, opened.teacher),
         batch=source.joint,
         steps=steps,
         accumulate=config.loop.accumulate,

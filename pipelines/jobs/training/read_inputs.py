@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.jobs.training.captions import Captions, read_training_captions
@@ -36,12 +37,16 @@ def read_inputs(inputs: TrainingInputs) -> ReadInputs:
         UsageError: a file cannot be read, training and dev captions share images, or an index is missing.
         IncompleteIndexError, CorruptIndexError: an index cannot be used.
     """
+    return ReadInputs(
+        features=_open_index(inputs.features),
+        view_features=_open_index(inputs.view_features),
+        teacher_features=_open_index(inputs.teacher_features),
+        miner_features=_open_index(inputs.miner_features),
+        captions=read_training_captions(inputs),
+    )
+
+
+def _open_index(path: Path | None) -> CommittedIndex | None:
     from storage_formats.format.manifest import CommittedIndex
 
-    return ReadInputs(
-        captions=read_training_captions(inputs),
-        features=None if inputs.features is None else CommittedIndex.open(inputs.features),
-        view_features=None if inputs.view_features is None else CommittedIndex.open(inputs.view_features),
-        teacher_features=None if inputs.teacher_features is None else CommittedIndex.open(inputs.teacher_features),
-        miner_features=None if inputs.miner_features is None else CommittedIndex.open(inputs.miner_features),
-    )
+    return None if path is None else CommittedIndex.open(path)

@@ -50,7 +50,7 @@ def teacher_task(
     rows = match_all(index.root, read_all_rows(index, NAME_COLUMNS), items)
     rows_file = run_folder / "teacher-rows.npy"
     np.save(rows_file, rows)
-    return TeacherTask(teacher.absolute(), index.root, has_tokens, rows_file)
+    return TeacherTask(teacher.absolute(), index, has_tokens, rows_file)
 
 
 def _check_tokenizers(teacher: Path, student_info: BundleInfo, teacher_info: BundleInfo) -> None:

@@ -51,6 +51,7 @@ def view_task(
     """
     from edje_index.captions.matching import NAME_COLUMNS, match_items
     from edje_index.training.loop.task import ViewTask
+    from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.rows import read_all_rows
 
     count, rows_file = config.augmentation.views, builder.folder / "view-rows.npy"
@@ -79,7 +80,7 @@ def view_task(
             )
         _write_rows(rows_file, rows)
     shutil.rmtree(builder.folder / VIEW_FILES, ignore_errors=True)
-    return ViewTask(builder.folder / VIEW_INDEX if given is None else given.root, rows_file)
+    return ViewTask(given or CommittedIndex.open(builder.folder / VIEW_INDEX), rows_file)
 
 
 def _write_rows(path: Path, rows: NDArray[np.int64]) -> None:

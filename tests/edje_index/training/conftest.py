@@ -70,7 +70,7 @@ class Case:
 
     def source(self, rank: int = 0, world: int = 1, **settings: object) -> BatchSource:
         bundle = ModelBundle.load(self.bundle)
-        data, features = TrainingData.open(self.data), Features(self.features)
+        data, features = TrainingData.open(self.data), Features(CommittedIndex.open(self.features))
         special_tokens = SpecialTokens.of(bundle.joint.tokenizer)
         return BatchSource(data, features, None, special_tokens, 4, 0.1, self.config(**settings), rank, world)
 

@@ -16,6 +16,7 @@ from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.sampling import Sampler
 from edje_index.training.data.token_rows import SpecialTokens, joint_rows, mask_captions, text_rows
 from storage_formats.errors import CorruptIndexError
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore
 from tests.conftest import write_random_index
 from tests.edje_index.training.conftest import IMAGES, captions
@@ -187,7 +188,7 @@ def test_features_with_a_hole_are_named(tmp_path):
 
     write_random_index(tmp_path / "index", IndexSpec(6, 4, (2, 8), embed_dim=4), failed=frozenset({3}))
     with pytest.raises(CorruptIndexError, match="row 3"):
-        Features(tmp_path / "index").fetch(np.array([1, 3]))
+        Features(CommittedIndex.open(tmp_path / "index")).fetch(np.array([1, 3]))
 
 
 def test_a_batch_shows_photos_and_views_at_random(case):
@@ -219,8 +220,8 @@ def test_a_batch_shows_photos_and_views_at_random(case):
 def test_patches_are_reduced_as_they_are_read(case, kind):
     """By the same reduction as in a build, of the stored bfloat16 patches; one image at a time or many."""
     rows = np.array([7, 3, 7, 12])
-    patches = Features(case.features).fetch(rows)
-    blocks = Features(case.features, AdapterConfig(kind, 4, 32, 16, 20)).fetch(rows)
+    patches = Features(CommittedIndex.open(case.features)).fetch(rows)
+    blocks = Features(CommittedIndex.open(case.features), AdapterConfig(kind, 4, 32, 16, 20)).fetch(rows)
     if kind in ("pruned", "compressed"):
         assert torch.equal(blocks, patches)
         return
@@ -228,5 +229,5 @@ def test_patches_are_reduced_as_they_are_read(case, kind):
     expected = torch.cat([reduce(patches[at : at + 1].float(), 4) for at in range(len(rows))]).bfloat16()
     assert blocks.shape == (4, 4, 32)
     torch.testing.assert_close(blocks, expected)
-    enough = Features(case.features, AdapterConfig(kind, 16, 32, 16, 20)).fetch(rows)
+    enough = Features(CommittedIndex.open(case.features), AdapterConfig(kind, 16, 32, 16, 20)).fetch(rows)
     assert torch.equal(enough, patches)

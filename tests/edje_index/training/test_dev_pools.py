@@ -28,7 +28,7 @@ def setting(case):
     items = CaptionSet(np.arange(IMAGES) + 2, captions())
     bundle.joint.eval()
     dev = DevCaptions(items, read_embeddings(case.features, Manifest.load(case.features).spec, items.rows))
-    return bundle, make_dev_set(dev, bundle.text.encode(items.texts())), Features(case.features)
+    return bundle, make_dev_set(dev, bundle.text.encode(items.texts())), Features(CommittedIndex.open(case.features))
 
 
 @pytest.mark.parametrize("bank", [False, True])

@@ -101,7 +101,7 @@ def test_it_learns_and_leaves_the_tower(case, tmp_path):
     log = read_log(tmp_path)
     assert log[-1]["recovery"] < 0.5 * log[0]["recovery"]
     assert log[-1]["mlm"] < 0.7 * log[0]["mlm"]
-    bundle, steps = trained_bundle(task)
+    bundle, steps = trained_bundle(task, ModelBundle.load(task.start))
     assert steps == 60
     assert bundle.trained
     before = ModelBundle.load(task.start)
@@ -114,7 +114,7 @@ def test_it_learns_and_leaves_the_tower(case, tmp_path):
 def test_frozen_words_stay_the_language_models(case, tmp_path, words):
     task = case.task(tmp_path, loop__steps=2, architecture__word_embeddings=words)
     run_worker(task, WorkerGroup(), never)
-    after, _ = trained_bundle(task)
+    after, _ = trained_bundle(task, ModelBundle.load(task.start))
     before = ModelBundle.load(task.start)
     equal = torch.equal(after.joint.text_embeddings.weight, before.joint.text_embeddings.weight)
     assert equal == (words == "frozen")
