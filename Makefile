@@ -32,7 +32,11 @@ demo: $(VENV)/.demo
 	$(BIN)/edje-index verify $(DEMO)/photos.edje
 	$(BIN)/python -c "from storage_formats import TokenStore; store = TokenStore.open('$(DEMO)/photos.edje', 'fp8'); \
 	  blocks = store.fetch([3, 0]); print('fetched', blocks.shape, blocks.dtype, 'of', len(store), 'rows')"
-	$(BIN)/edje-index search $(DEMO)/photos.edje "a motorcycle" -k 5
+	$(BIN)/edje-index search $(DEMO)/photos.edje "a motorcycle" -k 5 --html $(DEMO)/motorcycle.html
+	@echo
+	@echo "Open $(DEMO)/motorcycle.html in a browser: the photos before and after re-ranking. Then try:"
+	@echo "  $(BIN)/edje-index search $(DEMO)/photos.edje \"a cup of coffee\" --html coffee.html --open"
+	@echo "  $(BIN)/edje-index build ~/Pictures --out pictures.edje --model $(DEMO)/model"
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from edje_index.models.joint_encoder import JointEncoder
     from edje_index.models.text_tower import TextTower
     from edje_index.models.vision_tower import VisionTower
-    from edje_index.search.hits import Hit
+    from edje_index.search.hits import Hit, Hits
     from edje_index.search.late_interaction_search import LateInteractionSearch, TokenHit, max_sim
     from edje_index.search.token_index import TokenIndex
     from storage_formats.extras import MissingExtraError
@@ -43,6 +43,7 @@ _MODULES = {
     "Evaluation": "edje_index.evaluation.results",
     "EvaluationConfig": "edje_index.evaluation.config",
     "Hit": "edje_index.search.hits",
+    "Hits": "edje_index.search.hits",
     "HubUnreachableError": "edje_index.errors",
     "ImageEncoder": "edje_index.indexing.image_encoder",
     "IndexWriter": "storage_formats.writing.index_writer",
@@ -75,6 +76,7 @@ __all__ = [
     "Evaluation",
     "EvaluationConfig",
     "Hit",
+    "Hits",
     "HubUnreachableError",
     "ImageEncoder",
     "IndexWriter",

@@ -13,6 +13,7 @@ from storage_formats.errors import EdjeError
 EXTRAS_OF_MODULE = {
     "faiss": ("search", "build", "train"),
     "h5py": ("bench",),
+    "jinja2": ("search", "build", "train"),
     "lance": ("bench",),
     "lmdb": ("bench",),
     "matplotlib": ("search", "build", "train", "bench"),

@@ -1,15 +1,31 @@
-"""The results of a search."""
+"""The results of a search, and how a notebook shows them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from edje_index.search.reranking import Candidates, CandidateScores
+from storage_formats.errors import EdjeError
 from storage_formats.format.rows import read_rows
+
+_SHOWN = 50  # pictures in a notebook; each is part of its file
+_SIDE = 160
+_TEMPLATE = """<table>
+<thead><tr><th>rank</th><th>photo</th><th>score</th><th>embedding</th><th>row</th><th>uri</th></tr></thead>
+<tbody>
+{% for hit in hits %}
+<tr><td>{{ loop.index }}</td>
+<td>{% if hit.row_id in pictures %}<img src="{{ pictures[hit.row_id] }}" alt="">{% else %}no picture{% endif %}</td>
+<td>{{ "%.4f" | format(hit.score) }}</td><td>{{ "%.4f" | format(hit.embedding_score) }}</td>
+<td>{{ hit.row_id }}</td><td>{{ hit.uri }}</td></tr>
+{% endfor %}
+</tbody>
+</table>{% if more > 0 %}<p>and {{ more }} more</p>{% endif %}
+"""
 
 
 @dataclass(frozen=True)
@@ -40,11 +56,47 @@ class Hit:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-def best_hits(root: Path, candidates: Candidates, scores: CandidateScores, k: int) -> list[Hit]:
+class Hits(list[Hit]):
+    """The hits of one query, best first: a list that notebooks show as a table with pictures.
+
+    Args:
+        hits: the hits.
+        root: the index that they came from.
+
+    Example:
+        >>> from edje_index import TokenIndex
+        >>> hits = TokenIndex.open("photos.edje").search("a dog", k=2)
+        >>> hits._repr_html_().count("data:image/jpeg")
+        2
+    """
+
+    def __init__(self, hits: Iterable[Hit], root: Path) -> None:
+        super().__init__(hits)
+        self.root = root
+
+    def _repr_html_(self) -> str:
+        from jinja2 import Template
+
+        shown = self[:_SHOWN]
+        template = Template(_TEMPLATE, autoescape=True)
+        return str(template.render(hits=shown, pictures=self._pictures(shown), more=len(self) - len(shown)))
+
+    def _pictures(self, hits: list[Hit]) -> dict[int, str]:
+        """Data URIs of the photos that can be shown, by row id."""
+        from edje_index.images.thumbnails import read_thumbnails
+
+        try:
+            thumbnails = read_thumbnails(self.root, [hit.row_id for hit in hits], _SIDE)
+        except EdjeError:  # the index has been moved or removed since
+            return {}
+        return {thumbnail.row_id: thumbnail.data_uri for thumbnail in thumbnails if thumbnail.data_uri is not None}
+
+
+def best_hits(root: Path, candidates: Candidates, scores: CandidateScores, k: int) -> Hits:
     """The `k` candidates with the highest final scores, best first; of equal scores the lower row id comes first."""
     order = np.lexsort((candidates.rows, -scores.final))[:k]
     uris = read_rows(root, candidates.rows[order], ["uri"])["uri"].to_pylist()
-    return [
+    hits = (
         Hit(
             row_id=int(candidates.rows[position]),
             uri=uri,
@@ -54,4 +106,5 @@ def best_hits(root: Path, candidates: Candidates, scores: CandidateScores, k: in
             parts={part: float(values[position]) for part, values in scores.parts.items()},
         )
         for position, uri in zip(order, uris, strict=True)
-    ]
+    )
+    return Hits(hits, root)

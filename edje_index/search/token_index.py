@@ -60,6 +60,11 @@ class TokenIndex:
         self.manifest = manifest
         self.model = model
 
+    @property
+    def precision(self) -> str:
+        """Precision of the tokens that candidates are re-ranked with."""
+        return self._store.precision
+
     @classmethod
     @name_missing_extra("search")
     def open(

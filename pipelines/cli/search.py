@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,9 @@ from pipelines.cli.score_option import score_option
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
+    from edje_index.scoring.weights import ScoreWeights
     from edje_index.search.hits import Hit
+    from edje_index.search.token_index import TokenIndex
 
 _POSITIVE = click.IntRange(min=1)
 
@@ -35,6 +38,12 @@ _POSITIVE = click.IntRange(min=1)
     help="Device of the model.",
 )
 @dtype_option
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write a page with the pictures before and after re-ranking to this file.",
+)
+@click.option("--open", "open_page", is_flag=True, help="Open the page of --html in the browser.")
 @json_option
 def search(
     index: Path,
@@ -46,6 +55,8 @@ def search(
     model: Path | None,
     device: str,
     dtype: str,
+    html: Path | None,
+    open_page: bool,
     as_json: bool,
 ) -> None:
     """Find the images that match TEXT best.
@@ -64,24 +75,71 @@ def search(
       edje-index search photos.edje "a red car" --score logit
       edje-index search photos.edje "a red car" --score logit=1,embedding=20
       edje-index search photos.edje "a red car" --no-rerank
+      edje-index search photos.edje "a red car" --html car.html --open
     """
-    if rerank and pool < k:
-        raise UsageError(f"--pool {pool} is smaller than -k {k}: only candidates in the pool can become hits")
-    if not rerank and score != BUNDLE_SCORE:
-        raise UsageError("--score has no effect with --no-rerank: leave one of them out")
+    _check(k, pool, rerank=rerank, score=score, html=html, open_page=open_page)
     from storage_formats.format.manifest import Manifest
 
     trained = Manifest.load(index).model.get("trained", True)  # may raise, so it comes before torch is loaded
     from edje_index.search.token_index import TokenIndex
 
+    started = time.perf_counter()
     opened = TokenIndex.open(index, model, device=device, dtype=dtype, score=score)
+    loaded = time.perf_counter()
     if not trained:
         note("note: this model is untrained: the order of these hits has no meaning")
-    hits = opened.search(text, k, max(pool, k), rerank=rerank)
+    pool = max(pool, k)
+    candidates = opened.search(text, pool if html else k, pool, rerank=rerank)
+    hits = candidates[:k]
+    timings = {"load index and model": loaded - started, "search": time.perf_counter() - loaded}
+    if html is not None:
+        _write_page(html, opened, candidates, k=k, query=text, score=score, timings=timings)
+        note(f"page: {html}")
+        if open_page:
+            click.launch(str(html.resolve()))
     if as_json:
         print_json({"query": text, "hits": [asdict(hit) for hit in hits]})
     else:
         _print(hits)
+        if rerank:
+            note(_explanation(opened.model.weights("t2i", score)))
+
+
+def _check(k: int, pool: int, *, rerank: bool, score: str, html: Path | None, open_page: bool) -> None:
+    """Refuse options that contradict each other."""
+    if rerank and pool < k:
+        raise UsageError(f"--pool {pool} is smaller than -k {k}: only candidates in the pool can become hits")
+    if not rerank and score != BUNDLE_SCORE:
+        raise UsageError("--score has no effect with --no-rerank: leave one of them out")
+    if html is not None and not rerank:
+        raise UsageError("--html compares the orders before and after re-ranking: leave out --no-rerank")
+    if open_page and html is None:
+        raise UsageError("--open needs the file to write: add --html FILE")
+
+
+def _write_page(
+    path: Path, opened: TokenIndex, candidates: list[Hit], *, k: int, query: str, score: str, timings: dict[str, float]
+) -> None:
+    from pipelines.pages.search_page import SearchContext, search_page
+    from storage_formats.atomic import write_bytes_atomic
+
+    context = SearchContext(
+        root=opened.root,
+        query=query,
+        precision=opened.precision,
+        weights=opened.model.weights("t2i", score),
+        trained=opened.model.trained,
+        timings=timings,
+    )
+    write_bytes_atomic(path, search_page(candidates, k, context).encode())
+
+
+def _explanation(weights: ScoreWeights) -> str:
+    return (
+        f"score = {weights.described()}; it orders the hits of one query and cannot be compared between queries. "
+        "joint: its share from logit, late interaction and pooled similarity. embedding: cosine similarity of the "
+        "embeddings."
+    )
 
 
 def _print(hits: list[Hit]) -> None:

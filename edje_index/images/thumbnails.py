@@ -1,0 +1,151 @@
+"""Thumbnails of the photos that an index was built from.
+
+An index may come from a stranger, so a photo is shown only if its bytes have the hash that the index records: an index
+cannot name a file whose content its maker did not know.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, content_hash, decode_rgb
+from edje_index.images.inputs import InputRef, read_bytes
+from edje_index.images.tar_members import Kind, TarDamage, iter_members
+from edje_index.images.transient import TransientInputError
+from storage_formats.format.rows import INDEXED, read_rows
+
+MAX_PHOTO_BYTES = 1 << 26
+"""Larger photos get no thumbnail, to bound time and memory."""
+
+DEFAULT_SIDE = 256
+"""Pixels of the longer side of a thumbnail."""
+
+_MAX_MEMBERS = 1_000_000  # of one archive; the names of more would fill the memory
+_JPEG_QUALITY = 82
+_COLUMNS = ["uri", "uri_raw", "size", "content_hash", "status", "reason", "detail"]
+
+
+@dataclass(frozen=True)
+class Thumbnail:
+    """A small JPEG of a photo, or the reason why there is none.
+
+    Attributes:
+        row_id: row of the photo.
+        uri: where the photo came from.
+        jpeg: the file; None if the photo cannot be shown.
+        problem: why it cannot be shown; empty if it can.
+    """
+
+    row_id: int
+    uri: str
+    jpeg: bytes | None
+    problem: str = ""
+
+    @property
+    def data_uri(self) -> str | None:
+        """The JPEG as a `data:` URI, for a page without other files."""
+        return None if self.jpeg is None else "data:image/jpeg;base64," + base64.b64encode(self.jpeg).decode()
+
+
+def read_thumbnails(root: str | Path, row_ids: Sequence[int], side: int = DEFAULT_SIDE) -> list[Thumbnail]:
+    """Thumbnails of the rows `row_ids` of the index at `root`, in their order. A missing photo is no error.
+
+    Args:
+        root: the index.
+        row_ids: rows of the index; duplicates are allowed.
+        side: pixels of the longer side.
+
+    Raises:
+        RowIdError: a row id is out of range.
+        UsageError, IncompleteIndexError, CorruptIndexError: as `read_rows`.
+    """
+    rows = read_rows(root, row_ids, _COLUMNS).to_pylist()
+    return [_thumbnail(row_id, row, side) for row_id, row in zip(row_ids, rows, strict=True)]
+
+
+def read_photo(row: dict[str, Any]) -> bytes:
+    """The bytes of the photo that a line of the rows table describes, checked against its hash.
+
+    Raises:
+        ImageError: they cannot be read, or are not those that were indexed.
+        TransientInputError: storage fails at this moment.
+    """
+    if row["content_hash"] is None or row["size"] is None:
+        raise ImageError("unreadable", "the index records no hash to check the photo with")
+    if row["size"] > MAX_PHOTO_BYTES:
+        raise ImageError("too-many-bytes", f"{row['size']:,} bytes is over the limit of {MAX_PHOTO_BYTES:,}")
+    data = read_bytes(_locate(row))
+    if content_hash(data) != row["content_hash"]:
+        raise ImageError("changed-since-plan", "it has changed since it was indexed")
+    return data
+
+
+def _thumbnail(row_id: int, row: dict[str, Any], side: int) -> Thumbnail:
+    if row["status"] != INDEXED:
+        return Thumbnail(row_id, row["uri"], None, f"{row['status']}: {row['reason'] or 'see the rows table'}")
+    try:
+        return Thumbnail(row_id, row["uri"], _shrink(read_photo(row), side))
+    except ImageError as error:
+        return Thumbnail(row_id, row["uri"], None, str(error))
+    except (TransientInputError, OSError):
+        return Thumbnail(row_id, row["uri"], None, "unreadable: its storage does not answer")
+    except MemoryError:
+        return Thumbnail(row_id, row["uri"], None, "too-expensive: there is too little memory to decode it")
+
+
+def _shrink(data: bytes, side: int) -> bytes:
+    picture = decode_rgb(data, DEFAULT_MAX_PIXELS)
+    picture.thumbnail((side, side))
+    out = io.BytesIO()
+    picture.save(out, "JPEG", quality=_JPEG_QUALITY)
+    return out.getvalue()
+
+
+def _locate(row: dict[str, Any]) -> InputRef:
+    """Where the photo is now: a file, or a member of a tar archive."""
+    uri, size = row["uri"], row["size"]
+    path = row["uri_raw"] or os.fsencode(uri)
+    archive, separator, member = uri.partition(".tar!")
+    if separator and not os.path.isfile(path):
+        path = row["uri_raw"] or os.fsencode(archive + ".tar")
+    if not os.path.isabs(path):
+        raise ImageError("not-a-local-path", "the index names it by a relative path")
+    if not os.path.isfile(path):  # before `read_bytes`, which waits for a directory that has vanished
+        raise ImageError("missing", "no such file")
+    if not separator or path == os.fsencode(uri):
+        return InputRef(uri, path, size=size)
+    offset = _offset_in_archive(path, member.encode("utf-8", "surrogateescape"), size)
+    return InputRef(uri, path, offset=offset, size=size, member=True)
+
+
+def _offset_in_archive(archive: bytes, member: bytes, size: int) -> int:
+    status = os.stat(archive)
+    offsets = _archive_offsets(archive, status.st_mtime_ns, status.st_size)
+    if (member, size) not in offsets:
+        raise ImageError("missing", "the archive has no such member")
+    return offsets[member, size]
+
+
+@functools.lru_cache(maxsize=4)
+def _archive_offsets(archive: bytes, _modified: int, _size: int) -> dict[tuple[bytes, int], int]:
+    """Offset of each regular member by name and size; the first of equal ones. The walk reads headers only."""
+    offsets: dict[tuple[bytes, int], int] = {}
+    fd = os.open(archive, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        for member in iter_members(fd):
+            if member.kind == Kind.REGULAR:
+                offsets.setdefault((member.name, member.size), member.offset)
+            if len(offsets) > _MAX_MEMBERS:
+                break
+    except TarDamage:
+        pass  # what precedes the damage can be read
+    finally:
+        os.close(fd)
+    return offsets

@@ -1,0 +1,151 @@
+"""Thumbnails: real photos become small JPEGs, and everything else becomes a reason."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from edje_index.images.thumbnails import MAX_PHOTO_BYTES, read_photo, read_thumbnails
+from storage_formats import RowIdError
+from storage_formats.format.layout import IndexSpec
+from storage_formats.format.rows import RowEntry, rows_table
+from storage_formats.writing.publish import Provenance, begin_index, finish_index
+from storage_formats.writing.shard_writer import ShardWriter
+
+
+def jpeg(colour: tuple[int, int, int]) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (600, 300), colour).save(out, "JPEG")
+    return out.getvalue()
+
+
+def entry(row_id: int, uri: str, data: bytes, **fields: object) -> RowEntry:
+    digest = hashlib.sha256(data).hexdigest()
+    return RowEntry(row_id, uri, **{"size": len(data), "content_hash": digest, **fields})
+
+
+def write_index(root, entries: list[RowEntry]):
+    """An index whose rows table holds `entries`."""
+    spec = IndexSpec(rows=len(entries), shard_size=len(entries), block_shape=(4, 8), embed_dim=6)
+    begin_index(root, spec)
+    kept = np.array([entry.row_id for entry in entries if entry.status == "indexed"])
+    with ShardWriter(root, spec, 0) as writer:
+        blocks, embeddings = np.ones((len(kept), 4, 8), np.float32), np.ones((len(kept), 6), np.float32)
+        writer.put(kept, blocks.astype("bfloat16"), embeddings)
+        receipt = writer.commit(rows_table(entries), "plan", {"write": 0.0})
+    finish_index(root, spec, [receipt], Provenance({"fingerprint": "f" * 64}, {}, "plan"), {"kind": "none"})
+    return root
+
+
+def only(root, entry: RowEntry):
+    """The thumbnail of an index of one row."""
+    return read_thumbnails(write_index(root, [entry]), [0])[0]
+
+
+def colour_of(data: bytes) -> tuple[int, ...]:
+    return tuple(int(value) for value in np.asarray(Image.open(io.BytesIO(data))).mean(axis=(0, 1)).round(-1))
+
+
+def test_a_photo_becomes_a_small_jpeg(tmp_path):
+    data = jpeg((200, 100, 50))
+    (tmp_path / "red.jpg").write_bytes(data)
+    thumbnail = only(tmp_path / "index", entry(0, str(tmp_path / "red.jpg"), data))
+    assert Image.open(io.BytesIO(thumbnail.jpeg)).size == (256, 128)
+    assert colour_of(thumbnail.jpeg) == (200, 100, 50)
+    assert base64.b64decode(thumbnail.data_uri.partition(",")[2]) == thumbnail.jpeg
+
+
+def test_rows_come_in_the_order_of_the_request(tmp_path):
+    colours = [(200, 0, 0), (0, 200, 0), (0, 0, 200)]
+    entries = []
+    for row, colour in enumerate(colours):
+        (tmp_path / f"{row}.jpg").write_bytes(jpeg(colour))
+        entries.append(entry(row, str(tmp_path / f"{row}.jpg"), jpeg(colour)))
+    thumbnails = read_thumbnails(write_index(tmp_path / "index", entries), [2, 0, 2])
+    assert [thumbnail.row_id for thumbnail in thumbnails] == [2, 0, 2]
+    assert [np.argmax(colour_of(thumbnail.jpeg)) for thumbnail in thumbnails] == [2, 0, 2]
+
+
+def test_a_member_of_an_archive_is_found(tmp_path):
+    members = {"a/blue.jpg": jpeg((0, 0, 200)), "a/green.jpg": jpeg((0, 200, 0))}
+    with tarfile.open(tmp_path / "photos.tar", "w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    uri = f"{tmp_path}/photos.tar!a/green.jpg"
+    assert colour_of(only(tmp_path / "index", entry(0, uri, members["a/green.jpg"])).jpeg) == (0, 200, 0)
+    absent = only(tmp_path / "other", entry(0, f"{tmp_path}/photos.tar!a/red.jpg", members["a/green.jpg"]))
+    assert (absent.jpeg, absent.problem) == (None, "missing: the archive has no such member")
+
+
+def test_a_name_that_is_not_utf8_is_found(tmp_path):
+    data, path = jpeg((0, 200, 0)), os.fsencode(tmp_path) + b"/gr\xfcn.jpg"
+    with open(path, "wb") as file:
+        file.write(data)
+    thumbnail = only(tmp_path / "index", entry(0, f"{tmp_path}/gr%FCn.jpg", data, uri_raw=path))
+    assert colour_of(thumbnail.jpeg) == (0, 200, 0)
+
+
+def test_another_file_at_the_same_path_is_not_shown(tmp_path):
+    """An index of a stranger may name a private photo, but its maker does not know the hash."""
+    (tmp_path / "private.jpg").write_bytes(jpeg((200, 0, 0)))
+    thumbnail = only(tmp_path / "index", entry(0, str(tmp_path / "private.jpg"), jpeg((0, 200, 0))))
+    assert thumbnail.jpeg is None
+    assert "changed" in thumbnail.problem
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"uri": "/nowhere/a.jpg"}, "missing: no such file"),
+        ({"uri": "relative.jpg"}, "not-a-local-path"),
+        ({"uri": "/etc"}, "missing"),
+        ({"uri": "/dev/zero"}, "missing"),
+        ({"uri": "/a\0b.jpg"}, "missing"),
+        ({"content_hash": None}, "no hash"),
+        ({"size": MAX_PHOTO_BYTES + 1}, "too-many-bytes"),
+        ({"size": 5}, "changed-since-plan"),
+        ({"status": "failed", "reason": "truncated"}, "failed: truncated"),
+        ({"status": "duplicate", "duplicate_of": 0}, "duplicate"),
+    ],
+)
+def test_what_cannot_be_shown_has_a_reason(tmp_path, fields, problem, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = jpeg((0, 200, 0))
+    for name in ("a.jpg", "relative.jpg"):
+        (tmp_path / name).write_bytes(data)
+    first = entry(0, str(tmp_path / "a.jpg"), data)
+    second = entry(1, **{"uri": str(tmp_path / "a.jpg"), "data": data, **fields})
+    thumbnails = read_thumbnails(write_index(tmp_path / "index", [first, second]), [0, 1])
+    assert thumbnails[0].jpeg is not None
+    assert thumbnails[1].jpeg is None
+    assert problem in thumbnails[1].problem
+
+
+def test_a_damaged_photo_has_a_reason(tmp_path):
+    data = jpeg((0, 200, 0))[:300]
+    (tmp_path / "a.jpg").write_bytes(data)
+    assert only(tmp_path / "index", entry(0, str(tmp_path / "a.jpg"), data)).problem.startswith(
+        ("truncated", "corrupt")
+    )
+
+
+def test_rows_outside_the_index_are_refused(tmp_path):
+    root = write_index(tmp_path / "index", [entry(0, "/a.jpg", b"x")])
+    with pytest.raises(RowIdError):
+        read_thumbnails(root, [1])
+
+
+def test_a_photo_is_read_as_it_was_indexed(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(b"any bytes")
+    digest = hashlib.sha256(b"any bytes").hexdigest()
+    row = {"uri": str(tmp_path / "a.jpg"), "uri_raw": None, "size": 9, "content_hash": digest}
+    assert read_photo(row) == b"any bytes"

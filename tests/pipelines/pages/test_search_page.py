@@ -1,0 +1,104 @@
+"""The page that `search --html` writes, read back by an HTML parser that this project did not write."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from pipelines import build_index
+from tests.pipelines.conftest import write_photo
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and text; fails on a tag that is closed in the wrong order."""
+
+    VOID = frozenset({"meta", "img", "br", "input", "link", "hr"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def references(self) -> list[str]:
+        """Every address that a browser would load."""
+        names = ("src", "href", "srcset", "data", "action", "poster")
+        return [value for _, attributes in self.tags for name in names if (value := attributes.get(name))]
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory, tiny_bundle) -> Path:
+    folder = tmp_path_factory.mktemp("pages")
+    for seed in range(6):
+        write_photo(folder / "photos" / f"{seed}.jpg", seed)
+    write_photo(folder / "photos" / "<img src=x onerror=alert(1)>.jpg", 6)
+    build_index(folder / "photos", folder / "photos.edje", tiny_bundle, engine="inline", threads=1)
+    (folder / "photos" / "5.jpg").unlink()
+    return folder / "photos.edje"
+
+
+def page_of(index, run, tmp_path, query: str = "a dog", *options: str) -> tuple[Page, str]:
+    code, out, err = run("search", index, query, "-k", "7", "--html", tmp_path / "page.html", *options)
+    assert code == 0, err
+    return Page((tmp_path / "page.html").read_text()), out
+
+
+def test_both_orders_show_every_photo(index, run, tmp_path):
+    page, out = page_of(index, run, tmp_path)
+    assert len([tag for tag, _ in page.tags if tag == "li"]) == 14
+    assert len([tag for tag, _ in page.tags if tag == "img"]) == 12
+    text = " ".join(page.text)
+    assert text.count("missing: no such file") == 2
+    assert "load index and model" in text
+    assert "untrained" in text
+    assert out.splitlines()[1].split()[-1].endswith(".jpg")
+
+
+def test_the_page_loads_nothing_from_elsewhere(index, run, tmp_path):
+    page, _ = page_of(index, run, tmp_path)
+    assert page.references()
+    assert all(reference.startswith("data:image/jpeg;base64,") for reference in page.references())
+    assert "url(" not in (tmp_path / "page.html").read_text()
+
+
+def test_queries_and_names_are_escaped(index, run, tmp_path):
+    page, _ = page_of(index, run, tmp_path, "</title><script>alert(1)</script>")
+    assert not [tag for tag, _ in page.tags if tag == "script"]
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    text = "".join(page.text)
+    assert "</title><script>alert(1)</script>" in text
+    assert "<img src=x onerror=alert(1)>.jpg" in text
+
+
+def test_the_order_of_the_page_is_the_order_of_the_hits(index, run, tmp_path):
+    page, out = page_of(index, run, tmp_path)
+    printed = [line.split()[3] for line in out.splitlines()[1:]]
+    shown = [line.split(",")[0].removeprefix("row ") for line in map(str.strip, page.text) if line.startswith("row ")]
+    assert len(shown) == 14
+    assert shown[7:] == printed
+
+
+def test_open_needs_a_file_and_re_ranking(index, run):
+    assert run("search", index, "a dog", "--open")[0] == 2
+    assert "leave out --no-rerank" in run("search", index, "a dog", "--no-rerank", "--html", "a.html")[2]
+
+
+def test_the_score_is_explained(index, run):
+    _, _, err = run("search", index, "a dog")
+    assert "score = logit" in err
