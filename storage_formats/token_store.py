@@ -20,6 +20,7 @@ from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.shard_table import ShardTable
 from storage_formats.reading.base import Batch, DestinationFactory
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Checker, block_destinations, read_batch, record_destinations
@@ -64,8 +65,11 @@ class TokenStore:
         path = functools.partial(_shard_path, layout, self._codec)
         _check_lengths(path, self._spec, self._codec.record_bytes)
         checksum_path = functools.partial(layout.checksums, precision)
+        committed = ShardTable(layout, index.manifest.shard_table, checksum_path)
         self._checksums = (
-            BlockChecksums(layout.root, checksum_path, path, self._spec.shard_rows) if verify_reads else None
+            BlockChecksums(layout.root, checksum_path, committed, token_path=path, shard_rows=self._spec.shard_rows)
+            if verify_reads
+            else None
         )
         files = StoreFiles(path, self._codec.record_bytes, self._spec.shard_size, self._spec.rows)
         self._engines = ReadEngines(files, engine)
@@ -82,7 +86,8 @@ class TokenStore:
             precision: a precision that the index holds. Blocks are bfloat16 in every precision.
             engine: read engine, one of `storage_formats.reading.engines()`. `auto` selects an engine for each read
                 by the state of the page cache.
-            verify_reads: compare the CRC-32C of every block that is read with the stored one.
+            verify_reads: compare the CRC-32C of every block that is read with the stored one, and the stored ones of
+                each shard with the shard table.
 
         Raises:
             UsageError: there is no index at `root`, it does not hold `precision`, or `engine` does not work here.

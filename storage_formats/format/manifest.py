@@ -21,6 +21,7 @@ from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Lay
 from storage_formats.format.parquet import read_table
 
 _MAX_MANIFEST_BYTES = 64 << 20
+_TABLE_GROUP_LINES = 4096  # a reader that needs one shard reads about 1 ms of lines
 
 SHARD_TABLE_SCHEMA = pa.schema(
     [
@@ -291,7 +292,7 @@ def write_shard_table(layout: Layout, files: Iterable[tuple[int, FileEntry]]) ->
         schema=SHARD_TABLE_SCHEMA,
     )
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(table, sink, compression="zstd", row_group_size=_TABLE_GROUP_LINES)
     data = sink.getvalue().to_pybytes()
     path = layout.shard_table(crc32c(data))
     write_bytes_atomic(path, data)

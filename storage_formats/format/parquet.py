@@ -5,9 +5,11 @@ Threads that pyarrow starts for a read can outlive it, and then abort the interp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -59,6 +61,54 @@ def read_table(data: bytes, columns: list[str] | None = None) -> pa.Table:
         table = file.read(columns=names, use_threads=False).select(names)
     _check_texts(table, len(data))
     return table.cast(pa.schema([schema.field(name) for name in names]))
+
+
+class ParquetRowGroups:
+    """Reads the row groups of an open file that can hold given values of an integer column.
+
+    Args:
+        file: the file, at its beginning.
+        length: its length.
+        column: an integer column. Row groups without statistics of it are always read.
+
+    Raises:
+        OSError, ValueError, pyarrow.ArrowException: it is damaged, or is not a Parquet file.
+    """
+
+    def __init__(self, file: BinaryIO, length: int, column: str) -> None:
+        with pq.ParquetFile(file, pre_buffer=False) as opened:
+            self._metadata = opened.metadata
+            self._schema = opened.schema_arrow
+        index = self._schema.get_field_index(column)
+        if index < 0 or not pa.types.is_integer(self._schema.field(index).type):
+            raise ValueError(f"it has no column {column!r} of integers")
+        _check_size(self._metadata, length)
+        self._length = length
+        groups = [self._metadata.row_group(group).column(index) for group in range(self._metadata.num_row_groups)]
+        limits = np.iinfo(np.int64)
+        spans = [
+            (group.statistics.min, group.statistics.max)
+            if group.statistics is not None and group.statistics.has_min_max
+            else (limits.min, limits.max)
+            for group in groups
+        ]
+        self._spans = np.array(spans, dtype=np.int64).reshape(-1, 2)
+
+    def read(self, file: BinaryIO, values: Sequence[int]) -> Iterator[pa.Table]:
+        """The row groups of `file` that can hold one of `values` in the integer column.
+
+        Raises:
+            OSError, ValueError, pyarrow.ArrowException: as the constructor.
+        """
+        ascending = np.sort(np.asarray(values, dtype=np.int64))
+        after_min = np.searchsorted(ascending, self._spans[:, 0])
+        after_max = np.searchsorted(ascending, self._spans[:, 1], side="right")
+        texts = [field.name for field in self._schema if field.type == pa.string()]
+        opened = pq.ParquetFile(file, metadata=self._metadata, read_dictionary=texts, pre_buffer=False)
+        for group in np.flatnonzero(after_max > after_min).tolist():
+            table = opened.read_row_group(group, use_threads=False)
+            _check_texts(table, self._length)
+            yield table.cast(self._schema)
 
 
 def _check_texts(table: pa.Table, length: int) -> None:

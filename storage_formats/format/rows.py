@@ -16,6 +16,7 @@ from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import read_table
+from storage_formats.format.shard_table import ShardTable
 from storage_formats.row_ids import RowIds, check_row_ids
 
 INDEXED = "indexed"
@@ -78,16 +79,27 @@ def write_rows(path: Path, table: pa.Table) -> None:
     pq.write_table(table, path, compression="zstd")
 
 
-def read_shard_rows(layout: Layout, shard: int, columns: list[str] | None = None) -> pa.Table:
+def read_shard_rows(
+    layout: Layout, shard: int, columns: list[str] | None = None, committed: ShardTable | None = None
+) -> pa.Table:
     """Rows of one shard in row order.
 
+    Args:
+        layout: the index.
+        shard: shard number.
+        columns: names of columns; None reads all.
+        committed: the rows file of each shard, to compare with; None during a build.
+
     Raises:
-        CorruptIndexError: the file is missing or is not a rows table.
+        CorruptIndexError: the file is missing, is not a rows table, or is not the one that was committed.
     """
     path = layout.rows_file(shard)
     schema = ROW_SCHEMA if columns is None else pa.schema([ROW_SCHEMA.field(name) for name in columns])
     try:
-        return read_table(read_index_file(layout.root, path), columns).cast(schema)
+        data = read_index_file(layout.root, path)
+        if committed is not None:
+            committed.check(shard, data)
+        return read_table(data, columns).cast(schema)
     except (OSError, ValueError, pa.ArrowException) as error:  # damaged names and text raise ValueError
         raise CorruptIndexError(
             f"cannot read rows of shard {shard} ({path}): {error}; run 'edje-index verify'"
@@ -100,8 +112,9 @@ def read_all_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -
     Raises:
         CorruptIndexError: a file is missing or is not a rows table.
     """
-    layout, names = Layout(index.root), None if columns is None else list(columns)
-    return pa.concat_tables(read_shard_rows(layout, shard, names) for shard in range(index.manifest.spec.shards))
+    layout, names, committed = Layout(index.root), None if columns is None else list(columns), _rows_files(index)
+    shards = range(index.manifest.spec.shards)
+    return pa.concat_tables(read_shard_rows(layout, shard, names, committed) for shard in shards)
 
 
 def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:
@@ -125,18 +138,27 @@ def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str
         >>> read_rows(example_index(), [9, 0], columns=["uri", "status"]).to_pylist()
         [{'uri': '9.jpg', 'status': 'failed'}, {'uri': '0.jpg', 'status': 'indexed'}]
     """
-    index = CommittedIndex.open(root)
-    layout, spec = Layout(Path(root)), index.manifest.spec
+    return read_index_rows(CommittedIndex.open(root), row_ids, columns)
+
+
+def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:
+    """As `read_rows`, for an index that is open: its manifest is not read again."""
     if row_ids is None:
         return read_all_rows(index, columns)
+    layout, spec, committed = Layout(index.root), index.manifest.spec, _rows_files(index)
     ids = check_row_ids(row_ids, spec.rows)
     if not len(ids):
         return ROW_SCHEMA.empty_table().select(columns or ROW_SCHEMA.names)
     shards, shard_indices = np.unique(ids // spec.shard_size, return_inverse=True)
-    tables = [read_shard_rows(layout, int(shard), columns) for shard in shards]
+    tables = [read_shard_rows(layout, shard, columns, committed) for shard in shards.tolist()]
     starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
     line_indices = starts[shard_indices] + ids % spec.shard_size
     return pa.concat_tables(tables).take(pa.array(line_indices))
+
+
+def _rows_files(index: CommittedIndex) -> ShardTable:
+    layout = Layout(index.root)
+    return ShardTable(layout, index.manifest.shard_table, layout.rows_file)
 
 
 def failures_by_reason(table: pa.Table) -> dict[str, int]:

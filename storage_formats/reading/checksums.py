@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.index_files import open_index_file
+from storage_formats.format.manifest import FileEntry
+from storage_formats.format.shard_table import ShardTable, check_content
 from storage_formats.reading.base import Batch, Ints
 
 _KEPT_BYTES = 64 << 20  # the checksums of 16 million rows
@@ -65,6 +67,7 @@ class BlockChecksums:
     Args:
         root: directory of the index.
         path: path of the checksum file of a shard.
+        committed: the committed checksum file of each shard.
         token_path: path of the token file of a shard.
         shard_rows: row ids of a shard.
     """
@@ -73,11 +76,13 @@ class BlockChecksums:
         self,
         root: Path,
         path: Callable[[int], Path],
+        committed: ShardTable,
         token_path: Callable[[int], Path],
         shard_rows: Callable[[int], range],
     ) -> None:
         self._root = root
         self._path = path
+        self._committed = committed
         self._token_path = token_path
         self._shard_rows = shard_rows
         self._shard_size = len(shard_rows(0))
@@ -124,6 +129,7 @@ class BlockChecksums:
 
     def _load(self, shards: list[int]) -> dict[int, Checksums]:
         """Read checksum files. The kernel is told of all of them first and can read them together."""
+        entries = self._committed.files(shards)
         with contextlib.ExitStack() as opened:
             try:
                 files = {
@@ -138,10 +144,16 @@ class BlockChecksums:
                     f"cannot read the checksums of blocks in {error.filename}: {error.strerror}; run 'edje-index "
                     "verify', or read without checks (verify_reads=False)"
                 ) from error
-        for shard, content in contents.items():
-            if len(content) != self._length(shard):
-                raise CorruptIndexError(
-                    f"{self._path(shard)} is not {self._length(shard)} bytes long, 4 per row; "
-                    "run 'edje-index verify', or read without checks (verify_reads=False)"
-                )
-        return {shard: np.frombuffer(content, dtype="<u4") for shard, content in contents.items()}
+        return {shard: self._checked(shard, content, entries[shard]) for shard, content in contents.items()}
+
+    def _checked(self, shard: int, content: bytes, entry: FileEntry) -> Checksums:
+        """The checksums in the file of a shard. CorruptIndexError, which names all its rows, if it is another file."""
+        rows, path = tuple(self._shard_rows(shard)), self._path(shard)
+        if len(content) != 4 * len(rows):
+            raise CorruptIndexError(
+                f"{path} is not {4 * len(rows)} bytes long, 4 per row; run 'edje-index verify', or read without checks "
+                "(verify_reads=False)",
+                row_ids=rows,
+            )
+        check_content(path, entry, content, row_ids=rows)
+        return np.frombuffer(content, dtype="<u4")
