@@ -5,19 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import BundleInfo
-from edje_index.bundles.published_checkpoint import load_published_checkpoint
+from edje_index.bundles.published_checkpoint import PublishedCheckpoint
+from edje_index.bundles.published_towers import OPEN_CLIP_NAMES, check_same_towers, check_tower_size
 from edje_index.errors import ModelError
 from edje_index.models.adapter import LOCAL, Adapter, build_adapter
 from edje_index.models.pretrained_clip import LOCAL_DIR, load_clip
 from edje_index.models.text_tower import text_tokenizer
-from edje_index.models.vision_tower import vision_tower
+from edje_index.models.vision_tower import VisionTower, vision_tower
 
 
 def import_checkpoint(
     checkpoint: str | Path,
-    vision: str,
+    vision: str | None,
     out: str | Path,
     *,
     pretrained: str | None = None,
@@ -31,7 +34,7 @@ def import_checkpoint(
     Args:
         checkpoint: the ``.pth`` file.
         vision: the open_clip model: ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``, ``hf-hub:ORG/REPO`` or
-            ``local-dir:DIRECTORY``.
+            ``local-dir:DIRECTORY``. None takes the one that the checkpoint's configuration names.
         out: the bundle's directory, which must not exist.
         pretrained: tag or weights file of the model, if ``vision`` does not name one.
         tokenizer_dir: the joint encoder's tokenizer and ``config.json``; by default ``tokenizer/`` beside the
@@ -41,7 +44,7 @@ def import_checkpoint(
 
     Raises:
         HubUnreachableError: weights or a tokenizer are missing and cannot be downloaded.
-        ModelError: parts are missing or do not fit each other.
+        ModelError: parts are missing or do not fit each other, or the checkpoint holds other towers.
 
     Example:
         >>> from edje_index import import_checkpoint
@@ -53,11 +56,12 @@ def import_checkpoint(
     if Path(out).exists():
         raise ModelError(f"{out} exists already: choose another directory, or remove it")
     tokenizer = _tokenizer_dir(path, tokenizer_dir)
+    content = PublishedCheckpoint.read(path)
+    vision = vision or _recorded_tower(content)
     clip, config = load_clip(vision, pretrained)
     tower = vision_tower(clip.visual)  # type: ignore[arg-type]
-    published = load_published_checkpoint(
-        path, tokenizer, vision_heads=tower.num_heads, layer_norm_eps=tower.layer_norm_eps
-    )
+    published = content.model(tokenizer, vision_heads=tower.num_heads, layer_norm_eps=tower.layer_norm_eps)
+    _check_towers(content, published.adapter, tower, clip, vision)
     published.joint.tokenizer.canonical = True
     bundle = ModelBundle(
         clip=clip,
@@ -69,6 +73,23 @@ def import_checkpoint(
         notes=f"imported from {path.name}, tower {vision}",
     )
     return bundle.save(out)
+
+
+def _recorded_tower(checkpoint: PublishedCheckpoint) -> str:
+    """open_clip's name of the tower in the checkpoint's configuration."""
+    if checkpoint.siglip_path not in OPEN_CLIP_NAMES:
+        recorded = f"names {checkpoint.siglip_path!r}" if checkpoint.siglip_path else "names none"
+        raise ModelError(f"no vision tower is given, and the configuration of {checkpoint.path} {recorded}: name it")
+    return OPEN_CLIP_NAMES[checkpoint.siglip_path]
+
+
+def _check_towers(
+    checkpoint: PublishedCheckpoint, adapter: Adapter, tower: VisionTower, clip: torch.nn.Module, name: str
+) -> None:
+    """Raise ModelError unless the towers of the checkpoint are those of `clip`."""
+    is_local = adapter.config.kind == LOCAL
+    check_tower_size(tower, name, checkpoint.siglip_path, checkpoint.positions, local=is_local)
+    check_same_towers(checkpoint.weights, clip, name)
 
 
 def _tokenizer_dir(checkpoint: Path, given: str | Path | None) -> Path:

@@ -1,9 +1,9 @@
 """Reads checkpoints in the format of the published EDJE training code.
 
-A checkpoint is ``{"model": state_dict, "epoch", "global_step", "config"}``. The adapter (``vision_projection.*``) and
-the joint encoder (``language_model.*``, ``text_embeddings.*``, ``classification_head.*``, ``text_projection.*``) are
-read. The frozen towers in the checkpoint (``vision_encoder.*``, ``clip.*``) are ignored, because towers come from
-open_clip.
+A checkpoint is ``{"model": state_dict, "optimizer", "config", "epoch", "global_step"}``. The adapter
+(``vision_projection.*``) and the joint encoder (``language_model.*``, ``text_embeddings.*``, ``classification_head.*``,
+``text_projection.*``) are read. Towers come from open_clip; `published_towers` compares them with the frozen towers in
+the checkpoint (``vision_encoder.*``, ``clip.*``).
 """
 
 from __future__ import annotations
@@ -52,6 +52,47 @@ class PublishedModel:
         return self.joint.score(captions, tokens)
 
 
+@dataclass(frozen=True)
+class PublishedCheckpoint:
+    """The content of a checkpoint.
+
+    Attributes:
+        path: the file, for messages.
+        weights: all weights by name.
+        siglip_path: the tower that it was trained with, by its name on the Hugging Face hub; None if not recorded.
+    """
+
+    path: Path
+    weights: State
+    siglip_path: str | None
+
+    @classmethod
+    def read(cls, path: Path) -> PublishedCheckpoint:
+        """Read a checkpoint. No code in it is executed.
+
+        Raises:
+            ModelError: the file is not such a checkpoint.
+        """
+        content = read_checkpoint(path)
+        state, config = content.get("model"), content.get("config")
+        if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+            raise ModelError(f"{path} is not a checkpoint of the published training code: it has no 'model' weights")
+        tower = config.get("siglip_path") if isinstance(config, dict) else None
+        return cls(path, state, tower if isinstance(tower, str) else None)
+
+    @property
+    def positions(self) -> int:
+        """Length of the joint encoder's position table."""
+        _require(self.weights, (POSITIONS,), str(self.path))
+        return int(self.weights[POSITIONS].shape[0])
+
+    def model(self, tokenizer_dir: Path, *, vision_heads: int, layer_norm_eps: float) -> PublishedModel:
+        """Adapter and joint encoder. Arguments as for `load_published_checkpoint`."""
+        joint = _joint_encoder(self.weights, tokenizer_dir, str(self.path))
+        adapter = _adapter(self.weights, joint, vision_heads, layer_norm_eps, str(self.path))
+        return PublishedModel(adapter.requires_grad_(False), joint)
+
+
 def load_published_checkpoint(
     checkpoint: str | Path, tokenizer_dir: str | Path, *, vision_heads: int, layer_norm_eps: float = 1e-6
 ) -> PublishedModel:
@@ -74,14 +115,8 @@ def load_published_checkpoint(
         >>> tokens.shape, model.score("a red car", tokens).shape
         (torch.Size([1, 6, 16]), torch.Size([1]))
     """
-    path = Path(checkpoint)
-    state = read_checkpoint(path).get("model")
-    if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-        raise ModelError(f"{path} is not a checkpoint of the published training code: it has no 'model' weights")
-    folder = Path(tokenizer_dir)
-    joint = _joint_encoder(state, folder, str(path))
-    adapter = _adapter(state, joint, vision_heads, layer_norm_eps, str(path))
-    return PublishedModel(adapter.requires_grad_(False), joint)
+    published = PublishedCheckpoint.read(Path(checkpoint))
+    return published.model(Path(tokenizer_dir), vision_heads=vision_heads, layer_norm_eps=layer_norm_eps)
 
 
 def _joint_encoder(state: State, tokenizer_dir: Path, what: str) -> JointEncoder:

@@ -16,9 +16,8 @@ _DIRECTORY = click.Path(path_type=Path)
 @click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option(
     "--vision",
-    required=True,
     metavar="TOWER",
-    help="Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO or local-dir:DIR.",
+    help="Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO or local-dir:DIR.  [default: as CHECKPOINT says]",
 )
 @click.option("--out", required=True, type=_DIRECTORY, help="New directory for the bundle.")
 @click.option("--pretrained", metavar="TAG", help="Tag or file of the tower's weights, if --vision has none.")
@@ -31,7 +30,7 @@ _DIRECTORY = click.Path(path_type=Path)
 @json_option
 def import_checkpoint(
     checkpoint: Path,
-    vision: str,
+    vision: str | None,
     out: Path,
     pretrained: str | None,
     tokenizer: Path | None,
@@ -41,7 +40,7 @@ def import_checkpoint(
     """Convert a trained checkpoint into a bundle.
 
     CHECKPOINT is a file of the published training code; it holds the adapter and the joint encoder. The vision tower
-    that they were trained with comes from open_clip.
+    that they were trained with comes from open_clip. If CHECKPOINT holds a tower too, both must be the same.
 
     \b
     Examples:

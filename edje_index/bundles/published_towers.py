@@ -1,0 +1,158 @@
+"""The frozen SigLIP towers inside checkpoints of the published training code, compared with those of open_clip.
+
+The published trainer saves its towers in the format of transformers: ``vision_encoder.*``, which the adapter reads, and
+``clip.*``, whose embeddings mine negatives. A bundle takes its towers from open_clip. So the towers of a checkpoint
+must be the same ones: same sizes and, up to the rounding of the file, same weights.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+from edje_index.errors import ModelError
+from edje_index.models.vision_tower import VisionTower
+from edje_index.models.weights import State
+
+OPEN_CLIP_NAMES = {
+    "google/siglip2-base-patch16-224": "ViT-B-16-SigLIP2:webli",
+    "google/siglip2-base-patch16-384": "ViT-B-16-SigLIP2-384:webli",
+    "google/siglip2-large-patch16-256": "ViT-L-16-SigLIP2-256:webli",
+    "google/siglip2-large-patch16-384": "ViT-L-16-SigLIP2-384:webli",
+}
+"""Towers of the published code by open_clip's name."""
+
+BERT_POSITIONS = 512
+_TEXT_POSITIONS = 64  # of a row, apart from its image tokens
+_LAYERS = "encoder.layers."
+_ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+_Renames = tuple[tuple[str, str], ...]
+_VISION_NAMES: _Renames = (
+    (r"embeddings\.patch_embedding", "patch_embed.proj"),
+    (r"embeddings\.position_embedding\.weight", "pos_embed"),
+    (r"encoder\.layers", "blocks"),
+    (r"\.layer_norm(\d)", r".norm\1"),
+    (r"self_attn\.out_proj", "attn.proj"),
+    (r"self_attn\.qkv", "attn.qkv"),
+    (r"post_layernorm", "norm"),
+    (r"head\.probe", "attn_pool.latent"),
+    (r"head\.attention\.out_proj", "attn_pool.proj"),
+    (r"head\.layernorm", "attn_pool.norm"),
+    (r"head\.", "attn_pool."),
+)
+_TEXT_NAMES: _Renames = (
+    (r"embeddings\.token_embedding", "token_embedding"),
+    (r"embeddings\.position_embedding\.weight", "positional_embedding"),
+    (r"encoder\.layers", "transformer.resblocks"),
+    (r"\.layer_norm(\d)", r".ln_\1"),
+    (r"self_attn\.out_proj", "attn.out_proj"),
+    (r"self_attn\.qkv\.", "attn.in_proj_"),
+    (r"mlp\.fc1", "mlp.c_fc"),
+    (r"mlp\.fc2", "mlp.c_proj"),
+    (r"final_layer_norm", "ln_final"),
+    (r"^head", "text_projection"),
+)
+
+
+def check_tower_size(tower: VisionTower, name: str, siglip_path: str | None, positions: int, *, local: bool) -> None:
+    """Refuse a tower with another number of patches than that of the checkpoint.
+
+    Args:
+        tower: the tower of open_clip.
+        name: its name, for messages.
+        siglip_path: the tower that the checkpoint's configuration names, such as
+            ``google/siglip2-large-patch16-384``; None if it names none.
+        positions: length of the checkpoint's position table. The published code extends BERT's for a local adapter to
+            64 + n.
+        local: whether the adapter is local, so that n is the number of patches.
+
+    Raises:
+        ModelError: the sizes differ.
+    """
+    match = re.search(r"patch(\d{1,3})-(\d{1,4})$", siglip_path or "")
+    if match and int(match[1]):
+        patches = (int(match[2]) // int(match[1])) ** 2
+        if patches != tower.num_patches:
+            raise ModelError(
+                f"the checkpoint was trained with {siglip_path}, which has {patches} patches, but {name} has "
+                f"{tower.num_patches}: name the tower that it was trained with"
+            )
+    if local and positions > BERT_POSITIONS and positions != tower.num_patches + _TEXT_POSITIONS:
+        raise ModelError(
+            f"the checkpoint has {positions} positions, for a tower of {positions - _TEXT_POSITIONS} patches, but "
+            f"{name} has {tower.num_patches}: name the tower that it was trained with"
+        )
+
+
+def check_same_towers(state: State, clip: nn.Module, name: str) -> None:
+    """Refuse a checkpoint whose towers are not those of `clip`, for example because they were trained further.
+
+    Args:
+        state: the checkpoint's weights. One without towers is accepted.
+        clip: the model of open_clip.
+        name: its name, for messages.
+
+    Raises:
+        ModelError: a tower differs, or cannot be compared.
+    """
+    weights = dict(clip.state_dict())
+    for prefix, target, renames in (
+        ("vision_encoder.", "visual.trunk.", _VISION_NAMES),
+        ("clip.vision_model.", "visual.trunk.", _VISION_NAMES),
+        ("clip.text_model.", "text.", _TEXT_NAMES),
+    ):
+        tower = {
+            key.removeprefix(prefix).removeprefix("vision_model."): tensor
+            for key, tensor in state.items()
+            if key.startswith(prefix)
+        }
+        if any(key.startswith(_LAYERS) for key in tower):
+            renamed = {f"{target}{key}": tensor for key, tensor in _open_clip_weights(tower, renames).items()}
+            expected = {key: tensor for key, tensor in weights.items() if key.startswith(target)}
+            _check_same(renamed, expected, prefix.removesuffix("."), name)
+
+
+def _check_same(tower: State, expected: State, what: str, name: str) -> None:
+    layers = {key for key in expected if "blocks." in key}
+    for key in sorted(tower.keys() | layers):
+        sizes = [weights[key].numel() if key in weights else 0 for weights in (tower, expected)]
+        if sizes[0] != sizes[1]:
+            raise ModelError(
+                f"the checkpoint holds a tower ({what}.*) of another size than {name}: {sizes[0]} values of {key} "
+                f"instead of {sizes[1]}; name the tower that the checkpoint was trained with"
+            )
+        tolerance = _ROUNDING.get(tower[key].dtype, 1e-5)
+        ours = expected[key].float().flatten()
+        if not torch.allclose(tower[key].float().flatten(), ours, rtol=tolerance, atol=1e-6):
+            raise ModelError(
+                f"the checkpoint holds a tower ({what}.*) with other weights than {name}: {key} differs; if the tower "
+                "was trained too, convert it to open_clip and name it as local-dir:DIRECTORY"
+            )
+
+
+def _open_clip_weights(tower: State, renames: _Renames) -> State:
+    """Weights of a tower of transformers under the names of timm or of open_clip's text tower."""
+    result = {}
+    for key, tensor in _joined(tower).items():
+        for pattern, replacement in renames:
+            key = re.sub(pattern, replacement, key)
+        result[key] = tensor
+    return result
+
+
+def _joined(tower: State) -> State:
+    """Query, key and value as one tensor in the layers, and as query and key-value in the pooling head."""
+    result = {}
+    for key, tensor in tower.items():
+        if match := re.fullmatch(r"(.*self_attn\.)([qkv])_proj\.(weight|bias)", key):
+            if match[2] == "q":
+                parts = [tower.get(f"{match[1]}{part}_proj.{match[3]}", tensor) for part in "qkv"]
+                result[f"{match[1]}qkv.{match[3]}"] = torch.cat(parts)
+        elif match := re.fullmatch(r"(head\.)attention\.in_proj_(weight|bias)", key):
+            width = len(tensor) // 3
+            result[f"{match[1]}q.{match[2]}"], result[f"{match[1]}kv.{match[2]}"] = tensor[:width], tensor[width:]
+        else:
+            result[key] = tensor
+    return result
