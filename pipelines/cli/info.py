@@ -21,6 +21,10 @@ def info(index: Path, as_json: bool) -> None:
     Shows the counts of inputs, the size, the precisions, and the model that built the index. For an unfinished index,
     shows how many shards are finished.
 
+    The encoder fingerprint is that of the vision tower and the adapter, which made the tokens and embeddings. Any
+    bundle with the same encoder can search the index. 'edje-index model show' also prints the fingerprint of the whole
+    bundle, which covers the joint encoder and the score. The plan is the fingerprint of the inputs and settings.
+
     \b
     Examples:
       edje-index info photos.edje
@@ -106,7 +110,8 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
         *lines,
         ("tokens", f"{m} x {d} per image, {', '.join(_precision_line(value, name) for name in value['precisions'])}"),
         ("embeddings", f"{value['embed_dim']} dimensions, float32"),
-        ("model", f"{model.get('vision') or model.get('encoder', 'unknown')}{untrained}, {model['fingerprint']}"),
+        ("model", f"{model.get('vision') or model.get('encoder', 'unknown')}{untrained}"),
+        ("", f"encoder fingerprint {model['fingerprint']}"),
         ("plan", value["plan"]),
     ]
 

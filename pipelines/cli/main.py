@@ -35,6 +35,7 @@ SECTIONS = {
         "quantize": "pipelines.cli.quantize:quantize",
         "verify": "pipelines.cli.verify:verify",
         "info": "pipelines.cli.info:info",
+        "report": "pipelines.cli.report:report",
     },
     "Search": {
         "search": "pipelines.cli.search:search",
