@@ -112,6 +112,10 @@ class Reranker:
             for end, count in zip(ends, counts, strict=True)
         ]
 
+    def score_new(self, pairs: Pairs) -> NDArray[np.float32]:
+        """Final scores [b] of pictures that no index holds; all values of `pairs` must be given."""
+        return self._weighted(self._score.compute(self._parts, pairs)).final
+
     def _weighted(self, parts: Mapping[str, NDArray[np.float32]]) -> CandidateScores:
         joint = self._score.only(JOINT_PARTS)
         return CandidateScores(

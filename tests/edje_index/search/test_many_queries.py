@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from io import BytesIO
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from edje_index.scoring.late_interaction import late_interaction
 from edje_index.scoring.stop_words import content_token_mask
 from edje_index.search.hits import best_hits
 from edje_index.search.reranking import Candidates, CandidateScores
+from pipelines import quantize_index
 from storage_formats import RowIdError, TokenStore, UsageError
 from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.scoring.bundles import bundle_with_all_parts
@@ -164,3 +166,36 @@ def test_images_that_cannot_be_read_are_refused(index, built):
         index.search_image(b"not an image")
     with pytest.raises(UsageError, match="need 1 <= k"):
         index.search_image(built[0].parent / "4.png", k=0)
+
+
+def test_several_texts_rerank_rows_of_their_own(index):
+    rows = [[7, 0], [], [3, 7, 9]]
+    together = index.rerank_each(TEXTS[:3], rows)
+    alone = [index.rerank(text, its_rows) for text, its_rows in zip(TEXTS, rows, strict=False)]
+    assert [[hit.row_id for hit in hits] for hits in together] == [[hit.row_id for hit in hits] for hits in alone]
+    for left, right in zip(together, alone, strict=True):
+        np.testing.assert_allclose([hit.score for hit in left], [hit.score for hit in right], atol=1e-4, rtol=0)
+    assert index.rerank_each(["a dog"], [[]]) == [[]]
+
+
+def test_new_pictures_get_the_scores_of_their_rows(index, built):
+    scores = {hit.row_id: hit.score for hit in index.rerank("a red canoe", [7, 0])}
+    with Image.open(built[0].parent / "0.png") as image:
+        new = index.score_images("a red canoe", [(built[0].parent / "7.png").read_bytes(), image])
+    np.testing.assert_allclose(new, [scores[7], scores[0]], atol=1e-3, rtol=0)
+    assert abs(scores[7] - scores[0]) > 1e-2, "the pictures can be told apart"
+    assert index.score_images("a red canoe", []) == []
+    with pytest.raises(UsageError, match="not-an-image"):
+        index.score_images("a red canoe", [b"not an image"])
+
+
+def test_another_precision_of_the_same_index(built, tmp_path):
+    shutil.copytree(built[0], tmp_path / "index")
+    quantize_index(tmp_path / "index", ["nvfp4"])
+    exact = TokenIndex.open(tmp_path / "index")
+    rough = exact.with_precision("nvfp4")
+    assert (exact.precision, rough.precision) == ("bf16", "nvfp4")
+    expected = TokenIndex.open(tmp_path / "index", precision="nvfp4").search("a red canoe")
+    assert rough.search("a red canoe") == expected != exact.search("a red canoe")
+    with pytest.raises(UsageError, match="does not hold precision 'fp8'"):
+        exact.with_precision("fp8")
