@@ -6,17 +6,29 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give the name of `path` to an OSError that names no file, such as that of a write to a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def fsync_path(path: Path) -> None:
     """Flush the bytes of a file, or the entries of a directory, to the device."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -52,7 +64,7 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with open(temporary, "xb") as file:
+        with naming(path), open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -6,6 +6,10 @@ Every message says what is wrong and what to do. The command line prints the mes
 
 from __future__ import annotations
 
+import errno
+
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
 
 class EdjeError(Exception):
     """Base class of all expected errors: something outside the program is wrong. Exit code 1.
@@ -95,3 +99,11 @@ class CorruptIndexError(EdjeError):
     def __init__(self, message: str, *, row_ids: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.row_ids = row_ids
+
+
+def remedy(error: Exception, otherwise: str) -> str:
+    """What to do about `error`: about a lack of descriptors or memory, which is no damage, or else `otherwise`."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _NO_DESCRIPTORS:
+        return "raise the limit of open files (ulimit -n)"
+    return "free some memory" if number == errno.ENOMEM else otherwise

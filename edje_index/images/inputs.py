@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from edje_index.images.decode import ImageError
 from edje_index.images.transient import is_transient, retry_transient
+from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError
 
 if TYPE_CHECKING:
@@ -161,7 +162,8 @@ def write_inputs(path: Path, refs: Iterable[InputRef]) -> None:
     inputs = list(refs)
     columns = {field.name: [getattr(ref, field.name) for ref in inputs] for field in fields(InputRef)}
     columns["content_hash"] = [digits and bytes.fromhex(digits) for digits in columns["content_hash"]]
-    pq.write_table(pa.table(columns, schema=input_schema()), path, compression="zstd")
+    with naming(path):
+        pq.write_table(pa.table(columns, schema=input_schema()), path, compression="zstd")
 
 
 def read_inputs(path: Path) -> list[InputRef]:

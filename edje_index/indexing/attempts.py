@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from storage_formats.atomic import naming
 from storage_formats.format.layout import Layout
 
 DEATHS = 2
@@ -55,7 +56,8 @@ class Attempt:
 
     def _write(self, position: int | None) -> None:
         content = {"position": position, "deaths": {str(key): count for key, count in self.deaths.items()}}
-        self.path.write_text(json.dumps(content))
+        with naming(self.path):
+            self.path.write_text(json.dumps(content))
 
 
 @contextmanager

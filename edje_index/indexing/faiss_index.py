@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edje_index.errors import ModelError
 from edje_index.indexing.faiss_file import FaissFileError, FaissShape, check_faiss_file
-from storage_formats.atomic import fsync_path, fsync_paths
+from storage_formats.atomic import fsync_path, fsync_paths, naming
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_stream
@@ -167,7 +167,7 @@ def _write(index: Any, path: Path) -> None:
     import faiss
 
     module: Any = faiss  # its stubs lack this class
-    with open(path, "wb", buffering=0) as file:
+    with naming(path), open(path, "wb", buffering=0) as file:
 
         def write(data: bytes) -> None:
             rest = memoryview(data)

@@ -73,16 +73,16 @@ class ArraysResult:
 def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> ArraysResult:
     """Write the index that `config` describes.
 
-    If this raises, the index is removed, unless only its nearest-neighbour index could not be built.
+    If this raises, the index is removed. An unfinished index that an earlier run left in `out` is begun again.
 
     Raises:
         UsageError: a file is not what `ArraysConfig` says, the files do not fit each other, `out` is in use, or the
             disk is too small.
         MissingExtraError: `ann` is set and FAISS is not installed.
         JobStopped: `should_stop()` returned True.
-        OSError: the index cannot be written.
+        OSError: a file cannot be read, or the index cannot be written.
     """
-    from edje_index.indexing.faiss_index import add_ann, check_faiss
+    from edje_index.indexing.faiss_index import build_ann, check_faiss
     from storage_formats.writing.index_writer import IndexWriter
 
     started = time.monotonic()
@@ -109,10 +109,9 @@ def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldSt
             part = slice(len(writer), len(writer) + count)
             writer.append(tokens[part], embeddings[part], rows)
             on_event(Progress("importing", len(writer), spec.rows))
-        manifest = writer.finish()
-    if config.ann:
-        on_event(StatusMessage("building the nearest-neighbour index"))
-        manifest = add_ann(config.out)
+        if config.ann:
+            on_event(StatusMessage("building the nearest-neighbour index"))
+        manifest = writer.finish(build_ann if config.ann else None)
     return _result(manifest, time.monotonic() - started)
 
 
@@ -121,14 +120,19 @@ def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
 
     Raises:
         UsageError: the file is not a complete .npy file of numbers, has the wrong number of dimensions, or has no rows.
+        OSError: the operating system cannot read the file.
     """
     import numpy as np
 
+    from storage_formats.atomic import naming
     from storage_formats.codecs import BF16
 
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        with naming(path):
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the operating system's, not NumPy's own
+            raise
         raise UsageError(f"cannot read {path} as a .npy file: {error}") from error
     if not isinstance(array, np.memmap):  # an .npz archive
         array.close()
@@ -157,6 +161,8 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
     try:
         file = open_parquet(path)
     except (OSError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise UsageError(f"cannot read {path} as a Parquet file: {error}") from error
     columns = [name for name in file.schema_arrow.names if name in ROW_COLUMNS]
     if "uri" not in columns:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from storage_formats.atomic import make_directories
+from storage_formats.atomic import make_directories, naming
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 
@@ -25,8 +25,9 @@ def locked_index(root: Path) -> Iterator[None]:
     root_is_new = not root.exists()
     fd = _acquire(layout)
     try:
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())
+        with naming(layout.lock):
+            os.ftruncate(fd, 0)
+            os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
         _remove_lock_file(layout, fd)

@@ -90,8 +90,9 @@ def check_frozen_inputs(plan: BuildPlan, shards: Iterable[int]) -> None:
     for shard in shards:
         path = Layout(plan.root).inputs(shard)
         try:
-            damage = None if to_hex(crc32c_file(path)[1]) == plan.input_checksums[shard] else "it has another checksum"
-        except OSError as error:
+            checksum = to_hex(crc32c_file(path)[1])
+            damage = None if checksum == plan.input_checksums[shard] else "it has another checksum"
+        except FileNotFoundError as error:
             damage = error.strerror
         if damage:
             raise CorruptIndexError(

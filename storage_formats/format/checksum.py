@@ -12,6 +12,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.index_files import open_index_file, open_regular
 from storage_formats.format.layout import Layout
@@ -35,7 +36,7 @@ def crc32c_file(path: Path) -> tuple[int, int]:
     Raises:
         OSError: the file cannot be read, or is not a regular file.
     """
-    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+    with naming(path), os.fdopen(open_regular(path), "rb", buffering=0) as file:
         crc = crc32c_stream(file)
         return file.tell(), crc
 
@@ -58,9 +59,10 @@ def read_checksums(layout: Layout, precision: str, shard: int, rows: int) -> NDA
     path = layout.checksums(precision, shard)
     with open_index_file(layout.root, path) as file:
         length = os.fstat(file.fileno()).st_size
-        if length != 4 * rows:
-            raise CorruptIndexError(f"{path} has {length} bytes instead of {4 * rows}; run 'edje-index verify'")
-        return np.fromfile(file, dtype="<u4", count=rows)
+        data = file.read(4 * rows) if length == 4 * rows else b""  # a read that fails raises; np.fromfile ends early
+    if len(data) != 4 * rows:
+        raise CorruptIndexError(f"{path} has {length} bytes instead of {4 * rows}; run 'edje-index verify'")
+    return np.frombuffer(data, dtype="<u4")
 
 
 def to_hex(crc: int) -> str:

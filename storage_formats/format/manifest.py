@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from storage_formats.atomic import write_bytes_atomic, write_json_atomic
 from storage_formats.codecs import codec
-from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError
+from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError, remedy
 from storage_formats.format.checksum import crc32c, crc32c_file, json_checksum, to_hex
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Layout
@@ -130,7 +130,7 @@ class Manifest:
         except (FileNotFoundError, NotADirectoryError):
             raise _absent(layout) from None
         except (OSError, ValueError, RecursionError) as error:
-            raise CorruptIndexError(f"cannot read {layout.manifest}: {error}; restore the file") from error
+            raise CorruptIndexError(f"cannot read {layout.manifest}: {error}; {remedy(error, 'restore the file')}") from error
         return _parse(layout, value)
 
     def write(self, layout: Layout) -> None:
@@ -166,7 +166,9 @@ class Manifest:
         try:
             data = read_index_file(root, path, max_bytes=self.shard_table.bytes)
         except OSError as error:
-            raise CorruptIndexError(f"cannot read the shard table {path}: {error}; restore the file") from error
+            raise CorruptIndexError(
+                f"cannot read the shard table {path}: {error}; {remedy(error, 'restore the file')}"
+            ) from error
         if len(data) != self.shard_table.bytes or crc32c(data) != self.shard_table.crc32c:
             raise CorruptIndexError(
                 f"the shard table {path} does not match its checksum in index.json; restore the file"
@@ -202,8 +204,8 @@ def _absent(layout: Layout) -> Exception:
         )
     if layout.writer.exists():
         return IncompleteIndexError(
-            f"{layout.root} is an unfinished index that IndexWriter began; if no process is writing it, delete the "
-            "directory and write it again"
+            f"{layout.root} is an unfinished index that IndexWriter or import-arrays began; if no process is writing it, "
+            "write it again, or delete the directory"
         )
     if layout.root.exists():
         return UsageError(f"{layout.root} is not an EDJE index (it has no index.json)")

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
@@ -76,7 +77,8 @@ def rows_table(entries: Sequence[RowEntry]) -> pa.Table:
 
 def write_rows(path: Path, table: pa.Table) -> None:
     """Write the rows of one shard, compressed with zstd because there may be millions of paths."""
-    pq.write_table(table, path, compression="zstd")
+    with naming(path):
+        pq.write_table(table, path, compression="zstd")
 
 
 def read_shard_rows(

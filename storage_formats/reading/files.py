@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.errors import CorruptIndexError
+from storage_formats.errors import CorruptIndexError, remedy
 from storage_formats.format.index_files import open_regular
 from storage_formats.reading.base import Batch, Ints
 from storage_formats.reading.syscalls import sector_bytes
@@ -153,8 +153,7 @@ class ShardFiles:
             fd = self._open_direct(path) if self._direct else open_regular(path)
             return ShardFile(fd, os.fstat(fd).st_size, path)
         except OSError as error:
-            too_many_files = error.errno in (errno.EMFILE, errno.ENFILE)
-            advice = "raise the limit of open files (ulimit -n)" if too_many_files else "run 'edje-index verify'"
+            advice = remedy(error, "run 'edje-index verify'")
             raise CorruptIndexError(f"cannot open {error.filename}: {error.strerror}; {advice}") from error
 
     def _open_direct(self, path: Path) -> int:

@@ -1,14 +1,17 @@
 """Writing a whole index from arrays, for callers with their own encoder.
 
 The writer buffers the rows of one shard, and commits each full shard with the protocol of SPEC.md section 11.
-`index.json` comes last, so that a reader sees the whole index or none.
+`index.json` comes last, so that a reader sees the whole index or none. Until then the file `build/writer`, which the
+writer locks, marks the index as unfinished. The kernel releases the lock of a writer that dies, and the next writer
+begins the index again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -27,6 +30,7 @@ from storage_formats.format.rows import INDEXED, ROW_SCHEMA
 from storage_formats.writing.publish import Provenance, begin_index, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
 
+BuildAnn: TypeAlias = Callable[[Path, IndexSpec], dict[str, Any]]
 Rows: TypeAlias = Sequence[str] | Mapping[str, Any] | pa.Table | pa.RecordBatch
 
 ROW_COLUMNS = ("uri", "uri_raw", "size", "content_hash", "width", "height")
@@ -62,7 +66,8 @@ class IndexWriter:
         self._layout = Layout(root)
         self._spec = spec  # its number of rows is that of one shard
         self._encoder = encoder
-        self._existed = root.exists()
+        self._existed = root.exists() and not self._layout.build.exists()
+        self._lock: int | None = None  # file descriptor of the marker
         self._open = True
         self._receipts: list[ShardReceipt] = []
         self._tables: list[pa.Table] = []
@@ -84,6 +89,8 @@ class IndexWriter:
         encoder: str = "unknown",
     ) -> IndexWriter:
         """Begin an index at `path`, which must not exist or be an empty directory.
+
+        An unfinished index there is removed if its writer died.
 
         Args:
             path: directory of the index.
@@ -144,10 +151,14 @@ class IndexWriter:
         self._commit_full_shard()
         return range(first, first + len(blocks))
 
-    def finish(self) -> Manifest:
+    def finish(self, build_ann: BuildAnn | None = None) -> Manifest:
         """Commit the index and close the writer; called on leaving the context without an exception.
 
         An exception aborts the writer.
+
+        Args:
+            build_ann: writes the nearest-neighbour index and returns its description for `index.json`. None writes
+                none.
 
         Raises:
             UsageError: no row was appended, or the writer is closed.
@@ -155,7 +166,7 @@ class IndexWriter:
         """
         self._check_open()
         try:
-            manifest = self._commit_index()
+            manifest = self._commit_index(build_ann)
         except BaseException:
             self.abort()
             raise
@@ -166,8 +177,9 @@ class IndexWriter:
         """Remove everything that was written and close the writer; does nothing if it is closed."""
         if not self._open:
             return
-        self._close()
+        self._clear()
         shutil.rmtree(self._layout.root)
+        self._close()
         if self._existed:
             self._layout.root.mkdir()
 
@@ -184,9 +196,25 @@ class IndexWriter:
             self.abort()
 
     def _begin(self) -> None:
-        """Make the directory, and the marker that tells readers and other writers that it is unfinished."""
-        self._layout.build.mkdir(parents=True)
-        self._layout.writer.touch(exist_ok=False)
+        """Make the directory and lock the marker. Removes what a writer that died has left."""
+        self._layout.build.mkdir(parents=True, exist_ok=True)
+        was_begun = self._layout.writer.exists()
+        self._lock = os.open(self._layout.writer, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0))
+        if not _locks(self._lock) and was_begun:
+            self._close()
+            raise UsageError(
+                f"{self._layout.root} holds an unfinished index; if no process writes it, delete the directory"
+            )
+        self._clear()
+
+    def _clear(self) -> None:
+        """Remove everything except the marker, so that a process that dies here leaves an unfinished index."""
+        layout = self._layout
+        for path in (*layout.root.iterdir(), *layout.build.iterdir()):
+            if path.is_dir() and path != layout.build:
+                shutil.rmtree(path)
+            elif path not in (layout.build, layout.writer):
+                path.unlink()
 
     def _spec_of(self, rows: int) -> IndexSpec:
         spec = self._spec
@@ -215,7 +243,7 @@ class IndexWriter:
         self._tables.clear()
         self._held = 0
 
-    def _commit_index(self) -> Manifest:
+    def _commit_index(self, build_ann: BuildAnn | None) -> Manifest:
         """Write the last shard, the metadata and `index.json`."""
         root = self._layout.root
         if not len(self):
@@ -227,7 +255,8 @@ class IndexWriter:
         fsync_paths([root.absolute().parent])
         fingerprint = hashlib.sha256(self._encoder.encode()).hexdigest()
         provenance = Provenance({"encoder": self._encoder, "fingerprint": fingerprint}, {}, self._plan)
-        return finish_index(root, spec, self._receipts, provenance, {"kind": "none"})
+        ann = {"kind": "none"} if build_ann is None else build_ann(root, spec)
+        return finish_index(root, spec, self._receipts, provenance, ann)
 
     def _check_open(self) -> None:
         if not self._open:
@@ -249,10 +278,24 @@ class IndexWriter:
         self._open = False
         self._blocks, self._embeddings = self._blocks[:0], self._embeddings[:0]
         self._tables.clear()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _locks(fd: int) -> bool:
+    """Lock an open file. False if another process has locked it, or the system or file system knows no locks."""
+    try:
+        import fcntl
+
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError):
+        return False
+    return True
 
 
 def _check_free(layout: Layout) -> None:
-    """Raise UsageError unless the root is absent or an empty directory."""
+    """Raise UsageError unless the root is absent, an empty directory, or what a writer has left."""
     root = layout.root
     if not root.exists():
         return
@@ -260,9 +303,9 @@ def _check_free(layout: Layout) -> None:
         raise UsageError(f"{root} exists and is not a directory; give another path")
     if layout.manifest.exists():
         raise UsageError(f"{root} holds a finished index; give another path, or delete it first")
-    if layout.writer.exists():
-        raise UsageError(f"{root} holds an unfinished index; if no process writes it, delete the directory")
-    if any(root.iterdir()):
+    entries = list(root.iterdir())
+    only_begun = entries == [layout.build] and layout.build.is_dir() and not any(layout.build.iterdir())
+    if entries and not layout.writer.exists() and not only_begun:
         raise UsageError(f"{root} is not empty; give another path")
 
 

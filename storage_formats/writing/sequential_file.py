@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from storage_formats.atomic import naming
+
 BUFFER_BYTES = 4 << 20
 
 
@@ -32,6 +34,7 @@ class SequentialFile:
     """
 
     def __init__(self, path: Path, length: int) -> None:
+        self._path = path
         self._fd, direct = _open_new(path)
         self._buffers = [_page_aligned_buffer(), _page_aligned_buffer()]
         self._filled = 0
@@ -40,7 +43,8 @@ class SequentialFile:
         self._pending: Future[None] | None = None
         if direct:
             try:
-                os.posix_fallocate(self._fd, 0, length)
+                with naming(path):
+                    os.posix_fallocate(self._fd, 0, length)
             except OSError as error:
                 if error.errno == errno.ENOSPC:
                     self.close()
@@ -84,7 +88,8 @@ class SequentialFile:
     def _wait(self) -> None:
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            pending.result()
+            with naming(self._path):
+                pending.result()
 
 
 def _page_aligned_buffer() -> mmap.mmap:

@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage_formats.atomic import fsync_paths
+from storage_formats.atomic import fsync_paths, naming
 from storage_formats.format.checksum import crc32c, crc32c_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import FileEntry
@@ -46,7 +46,8 @@ class StagedFiles:
 
     def add_bytes(self, name: str, final: Path, data: bytes) -> None:
         """Write `data` to the private file `name` and stage it for the path `final`."""
-        self.path(name).write_bytes(data)
+        with naming(self.path(name)):
+            self.path(name).write_bytes(data)
         self.add(name, final, len(data), crc32c(data))
 
     def commit(self) -> tuple[FileEntry, ...]:

@@ -141,7 +141,7 @@ def test_rows_that_are_refused(run, files, tmp_path):
     assert "as a Parquet file" in refused(run, tmp_path, *files[:2], bad)
 
 
-def test_a_killed_import_leaves_nothing_that_opens(run, tmp_path):
+def test_a_killed_import_leaves_nothing_that_opens_and_is_begun_again(run, tmp_path):
     np.save(tmp_path / "tokens.npy", np.ones((60_000, 4, 16), dtype=np.float16))
     np.save(tmp_path / "embeddings.npy", np.ones((60_000, 8), dtype=np.float16))
     out = tmp_path / "out"
@@ -157,10 +157,13 @@ def test_a_killed_import_leaves_nothing_that_opens(run, tmp_path):
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    for words in (["info", out], ["verify", out], arguments):
-        code, _, message = run(*words)
-        assert code in (1, 2)
-        assert "delete the directory" in message
+    for command_name in ("info", "verify"):
+        code, _, message = run(command_name, out)
+        assert code == 1
+        assert "write it again, or delete the directory" in message
+    assert run(*arguments)[0] == 0
+    assert verify_index(out) == []
+    assert not (out / "build").exists()
 
 
 def test_a_stopped_import_leaves_nothing(tmp_path):

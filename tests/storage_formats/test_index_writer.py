@@ -224,7 +224,7 @@ with IndexWriter.create(sys.argv[1], block_shape=(4, 16), embed_dim=8, shard_siz
 
 
 @pytest.mark.parametrize("shards", [0, 1, 4])
-def test_a_killed_writer_leaves_nothing_that_opens(tmp_path, shards):
+def test_a_killed_writer_leaves_nothing_that_opens_and_the_next_begins_again(tmp_path, shards):
     root = tmp_path / "index"
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(root)], env=environment)
@@ -242,8 +242,11 @@ def test_a_killed_writer_leaves_nothing_that_opens(tmp_path, shards):
         TokenStore.open(root)
     with pytest.raises(IncompleteIndexError):
         verify_index(root)
-    with pytest.raises(UsageError, match="holds an unfinished index"):
-        IndexWriter.create(root, **SHAPE)
+    with IndexWriter.create(root, **SHAPE) as writer:
+        writer.append(*arrays(3))
+    with IndexWriter.create(tmp_path / "calm", **SHAPE) as writer:
+        writer.append(*arrays(3))
+    assert files_of(root) == files_of(tmp_path / "calm")
 
 
 def test_memory_is_bounded_by_a_shard(tmp_path):
