@@ -130,7 +130,9 @@ class Manifest:
         except (FileNotFoundError, NotADirectoryError):
             raise _absent(layout) from None
         except (OSError, ValueError, RecursionError) as error:
-            raise CorruptIndexError(f"cannot read {layout.manifest}: {error}; {remedy(error, 'restore the file')}") from error
+            raise CorruptIndexError(
+                f"cannot read {layout.manifest}: {error}; {remedy(error, 'restore the file')}"
+            ) from error
         return _parse(layout, value)
 
     def write(self, layout: Layout) -> None:

@@ -1,22 +1,21 @@
-"""Commands that meet one fault of the operating system each: the requests, and the process that serves them."""
+"""Commands that meet one fault of the operating system each: the faults, and a process that runs the commands."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.command_line import environment
 
 SECONDS = 60.0
-ALL = ("open", "create", "read", "write", "fsync", "truncate", "mmap", "rename", "unlink")
+"""A command that takes longer hangs."""
 
 
 @dataclass(frozen=True)
@@ -24,37 +23,39 @@ class Fault:
     """A kind of fault.
 
     Attributes:
-        kind: "error", "short" (fewer bytes than requested are moved) or "kill" (SIGKILL before the operation).
+        kind: "error", "short" (fewer bytes than requested are moved), or "kill" (SIGKILL before the operation).
+        operations: operations that can meet it; see shim.c.
         error: errno of an error.
-        operations: operations that it strikes; see shim.c.
     """
 
     kind: str
-    error: int
     operations: tuple[str, ...]
+    error: int = 0
 
 
+_CHANGES = ("create", "mkdir", "write", "fsync", "truncate", "rename")
+_OPERATIONS = (*_CHANGES, "open", "list", "read", "unlink")
 FAULTS = {
-    "EIO": Fault("error", errno.EIO, tuple(name for name in ALL if name != "mmap")),
-    "ENOSPC": Fault("error", errno.ENOSPC, ("create", "write", "fsync", "truncate", "rename")),
-    "EMFILE": Fault("error", errno.EMFILE, ("open", "create")),
-    "ENOMEM": Fault("error", errno.ENOMEM, ("mmap", "open", "read")),
-    "EINTR": Fault("error", errno.EINTR, ("open", "create", "read", "write", "fsync", "truncate")),
-    "short": Fault("short", 0, ("read", "write")),
-    "kill": Fault("kill", 0, ALL),
+    "EIO": Fault("error", _OPERATIONS, errno.EIO),
+    "ENOSPC": Fault("error", _CHANGES, errno.ENOSPC),
+    "EMFILE": Fault("error", ("open", "create", "list"), errno.EMFILE),
+    "ENOMEM": Fault("error", ("mmap",), errno.ENOMEM),
+    "EINTR": Fault("error", ("open", "create", "read", "write", "fsync", "truncate"), errno.EINTR),
+    "short": Fault("short", ("read", "write")),
+    "kill": Fault("kill", (*_OPERATIONS, "mmap")),
 }
 
 
 @dataclass(frozen=True)
 class Request:
-    """A command to run. The first operation of the kind below `folder` from number `at` on meets the fault."""
+    """A command to run. The first of `operations` below `folder` from number `at` on meets the fault."""
 
     arguments: list[str]
     folder: str
     log: str
-    kind: str = "count"
-    error: int = 0
+    kind: str
     operations: str = ""
+    error: int = 0
     at: int = 0
     seconds: float = SECONDS
 
@@ -66,7 +67,7 @@ class Outcome:
     Attributes:
         code: exit code, negative for a signal; None if the command had to be killed.
         output: standard output and standard error.
-        operations: "operation path" of each operation; the line "FAULT path" stands after the one that met the fault.
+        operations: "operation path" of each operation; the line "FAULT path" follows the one that met the fault.
     """
 
     code: int | None
@@ -74,57 +75,46 @@ class Outcome:
     operations: list[str]
 
 
-def compile_shim(folder: Path) -> Path | None:
-    """The library in `folder`; None if there is no C compiler."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        return None
-    source, library = Path(__file__).with_name("shim.c"), folder / "shim.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
-    return library
-
-
 class FaultServer:
-    """Runs commands with faults. Use `start`."""
+    """Runs commands with faults. Not thread-safe. Made by `fault_server`."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process = process
         self._log = log
 
-    @classmethod
-    @contextmanager
-    def start(cls, shim: Path, log: Path) -> Iterator[FaultServer]:
-        """A server; `log` is a file for the operations of its commands."""
-        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # threads do not survive a fork
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.fork_server", str(shim)],
-            env={**environment(), **one_thread, "LD_PRELOAD": str(shim), "COLUMNS": "10000"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        with process:
-            yield cls(process, log)
-            assert process.stdin is not None
-            process.stdin.close()
+    def load(self, arguments: list[str]) -> None:
+        """Run a command in the server itself, so that later ones find its libraries loaded."""
+        answer = self._ask(Request(arguments, "", str(self._log), "load"))
+        assert answer["code"] == 0
 
-    def load(self, *arguments: str | Path) -> None:
-        """Run a command in the server itself, so that later commands find its libraries loaded."""
-        self._ask(Request(list(map(str, arguments)), "", str(self._log), "load"))
-
-    def run(self, folder: Path, *arguments: str | Path, fault: Fault | None = None, at: int = 0) -> Outcome:
-        """Run a command that meets `fault`. Operations below `folder` count."""
-        request = Request(list(map(str, arguments)), str(folder), str(self._log))
+    def run(self, arguments: list[str], folder: Path, fault: Fault | None = None, at: int = 0) -> Outcome:
+        """Run a command, whose operations below `folder` count."""
+        request = Request(arguments, str(folder), str(self._log), "count")
         if fault is not None:
-            named = "," + ",".join(fault.operations) + ","
-            request = Request(
-                request.arguments, request.folder, request.log, fault.kind, fault.error, named, at
-            )
+            operations = f",{','.join(fault.operations)},"
+            request = Request(arguments, str(folder), str(self._log), fault.kind, operations, fault.error, at)
         answer = self._ask(request)
         return Outcome(answer["code"], answer["output"], self._log.read_text(errors="replace").splitlines())
 
-    def _ask(self, request: Request) -> dict:
+    def _ask(self, request: Request) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(asdict(request)), file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+
+@contextlib.contextmanager
+def fault_server(shim: Path, log: Path) -> Iterator[FaultServer]:
+    """A server that writes the operations of a command to `log`."""
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # threads do not survive a fork
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.fork_server", str(shim)],
+        env={**environment(), **one_thread, "LD_PRELOAD": str(shim)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with process:  # waits for its end, which the end of its input brings
+        yield FaultServer(process, log)

@@ -135,7 +135,7 @@ FOPEN(fopen64)
 
 DIR *opendir(const char *path) {
     REAL(DIR *, opendir, const char *)
-    return decide_at("open", AT_FDCWD, path) == ERROR ? NULL : real(path);
+    return decide_at("list", AT_FDCWD, path) == ERROR ? NULL : real(path);
 }
 
 static size_t fewer(enum kind what, size_t count) { return what == SHORT ? (count + 1) / 2 : count; }
@@ -286,10 +286,10 @@ int unlinkat(int directory, const char *path, int flags) {
 
 int mkdir(const char *path, mode_t mode) {
     REAL(int, mkdir, const char *, mode_t)
-    return decide_at("create", AT_FDCWD, path) == ERROR ? -1 : real(path, mode);
+    return decide_at("mkdir", AT_FDCWD, path) == ERROR ? -1 : real(path, mode);
 }
 
 int mkdirat(int directory, const char *path, mode_t mode) {
     REAL(int, mkdirat, int, const char *, mode_t)
-    return decide_at("create", directory, path) == ERROR ? -1 : real(directory, path, mode);
+    return decide_at("mkdir", directory, path) == ERROR ? -1 : real(directory, path, mode);
 }
