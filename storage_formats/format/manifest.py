@@ -206,8 +206,8 @@ def _absent(layout: Layout) -> Exception:
         )
     if layout.writer.exists():
         return IncompleteIndexError(
-            f"{layout.root} is an unfinished index that IndexWriter or import-arrays began; if no process is writing it, "
-            "write it again, or delete the directory"
+            f"{layout.root} is an unfinished index that IndexWriter began; if no process is writing it, write it "
+            "again, or delete the directory"
         )
     if layout.root.exists():
         return UsageError(f"{layout.root} is not an EDJE index (it has no index.json)")

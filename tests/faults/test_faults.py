@@ -1,4 +1,4 @@
-"""Faults of the operating system at every operation on a file: an error, a short read or write, or the end of the process.
+"""Faults of the operating system at every operation on a file: errors, short reads and writes, the process killed.
 
 After each of them the command has ended with one error line, and the same command brings the index to the same bytes.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +139,7 @@ def problem_at(bench: Bench, name: str, at: int) -> str | None:
     if not any(line.startswith("FAULT") for line in outcome.operations):
         return None if outcome.code == 0 else f"{name} at operation {at}: not injected\n{outcome.output}"
     problem = wrong_end(fault, outcome) or wrong_index(bench, outcome)
-    struck = next(
-        before
-        for before, line in zip(outcome.operations, outcome.operations[1:], strict=False)
-        if line.startswith("FAULT")
-    )
+    struck = next(line for line, following in pairwise(outcome.operations) if following.startswith("FAULT"))
     return problem and f"{name} at operation {at} ({struck}): {problem}\n{outcome.output}"
 
 
@@ -161,10 +158,11 @@ def test_a_fault_costs_no_more_than_another_run(benches, name):
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_at_every_operation(benches, more_benches, name, kind):
-    halves = [
-        (bench, bench.places(FAULTS[kind])[half::2]) for half, bench in enumerate((benches[name], more_benches[name]))
-    ]
+    def problems_of(half: int) -> list[str]:
+        bench = (benches, more_benches)[half][name]
+        problems = (problem_at(bench, kind, at) for at in bench.places(FAULTS[kind])[half::2])
+        return [problem for problem in problems if problem]
+
     with ThreadPoolExecutor(2) as pool:
-        problems = [*pool.map(lambda half: [problem_at(half[0], kind, at) for at in half[1]], halves)]
-    problems = [problem for half in problems for problem in half if problem]
+        problems = [problem for half in pool.map(problems_of, range(2)) for problem in half]
     assert not problems, f"{len(problems)} problems, the first: {problems[0]}"
