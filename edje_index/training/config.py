@@ -97,10 +97,11 @@ class NegativesConfig(Settings):
     """Hard-negative mining."""
 
     count: int = Field(default=3, ge=1, description="Negative images per caption, and negative captions per image.")
+    selection: Literal["top", "softmax"] = Field(
+        default="top", description="Take the most similar of the batch, or draw from a softmax over the similarities."
+    )
     temperature: float | None = Field(
-        default=None,
-        ge=0,
-        description="Temperature of the mining softmax; 0 takes the most similar. None uses the mining model's.",
+        default=None, ge=0, description="Temperature of that softmax. None uses the mining model's."
     )
     curriculum_steps: int = Field(
         default=0,
@@ -129,8 +130,13 @@ class OptimizerConfig(Settings):
     adapter_lr_factor: float = Field(
         default=1.0, ge=0, description="Learning rate of the adapter, relative to the rest; 0 freezes the adapter."
     )
-    weight_decay: float = Field(default=0.05, ge=0, description="Weight decay. Biases and norms have none.")
-    warmup_steps: int = Field(default=100, ge=0, description="Steps of linear warm-up.")
+    weight_decay: float = Field(default=0.05, ge=0, description="Weight decay.")
+    decayed: Literal["all", "matrices"] = Field(
+        default="all", description="Parameters with weight decay: all, or all but biases, norms and other vectors."
+    )
+    warmup_steps: int = Field(
+        default=100, ge=0, description="Steps of linear warm-up. With decay epoch it ends with the first epoch."
+    )
     warmup_lr: float = Field(default=1e-6, ge=0, description="Learning rate at the first step of the warm-up.")
     min_lr: float = Field(default=1e-6, ge=0, description="Lowest learning rate of the decay.")
     decay: Literal["epoch", "cosine"] = Field(
@@ -138,7 +144,7 @@ class OptimizerConfig(Settings):
     )
     decay_rate: float = Field(default=0.9, ge=0, description="Factor of the learning rate after every epoch.")
     clip_norm: float = Field(
-        default=1.0, ge=0, description="Maximum norm of the gradient; larger gradients are scaled down."
+        default=0.0, ge=0, description="Maximum norm of the gradient; larger gradients are scaled down. 0 is no limit."
     )
 
 
@@ -146,7 +152,10 @@ class LoopConfig(Settings):
     """Length of the joint phase, batches, random seed and data type."""
 
     steps: int | None = Field(default=None, ge=1, description="Optimiser steps. Set this or epochs.")
-    epochs: float | None = Field(default=None, gt=0, description="Passes over the images, with one caption each.")
+    epochs: float | None = Field(default=None, gt=0, description="Passes over what epoch_of names.")
+    epoch_of: Literal["captions", "images"] = Field(
+        default="captions", description="What an epoch visits once: each caption, or each image with one caption."
+    )
     batch_size: int = Field(default=64, ge=2, description="Pairs per forward pass, summed over all workers.")
     accumulate: int = Field(default=1, ge=1, description="Forward passes per optimiser step.")
     seed: int = Field(default=0, ge=0, description="Seed of everything random.")
@@ -258,6 +267,8 @@ def _contradictions(config: TrainConfig) -> list[str]:
             f"loop.batch_size is {config.loop.batch_size} and negatives.count is {config.negatives.count}; a batch "
             "must hold more pairs than a pair has negatives"
         )
+    if config.negatives.temperature is not None and config.negatives.selection == "top":
+        lines.append("negatives.temperature is set and negatives.selection is 'top'; set it to softmax")
     if config.fitting.pooled_weight and not config.fitting.pooled_dim:
         lines.append("fitting.pooled_weight is set without fitting.pooled_dim; set both or none")
     if config.augmentation.patch_dropout and config.architecture.adapter != "compressed":

@@ -8,8 +8,8 @@ from typing import Any
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     # The defaults: the paper's first phase.
     "paper": {},
-    # The paper's second phase, which starts from the bundle of the first.
-    "paper-finetune": {"optimizer": {"lr": 2e-5}},
+    # The paper's second phase, matching and distillation alone, which starts from the bundle of the first.
+    "paper-finetune": {"objective": {"mlm_weight": 0.0, "recovery_weight": 0.0}, "optimizer": {"lr": 2e-5}},
     # The shipped model's recipe for thousands of photos and hours on a CPU: the adapter is aligned first and then
     # frozen, the joint encoder is small and trained on the matching loss alone.
     "small-data": {
@@ -23,10 +23,17 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         },
         "augmentation": {"views": 4, "patch_dropout": 0.4, "step_tokens": 48},
         "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
-        "negatives": {"count": 1, "curriculum_steps": 240},
+        "negatives": {"count": 1, "selection": "softmax", "curriculum_steps": 240},
         "alignment": {"steps": 800, "batch_size": 128},
-        "optimizer": {"lr": 2e-4, "adapter_lr_factor": 0.0, "decay": "cosine", "warmup_steps": 40},
-        "loop": {"steps": 400, "batch_size": 32},
+        "optimizer": {
+            "lr": 2e-4,
+            "adapter_lr_factor": 0.0,
+            "decayed": "matrices",
+            "decay": "cosine",
+            "warmup_steps": 40,
+            "clip_norm": 1.0,
+        },
+        "loop": {"steps": 400, "epoch_of": "images", "batch_size": 32},
         "fitting": {"pooled_dim": 300, "hubness_bank": 2500, "dev_captions": 1000},
     },
 }

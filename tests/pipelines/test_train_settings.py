@@ -169,13 +169,14 @@ def test_the_command_of_the_model_card_means_what_its_options_meant():
     """The settings that the shipped model was trained with, under their earlier names."""
     shipped = {
         "architecture": {"language_layers": 4, "word_embeddings": "frozen", "adapter_hidden": 1536,
-                         "attention_dropout": 0.0, "dropout": 0.1},
+                         "attention_dropout": 0.0, "dropout": 0.1, "canonical_captions": False},
         "augmentation": {"patch_dropout": 0.4, "views": 4, "step_tokens": 48},
         "alignment": {"steps": 800, "batch_size": 128},
-        "loop": {"steps": 400, "batch_size": 32, "dtype": "bfloat16"},
-        "negatives": {"count": 1, "curriculum_steps": 240},
+        "loop": {"steps": 400, "batch_size": 32, "epoch_of": "images", "dtype": "bfloat16"},
+        "negatives": {"count": 1, "selection": "softmax", "curriculum_steps": 240},
         "objective": {"mlm_weight": 0.0, "recovery_weight": 0.0},
-        "optimizer": {"lr": 2e-4, "adapter_lr_factor": 0.0, "decay": "cosine", "warmup_steps": 40},
+        "optimizer": {"lr": 2e-4, "adapter_lr_factor": 0.0, "decay": "cosine", "warmup_steps": 40,
+                      "decayed": "matrices", "clip_norm": 1.0},
         "fitting": {"pooled_dim": 300, "hubness_bank": 2500, "dev_captions": 1000},
     }  # fmt: skip
     card = (Path(__file__).parents[2] / "models/flickr8k-dinov2-small/MODEL_CARD.md").read_text()
@@ -188,6 +189,6 @@ def test_the_command_of_the_model_card_means_what_its_options_meant():
     sources = (given.pop("preset"), given.pop("config_file"), given.pop("assignments"))
     request, config = make_request(read_settings(*sources, given))
     assert config == make_config(shipped)
-    assert PRESETS["small-data"] == {**shipped, "loop": {"steps": 400, "batch_size": 32}}
+    assert PRESETS["small-data"] == {**shipped, "loop": {"steps": 400, "batch_size": 32, "epoch_of": "images"}}
     assert request.inputs.vision == "local-dir:dual"
     assert isinstance(config, TrainConfig)

@@ -151,7 +151,7 @@ class BatchSource:
         teacher: what the teacher reads; None without one.
         special_tokens: special tokens of the joint encoder's tokenizer.
         image_tokens: image tokens per row.
-        temperature: temperature of the softmax that mines negatives.
+        temperature: temperature of the softmax that mines negatives; 0 takes the most similar.
         config: settings of the training.
         rank, world_size: number of this worker, and of workers.
         views: each image of a batch is replaced by one of its views, or kept, at random; None without views.
@@ -171,7 +171,7 @@ class BatchSource:
     def joint(self, number: int) -> JointBatch:
         """Batch `number` of the joint phase, counted from 0 over the whole training."""
         loop, objective = self.config.loop, self.config.objective
-        images, captions = Sampler(self.data, loop.batch_size, loop.seed).pairs(number)
+        images, captions = Sampler(self.data, loop.batch_size, loop.seed, loop.epoch_of).pairs(number)
         pair_images, pair_captions = self._pairs(number, images, captions)
         positives = slice(0, loop.batch_size // self.world_size)
         texts = [self._token_ids(caption) for caption in pair_captions]

@@ -67,6 +67,10 @@ class TrainingData:
         """Number of images."""
         return len(self.rows)
 
+    def pairs(self, epoch_of: str) -> int:
+        """Pairs per epoch, which visits each of the "captions" or of the "images" once."""
+        return self.images if epoch_of == "images" else len(self.caption_keys)
+
     def caption(self, number: int) -> NDArray[np.int32]:
         """Token ids of a caption."""
         part: NDArray[np.int32] = self.tokens[self.token_starts[number] : self.token_starts[number + 1]]
@@ -84,6 +88,10 @@ class CaptionSet:
 
     rows: NDArray[np.int64]
     captions: Sequence[Sequence[str]]
+
+    def pairs(self, epoch_of: str) -> int:
+        """Pairs per epoch, which visits each of the "captions" or of the "images" once."""
+        return len(self.rows) if epoch_of == "images" else sum(map(len, self.captions))
 
     def texts(self) -> list[str]:
         """All captions, image by image."""

@@ -1,7 +1,8 @@
 """Which pairs a step uses: a pure function of the seed and the step, so that resuming needs no saved state.
 
-An epoch uses every image once, with one of its captions. Over as many epochs as an image has captions, each caption is
-used once.
+An epoch visits every caption once, in an order of its own, as published. Of several data sets, each has a share of the
+pairs in proportion to its captions. Or an epoch visits every image once, with one of its captions; over as many epochs
+as an image has captions, each caption is then used once.
 """
 
 from __future__ import annotations
@@ -25,37 +26,41 @@ def stream(seed: int, purpose: int, *position: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Batches of `batch_size` distinct images. Images at the end of an epoch that fill no batch are left out.
+    """Batches of `batch_size` pairs. Pairs at the end of an epoch that fill no batch are left out.
 
     Attributes:
         data: images and captions to draw from.
         batch_size: summed over all workers.
         seed: decides the order.
+        epoch_of: what an epoch visits once, "captions" or "images".
     """
 
     data: TrainingData
     batch_size: int
     seed: int
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Number of full batches in an epoch."""
-        return self.data.images // self.batch_size
+    epoch_of: str = "captions"
 
     def pairs(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Image numbers and caption numbers, int64 [batch_size] each, of batch `batch` of the whole training."""
-        images, captions = self.sets(batch, 1)
-        return images, captions[0]
+        if self.epoch_of == "images":
+            images, caption_sets = self.sets(batch, 1)
+            return images, caption_sets[0]
+        captions, _ = self._members(batch, self.data.pairs("captions"))
+        return np.searchsorted(self.data.caption_starts, captions, side="right") - 1, captions
 
     def sets(self, batch: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Image numbers [batch_size] of a batch, and `count` sets of one caption per image [count, batch_size]."""
-        epoch, batch_of_epoch = divmod(batch, self.batches_per_epoch)
-        order = _permutation(self.data.images, self.seed, epoch)
-        images = order[batch_of_epoch * self.batch_size : (batch_of_epoch + 1) * self.batch_size]
+        """Numbers of distinct images [batch_size], and `count` sets of one caption per image [count, batch_size]."""
+        images, epoch = self._members(batch, self.data.images)
         starts = self.data.caption_starts
         counts = starts[images + 1] - starts[images]
         first = images + epoch  # so that an epoch does not use the first caption of every image
         return images, starts[images] + (first + np.arange(count)[:, None]) % counts
+
+    def _members(self, batch: int, count: int) -> tuple[NDArray[np.int64], int]:
+        """Members of a batch among `count`, and the number of its epoch."""
+        epoch, batch_of_epoch = divmod(batch, count // self.batch_size)
+        order = _permutation(count, self.seed, epoch)
+        return order[batch_of_epoch * self.batch_size : (batch_of_epoch + 1) * self.batch_size], epoch
 
 
 @lru_cache(maxsize=2)

@@ -74,7 +74,7 @@ class TrainTask:
         start: bundle of the first step.
         features: index of the features that the adapter is trained on.
         data: folder of a `TrainingData`.
-        temperature: temperature of the softmax that mines negatives.
+        temperature: temperature of the softmax that mines negatives; 0 takes the most similar.
         teacher: None without distillation.
         new_adapter: whether the adapter of the first step is untrained.
         views: None without augmented views.

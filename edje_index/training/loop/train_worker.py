@@ -71,7 +71,8 @@ def _joint_phase(task: TrainTask, opened: OpenedTask) -> Phase:
     config, start, source = task.config, opened.start, opened.source
     if not config.optimizer.adapter_lr_factor:  # its gradients would cost time and count in the norm
         start.adapter.requires_grad_(False)
-    steps = total_steps(config.loop, source.data.images)
+    pairs = source.data.pairs(config.loop.epoch_of)
+    steps = total_steps(config.loop, pairs)
     return Phase(
         name=JOINT,
         stage=1 if config.alignment.steps else 0,
@@ -83,7 +84,7 @@ def _joint_phase(task: TrainTask, opened: OpenedTask) -> Phase:
         learning_rate=partial(
             learning_rate,
             total_steps=steps,
-            steps_per_epoch=steps_per_epoch(config.loop, source.data.images),
+            steps_per_epoch=steps_per_epoch(config.loop, pairs),
             peak=config.optimizer.lr,
             config=config.optimizer,
         ),

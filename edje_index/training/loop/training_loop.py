@@ -168,7 +168,7 @@ class Trainer:
                     losses = module(batch)
                 (losses[TOTAL] / phase.accumulate).backward()
             window.add({name: value / phase.accumulate for name, value in losses.items()})
-        norm = nn.utils.clip_grad_norm_(module.parameters(), phase.optimizer.clip_norm)
+        norm = _limited_norm(module, phase.optimizer.clip_norm)
         finite = self._group.any(not bool(torch.isfinite(norm)), self._device) is False
         if finite:
             optimizer.step()
@@ -240,23 +240,33 @@ def _restore(optimizer: torch.optim.Optimizer, state: TrainState) -> None:
         ) from error
 
 
+def _limited_norm(module: nn.Module, limit: float) -> torch.Tensor:
+    """The norm of the gradient, which is then scaled down to `limit` if that is not 0."""
+    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])  # type: ignore[misc]
+    if limit:
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm
+
+
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters. Biases, norms and other vectors have no weight decay.
+    """AdamW over the trainable parameters.
 
     The learning rate of a parameter group is the schedule's times the group's ``factor``.
     """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            groups.setdefault((parameter.ndim > 1, name.startswith("adapter.")), []).append(parameter)
+            is_decayed = parameter.ndim > 1 or config.decayed == "all"
+            groups.setdefault((is_decayed, name.startswith("adapter.")), []).append(parameter)
     return torch.optim.AdamW(
         [
             {
                 "params": parameters,
-                "weight_decay": config.weight_decay if matrix else 0.0,
+                "weight_decay": config.weight_decay if is_decayed else 0.0,
                 "factor": config.adapter_lr_factor if adapter else 1.0,
             }
-            for (matrix, adapter), parameters in groups.items()
+            for (is_decayed, adapter), parameters in groups.items()
         ],
         lr=config.warmup_lr,
         betas=BETAS,

@@ -5,6 +5,8 @@ Shape letters: b pairs per batch, k negatives, m tokens per image, w distinct wo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
@@ -61,12 +63,21 @@ def recovery_loss(projected: torch.Tensor, embeddings: torch.Tensor) -> torch.Te
     return (1 - functional.cosine_similarity(projected, embeddings, dim=1)).mean()
 
 
-def distillation_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Mean of -[y log s + (1 - y) log(1 - s)] with y = sigmoid(teacher) and s = sigmoid(student); same shapes.
+def distillation_loss(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Mean over groups of the mean of -[y log s + (1 - y) log(1 - s)], with y = sigmoid(teacher), s = sigmoid(student).
 
     The minimum, which is not 0, is reached when both agree.
+
+    Args:
+        student: logits of the positive pairs, of those with negative images, and of those with negative texts. Each
+            group counts alike, whatever its size.
+        teacher: the same of the teacher.
     """
-    return functional.binary_cross_entropy_with_logits(student, torch.sigmoid(teacher))
+    losses = [
+        functional.binary_cross_entropy_with_logits(ours, torch.sigmoid(theirs))
+        for ours, theirs in zip(student, teacher, strict=True)
+    ]
+    return torch.stack(losses).mean()
 
 
 def alignment_loss(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,8 @@ class JointObjective(nn.Module):
         hidden = self.joint.hidden_states(batch.inputs, tokens.index_select(0, batch.image))
         pairs = batch.pairs * (1 + 2 * batch.negatives)
         logits = self.joint.classification_head(hidden[:pairs])[:, 0].float()
-        parts = logits.split([batch.pairs, batch.pairs * batch.negatives, batch.pairs * batch.negatives])
+        sizes = [batch.pairs, batch.pairs * batch.negatives, batch.pairs * batch.negatives]
+        parts = torch.split(logits, sizes)
         positive, images, texts = parts[0], *(part.view(batch.pairs, batch.negatives) for part in parts[1:])
         loss_of = itm_loss if config.itm == "softmax" else binary_itm_loss
         losses = {"itm": loss_of(positive, images, texts)}
@@ -68,7 +69,7 @@ class JointObjective(nn.Module):
         if batch.text_inputs is not None:
             losses["recovery"] = self._recovery(*batch.text_inputs)
         if (teacher := self._teacher[0]) is not None:
-            losses["distillation"] = distillation_loss(logits, teacher.logits(batch))
+            losses["distillation"] = distillation_loss(parts, torch.split(teacher.logits(batch), sizes))
         total = torch.stack([getattr(config, f"{name}_weight") * loss for name, loss in losses.items()]).sum()
         best = torch.cat([images, texts], dim=1).amax(dim=1)
         return {TOTAL: total, **losses, "accuracy": (positive > best).float().mean()}

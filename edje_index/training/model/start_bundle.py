@@ -15,6 +15,7 @@ from edje_index.bundles.info import ADAPTER_WEIGHTS, INFO_FILE, BundleInfo, enco
 from edje_index.errors import ModelError
 from edje_index.models.adapter import LOCAL, PATCH_REDUCTIONS, PATCHES, Adapter, AdapterConfig, build_adapter
 from edje_index.models.joint_encoder import JointEncoder
+from edje_index.models.joint_inputs import MAX_TEXT_TOKENS
 from edje_index.models.pretrained_clip import LOCAL_DIR, load_clip
 from edje_index.models.text_tower import text_tokenizer
 from edje_index.models.vision_tower import VisionTower, vision_tower
@@ -60,6 +61,7 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
         if joint.text_projection.out_features != bundle.embed_dim:
             joint.text_projection = nn.Linear(joint.width, bundle.embed_dim)
         adapter = _adapter(config, bundle.vision, joint, init)
+        extend_positions(joint, MAX_TEXT_TOKENS + adapter.config.num_tokens)
     started = replace(bundle, adapter=adapter, joint=joint, trained=False, notes=NOTES, info=None)
     return replace(started, score=DirectionWeights(), pooled=None, hubness_bank=None)
 
@@ -103,6 +105,19 @@ def keep_layers(joint: JointEncoder, count: int) -> None:
         raise ModelError(f"cannot keep {count} layers: the language model has {len(layers)}")
     joint.language_model.bert.encoder.layer = layers[:count]
     joint.config.num_hidden_layers = count
+
+
+@torch.no_grad()
+def extend_positions(joint: JointEncoder, count: int) -> None:
+    """Give the language model at least `count` trainable positions. Added ones start as copies of the last."""
+    embeddings = joint.language_model.bert.embeddings
+    table: nn.Embedding = embeddings.position_embeddings
+    if table.num_embeddings >= count:
+        return
+    rows = torch.arange(count).clamp(max=table.num_embeddings - 1)
+    embeddings.position_embeddings = nn.Embedding(count, table.embedding_dim)
+    embeddings.position_embeddings.weight.copy_(table.weight[rows])
+    joint.config.max_position_embeddings = count
 
 
 def set_dropout(joint: JointEncoder, hidden: float | None, attention: float | None) -> None:

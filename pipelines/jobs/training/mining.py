@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pipelines.jobs.training.index_builder import check_encoder, image_sources
 
 if TYPE_CHECKING:
+    from edje_index.training.config import NegativesConfig
     from edje_index.training.data.dataset import Miner
     from pipelines.jobs.training.index_builder import IndexBuilder
     from pipelines.jobs.training.matching import MatchedCaptions
@@ -27,6 +28,12 @@ class OpenMiner:
 
     miner: Miner
     temperature: float
+
+    def temperature_for(self, settings: NegativesConfig) -> float:
+        """Temperature of the draws; 0 takes the most similar."""
+        if settings.selection == "top":
+            return 0.0
+        return self.temperature if settings.temperature is None else settings.temperature
 
 
 def open_miner(

@@ -48,7 +48,7 @@ def prepare_training(
 
     inputs, folder = request.inputs, request.run.folder
     captions = given.captions
-    total_steps(config.loop, len(captions.trained))
+    total_steps(config.loop, captions.pairs(config.loop.epoch_of))
     builder = IndexBuilder(folder, request.run, config.loop.dtype, on_event, should_stop)
     progress = stoppable_progress(on_event, should_stop)
     on_event(StatusMessage("loading the initial model"))
@@ -65,7 +65,7 @@ def prepare_training(
     if inputs.teacher is not None:
         teacher = teacher_task(inputs.teacher, given.teacher_features or features, start, matched.items, folder)
     views = view_task(given.view_features, config, start, matched.items, builder)
-    total_steps(config.loop, len(matched.items))
+    total_steps(config.loop, matched.captions.pairs(config.loop.epoch_of))
     task = TrainTask(
         config=config,
         runtime=worker_runtime(request.run),
@@ -73,7 +73,7 @@ def prepare_training(
         start=start.path,
         features=features,
         data=data,
-        temperature=miner.temperature if config.negatives.temperature is None else config.negatives.temperature,
+        temperature=miner.temperature_for(config.negatives),
         teacher=teacher,
         new_adapter=start.new_adapter,
         views=views,

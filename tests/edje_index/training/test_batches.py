@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -63,9 +64,51 @@ def test_masks_cover_caption_tokens_alone_and_about_half(tokenizer):
     assert len(positions) / sum(map(len, texts)) == pytest.approx(0.5, abs=0.02)
 
 
-def test_an_epoch_shows_every_image_once_and_the_next_another_caption(case):
+def annotation_epochs(groups: list[int], batch_size: int, epochs: int, order: Callable[[int], list[int]]):
+    """Plain Python: the (image, caption) pairs of each epoch over a list of annotations, without incomplete batches."""
+    annotations = [(image, caption) for image, count in enumerate(groups) for caption in range(count)]
+    numbers = {pair: number for number, pair in enumerate(annotations)}
+    for epoch in range(epochs):
+        shuffled = [annotations[number] for number in order(epoch)]
+        full = shuffled[: len(shuffled) // batch_size * batch_size]
+        yield [(image, numbers[image, caption]) for image, caption in full]
+
+
+def uneven(groups: list[int]) -> TrainingData:
+    """Data of images with `groups` captions each; the rest is empty."""
+    starts, none = np.concatenate([[0], np.cumsum(groups)]), np.zeros(0)
+    keys = np.arange(sum(groups))
+    return TrainingData(np.arange(len(groups)), starts, none, none, keys, none, none, none)
+
+
+@pytest.mark.parametrize(("seed", "batch_size"), [(0, 4), (3, 7), (1, 13)])
+def test_an_epoch_visits_every_annotation_once_in_its_order(seed, batch_size):
+    groups = [1, 5, 2, 1, 1, 3, 5, 1, 4, 1, 2]
+    sampler = Sampler(uneven(groups), batch_size, seed)
+    batches = sum(groups) // batch_size
+    orders = [np.random.default_rng([seed, 0, epoch]).permutation(sum(groups)).tolist() for epoch in range(4)]
+    for epoch, expected in enumerate(annotation_epochs(groups, batch_size, 4, orders.__getitem__)):
+        numbers = range(epoch * batches, (epoch + 1) * batches)
+        pairs = [pair for number in numbers for pair in zip(*map(list, sampler.pairs(number)), strict=True)]
+        assert pairs == expected
+        assert len(set(pairs)) == batches * batch_size
+    assert orders[0] != orders[1]
+
+
+def test_mixed_data_sets_keep_the_proportions_of_their_annotations():
+    """300 images with one caption and 100 with five: 3/8 and 5/8 of the pairs, not 3/4 and 1/4."""
+    data = uneven([1] * 300 + [5] * 100)
+    shares = {}
+    for epoch_of, batches in (("captions", 10), ("images", 5)):
+        sampler = Sampler(data, 80, 0, epoch_of)
+        images = np.concatenate([sampler.pairs(number)[0] for number in range(batches)])
+        shares[epoch_of] = float((images < 300).mean())
+    assert shares == {"captions": 3 / 8, "images": 3 / 4}
+
+
+def test_an_epoch_of_images_shows_every_image_once_and_the_next_another_caption(case):
     data = TrainingData.open(case.data)
-    sampler = Sampler(data, 8, seed=1)
+    sampler = Sampler(data, 8, seed=1, epoch_of="images")
     epochs = [[sampler.pairs(3 * epoch + batch) for batch in range(3)] for epoch in range(2)]
     first, second = (dict(zip(*map(np.concatenate, zip(*epoch, strict=True)), strict=True)) for epoch in epochs)
     assert sorted(first) == sorted(second) == list(range(IMAGES))
@@ -77,7 +120,7 @@ def test_an_epoch_shows_every_image_once_and_the_next_another_caption(case):
 
 def test_sets_of_captions_go_round_what_an_image_has(case):
     data = TrainingData.open(case.data)
-    sampler = Sampler(data, 8, seed=1)
+    sampler = Sampler(data, 8, seed=1, epoch_of="images")
     images, captions = sampler.sets(4, 3)
     np.testing.assert_array_equal(captions[0], sampler.pairs(4)[1])
     np.testing.assert_array_equal(captions[2], captions[0])  # every image has two

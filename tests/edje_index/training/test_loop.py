@@ -14,10 +14,12 @@ from edje_index.training.fitting.trained_bundle import trained_bundle
 from edje_index.training.loop.checkpoint import Checkpoints
 from edje_index.training.loop.distributed import WorkerGroup
 from edje_index.training.loop.log import TrainLog, read_log
+from edje_index.training.loop.opened_task import open_task
 from edje_index.training.loop.schedule import total_steps
 from edje_index.training.loop.train_worker import run_worker
 from edje_index.training.loop.training_loop import TrainingStopped, make_optimizer
 from edje_index.training.model.objectives import JointObjective
+from edje_index.training.model.start_bundle import make_trainable
 from storage_formats.errors import UsageError
 
 
@@ -137,17 +139,47 @@ def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(case, tmp_pat
     )
 
 
-def test_a_checkpoint_has_no_head_that_is_not_trained(case, tmp_path):
-    config = case.config(optimizer__adapter_lr_factor=3.0)
+@pytest.mark.parametrize("decayed", ["all", "matrices"])
+def test_which_parameters_have_weight_decay(case, decayed):
+    config = case.config(optimizer__adapter_lr_factor=3.0, optimizer__decayed=decayed)
     start = ModelBundle.load(case.bundle)
-    optimizer = make_optimizer(
-        JointObjective(start.adapter.requires_grad_(True), start.joint, config.objective, config.augmentation),
-        config.optimizer,
-    )
-    kinds = {(group["weight_decay"], group["factor"]) for group in optimizer.param_groups}
-    assert kinds == {(0.0, 1.0), (0.05, 1.0), (0.0, 3.0), (0.05, 3.0)}
-    for group in optimizer.param_groups:
-        assert all((parameter.ndim > 1) == (group["weight_decay"] > 0) for parameter in group["params"])
+    module = JointObjective(start.adapter.requires_grad_(True), start.joint, config.objective, config.augmentation)
+    groups = make_optimizer(module, config.optimizer).param_groups
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    assert sum(len(group["params"]) for group in groups) == len(trained)
+    assert {group["factor"] for group in groups} == {1.0, 3.0}
+    for group in groups:
+        for parameter in group["params"]:
+            assert group["weight_decay"] == (0.05 if decayed == "all" or parameter.ndim > 1 else 0.0)
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 1e9, 0.5])
+def test_a_step_is_that_of_stock_adamw(case, tmp_path, clip_norm):
+    """Two steps, written out: gradients of the loss, clipped if asked, and torch's own AdamW over all parameters."""
+    settings = {"optimizer__clip_norm": clip_norm, "loop__steps": 2, "optimizer__warmup_steps": 0}
+    still = {"architecture__dropout": 0.0, "architecture__attention_dropout": 0.0}
+    task = case.task(tmp_path, **settings, **still)
+    run_worker(task, WorkerGroup(), never)
+    opened = open_task(task, WorkerGroup())
+    make_trainable(opened.start, task.config.architecture, torch.device("cpu"))
+    module = JointObjective(
+        opened.start.adapter, opened.start.joint, task.config.objective, task.config.augmentation
+    ).train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.05)
+    for number in range(2):
+        optimizer.zero_grad()
+        module(opened.source.joint(number))["loss"].backward()
+        total = sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None) ** 0.5
+        assert total > 0.5
+        for parameter in module.parameters():
+            if clip_norm and total > clip_norm and parameter.grad is not None:
+                parameter.grad *= clip_norm / total
+        optimizer.step()
+    trained = weights(tmp_path)
+    for name, parameter in module.state_dict().items():
+        torch.testing.assert_close(trained[name], parameter, atol=2e-5, rtol=1e-4, msg=name)
+    before = ModelBundle.load(task.start).adapter.state_dict()
+    assert not same({k.removeprefix("adapter."): v for k, v in trained.items() if k.startswith("adapter.")}, before)
 
 
 def test_how_long(case):

@@ -75,16 +75,22 @@ def test_recovery_is_one_minus_cosine(rng):
     close(recovery_loss(projected, embeddings), np.mean(1 - cosines))
 
 
-def test_distillation_is_cross_entropy_with_the_teachers_probability(rng):
-    (s, student), (t, teacher) = both(rng.normal(0, 2, 35)), both(rng.normal(0, 2, 35))
-    y, predicted = sigmoid(t), sigmoid(s)
-    close(distillation_loss(student, teacher), np.mean(-(y * np.log(predicted) + (1 - y) * np.log(1 - predicted))))
+def test_distillation_averages_the_means_of_the_three_groups(rng):
+    """Positives, negative images and negative texts count alike, although there are three negatives to a positive."""
+    sizes = (5, 15, 15)
+    groups = [(both(rng.normal(0, 2, size)), both(rng.normal(0, 2, size))) for size in sizes]
+    means = []
+    for (s, _), (t, _) in groups:
+        y, predicted = sigmoid(t), sigmoid(s)
+        means.append(np.mean(-(y * np.log(predicted) + (1 - y) * np.log(1 - predicted))))
+    loss = distillation_loss([student for (_, student), _ in groups], [teacher for _, (_, teacher) in groups])
+    close(loss, sum(means) / 3)
 
 
 def test_distillation_is_least_where_the_student_agrees():
     teacher = torch.linspace(-3, 3, 7)
     student = teacher.clone().requires_grad_()
-    distillation_loss(student, teacher).backward()
+    distillation_loss([student], [teacher]).backward()
     assert torch.allclose(student.grad, torch.zeros(7), atol=1e-7)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import operator
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from edje_index.training.data.negatives import draw_negatives, mined_share, negative_mask
+from edje_index.training.data.sampling import Sampler
 from storage_formats.errors import UsageError
 
 
@@ -31,6 +36,29 @@ def test_temperature_zero_takes_the_most_similar():
     for row, columns in enumerate(drawn):
         others = [at for at in np.argsort(-similar[row]) if at != row]
         assert columns.tolist() == others[:3]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("count", [1, 3])
+def test_negatives_are_the_top_k_of_the_published_sampling(case, seed, count):
+    """Plain Python in float64: rank the batch by softmax of the similarities without the anchor's own pairs."""
+    source = case.source(negatives__count=count, loop__seed=seed, loop__batch_size=12)
+    source = replace(source, temperature=0.0)
+    data = source.data
+    images, captions = Sampler(data, 12, seed).pairs(seed)
+    drawn = source.negatives(seed, images, captions)
+    texts, photos = (array.astype(np.float64).tolist() for array in (data.text_mining, data.image_mining))
+    scores = [[sum(map(operator.mul, texts[c], photos[i])) for i in images] for c in captions]
+    for direction, matrix in ((0, scores), (1, [list(column) for column in zip(*scores, strict=True)])):
+        for anchor, row in enumerate(matrix):
+            total = sum(math.exp(value) for value in row)
+            allowed = [
+                (-math.exp(value) / total, other)
+                for other, value in enumerate(row)
+                if data.rows[images[other]] != data.rows[images[anchor]]
+                and data.caption_keys[captions[other]] != data.caption_keys[captions[anchor]]
+            ]
+            assert drawn[direction][anchor].tolist() == [other for _, other in sorted(allowed)[:count]]
 
 
 def test_draws_follow_the_softmax_of_the_similarities():

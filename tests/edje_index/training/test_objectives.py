@@ -113,7 +113,7 @@ def test_the_teacher_scores_the_students_pairs_with_its_own_tokens(case, bundle,
     assert not any("teacher" in name for name, _ in objective.named_parameters())
 
 
-def test_distillation_is_of_all_pairs(case, bundle):
+def test_distillation_is_of_positives_negative_images_and_negative_texts(case, bundle):
     source = case.source()
     batch = replace(source, teacher=TeacherSource(source.features, source.data.rows, 16)).joint(0)
     teacher = Teacher(bundle.joint, build_adapter(AdapterConfig("local", 16, 32, 16, 24)))
@@ -122,7 +122,8 @@ def test_distillation_is_of_all_pairs(case, bundle):
     ).eval()
     tokens = bundle.adapter(batch.patches.float())
     student = torch.cat([bundle.joint(rows(batch.inputs, at), tokens[batch.image[at : at + 1]]) for at in range(40)])
-    expected = distillation_loss(student, teacher.logits(batch))
+    sizes = [8, 16, 16]
+    expected = distillation_loss(student.split(sizes), teacher.logits(batch).split(sizes))
     torch.testing.assert_close(objective(batch)["distillation"], expected, atol=1e-5, rtol=0)
 
 

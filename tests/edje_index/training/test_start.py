@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from edje_index.bundles.bundle import ModelBundle
@@ -163,3 +163,33 @@ def test_the_settings_decide_how_captions_are_read(tiny_bundle):
     assert make_start(Origin(tiny_bundle), SMALL, seed=1).joint.tokenizer.canonical
     raw = SMALL.model_copy(update={"canonical_captions": False})
     assert not make_start(Origin(tiny_bundle), raw, seed=1).joint.tokenizer.canonical
+
+
+@pytest.mark.parametrize(("adapter", "positions"), [("local", 80), ("compressed", 67)])
+def test_positions_reach_to_the_last_image_token_and_are_trained(tiny_bundle, language, tmp_path, adapter, positions):
+    """As published: 64 for the row without its image, and one per image token; added rows repeat the last one."""
+    config = json.loads((language / "config.json").read_text())
+    (language / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 66}))
+    state = load_file(language / "model.safetensors")
+    name = "embeddings.position_embeddings.weight"
+    state[name] = state[name][:66].clone()
+    save_file(state, language / "model.safetensors")
+    start = make_start(Origin(tiny_bundle, language=language), SMALL.model_copy(update={"adapter": adapter}), seed=1)
+    table = start.joint.language_model.bert.embeddings.position_embeddings.weight
+    assert table.shape == (positions, 24)
+    assert torch.equal(table[:66], state[name].float())
+    assert torch.equal(table[66:], state[name][-1:].float().expand(positions - 66, -1))
+    start.save(tmp_path / "start")
+    joint = ModelBundle.load(tmp_path / "start").joint
+    joint.requires_grad_(True)
+    inputs = joint.tokenizer.inputs(["word " * 80], start.adapter.config.num_tokens)
+    tokens = torch.randn(1, start.adapter.config.num_tokens, 24)
+    joint.hidden_states(inputs, tokens)[0, 0, 0].backward()
+    gradient = joint.language_model.bert.embeddings.position_embeddings.weight.grad
+    assert gradient.shape == (positions, 24)
+    assert (gradient.abs().sum(dim=1) > 0).all(), "every position has its own row"
+
+
+def test_a_long_table_of_positions_is_kept(tiny_bundle):
+    start = make_start(Origin(tiny_bundle), SMALL, seed=1)
+    assert start.joint.config.max_position_embeddings == 512
