@@ -14,7 +14,8 @@ from storage_formats.format.layout import IndexSpec
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import RowEntry, rows_table
-from storage_formats.writing.publish import Provenance, begin_index, finish_index
+from storage_formats.writing.begin import begin_index
+from storage_formats.writing.publish import Provenance, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
 
 _BATCH = 128

@@ -22,7 +22,7 @@ from storage_formats.atomic import fsync_paths
 from storage_formats.codecs import BF16, Blocks
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.rows import RowEntry, rows_table
-from storage_formats.writing.publish import begin_index
+from storage_formats.writing.begin import begin_index
 from storage_formats.writing.shard_writer import ShardWriter
 
 BLOCK_SHAPE = (64, 384)

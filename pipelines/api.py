@@ -115,15 +115,10 @@ def quantize_index(
         >>> result.precisions, result.bytes_per_image["nvfp4"]
         (('bf16', 'fp8', 'nvfp4'), 36)
     """
-    from pipelines.engines.base import Engine
-    from pipelines.engines.inline import InlineEngine
+    from pipelines.engines import open_engine
     from pipelines.jobs.quantize import QuantizeConfig, run_quantize
 
-    engine: Engine = InlineEngine()
-    if workers is not None:
-        from pipelines.engines.ray_engine import RayEngine
-
-        engine = RayEngine(workers)
+    engine = open_engine("inline" if workers is None else "ray", workers)
     return run_quantize(QuantizeConfig(Path(index), tuple(to), tuple(drop), source), engine, on_event)
 
 

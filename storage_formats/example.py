@@ -11,7 +11,8 @@ import numpy as np
 from storage_formats.codecs import BF16
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.rows import RowEntry, rows_table
-from storage_formats.writing.publish import Provenance, begin_index, finish_index
+from storage_formats.writing.begin import begin_index
+from storage_formats.writing.publish import Provenance, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
 
 _SPEC = IndexSpec(rows=10, shard_size=4, block_shape=(4, 8), embed_dim=6, precisions=("bf16", "fp8"))

@@ -5,40 +5,43 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path
 
+from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import FileEntry, Manifest
-from storage_formats.format.zarr_metadata import zarr_documents
-from storage_formats.verify import Problem
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.shard_table import read_shard_table
+
+_PROBLEMS_SHOWN = 3
 
 
-def find_missing_files(root: str | Path, manifest: Manifest) -> Iterator[Problem]:
-    """Files of the index that are missing or differ in length from the committed ones.
+def check_files(index: CommittedIndex) -> None:
+    """Check that no file of the index is missing or differs in length from the committed one.
 
     Raises:
-        CorruptIndexError: the shard table is missing or damaged.
+        CorruptIndexError: a file is missing or differs, or the shard table is damaged.
     """
-    layout = Layout(Path(root))
-    for path in zarr_documents(layout, manifest.spec):
+    if problems := list(_problems(index)):
+        shown = "; ".join(problems[:_PROBLEMS_SHOWN])
+        rest = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
+        raise CorruptIndexError(
+            f"{index.root} is finished but damaged: {shown}{rest}. 'edje-index verify {index.root}' lists all damage; "
+            f"restore the files, or remove {index.root} and build again"
+        )
+
+
+def _problems(index: CommittedIndex) -> Iterator[str]:
+    layout = Layout(index.root)
+    for path in layout.zarr_files(index.manifest.spec.precisions):
         if not path.is_file():
-            yield Problem(layout.relative(path), "missing-file", "is missing")
-    shard_files = manifest.shard_files(root)
-    for path, length in zip(shard_files["path"].to_pylist(), shard_files["bytes"].to_pylist(), strict=True):
-        yield from _check_length(layout, path, length)
-    for value in manifest.ann.get("files", []):
-        entry = FileEntry.from_json(value)
-        yield from _check_length(layout, entry.path, entry.bytes)
-
-
-def _check_length(layout: Layout, path: str, length: int) -> Iterator[Problem]:
-    try:
-        status = os.stat(layout.root / path)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or str(error)
-        yield Problem(path, "missing-file", f"cannot be read: {reason}")
-        return
-    if not stat.S_ISREG(status.st_mode):
-        yield Problem(path, "missing-file", "is not a regular file")
-    elif status.st_size != length:
-        yield Problem(path, "length", f"has {status.st_size} bytes instead of the {length} that were committed")
+            yield f"{layout.relative(path)} is missing"
+    lines = read_shard_table(index.root, index.manifest.shard_table)
+    for file in (*(file for _, file in lines), *index.manifest.ann_files):
+        try:
+            status = os.stat(layout.root / file.path)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            yield f"{file.path} cannot be read: {getattr(error, 'strerror', None) or error}"
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            yield f"{file.path} is not a regular file"
+        elif status.st_size != file.bytes:
+            yield f"{file.path} has {status.st_size} bytes instead of the {file.bytes} that were committed"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from storage_formats.codecs import Codec, codec, fill_record
@@ -18,8 +17,9 @@ from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c_rows, crc32c_stream, read_checksums
 from storage_formats.format.index_files import open_index_file, read_index_file
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
-from storage_formats.format.manifest import Counts, FileEntry, Manifest
+from storage_formats.format.manifest import Counts, Manifest
 from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, read_shard_rows
+from storage_formats.format.shard_table import FileEntry, read_shard_table
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.reading.embeddings import read_shard_embeddings
 from storage_formats.writing.token_shard import shard_index_bytes
@@ -74,11 +74,11 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
     try:
         manifest = Manifest.load(root)
         manifest_bytes = read_index_file(root, layout.manifest)
-        table = manifest.shard_files(root)
+        shard_files = read_shard_table(root, manifest.shard_table)
     except (CorruptIndexError, OSError) as error:
         return [Problem("index.json", "manifest", str(error))]
     problems = list(_check_metadata(layout, manifest.spec))
-    by_shard = _files_by_shard(table)
+    by_shard = _files_by_shard(shard_files)
     totals = Counts(0, 0, 0)
     for shard in range(manifest.spec.shards):
         check = _ShardCheck(layout, manifest.spec, shard, by_shard.get(shard, {}))
@@ -101,10 +101,10 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
     return problems
 
 
-def _files_by_shard(table: pa.Table) -> dict[int, dict[str, FileEntry]]:
+def _files_by_shard(shard_files: list[tuple[int, FileEntry]]) -> dict[int, dict[str, FileEntry]]:
     by_shard: dict[int, dict[str, FileEntry]] = {}
-    for line in table.to_pylist():
-        by_shard.setdefault(line["shard"], {})[line["path"]] = FileEntry(line["path"], line["bytes"], line["crc32c"])
+    for shard, file in shard_files:
+        by_shard.setdefault(shard, {})[file.path] = file
     return by_shard
 
 
@@ -305,8 +305,7 @@ def _precision_of(path: str) -> str | None:
 
 
 def _check_ann(layout: Layout, manifest: Manifest) -> Iterator[Problem]:
-    for value in manifest.ann.get("files", []):
-        entry = FileEntry.from_json(value)
+    for entry in manifest.ann_files:
         try:
             with open_index_file(layout.root, layout.root / entry.path) as file:
                 is_sound = os.fstat(file.fileno()).st_size == entry.bytes and crc32c_stream(file) == entry.crc32c

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -23,8 +22,9 @@ from storage_formats.extras import name_missing_extra
 from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import FileEntry, Manifest
-from storage_formats.reading.embeddings import iter_embeddings
+from storage_formats.format.manifest import Manifest
+from storage_formats.format.shard_table import FileEntry
+from storage_formats.reading.embeddings import iter_indexed
 
 FLAT_LIMIT = 100_000
 """Largest number of rows with an exact index: a scan of 100,000 x 768 takes about 10 ms on two cores."""
@@ -77,7 +77,7 @@ def build_ann(root: str | Path, spec: IndexSpec) -> dict[str, Any]:
 
     layout = Layout(Path(root))
     index = faiss.IndexIDMap2(_empty_index(root, spec))
-    for rows, vectors in _indexed_vectors(root, spec):
+    for rows, vectors in iter_indexed(root, spec):
         index.add_with_ids(vectors, rows)
     layout.ann.mkdir(parents=True, exist_ok=True)
     temporary = layout.ann / "index.faiss.partial"
@@ -106,8 +106,8 @@ class AnnIndex:
     def __init__(self, root: str | Path) -> None:
         manifest = Manifest.load(root)
         layout = Layout(Path(root))
-        entries = [FileEntry.from_json(value) for value in manifest.ann.get("files", [])]
-        entry = next((entry for entry in entries if entry.path == layout.relative(layout.ann_index)), None)
+        ann_path = layout.relative(layout.ann_index)
+        entry = next((entry for entry in manifest.ann_files if entry.path == ann_path), None)
         if entry is None:
             raise UsageError(f"{root} has no nearest-neighbour index; build it with edje_index.add_ann({str(root)!r})")
         spec = manifest.spec
@@ -194,11 +194,4 @@ def _empty_index(root: str | Path, spec: IndexSpec) -> Any:
 def _training_sample(root: str | Path, spec: IndexSpec, count: int) -> NDArray[np.float32]:
     """About `count` vectors, every n-th row of the index, so that the order of the sources does not matter."""
     step = max(1, spec.rows // count)
-    return np.concatenate([vectors[rows % step == 0] for rows, vectors in _indexed_vectors(root, spec)])
-
-
-def _indexed_vectors(root: str | Path, spec: IndexSpec) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """(row ids [k], embeddings [k, embed_dim]) of each shard without its holes."""
-    for first_row, vectors in iter_embeddings(root, spec):
-        indexed = np.flatnonzero(~np.isnan(vectors[:, 0]))
-        yield indexed + first_row, vectors[indexed]
+    return np.concatenate([vectors[rows % step == 0] for rows, vectors in iter_indexed(root, spec)])

@@ -40,16 +40,17 @@ def info(index: Path, as_json: bool) -> None:
 
 def describe_index(root: Path) -> dict[str, Any]:
     """The contents of a finished or unfinished index as a JSON object. Raises EdjeError if there is no index."""
-    from pipelines.jobs.shard_run import read_receipts
     from pipelines.planning.plan import read_plan
+    from storage_formats.format.receipts import read_receipts
 
-    if not Layout(root).manifest.exists() and (plan := read_plan(root)) is not None:
+    layout = Layout(root)
+    if not layout.manifest.exists() and (plan := read_plan(root)) is not None:
         return {
             "index": str(root),
             "state": "begun",
             "rows": plan.spec.rows,
             "shards": plan.spec.shards,
-            "finished_shards": len(read_receipts(root, plan.spec, plan.fingerprint)),
+            "finished_shards": len(read_receipts(layout, plan.spec, plan.fingerprint)),
             "shard_size": plan.spec.shard_size,
             "block_shape": list(plan.spec.block_shape),
             "embed_dim": plan.spec.embed_dim,
@@ -60,10 +61,11 @@ def describe_index(root: Path) -> dict[str, Any]:
     from dataclasses import asdict
 
     from storage_formats.format.manifest import Manifest
+    from storage_formats.format.shard_table import read_shard_table
 
     manifest = Manifest.load(root)
+    files = [*(file for _, file in read_shard_table(root, manifest.shard_table)), *manifest.ann_files]
     spec, counts = manifest.spec, manifest.counts
-    sizes = manifest.shard_files(root)["bytes"].to_pylist()
     return {
         "index": str(root),
         "state": "finished",
@@ -75,7 +77,7 @@ def describe_index(root: Path) -> dict[str, Any]:
         "embed_dim": spec.embed_dim,
         "precisions": list(spec.precisions),
         "encoded_from": {name: list(sources) for name, sources in manifest.encoded_from.items()},
-        "bytes": sum(sizes) + sum(int(file["bytes"]) for file in manifest.ann.get("files", [])),
+        "bytes": sum(file.bytes for file in files),
         "ann": manifest.ann,
         "model": manifest.model,
         "settings": manifest.settings,

@@ -100,12 +100,8 @@ def _print(index: Path, result: QuantizeResult) -> None:
 
 
 def _engine(name: str, workers: int | None, address: str | None) -> Engine:
-    if name == "inline":
-        if workers is not None or address is not None:
-            raise UsageError("--workers and --address need --engine ray")
-        from pipelines.engines.inline import InlineEngine
+    from pipelines.engines import open_engine
 
-        return InlineEngine()
-    from pipelines.engines.ray_engine import RayEngine
-
-    return RayEngine(workers or 2, address=address)
+    if name == "inline" and (workers is not None or address is not None):
+        raise UsageError("--workers and --address need --engine ray")
+    return open_engine(name, workers or 2, address=address)

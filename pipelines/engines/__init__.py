@@ -1,3 +1,23 @@
 """Execution engines: ways to run independent tasks on long-lived workers."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipelines.engines.base import Engine
+
+
+def open_engine(name: str, workers: int | None, *, cpus: int = 1, gpus: int = 0, address: str | None = None) -> Engine:
+    """The engine `name`, "inline" or "ray"; the other arguments are those of `RayEngine`.
+
+    Raises:
+        UsageError: the address is not one of a Ray cluster.
+    """
+    if name == "inline":
+        from pipelines.engines.inline import InlineEngine
+
+        return InlineEngine()
+    from pipelines.engines.ray_engine import RayEngine
+
+    return RayEngine(workers, cpus=cpus, gpus=gpus, address=address)

@@ -17,6 +17,7 @@ from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import FAILED, INDEXED, TIMING_COLUMNS, read_shard_rows
+from storage_formats.format.shard_table import read_shard_table
 from storage_formats.token_store import TokenStore
 
 if TYPE_CHECKING:
@@ -181,9 +182,8 @@ def _add_row(facts: RowFacts, row: dict[str, Any]) -> None:
 def _bytes_by_folder(root: Path, manifest: Manifest) -> dict[str, int]:
     """Bytes of the committed files by folder, such as "tokens/fp8"."""
     sizes: Counter[str] = Counter()
-    files = manifest.shard_files(root)
-    for path, size in zip(files["path"].to_pylist(), files["bytes"].to_pylist(), strict=True):
-        sizes[path.rpartition("/")[0]] += size
+    for _, file in read_shard_table(root, manifest.shard_table):
+        sizes[file.path.rpartition("/")[0]] += file.bytes
     return dict(sizes)
 
 

@@ -64,17 +64,18 @@ def _refuse_failures(plan: BuildPlan, receipts: list[ShardReceipt], max_failed: 
     else:
         return
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(failed.items()))
-    names = ", ".join(_first_failures(plan))
+    names = ", ".join(_first_failures(plan, receipts))
     raise FailedInputsError(f"{problem} ({reasons}), so no index was written. The first are {names}", remedy)
 
 
-def _first_failures(plan: BuildPlan) -> list[str]:
+def _first_failures(plan: BuildPlan, receipts: list[ShardReceipt]) -> list[str]:
     """Names and reasons of the first inputs that failed."""
     from storage_formats.format.rows import FAILED, read_shard_rows
 
     shards = (
-        read_shard_rows(Layout(plan.root), shard, ["uri", "status", "reason"]).to_pylist()
-        for shard in range(plan.spec.shards)
+        read_shard_rows(Layout(plan.root), receipt.shard, ["uri", "status", "reason"]).to_pylist()
+        for receipt in receipts
+        if receipt.failed
     )
     failed = (f"{row['uri']} ({row['reason']})" for rows in shards for row in rows if row["status"] == FAILED)
     return list(itertools.islice(failed, _NAMED_FAILURES))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import Engine, TaskInterrupted, Worker, describe_error
 from pipelines.jobs.lock import locked_index
-from pipelines.jobs.shard_run import ShardJob, read_receipts, run_shards
+from pipelines.jobs.shard_run import ShardJob, run_shards
 from pipelines.planning.machine import free_disk
 from pipelines.progress.events import OnEvent, PlanReady
 from pipelines.progress.meter import ShardState
@@ -199,9 +199,11 @@ def _refuse_higher_fidelity(root: Path, manifest: Manifest, source: str, targets
 
 def _source_digest(root: Path, manifest: Manifest, source: str) -> str:
     """SHA-256 over length and checksum of every file of `source`. It differs between indexes of the same shape."""
+    from storage_formats.format.shard_table import read_shard_table
+
     folders = (f"tokens/{source}/", f"checksums/{source}/")
-    lines = manifest.shard_files(root).to_pylist()
-    files = [(line["path"], line["bytes"], line["crc32c"]) for line in lines if line["path"].startswith(folders)]
+    entries = [file for _, file in read_shard_table(root, manifest.shard_table) if file.path.startswith(folders)]
+    files = [(file.path, file.bytes, file.crc32c) for file in entries]
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
@@ -227,10 +229,11 @@ def _check_names(config: QuantizeConfig, available: tuple[str, ...]) -> None:
 
 def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_stop: ShouldStop) -> Manifest:
     """Convert the shards that earlier runs did not finish, and publish the new precisions."""
+    from storage_formats.format.receipts import read_receipts
+    from storage_formats.writing.begin import clear_staging
     from storage_formats.writing.conversion import add_precisions
-    from storage_formats.writing.publish import clear_staging
 
-    receipts = read_receipts(conversion.root, conversion.spec, conversion.plan)
+    receipts = read_receipts(Layout(conversion.root), conversion.spec, conversion.plan)
     _check_disk(conversion, conversion.spec.shards - len(receipts))
     clear_staging(conversion.root)
     on_event(PlanReady(conversion.spec.rows, conversion.spec.shards, len(receipts)))

@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import Engine, EngineUnavailableError, Task, TaskFailure, WorkerFactory, describe_error
@@ -17,7 +16,7 @@ from pipelines.progress.events import OnEvent
 from pipelines.progress.meter import ShardMeter, ShardState
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from storage_formats.errors import EdjeError, UsageError
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec
 
 if TYPE_CHECKING:
     from storage_formats.format.receipts import ShardReceipt
@@ -59,15 +58,6 @@ class ShardRun:
     receipts: list[ShardReceipt]
     rows: int
     seconds: float
-
-
-def read_receipts(root: Path, spec: IndexSpec, plan: str) -> Receipts:
-    """The receipts of the shards that earlier runs of the plan with fingerprint `plan` finished."""
-    from storage_formats.format.receipts import read_receipt
-
-    layout = Layout(root)
-    receipts = ((shard, read_receipt(layout, shard, plan)) for shard in range(spec.shards))
-    return {shard: receipt for shard, receipt in receipts if receipt is not None}
 
 
 def run_shards(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.planning.config import BuildConfig
@@ -21,6 +23,7 @@ from storage_formats.format.layout import Layout
 if TYPE_CHECKING:
     from edje_index.images.inputs import InputRef
     from pipelines.sources import Source
+    from storage_formats.format.manifest import CommittedIndex
 
 _REPORT_EVERY = 1000  # inputs
 
@@ -42,6 +45,18 @@ class FrozenInputs:
     duplicates: int
     ignored: dict[str, int]
     checksums: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def removed_on_failure(root: Path) -> Iterator[None]:
+    """Remove the plan and `build/inputs/` if the block fails."""
+    try:
+        yield
+    except BaseException:
+        layout = Layout(root)
+        layout.plan.unlink(missing_ok=True)  # it may be in place though flushing its directory failed
+        shutil.rmtree(layout.inputs(0).parent, ignore_errors=True)
+        raise
 
 
 def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop) -> FrozenInputs:
@@ -83,15 +98,20 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
     return FrozenInputs(rows, digest.hexdigest(), duplicates, ignored, checksums)
 
 
-def check_frozen_inputs(plan: BuildPlan, shards: Iterable[int]) -> None:
-    """Raise CorruptIndexError unless `build/inputs/` holds the lists of `shards` that the plan was made with."""
+def check_frozen_inputs(plan: BuildPlan, finished_shards: Container[int]) -> None:
+    """Check that `build/inputs/` holds the lists that the plan was made with, except those of finished shards.
+
+    Raises:
+        CorruptIndexError: a list is missing or was changed.
+    """
     from storage_formats.format.checksum import crc32c_file, to_hex
 
-    for shard in shards:
+    for shard, checksum in enumerate(plan.input_checksums):
+        if shard in finished_shards:
+            continue
         path = Layout(plan.root).inputs(shard)
         try:
-            checksum = to_hex(crc32c_file(path)[1])
-            damage = None if checksum == plan.input_checksums[shard] else "it has another checksum"
+            damage = None if to_hex(crc32c_file(path)[1]) == checksum else "it has another checksum"
         except FileNotFoundError as error:
             damage = error.strerror
         if damage:
@@ -101,16 +121,31 @@ def check_frozen_inputs(plan: BuildPlan, shards: Iterable[int]) -> None:
             )
 
 
-def check_inputs(config: BuildConfig, plan: BuildPlan, should_stop: ShouldStop) -> None:
-    """Raise UsageError unless the sources still list the inputs that a finished index was built from."""
-    from pipelines.sources import iter_all, open_sources
+def check_sources(config: BuildConfig, index: CommittedIndex, digest: str, should_stop: ShouldStop) -> None:
+    """Check that the sources still list the inputs of the finished `index`, whose `FrozenInputs.digest` is `digest`.
 
-    digest = hashlib.sha256()
-    sources = open_sources(config.sources, config.column)
-    for _ in _digested(iter_all(sources), digest, lambda _: None, should_stop):
+    Raises:
+        UsageError: they do not.
+        JobStopped: `should_stop()` returned True.
+    """
+    from pipelines.sources import iter_all, open_sources
+    from storage_formats.format.rows import read_all_rows
+
+    sources, listed = open_sources(config.sources, config.column), hashlib.sha256()
+    for _ in _digested(iter_all(sources), listed, lambda _: None, should_stop):
         pass
-    if digest.hexdigest() != plan.inputs_digest:
-        raise UsageError(_describe_changes(plan, iter_all(sources)), parameter="sources")
+    if listed.hexdigest() == digest:
+        return
+    rows = read_all_rows(index, ["uri", "size"])
+    then = dict(zip(rows["uri"].to_pylist(), rows["size"].to_pylist(), strict=True))
+    now = {ref.uri: ref.size for ref in iter_all(sources)}
+    resized = sum(now[uri] != then[uri] for uri in now.keys() & then.keys())
+    raise UsageError(
+        f"the sources have changed since {config.out} was built: {counted(len(then), 'input')} then, {len(now)} now "
+        f"({len(now.keys() - then.keys())} new, {len(then.keys() - now.keys())} gone, {resized} of another size); "
+        "choose another output directory",
+        parameter="sources",
+    )
 
 
 def _digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_stop: ShouldStop) -> Iterator[InputRef]:
@@ -134,19 +169,3 @@ def _count_ignored(sources: list[Source]) -> dict[str, int]:
 def _no_images(ignored: dict[str, int]) -> str:
     kinds = ", ".join(f"{name} {count}" for name, count in ignored.items())
     return f"none of the files is an image ({kinds})" if kinds else "there are no files"
-
-
-def _describe_changes(plan: BuildPlan, refs: Iterable[InputRef]) -> str:
-    from storage_formats.format.rows import read_shard_rows
-
-    sizes = {ref.uri: ref.size for ref in refs}
-    stored = {}
-    for shard in range(plan.spec.shards):
-        rows = read_shard_rows(Layout(plan.root), shard, ["uri", "size"])
-        stored.update({row["uri"]: row["size"] for row in rows.to_pylist()})
-    new, missing = sizes.keys() - stored.keys(), stored.keys() - sizes.keys()
-    resized = sum(sizes[uri] != stored[uri] for uri in sizes.keys() & stored.keys())
-    return (
-        f"the sources have changed since {plan.root} was built: {counted(len(stored), 'input')} then, {len(sizes)} now "
-        f"({len(new)} new, {len(missing)} gone, {resized} of another size); choose another output directory"
-    )

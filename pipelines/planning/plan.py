@@ -187,8 +187,19 @@ def model_record(info: BundleInfo) -> dict[str, Any]:
     }
 
 
-def refuse_differences(plan: BuildPlan, info: BundleInfo, settings: BuildSettings) -> None:
-    """Raise UsageError if the requested model or settings differ from those of an existing plan."""
+def settings_of_request(config: BuildConfig, info: BundleInfo, plan: BuildPlan | None) -> BuildSettings:
+    """The settings of `config`, for the model `info`, which must be those of the stored `plan` if there is one.
+
+    Raises:
+        UsageError: the requested model or settings differ from those of `plan`.
+    """
+    settings = BuildSettings.choose(config, plan.settings if plan else None)
+    if plan is not None:
+        _refuse_differences(plan, info, settings)
+    return settings
+
+
+def _refuse_differences(plan: BuildPlan, info: BundleInfo, settings: BuildSettings) -> None:
     model = model_record(info)
     differences = {}
     if plan.model["fingerprint"] != model["fingerprint"]:

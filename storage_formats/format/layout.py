@@ -5,6 +5,7 @@ SPEC.md, sections 3 and 6, is the normative text.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,6 +123,10 @@ class Layout:
 
     def token_array(self, precision: str) -> Path:
         return self.tokens / precision
+
+    def zarr_files(self, precisions: Iterable[str]) -> list[Path]:
+        """Paths of every `zarr.json`: of the group of tokens, of each precision, and of the embeddings."""
+        return [folder / "zarr.json" for folder in (self.tokens, *map(self.token_array, precisions), self.embeddings)]
 
     def token_shard(self, precision: str, shard: int, record_ndim: int = 2) -> Path:
         return self.token_array(precision) / ".".join(["c", str(shard), *["0"] * record_ndim])

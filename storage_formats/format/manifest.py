@@ -1,69 +1,22 @@
-"""`index.json` and the shard table, which lists all data files of an index (SPEC.md sections 4 and 5)."""
+"""`index.json`, the manifest of an index (SPEC.md section 4)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from storage_formats.atomic import write_bytes_atomic, write_json_atomic
+from storage_formats.atomic import write_json_atomic
 from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError, remedy
-from storage_formats.format.checksum import crc32c, crc32c_file, json_checksum, to_hex
+from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Layout
-from storage_formats.format.parquet import read_table
+from storage_formats.format.shard_table import FileEntry
 
 _MAX_MANIFEST_BYTES = 64 << 20
-_TABLE_GROUP_LINES = 4096  # a reader that needs one shard reads about 1 ms of lines
-
-SHARD_TABLE_SCHEMA = pa.schema(
-    [
-        pa.field("shard", pa.int32(), nullable=False),
-        pa.field("path", pa.string(), nullable=False),
-        pa.field("bytes", pa.int64(), nullable=False),
-        pa.field("crc32c", pa.uint32(), nullable=False),
-    ]
-)
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """A committed file.
-
-    Attributes:
-        path: path relative to the index.
-        bytes: length.
-        crc32c: CRC-32C of the contents.
-    """
-
-    path: str
-    bytes: int
-    crc32c: int
-
-    @classmethod
-    def of(cls, layout: Layout, path: Path) -> FileEntry:
-        """The entry of a file on disk, which is read once."""
-        length, crc = crc32c_file(path)
-        return cls(layout.relative(path), length, crc)
-
-    def to_json(self) -> dict[str, Any]:
-        """The entry as a JSON object, with a hexadecimal checksum."""
-        return {"path": self.path, "bytes": self.bytes, "crc32c": to_hex(self.crc32c)}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> FileEntry:
-        """The inverse of `to_json`. KeyError, TypeError or ValueError if `value` is not its result."""
-        path = str(value["path"])
-        if "\0" in path:
-            raise ValueError(f"a path holds a NUL character: {path!r}")
-        return cls(path, int(value["bytes"]), int(value["crc32c"], 16))
 
 
 @dataclass(frozen=True)
@@ -162,23 +115,10 @@ class Manifest:
         sources = self.encoded_from.get(name)
         return {**value, "encoded_from": list(sources)} if sources else value
 
-    def shard_files(self, root: str | Path) -> pa.Table:
-        """The shard table. Raises CorruptIndexError if it does not match its checksum."""
-        path = Path(root) / self.shard_table.path
-        try:
-            data = read_index_file(root, path, max_bytes=self.shard_table.bytes)
-        except OSError as error:
-            raise CorruptIndexError(
-                f"cannot read the shard table {path}: {error}; {remedy(error, 'restore the file')}"
-            ) from error
-        if len(data) != self.shard_table.bytes or crc32c(data) != self.shard_table.crc32c:
-            raise CorruptIndexError(
-                f"the shard table {path} does not match its checksum in index.json; restore the file"
-            )
-        try:
-            return read_table(data, SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise CorruptIndexError(f"cannot read the shard table {path}: {error}; restore the file") from error
+    @property
+    def ann_files(self) -> list[FileEntry]:
+        """The files of the nearest-neighbour index."""
+        return [FileEntry.from_json(value) for value in self.ann.get("files", [])]
 
 
 @dataclass(frozen=True)
@@ -281,26 +221,6 @@ def _checked_ann(value: dict[str, Any]) -> dict[str, Any]:
     for file in value.get("files", []):
         FileEntry.from_json(file)
     return dict(value)
-
-
-def write_shard_table(layout: Layout, files: Iterable[tuple[int, FileEntry]]) -> FileEntry:
-    """Write the table of (shard, file), sorted, and return the entry of the table itself."""
-    ordered = sorted(files, key=lambda item: (item[0], item[1].path))
-    table = pa.table(
-        {
-            "shard": [shard for shard, _ in ordered],
-            "path": [file.path for _, file in ordered],
-            "bytes": [file.bytes for _, file in ordered],
-            "crc32c": [file.crc32c for _, file in ordered],
-        },
-        schema=SHARD_TABLE_SCHEMA,
-    )
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", row_group_size=_TABLE_GROUP_LINES)
-    data = sink.getvalue().to_pybytes()
-    path = layout.shard_table(crc32c(data))
-    write_bytes_atomic(path, data)
-    return FileEntry(layout.relative(path), len(data), crc32c(data))
 
 
 def created_by() -> str:

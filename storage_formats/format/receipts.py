@@ -9,8 +9,8 @@ from typing import Any
 from storage_formats.atomic import write_json_atomic
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import FileEntry
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.shard_table import FileEntry
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,12 @@ class ShardReceipt:
     def write(self, layout: Layout) -> None:
         """Commit the shard: it counts from this call on."""
         write_json_atomic(layout.receipt(self.shard), self.to_json())
+
+
+def read_receipts(layout: Layout, spec: IndexSpec, plan: str) -> dict[int, ShardReceipt]:
+    """The receipts of the shards that earlier runs of the plan with fingerprint `plan` finished, by shard."""
+    receipts = ((shard, read_receipt(layout, shard, plan)) for shard in range(spec.shards))
+    return {shard: receipt for shard, receipt in receipts if receipt is not None}
 
 
 def read_receipt(layout: Layout, shard: int, plan: str) -> ShardReceipt | None:

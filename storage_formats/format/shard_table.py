@@ -1,26 +1,114 @@
-"""Looking up committed files in the shard table (SPEC.md section 5), without reading the whole table."""
+"""The shard table, which lists all data files of an index (SPEC.md section 5)."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from storage_formats.errors import CorruptIndexError
-from storage_formats.format.checksum import crc32c, crc32c_stream
-from storage_formats.format.index_files import open_index_file
+from storage_formats.atomic import write_bytes_atomic
+from storage_formats.errors import CorruptIndexError, remedy
+from storage_formats.format.checksum import crc32c, crc32c_file, crc32c_stream, to_hex
+from storage_formats.format.index_files import open_index_file, read_index_file
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import SHARD_TABLE_SCHEMA, FileEntry
-from storage_formats.format.parquet import ParquetRowGroups
+from storage_formats.format.parquet import ParquetRowGroups, read_table
 
+_TABLE_GROUP_LINES = 4096  # a reader that needs one shard reads about 1 ms of lines
 _REMEDY = (
     "it was damaged or exchanged with another, or the index was replaced while it was open. Open the index again; if "
     "the error stays, run 'edje-index verify'"
 )
+
+SHARD_TABLE_SCHEMA = pa.schema(
+    [
+        pa.field("shard", pa.int32(), nullable=False),
+        pa.field("path", pa.string(), nullable=False),
+        pa.field("bytes", pa.int64(), nullable=False),
+        pa.field("crc32c", pa.uint32(), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A committed file.
+
+    Attributes:
+        path: path relative to the index.
+        bytes: length.
+        crc32c: CRC-32C of the contents.
+    """
+
+    path: str
+    bytes: int
+    crc32c: int
+
+    @classmethod
+    def of(cls, layout: Layout, path: Path) -> FileEntry:
+        """The entry of a file on disk, which is read once."""
+        length, crc = crc32c_file(path)
+        return cls(layout.relative(path), length, crc)
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as a JSON object, with a hexadecimal checksum."""
+        return {"path": self.path, "bytes": self.bytes, "crc32c": to_hex(self.crc32c)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> FileEntry:
+        """The inverse of `to_json`. KeyError, TypeError or ValueError if `value` is not its result."""
+        path = str(value["path"])
+        if "\0" in path:
+            raise ValueError(f"a path holds a NUL character: {path!r}")
+        return cls(path, int(value["bytes"]), int(value["crc32c"], 16))
+
+
+def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, FileEntry]]:
+    """(shard, file) of every line of the shard table that the manifest names as `table`.
+
+    Raises:
+        CorruptIndexError: it is missing or does not match its checksum.
+    """
+    path = Path(root) / table.path
+    try:
+        data = read_index_file(root, path, max_bytes=table.bytes)
+    except OSError as error:
+        action = remedy(error, "restore the file")
+        raise CorruptIndexError(f"cannot read the shard table {path}: {error}; {action}") from error
+    if len(data) != table.bytes or crc32c(data) != table.crc32c:
+        raise CorruptIndexError(f"the shard table {path} does not match its checksum in index.json; restore the file")
+    try:
+        lines = read_table(data, SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise CorruptIndexError(f"cannot read the shard table {path}: {error}; restore the file") from error
+    shards, *columns = (column.to_pylist() for column in lines.columns)
+    return list(zip(shards, map(FileEntry, *columns), strict=True))
+
+
+def write_shard_table(layout: Layout, files: Iterable[tuple[int, FileEntry]]) -> FileEntry:
+    """Write the table of (shard, file), sorted, and return the entry of the table itself."""
+    ordered = sorted(files, key=lambda item: (item[0], item[1].path))
+    table = pa.table(
+        {
+            "shard": [shard for shard, _ in ordered],
+            "path": [file.path for _, file in ordered],
+            "bytes": [file.bytes for _, file in ordered],
+            "crc32c": [file.crc32c for _, file in ordered],
+        },
+        schema=SHARD_TABLE_SCHEMA,
+    )
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", row_group_size=_TABLE_GROUP_LINES)
+    data = sink.getvalue().to_pybytes()
+    path = layout.shard_table(crc32c(data))
+    write_bytes_atomic(path, data)
+    return FileEntry(layout.relative(path), len(data), crc32c(data))
 
 
 class ShardTable:

@@ -17,11 +17,9 @@ _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
 
 def zarr_documents(layout: Layout, spec: IndexSpec) -> dict[Path, dict[str, Any]]:
     """Path and contents of every `zarr.json` of an index."""
-    return {
-        layout.tokens / "zarr.json": group_metadata(),
-        **{layout.token_array(name) / "zarr.json": token_array_metadata(spec, name) for name in spec.precisions},
-        layout.embeddings / "zarr.json": embedding_array_metadata(spec),
-    }
+    arrays = [token_array_metadata(spec, name) for name in spec.precisions]
+    documents = [group_metadata(), *arrays, embedding_array_metadata(spec)]
+    return dict(zip(layout.zarr_files(spec.precisions), documents, strict=True))
 
 
 def group_metadata() -> dict[str, Any]:

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.index_files import open_index_file
-from storage_formats.format.manifest import FileEntry
-from storage_formats.format.shard_table import ShardTable, check_content
+from storage_formats.format.shard_table import FileEntry, ShardTable, check_content
 from storage_formats.reading.base import Batch, Ints
 
 _KEPT_BYTES = 64 << 20  # the checksums of 16 million rows

@@ -25,10 +25,9 @@ def read_shard_embeddings(layout: Layout, spec: IndexSpec, shard: int) -> NDArra
     Raises:
         CorruptIndexError: the file is missing or has the wrong length.
     """
-    rows = len(spec.shard_rows(shard))
     with _open_shard(layout, spec, shard) as file:
-        values = np.fromfile(file, dtype="<f4", count=rows * spec.embed_dim)
-    return values.reshape(rows, spec.embed_dim)
+        values = np.fromfile(file, dtype="<f4", count=len(spec.shard_rows(shard)) * spec.embed_dim)
+    return values.reshape(-1, spec.embed_dim)
 
 
 @contextmanager
@@ -50,12 +49,13 @@ def _open_shard(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[BinaryI
         ) from error
 
 
-def iter_embeddings(root: str | Path, spec: IndexSpec) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """(first row id, float32 [k, embed_dim]) of each shard in order. Also works during a build."""
+def iter_indexed(root: str | Path, spec: IndexSpec) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+    """(row ids [k], embeddings [k, embed_dim]) of each shard, without holes. Also works during a build."""
     layout = Layout(Path(root))
     for shard in range(spec.shards):
-        vectors = read_shard_embeddings(layout, spec, shard)
-        yield spec.shard_rows(shard).start, vectors
+        embeddings = read_shard_embeddings(layout, spec, shard)
+        positions = np.flatnonzero(~np.isnan(embeddings[:, 0]))
+        yield positions + shard * spec.shard_size, embeddings[positions]
 
 
 def read_embeddings(root: str | Path, spec: IndexSpec, row_ids: RowIds) -> NDArray[np.float32]:

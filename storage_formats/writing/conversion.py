@@ -25,10 +25,12 @@ from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.checksum import crc32c_rows, read_checksums
 from storage_formats.format.index_files import check_inside, open_regular
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import FileEntry, Manifest, write_shard_table
+from storage_formats.format.manifest import Manifest
 from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
 from storage_formats.format.zarr_metadata import token_array_metadata
-from storage_formats.writing.publish import check_receipts, remove_build, remove_unfinished
+from storage_formats.writing.begin import remove_unfinished
+from storage_formats.writing.publish import check_receipts, remove_build
 from storage_formats.writing.shard_writer import open_tokens, stage_tokens
 from storage_formats.writing.staging import StagedFiles
 from storage_formats.writing.token_shard import TokenShardFile
@@ -201,7 +203,7 @@ def add_precisions(
     files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
     sources = (*manifest.encoded_from.get(source, ()), source)
     marked = replace(manifest, encoded_from={**manifest.encoded_from, **dict.fromkeys(targets, sources)})
-    return _replace_manifest(layout, marked, spec, [*_table(manifest, root), *files])
+    return _replace_manifest(layout, marked, spec, [*read_shard_table(root, manifest.shard_table), *files])
 
 
 def drop_precision(root: str | Path, name: str) -> Manifest:
@@ -221,7 +223,8 @@ def drop_precision(root: str | Path, name: str) -> Manifest:
     spec = replace(manifest.spec, precisions=tuple(held for held in manifest.spec.precisions if held != name))
     folders = [layout.token_array(name), layout.checksums(name, 0).parent]
     dropped = tuple(f"{layout.relative(folder)}/" for folder in folders)
-    kept = [(shard, file) for shard, file in _table(manifest, root) if not file.path.startswith(dropped)]
+    lines = read_shard_table(root, manifest.shard_table)
+    kept = [(shard, file) for shard, file in lines if not file.path.startswith(dropped)]
     origins = {held: sources for held, sources in manifest.encoded_from.items() if held != name}
     return _replace_manifest(layout, replace(manifest, encoded_from=origins), spec, kept)
 
@@ -244,11 +247,6 @@ def remove_leftovers(root: str | Path) -> None:
             table.unlink()
     remove_unfinished(layout)
     remove_build(layout)
-
-
-def _table(manifest: Manifest, root: str | Path) -> list[tuple[int, FileEntry]]:
-    lines = manifest.shard_files(root).to_pylist()
-    return [(line["shard"], FileEntry(line["path"], line["bytes"], line["crc32c"])) for line in lines]
 
 
 def _replace_manifest(

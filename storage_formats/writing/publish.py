@@ -1,4 +1,4 @@
-"""The start and the commit of an index: the steps before the first shard and after the last (SPEC.md section 11)."""
+"""The commit of an index: the steps after its last shard (SPEC.md section 11)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from storage_formats.atomic import fsync_parent, fsync_paths, make_directories, write_json_atomic
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import Counts, Manifest, created_by, write_shard_table
+from storage_formats.format.manifest import Counts, Manifest, created_by
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.zarr_metadata import zarr_documents
-
-_UNFINISHED = (
-    ".index.json.*", "manifest/.shards-*", "tokens/.zarr.json.*", "tokens/*/.zarr.json.*", "embeddings/.zarr.json.*",
-)  # fmt: skip
+from storage_formats.format.shard_table import write_shard_table
 
 
 @dataclass(frozen=True)
@@ -34,36 +29,6 @@ class Provenance:
     model: dict[str, Any]
     settings: dict[str, Any]
     plan: str
-
-
-def begin_index(root: str | Path, spec: IndexSpec) -> None:
-    """Make the directories and Zarr metadata of an index. Repeated calls have no further effect."""
-    layout = Layout(Path(root))
-    make_directories(layout.root)
-    fsync_parent(layout.root)  # the caller may have made it
-    folders = [layout.embeddings, layout.rows, layout.ann, layout.staging, layout.receipt(0).parent]
-    for name in spec.precisions:
-        folders += [layout.token_array(name), layout.checksums(name, 0).parent]
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-    for path, document in zarr_documents(layout, spec).items():
-        write_json_atomic(path, document)
-    fsync_paths([layout.root, layout.tokens, layout.root / "checksums"])
-
-
-def clear_staging(root: str | Path) -> None:
-    """Remove attempts that a crash left behind. Call it only while no worker writes to this index."""
-    layout = Layout(Path(root))
-    shutil.rmtree(layout.staging, ignore_errors=True)
-    layout.staging.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(layout)
-
-
-def remove_unfinished(layout: Layout) -> None:
-    """Remove temporary files of manifests and metadata that a killed process left (`atomic.write_bytes_atomic`)."""
-    for pattern in _UNFINISHED:
-        for path in layout.root.glob(pattern):
-            path.unlink()
 
 
 def total_counts(receipts: Sequence[ShardReceipt]) -> Counts:

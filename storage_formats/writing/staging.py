@@ -10,7 +10,7 @@ from pathlib import Path
 from storage_formats.atomic import fsync_paths, naming
 from storage_formats.format.checksum import crc32c, crc32c_file
 from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import FileEntry
+from storage_formats.format.shard_table import FileEntry
 
 
 @dataclass(frozen=True)

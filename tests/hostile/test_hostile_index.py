@@ -17,8 +17,9 @@ import pytest
 
 from edje_index.indexing.faiss_index import add_ann
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import FileEntry, Manifest, write_shard_table
+from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import ROW_SCHEMA
+from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
 from tests.conftest import REPO, write_random_index
 
 SPEC = IndexSpec(rows=40, shard_size=32, block_shape=(2, 4), embed_dim=12)
@@ -46,8 +47,8 @@ def commit(layout: Layout, *changed: Path, **spec: Any) -> None:
     """Write `index.json` with other sizes, and with the true checksums of the changed files."""
     manifest = Manifest.load(layout.root)
     entries = {layout.relative(path): FileEntry.of(layout, path) for path in changed}
-    lines = manifest.shard_files(layout.root).to_pylist()
-    files = [(line.pop("shard"), entries.get(line["path"]) or FileEntry(**line)) for line in lines]
+    lines = read_shard_table(layout.root, manifest.shard_table)
+    files = [(shard, entries.get(file.path, file)) for shard, file in lines]
     counts = replace(manifest.counts, inputs=spec.get("rows", SPEC.rows), indexed=spec.get("rows", SPEC.rows))
     table = write_shard_table(layout, files)
     replace(manifest, spec=replace(SPEC, **spec), counts=counts, shard_table=table).write(layout)

@@ -13,7 +13,8 @@ from storage_formats.format.checksum import crc32c, crc32c_file
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.receipts import ShardReceipt, read_receipt
 from storage_formats.format.rows import RowEntry, rows_table
-from storage_formats.writing.publish import Provenance, begin_index, clear_staging, finish_index
+from storage_formats.writing.begin import begin_index, clear_staging
+from storage_formats.writing.publish import Provenance, finish_index
 from storage_formats.writing.shard_writer import ShardWriter
 from tests.conftest import random_blocks, write_random_index
 

@@ -27,7 +27,7 @@ from storage_formats.codecs import codec
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
 from storage_formats.reading.embeddings import read_embeddings
-from storage_formats.writing.publish import begin_index
+from storage_formats.writing.begin import begin_index
 from tests.conftest import REPO, same_bits, write_random_index
 
 SPEC = IndexSpec(rows=37, shard_size=8, block_shape=(4, 16), embed_dim=6)

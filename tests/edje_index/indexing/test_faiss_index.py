@@ -13,8 +13,8 @@ from edje_index.indexing.faiss_file import FaissFileError, FaissShape, check_fai
 from edje_index.indexing.faiss_index import AnnIndex, add_ann, build_ann
 from storage_formats import CorruptIndexError, Manifest
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import FileEntry
-from storage_formats.reading.embeddings import iter_embeddings
+from storage_formats.format.shard_table import FileEntry
+from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=300, shard_size=64, block_shape=(2, 4), embed_dim=12)
@@ -38,7 +38,7 @@ def own_root(tmp_path):
 
 
 def embeddings(root):
-    return np.concatenate([vectors for _, vectors in iter_embeddings(root, SPEC)])
+    return read_embeddings(root, SPEC, np.arange(SPEC.rows))
 
 
 @pytest.mark.parametrize("flat_limit", [1000, 100], ids=["flat", "ivf"])

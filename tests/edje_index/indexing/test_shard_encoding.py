@@ -25,7 +25,7 @@ from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import read_receipt
 from storage_formats.format.rows import TIMING_COLUMNS, read_shard_rows
 from storage_formats.reading.embeddings import read_shard_embeddings
-from storage_formats.writing.publish import begin_index
+from storage_formats.writing.begin import begin_index
 from tests.conftest import same_bits
 
 

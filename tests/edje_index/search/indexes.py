@@ -14,7 +14,8 @@ from edje_index.indexing.faiss_index import build_ann
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.indexing.shard_encoding import ShardTask, encode_shard
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.writing.publish import Provenance, begin_index, finish_index
+from storage_formats.writing.begin import begin_index
+from storage_formats.writing.publish import Provenance, finish_index
 
 SPEC = IndexSpec(rows=13, shard_size=8, block_shape=(4, 16), embed_dim=24)
 HOLE = 5

@@ -136,11 +136,13 @@ def test_data_is_what_the_captions_say(case, tokenizer):
     assert data.caption_keys[0] == data.caption_keys[2]  # "A dog ." and "a dog"
     np.testing.assert_allclose(np.linalg.norm(data.text_embeddings, axis=1), 1, atol=1e-5)
     rows = np.array([9, 2, 20, 2])
+    from storage_formats.format.layout import Layout
     from storage_formats.format.manifest import Manifest
-    from storage_formats.reading.embeddings import iter_embeddings, read_embeddings
+    from storage_formats.reading.embeddings import read_embeddings, read_shard_embeddings
 
-    whole = np.concatenate([part for _, part in iter_embeddings(case.features, Manifest.load(case.features).spec)])
-    np.testing.assert_array_equal(read_embeddings(case.features, Manifest.load(case.features).spec, rows), whole[rows])
+    layout, spec = Layout(case.features), Manifest.load(case.features).spec
+    whole = np.concatenate([read_shard_embeddings(layout, spec, shard) for shard in range(spec.shards)])
+    np.testing.assert_array_equal(read_embeddings(case.features, spec, rows), whole[rows])
 
 
 def rows_of(batch, source, number):

@@ -1,0 +1,109 @@
+"""The part of a build that runs once per shard: encoding its images with the model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipelines.engines import open_engine
+from pipelines.engines.base import TaskInterrupted, Worker
+from pipelines.jobs.shard_run import ShardJob, ShardRun, run_shards
+from pipelines.planning.config import BuildConfig
+from pipelines.planning.prepare import PreparedBuild
+from pipelines.progress.events import OnEvent, PlanReady
+from pipelines.progress.meter import ShardState
+from pipelines.progress.stopping import ShouldStop
+from storage_formats.cpus import usable_cpus
+
+if TYPE_CHECKING:
+    from edje_index.indexing.shard_encoding import ShardTask, StageProgress
+    from storage_formats.format.receipts import ShardReceipt
+
+_MAX_DECODE_THREADS = 16
+
+
+def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEvent, should_stop: ShouldStop) -> ShardRun:
+    """Encode the shards that earlier runs did not finish.
+
+    Raises:
+        UsageError, EngineUnavailableError: the engine cannot run as requested.
+        JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
+        OSError: the index cannot be written.
+    """
+    from storage_formats.writing.begin import begin_index, clear_staging
+
+    plan, settings, workers = prepared.plan, prepared.plan.settings, prepared.workers
+    job = ShardJob(
+        activity="indexing",
+        spec=plan.spec,
+        make_worker=functools.partial(
+            open_worker, str(plan.model["bundle"]), settings.device, settings.threads, settings.dtype
+        ),
+        make_task=functools.partial(_shard_task, prepared),
+        state_of_report=_state_of_report,
+        state_of_receipt=_state_of_receipt,
+    )
+    gpus = 1 if settings.device == "cuda" else 0
+    engine = open_engine(config.engine, workers, cpus=settings.threads, gpus=gpus, address=config.address)
+    finished_shards = len(prepared.receipts)
+    on_event(PlanReady(plan.spec.rows, plan.spec.shards, finished_shards, workers, plan.duplicates, plan.ignored))
+    clear_staging(plan.root)
+    begin_index(plan.root, plan.spec)
+    return run_shards(job, prepared.receipts, engine, on_event, should_stop)
+
+
+def _shard_task(prepared: PreparedBuild, shard: int) -> ShardTask:
+    from edje_index.indexing.shard_encoding import ShardTask
+
+    plan = prepared.plan
+    return ShardTask(
+        root=str(plan.root.absolute()),
+        shard=shard,
+        spec=plan.spec,
+        plan=plan.fingerprint,
+        batch_size=plan.settings.batch_size,
+        max_pixels=plan.settings.max_pixels,
+        decode_threads=_decode_threads(prepared),
+    )
+
+
+def _decode_threads(prepared: PreparedBuild) -> int:
+    """Decoding threads per worker. On a CPU, the model's own threads leave room for only as many."""
+    settings = prepared.plan.settings
+    threads = settings.threads if settings.device == "cpu" else usable_cpus() // (prepared.workers or 1)
+    return min(max(1, threads), _MAX_DECODE_THREADS)
+
+
+def _state_of_report(progress: StageProgress) -> tuple[int, ShardState]:
+    seconds = {"wait": progress.wait, "encode": progress.encode, "write": progress.write}
+    return progress.shard, ShardState(progress.done, progress.failed, seconds)
+
+
+def _state_of_receipt(receipt: ShardReceipt) -> ShardState:
+    return ShardState(receipt.rows, sum(receipt.failed.values()), receipt.seconds)
+
+
+@dataclass(frozen=True)
+class EncodeWorker:
+    """A worker of `pipelines.engines`: encodes one shard after another with one encoder."""
+
+    encoder: Any
+
+    def __call__(
+        self, task: ShardTask, on_report: Callable[[StageProgress], None], should_stop: ShouldStop
+    ) -> ShardReceipt:
+        from edje_index.indexing.shard_encoding import EncodingInterrupted, encode_shard
+
+        try:
+            return encode_shard(task, self.encoder, on_report, should_stop)
+        except EncodingInterrupted as error:
+            raise TaskInterrupted from error
+
+
+def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
+    """Load the encoder into this process."""
+    from edje_index.indexing.image_encoder import ImageEncoder
+
+    return EncodeWorker(ImageEncoder.open(bundle, device=device, threads=threads, dtype=dtype))

@@ -1,0 +1,49 @@
+"""Reads what earlier runs of a build left: a finished index, or the plan and receipts of an unfinished one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelines.planning.plan import BuildPlan, plan_of_manifest, read_plan
+from storage_formats.format.layout import Layout
+
+if TYPE_CHECKING:
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.receipts import ShardReceipt
+
+
+@dataclass(frozen=True)
+class StoredBuild:
+    """A build that earlier runs began.
+
+    Attributes:
+        plan: its plan.
+        index: the index, if the build has finished.
+        receipts: the receipts of the finished shards, by shard; empty once the build has finished.
+    """
+
+    plan: BuildPlan
+    index: CommittedIndex | None = None
+    receipts: dict[int, ShardReceipt] = field(default_factory=dict)
+
+
+def read_stored_build(root: Path) -> StoredBuild | None:
+    """The build at `root`; None if there is none.
+
+    Raises:
+        UsageError: there is an index that was not made by a build.
+        CorruptIndexError: the manifest or the plan is damaged.
+    """
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.receipts import read_receipts
+
+    layout = Layout(root)
+    if layout.manifest.exists():
+        index = CommittedIndex.open(root)
+        return StoredBuild(plan_of_manifest(root, index.manifest), index)
+    plan = read_plan(root)
+    if plan is None:
+        return None
+    return StoredBuild(plan, receipts=read_receipts(layout, plan.spec, plan.fingerprint))
