@@ -24,7 +24,7 @@ from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.shard_table import FileEntry
-from storage_formats.reading.embeddings import iter_indexed
+from storage_formats.reading.embeddings import IndexedEmbeddings
 
 FLAT_LIMIT = 100_000
 """Largest number of rows with an exact index: a scan of 100,000 x 768 takes about 10 ms on two cores."""
@@ -76,8 +76,9 @@ def build_ann(root: str | Path, spec: IndexSpec) -> dict[str, Any]:
     import faiss
 
     layout = Layout(Path(root))
-    index = faiss.IndexIDMap2(_empty_index(root, spec))
-    for rows, vectors in iter_indexed(root, spec):
+    embeddings = IndexedEmbeddings(layout, spec)
+    index = faiss.IndexIDMap2(_empty_index(embeddings))
+    for rows, vectors in embeddings:
         index.add_with_ids(vectors, rows)
     layout.ann.mkdir(parents=True, exist_ok=True)
     temporary = layout.ann / "index.faiss.partial"
@@ -177,21 +178,22 @@ def _write(index: Any, path: Path) -> None:
         module.write_index(index, module.PyCallbackIOWriter(write, _PIECE_BYTES))
 
 
-def _empty_index(root: str | Path, spec: IndexSpec) -> Any:
-    """A trained index without vectors."""
+def _empty_index(embeddings: IndexedEmbeddings) -> Any:
+    """An index without vectors, trained for `embeddings`."""
     import faiss
 
+    spec = embeddings.spec
     if spec.rows <= FLAT_LIMIT:
         return faiss.IndexFlatIP(spec.embed_dim)
     lists = 4 * math.isqrt(spec.rows)  # FAISS wiki, "Guidelines to choose an index": 4 to 16 sqrt(N)
     quantizer = faiss.IndexFlatIP(spec.embed_dim)
     index = faiss.IndexIVFFlat(quantizer, spec.embed_dim, lists, faiss.METRIC_INNER_PRODUCT)
-    index.train(_training_sample(root, spec, lists * _TRAINING_VECTORS_PER_LIST))
+    index.train(_training_sample(embeddings, lists * _TRAINING_VECTORS_PER_LIST))
     index.nprobe = _IVF_PROBES
     return index
 
 
-def _training_sample(root: str | Path, spec: IndexSpec, count: int) -> NDArray[np.float32]:
+def _training_sample(embeddings: IndexedEmbeddings, count: int) -> NDArray[np.float32]:
     """About `count` vectors, every n-th row of the index, so that the order of the sources does not matter."""
-    step = max(1, spec.rows // count)
-    return np.concatenate([vectors[rows % step == 0] for rows, vectors in iter_indexed(root, spec)])
+    step = max(1, embeddings.spec.rows // count)
+    return np.concatenate([vectors[rows % step == 0] for rows, vectors in embeddings])

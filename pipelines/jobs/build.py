@@ -33,13 +33,15 @@ def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
     is_finished = Layout(config.out).manifest.exists()
     with contextlib.nullcontext() if is_finished else locked_index(config.out):
         prepared = prepare_build(config, on_event, should_stop)
+        run = None
         if prepared.finished is not None:
+            manifest = prepared.finished.manifest
             remove_leftovers(config.out)
-            return build_result(prepared.finished.manifest, None, time.monotonic() - started)
-        try:
-            run = encode_shards(config, prepared, on_event, should_stop)
-            manifest = publish_build(prepared.plan, run.receipts, max_failed=config.max_failed, on_event=on_event)
-        except OSError as error:
-            reason = f"cannot write {config.out}: {describe_error(error)}; finished shards are kept"
-            raise JobStopped(reason) from error
-        return build_result(manifest, run, time.monotonic() - started)
+        else:
+            try:
+                run = encode_shards(config, prepared, on_event, should_stop)
+                manifest = publish_build(prepared.plan, run.receipts, max_failed=config.max_failed, on_event=on_event)
+            except OSError as error:
+                reason = f"cannot write {config.out}: {describe_error(error)}; finished shards are kept"
+                raise JobStopped(reason) from error
+    return build_result(manifest, run, time.monotonic() - started)

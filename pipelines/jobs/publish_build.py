@@ -72,10 +72,7 @@ def _first_failures(plan: BuildPlan, receipts: list[ShardReceipt]) -> list[str]:
     """Names and reasons of the first inputs that failed."""
     from storage_formats.format.rows import FAILED, read_shard_rows
 
-    shards = (
-        read_shard_rows(Layout(plan.root), receipt.shard, ["uri", "status", "reason"]).to_pylist()
-        for receipt in receipts
-        if receipt.failed
-    )
+    layout, columns = Layout(plan.root), ["uri", "status", "reason"]
+    shards = (read_shard_rows(layout, receipt.shard, columns).to_pylist() for receipt in receipts if receipt.failed)
     failed = (f"{row['uri']} ({row['reason']})" for rows in shards for row in rows if row["status"] == FAILED)
     return list(itertools.islice(failed, _NAMED_FAILURES))

@@ -30,6 +30,9 @@ class BuildConfig:
         max_pixels: images with more pixels become failed rows; None is `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
         max_failed: share of the inputs that may fail; with more, the index is not published.
         address: Ray cluster to join; None starts Ray on this machine.
+
+    Raises:
+        UsageError: a precision does not exist.
     """
 
     sources: tuple[str, ...]
@@ -48,3 +51,9 @@ class BuildConfig:
     max_pixels: int | None = None
     max_failed: float = 1.0
     address: str | None = None
+
+    def __post_init__(self) -> None:
+        from storage_formats.codecs import codec
+
+        for name in self.precisions:
+            codec(name)

@@ -7,25 +7,20 @@ import hashlib
 import itertools
 import shutil
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipelines.planning.config import BuildConfig
 from pipelines.planning.plan import BuildPlan
-from pipelines.progress.events import OnEvent, Progress
-from pipelines.progress.stopping import JobStopped, ShouldStop
-from pipelines.progress.wording import counted
+from pipelines.progress.events import OnEvent
+from pipelines.progress.stopping import ShouldStop
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
-    from edje_index.images.inputs import InputRef
     from pipelines.sources import Source
-    from storage_formats.format.manifest import CommittedIndex
-
-_REPORT_EVERY = 1000  # inputs
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
         JobStopped: `should_stop()` returned True.
     """
     from edje_index.images.inputs import write_inputs
-    from pipelines.sources import iter_all, mark_duplicates, open_sources
+    from pipelines.sources import digested, iter_all, mark_duplicates, open_sources
     from storage_formats.atomic import fsync_paths
     from storage_formats.format.checksum import crc32c_file, to_hex
 
@@ -75,7 +70,7 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
     directory = layout.inputs(0).parent
     sources = open_sources(config.sources, config.column)
     digest = hashlib.sha256()
-    refs = _digested(iter_all(sources), digest, on_event, should_stop)
+    refs = digested(iter_all(sources), digest, on_event, should_stop)
     if config.dedupe:
         refs = mark_duplicates(refs)
     shutil.rmtree(directory, ignore_errors=True)
@@ -119,44 +114,6 @@ def check_frozen_inputs(plan: BuildPlan, finished_shards: Container[int]) -> Non
                 f"{path}, a list of inputs, was damaged after the build began ({damage}); restore the file, or remove "
                 f"{plan.root} and build again"
             )
-
-
-def check_sources(config: BuildConfig, index: CommittedIndex, digest: str, should_stop: ShouldStop) -> None:
-    """Check that the sources still list the inputs of the finished `index`, whose `FrozenInputs.digest` is `digest`.
-
-    Raises:
-        UsageError: they do not.
-        JobStopped: `should_stop()` returned True.
-    """
-    from pipelines.sources import iter_all, open_sources
-    from storage_formats.format.rows import read_all_rows
-
-    sources, listed = open_sources(config.sources, config.column), hashlib.sha256()
-    for _ in _digested(iter_all(sources), listed, lambda _: None, should_stop):
-        pass
-    if listed.hexdigest() == digest:
-        return
-    rows = read_all_rows(index, ["uri", "size"])
-    then = dict(zip(rows["uri"].to_pylist(), rows["size"].to_pylist(), strict=True))
-    now = {ref.uri: ref.size for ref in iter_all(sources)}
-    resized = sum(now[uri] != then[uri] for uri in now.keys() & then.keys())
-    raise UsageError(
-        f"the sources have changed since {config.out} was built: {counted(len(then), 'input')} then, {len(now)} now "
-        f"({len(now.keys() - then.keys())} new, {len(then.keys() - now.keys())} gone, {resized} of another size); "
-        "choose another output directory",
-        parameter="sources",
-    )
-
-
-def _digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_stop: ShouldStop) -> Iterator[InputRef]:
-    """Yield `refs` unchanged, add each to `digest`, and report the progress."""
-    for number, ref in enumerate(refs, 1):
-        if should_stop():
-            raise JobStopped("stopped while listing the sources; nothing was stored")
-        digest.update(b"%d %a %d\0" % (ref.offset, ref.size, ref.member) + ref.path + b"\0\n")
-        if number % _REPORT_EVERY == 0:
-            on_event(Progress("listing the sources", number))
-        yield ref
 
 
 def _count_ignored(sources: list[Source]) -> dict[str, int]:

@@ -57,11 +57,9 @@ def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo
     """Number of worker processes, as `choose_workers`.
 
     Raises:
-        UsageError: this machine lacks the device or the memory for them, or a precision does not exist. The machines
-            of a joined cluster are not known here and not checked.
+        UsageError: this machine lacks the device or the memory for them. The machines of a joined cluster are not
+            known here and not checked.
     """
-    from storage_formats.codecs import codec
-
     workers = choose_workers(config, settings)
     if config.address is None:
         _check_device(settings.device)
@@ -70,13 +68,12 @@ def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo
             workers or 1, info.encoder_weights_bytes, settings.batch_size, int(height) * int(width)
         )
         _check_memory(need, "use fewer workers or a smaller batch size", "workers")
-    for name in settings.precisions:
-        codec(name, info.block_shape)  # raises if there is no such precision
     return workers
 
 
 def check_index_size(root: Path, spec: IndexSpec) -> None:
     """Raise UsageError if the index does not fit on the disk, or its embeddings do not fit in memory."""
+    _check_memory(ann_memory_need(spec), "split the sources over several indexes", "sources")
     need, free = disk_need(spec), free_disk(root)
     if need.total > free:
         raise UsageError(
@@ -84,7 +81,6 @@ def check_index_size(root: Path, spec: IndexSpec) -> None:
             f"at {root}; choose another disk or free some space",
             parameter="out",
         )
-    _check_memory(ann_memory_need(spec), "split the sources over several indexes", "sources")
 
 
 def disk_need(spec: IndexSpec) -> Need:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,13 +50,21 @@ def _open_shard(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[BinaryI
         ) from error
 
 
-def iter_indexed(root: str | Path, spec: IndexSpec) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """(row ids [k], embeddings [k, embed_dim]) of each shard, without holes. Also works during a build."""
-    layout = Layout(Path(root))
-    for shard in range(spec.shards):
-        embeddings = read_shard_embeddings(layout, spec, shard)
-        positions = np.flatnonzero(~np.isnan(embeddings[:, 0]))
-        yield positions + shard * spec.shard_size, embeddings[positions]
+@dataclass(frozen=True)
+class IndexedEmbeddings:
+    """The embeddings of the indexed rows, which may be iterated over several times. Also works during a build.
+
+    An iteration yields (row ids [k], float32 [k, embed_dim]) of each shard.
+    """
+
+    layout: Layout
+    spec: IndexSpec
+
+    def __iter__(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        for shard in range(self.spec.shards):
+            embeddings = read_shard_embeddings(self.layout, self.spec, shard)
+            positions = np.flatnonzero(~np.isnan(embeddings[:, 0]))
+            yield positions + shard * self.spec.shard_size, embeddings[positions]
 
 
 def read_embeddings(root: str | Path, spec: IndexSpec, row_ids: RowIds) -> NDArray[np.float32]:

@@ -1,0 +1,27 @@
+"""The digest of a list of inputs, which tells whether sources have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from edje_index.images.inputs import InputRef
+from pipelines.progress.events import OnEvent, Progress
+from pipelines.progress.stopping import JobStopped, ShouldStop
+
+_REPORT_EVERY = 1000  # inputs
+
+
+def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_stop: ShouldStop) -> Iterator[InputRef]:
+    """Yield `refs` unchanged, add each to `digest`, a hash of `hashlib`, and report the progress.
+
+    Raises:
+        JobStopped: `should_stop()` returned True.
+    """
+    for number, ref in enumerate(refs, 1):
+        if should_stop():
+            raise JobStopped("stopped while listing the sources; nothing was stored")
+        digest.update(b"%d %a %d\0" % (ref.offset, ref.size, ref.member) + ref.path + b"\0\n")
+        if number % _REPORT_EVERY == 0:
+            on_event(Progress("listing the sources", number))
+        yield ref
