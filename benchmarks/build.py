@@ -52,9 +52,10 @@ def bench_build(bench: BuildBench) -> dict[str, Any]:
     """Measure the cost of every run, and the median ratios of processor time to the bare loop."""
     bench.folder.mkdir(parents=True, exist_ok=True)
     listing = bench.folder / "images.txt"
-    listing.write_text("".join(f"{path}\n" for path in bench.images))
+    images = [str(path.absolute()) for path in bench.images]  # paths of a list are relative to the list
+    listing.write_text("".join(f"{path}\n" for path in images))
     source = bench.folder / "images.jsonl"
-    source.write_text("".join(json.dumps({"path": str(path)}) + "\n" for path in bench.images))
+    source.write_text("".join(json.dumps({"path": path}) + "\n" for path in images))
     subjects = {"bare loop": _bare_loop(bench, listing)}
     subjects |= {engine: _build(bench, engine, source) for engine in bench.engines}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in subjects}

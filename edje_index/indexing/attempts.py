@@ -1,4 +1,4 @@
-"""Finds the input that ends the worker process which reads it.
+"""Finds the input at which the worker process that reads it dies or hangs. Engines kill a process that hangs.
 
 Every attempt at a shard leaves a file in `build/attempts/` until it ends, with success or an exception. An attempt that
 finds the file of an earlier one is careful: it prepares one input after another and writes down which, so that the

@@ -197,7 +197,7 @@ def _prepare_watched(attempt: Attempt, first_row: int, encoder: Encoder, max_pix
     """`_prepare`, unless the image has ended worker processes before."""
     position = image.entry.row_id - first_row
     if attempt.ended_workers(position):
-        image.entry.fail("worker-died", f"reading or decoding it ended {DEATHS} worker processes")
+        image.entry.fail("worker-died", f"{DEATHS} worker processes died or hung while they read or decoded it")
         return image
     with attempt.preparing(position):
         return _prepare(encoder, max_pixels, image)

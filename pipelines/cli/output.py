@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -48,17 +48,22 @@ def this_command() -> str:
     return shlex.join(["edje-index", *sys.argv[1:]])
 
 
-@contextmanager
+@contextlib.contextmanager
 def running_job(*, quiet: bool, can_resume: Callable[[], bool] = lambda: True) -> Iterator[tuple[OnEvent, ShouldStop]]:
     """Yield the callbacks of a job: one shows its progress, the other tells it to stop after a signal.
 
-    If the job stops early and `can_resume()`, the error says how to resume it.
+    If the job stops early and `can_resume()`, the error says how to resume it. What a library prints meanwhile goes to
+    standard error, such as Ray's messages about workers that died, because standard output carries the result alone.
     """
     from pipelines.progress.display import progress_display
     from pipelines.progress.stopping import stop_on_signals
 
     try:
-        with stop_on_signals() as should_stop, progress_display(quiet=quiet) as on_event:
+        with (
+            contextlib.redirect_stdout(sys.stderr),
+            stop_on_signals() as should_stop,
+            progress_display(quiet=quiet) as on_event,
+        ):
             yield on_event, should_stop
     except (JobStopped, KeyboardInterrupt) as error:
         if not can_resume():

@@ -18,7 +18,6 @@ import functools
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -28,7 +27,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pipelines.engines.base import EngineUnavailableError, describe_error
 from storage_formats.errors import EdjeError, UsageError
@@ -43,14 +42,12 @@ _LOCAL_OPTIONS: dict[str, Any] = {
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns if it is not set
+    # Ray prints these messages to standard output; the engine reports what they are about.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|Raylet is terminated",
 }
 _PRIVATE_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes 127.0.0.1 the address of this node, on Linux too
-}
-_LEAN_ENVIRONMENT = {
-    "RAY_enable_worker_prestart": "0",
-    "RAY_prestart_worker_first_driver": "0",
 }
 
 
@@ -106,36 +103,34 @@ def connected_ray(address: str | None, *, cpus: int, gpus: int) -> Iterator[RayC
         EngineUnavailableError: the cluster cannot be joined, or Ray does not start.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_environment(_ENVIRONMENT))
+        stack.enter_context(_environment({**_ENVIRONMENT, **os.environ}))
         yield _start(stack, cpus, gpus) if address is None else _join(stack, address)
 
 
 def _join(stack: contextlib.ExitStack, address: str) -> RayCluster:
-    import ray
-
     try:
         _probe(address)
-        _initialize(stack, ray, address=address)
+        return RayCluster(_initialize(stack, address=address))
     except Exception as error:
         raise EngineUnavailableError(
             f"cannot join the Ray cluster at {address}: {describe_error(error)}; "
             "if the cluster asks for a token, set RAY_AUTH_MODE=token and either RAY_AUTH_TOKEN or ~/.ray/auth_token"
         ) from error
-    return RayCluster(ray)
 
 
 def _start(stack: contextlib.ExitStack, cpus: int, gpus: int) -> RayCluster:
     _check_importable_privately()
-    session = stack.enter_context(_session())
-    stack.enter_context(_environment(_PRIVATE_ENVIRONMENT | _LEAN_ENVIRONMENT | {"RAY_AUTH_TOKEN": _token()}))
-    stack.enter_context(_environment({}, RAY_TMPDIR=session.folder, PYTHONPATH=_python_path()))
-    import ray
-
+    folder, cleaner = stack.enter_context(_private_folder())
+    values = {"RAY_AUTH_TOKEN": _token(), "RAY_TMPDIR": folder, "PYTHONPATH": _python_path()}
+    stack.enter_context(_environment(_PRIVATE_ENVIRONMENT | values))
     try:
-        _initialize(stack, ray, **_LOCAL_OPTIONS, num_cpus=cpus, num_gpus=gpus)
+        ray = _initialize(stack, **_LOCAL_OPTIONS, num_cpus=cpus, num_gpus=gpus)
     except Exception as error:
         raise EngineUnavailableError(f"Ray did not start on this machine: {describe_error(error)}") from error
-    return RayCluster(ray, session.watch())
+    daemons = _daemons(folder)
+    agents = (agent for daemon in daemons for agent in daemon.children(recursive=True))
+    print(*(process.pid for process in (*daemons, *agents)), sep="\n", file=cleaner, flush=True)
+    return RayCluster(ray, daemons)
 
 
 @functools.cache
@@ -152,10 +147,11 @@ def _check_importable_privately() -> None:
         )
 
 
-def _initialize(stack: contextlib.ExitStack, ray: Any, **options: Any) -> None:
-    """Call `ray.init`; `stack` shuts Ray down."""
+def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
+    """Call `ray.init` and return the package; `stack` shuts Ray down."""
+    import ray
+
     stack.callback(ray.shutdown)
-    _silence_error_listener(stack, ray)
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
@@ -163,19 +159,7 @@ def _initialize(stack: contextlib.ExitStack, ray: Any, **options: Any) -> None:
     finally:
         if threading.current_thread() is threading.main_thread():  # ray.init replaces the handler there
             signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
-
-
-def _silence_error_listener(stack: contextlib.ExitStack, ray: Any) -> None:
-    """Keep Ray from printing errors of its processes to standard output, where a command prints its result.
-
-    This is the only use of a private name of Ray: no public setting turns these messages off (versions 2.52 to 2.60).
-    In a version without that name, the messages appear and everything else works.
-    """
-    module: Any = getattr(getattr(ray, "_private", None), "worker", None)
-    printer = getattr(module, "print_to_stdstream", None)
-    if printer is not None:
-        stack.callback(setattr, module, "print_to_stdstream", printer)
-        module.print_to_stdstream = lambda *_, **__: None
+    return ray
 
 
 def _probe(address: str) -> None:
@@ -185,14 +169,14 @@ def _probe(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _environment(defaults: dict[str, str], **values: str) -> Iterator[None]:
-    """Set environment variables within the context; a variable of `defaults` that the user has set keeps its value."""
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables within the context."""
     before = dict(os.environ)
-    os.environ.update({**defaults, **before, **values})
+    os.environ.update(values)
     try:
         yield
     finally:
-        for name in {*defaults, *values}:
+        for name in values.keys() - before.keys():
             os.environ.pop(name)
         os.environ.update(before)
 
@@ -209,50 +193,42 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
 
-@dataclass
-class _Session:
-    """The folder of a local Ray, and a watchdog that removes it and ends `processes` if this process is killed."""
-
-    folder: str
-    watchdog: subprocess.Popen[str]
-    processes: tuple[Any, ...] = ()
-
-    def watch(self) -> tuple[Any, ...]:
-        """Find Ray's processes and name them to the watchdog; returns those that Ray has started directly."""
-        import psutil
-
-        children = [child for child in psutil.Process().children() if child.pid != self.watchdog.pid]
-        commands = [" ".join(child.as_dict(["cmdline"], ad_value=[])["cmdline"]) for child in children]
-        daemons = [child for child, command in zip(children, commands, strict=True) if self.folder in command]
-        self.processes = (*daemons, *(agent for daemon in daemons for agent in daemon.children(recursive=True)))
-        assert self.watchdog.stdin is not None
-        self.watchdog.stdin.writelines(f"{process.pid}\n" for process in self.processes)
-        self.watchdog.stdin.flush()
-        return tuple(daemons)
-
-
-# The kernel ends Ray's daemons with this process, and workers end by themselves, but two agents would go on for a
-# minute. The input of this shell ends with this process. By then, a process number may belong to another program.
-_WATCHDOG = (
-    'pids=; while read -r pid; do pids="$pids $pid"; done; '
-    'for pid in $pids; do grep -qs ray "/proc/$pid/cmdline" && kill -9 "$pid"; done; sleep 1; rm -rf "$0"'
-)
+# The kernel ends Ray's daemons with this process, but two of their agents would go on for a minute. The input of this
+# shell ends with this process, too. By then, a process number may belong to another program.
+_CLEAN_UP = """
+while read -r pid; do pids="$pids $pid"; done
+for pid in $pids; do grep -qs ray "/proc/$pid/cmdline" && kill -9 "$pid"; done
+folder=$PWD; cd /
+for _ in 1 2 3 4 5; do rm -rf "$folder" && exit; sleep 1; done
+"""
 
 
 @contextlib.contextmanager
-def _session() -> Iterator[_Session]:
+def _private_folder() -> Iterator[tuple[str, IO[str]]]:
+    """A folder that only this user can enter, and a stream for the process numbers of a Ray that runs in it.
+
+    When this process leaves the context or is killed, those that are left are killed, and the folder is removed.
+    """
     short = "/tmp" if os.access("/tmp", os.W_OK) else None  # a path to a Unix socket has at most 107 bytes
     folder = tempfile.mkdtemp(prefix=f"edje-ray-{os.getpid()}-", dir=os.environ.get("RAY_TMPDIR", short))
-    watchdog = subprocess.Popen(
-        ["sh", "-c", _WATCHDOG, folder], stdin=subprocess.PIPE, text=True, start_new_session=True
+    with subprocess.Popen(
+        ["sh", "-c", _CLEAN_UP],
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as shell:
+        assert shell.stdin is not None
+        yield folder, shell.stdin
+
+
+def _daemons(folder: str) -> tuple[Any, ...]:
+    """The processes that Ray has started for the session in `folder`."""
+    import psutil
+
+    return tuple(
+        child
+        for child in psutil.Process().children()
+        if any(folder in argument for argument in child.as_dict(["cmdline"], ad_value=())["cmdline"])
     )
-    session = _Session(folder, watchdog)
-    try:
-        yield session
-    finally:
-        for process in session.processes:  # what `ray.shutdown` could not end because Ray had died
-            with contextlib.suppress(Exception):
-                process.kill()
-        shutil.rmtree(folder, ignore_errors=True)
-        watchdog.kill()
-        watchdog.communicate()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import threading
 import time
@@ -24,19 +25,20 @@ from pipelines.engines.base import (
     run_task,
 )
 from pipelines.engines.ray_cluster import RayCluster, RayDied, connected_ray
+from pipelines.progress.wording import duration
 from storage_formats.errors import EdjeError, UsageError
 
 ATTEMPTS = 4
-"""A task fails when it has ended this many worker processes.
+"""A task fails when it has ended this many workers.
 
 `edje_index.indexing.attempts` needs three to find an input that ends them.
 """
 
-_POLL_SECONDS = 1.0
-_WAKE_SECONDS = 0.2  # longest delay before a stop, or the end of Ray, is noticed
-_STOP_GRACE_SECONDS = 60.0  # one batch of a large model on few cores takes seconds
-_CONTROL = "control"  # a worker answers calls of this group while it runs a task
-_END = object()
+STALL_SECONDS = 600.0
+"""A worker without progress for this long is replaced. One batch of a large model on few cores takes minutes."""
+
+_POLL_SECONDS = 0.5
+_STOP_GRACE_SECONDS = 60.0
 
 
 class RayEngine:
@@ -47,16 +49,26 @@ class RayEngine:
         cpus: CPUs per actor.
         gpus: GPUs per actor.
         address: head of a Ray cluster to join, "host:port"; None starts Ray on this machine.
+        stall_seconds: a worker without progress for this long is killed, and another one runs its task again.
     """
 
     name = "ray"
 
-    def __init__(self, workers: int | None, *, cpus: int = 1, gpus: int = 0, address: str | None = None) -> None:
+    def __init__(
+        self,
+        workers: int | None,
+        *,
+        cpus: int = 1,
+        gpus: int = 0,
+        address: str | None = None,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
         if address is not None and not re.fullmatch(r"[^/]+:\d+", address):
             raise UsageError(f"cannot join {address}: give the address of the cluster's head as host:port")
         self._workers = workers
         self._cpus, self._gpus = cpus, gpus
         self._address = address
+        self._stall_seconds = stall_seconds
 
     def run(
         self,
@@ -68,15 +80,10 @@ class RayEngine:
     ) -> Generator[Outcome, None, None]:
         count = self._workers or 1
         with connected_ray(self._address, cpus=count * self._cpus, gpus=count * self._gpus) as cluster:
-            actor_class = cluster.ray.remote(
-                num_cpus=self._cpus,
-                num_gpus=self._gpus,
-                max_restarts=-1,
-                max_task_retries=ATTEMPTS - 1,
-                concurrency_groups={_CONTROL: 1},
-            )(_WorkerActor)
-            pool = _Pool(cluster, lambda: actor_class.remote(make_worker), iter(tasks))
             room = cluster.room(cpus=self._cpus, gpus=self._gpus)
+            options = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_concurrency": 2}  # run, exchange
+            actor_class = cluster.ray.remote(**options)(_WorkerActor)
+            pool = _Pool(cluster, lambda: actor_class.remote(make_worker), tasks, self._stall_seconds)
             try:
                 yield from pool.run(min(self._workers or room, room), on_progress, should_stop)
             except RayDied:
@@ -112,101 +119,131 @@ class _WorkerActor:
 
 
 @dataclasses.dataclass
-class _Running:
-    """A task on an actor, and its pending request for progress."""
+class _Assignment:
+    """A task on an actor.
+
+    Attributes:
+        task: the task, and how many workers it has ended.
+        question: pending request for progress.
+        progress: latest answer.
+        progress_time: when it changed.
+    """
 
     actor: Any
-    task: Task
+    task: tuple[Task, int]
     question: Any = None
+    progress: Any = None
+    progress_time: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class _Pool:
     """Gives each actor one task at a time, and takes no more tasks than there are actors."""
 
-    def __init__(self, cluster: RayCluster, start_actor: Callable[[], Any], tasks: Iterator[Task]) -> None:
+    def __init__(
+        self, cluster: RayCluster, start_actor: Callable[[], Any], tasks: Iterable[Task], stall_seconds: float
+    ) -> None:
         self._cluster = cluster
         self._ray = cluster.ray
         self._start_actor = start_actor
-        self._tasks = tasks
-        self._running: dict[Any, _Running] = {}  # by the reference of the actor's reply
+        self._stall_seconds = stall_seconds
+        self._tasks = ((task, 0) for task in tasks)
+        self._waiting: list[tuple[Task, int]] = []
+        self._starting: dict[Any, Any] = {}  # actors, by the reference of their first answer
         self._idle: list[Any] = []
-        self._next_poll = 0.0
+        self._running: dict[Any, _Assignment] = {}  # by the reference of the actor's reply
 
     def run(
         self, workers: int, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
     ) -> Generator[Outcome, None, None]:
-        while not should_stop():
-            self._assign_tasks(workers)
-            if not self._running:
+        deadline = None
+        while deadline is None or time.monotonic() < deadline:
+            if not should_stop():
+                self._assign_tasks(workers)
+            elif deadline is None:
+                deadline = time.monotonic() + _STOP_GRACE_SECONDS
+            if not self._running and (deadline or not self._starting):
                 return
-            yield from self._collect(on_progress, stop=False)
-        self._next_poll = 0.0
-        deadline = time.monotonic() + _STOP_GRACE_SECONDS
-        while self._running and time.monotonic() < deadline:
-            yield from self._collect(on_progress, stop=True)
+            answers, _ = self._ray.wait([*self._starting, *self._running], timeout=_POLL_SECONDS)
+            self._cluster.check_alive()
+            for answer in answers:
+                yield from self._admit(answer) if answer in self._starting else self._end(answer)
+            for reply, assignment in [*self._running.items()]:
+                self._exchange(assignment, on_progress, stop=deadline is not None)
+                if time.monotonic() - assignment.progress_time > self._stall_seconds:
+                    del self._running[reply]
+                    yield from self._replace(assignment.actor, assignment.task)
 
     def _assign_tasks(self, workers: int) -> None:
-        while self._idle or len(self._running) < workers:
-            task = next(self._tasks, _END)
-            if task is _END:
-                self._dismiss_idle()
-                return
-            actor = self._idle.pop() if self._idle else self._start_actor()
-            self._running[actor.run.remote(task)] = _Running(actor, task)
-
-    def _dismiss_idle(self) -> None:
-        """End actors without a task: an actor that waits for room in a busy cluster may need theirs."""
-        while self._idle:
+        room = workers - len(self._running)
+        self._waiting += itertools.islice(self._tasks, max(0, room - len(self._waiting)))
+        while self._idle and self._waiting:
+            actor, task = self._idle.pop(), self._waiting.pop(0)
+            self._running[actor.run.remote(task[0])] = _Assignment(actor, task)
+        while len(self._starting) < len(self._waiting):
+            actor = self._start_actor()
+            self._starting[actor.exchange.remote(False)] = actor
+        while len(self._starting) > len(self._waiting):
+            self._ray.kill(self._starting.popitem()[1])
+        while self._idle:  # an actor that waits for room in a busy cluster may need theirs
             self._ray.kill(self._idle.pop())
 
-    def _collect(self, on_progress: Callable[[Any], None], *, stop: bool) -> Generator[Outcome, None, None]:
-        """Wait a moment, and yield the outcomes of the tasks that have ended."""
-        ready, _ = self._ray.wait([*self._running], timeout=_WAKE_SECONDS)
-        self._cluster.check_alive()
-        self._exchange(on_progress, stop=stop)
-        for reply in ready:
-            running = self._running.pop(reply)
-            self._idle.append(running.actor)
-            outcome = self._outcome(reply, running.task)
-            if outcome is not None:
-                yield outcome
+    def _admit(self, answer: Any) -> Iterator[Outcome]:
+        """Take an actor that has started. One that died instead counts as a worker that a waiting task has ended."""
+        actor = self._starting.pop(answer)
+        try:
+            self._ray.get(answer)
+        except self._ray.exceptions.RayError as error:
+            self._check_start(error)
+            yield from self._replace(actor, self._waiting.pop(0))
+        else:
+            self._idle.append(actor)
 
-    def _exchange(self, on_progress: Callable[[Any], None], *, stop: bool) -> None:
-        """Pass on the progress of the running tasks, and tell their workers whether to stop."""
-        due = time.monotonic() >= self._next_poll
-        if due:
-            self._next_poll = time.monotonic() + _POLL_SECONDS
-        for running in self._running.values():
-            self._pass_on_answer(running, on_progress)
-            if due and running.question is None:
-                control = running.actor.exchange.options(concurrency_group=_CONTROL, max_task_retries=0)
-                running.question = control.remote(stop)
+    def _exchange(self, assignment: _Assignment, on_progress: Callable[[Any], None], *, stop: bool) -> None:
+        """Pass on the progress of a task, and tell its worker whether to stop."""
+        if assignment.question is None:
+            assignment.question = assignment.actor.exchange.remote(stop)
+        elif self._ray.wait([assignment.question], timeout=0)[0]:
+            question, assignment.question = assignment.question, None
+            with contextlib.suppress(self._ray.exceptions.RayError):  # a worker that died shows at its task
+                progress = self._ray.get(question)
+                if progress not in (None, assignment.progress):
+                    assignment.progress, assignment.progress_time = progress, time.monotonic()
+                    on_progress(progress)
 
-    def _pass_on_answer(self, running: _Running, on_progress: Callable[[Any], None]) -> None:
-        question = running.question
-        if question is None or not self._ray.wait([question], timeout=0)[0]:
-            return
-        running.question = None
-        with contextlib.suppress(self._ray.exceptions.RayError):  # a worker that died shows at its task
-            progress = self._ray.get(question)
-            if progress is not None:
-                on_progress(progress)
-
-    def _outcome(self, reply: Any, task: Task) -> Outcome | None:
+    def _end(self, reply: Any) -> Iterator[Outcome]:
+        """Yield the outcome of a task that has ended, unless it was interrupted or runs again."""
+        assignment = self._running.pop(reply)
         errors = self._ray.exceptions
         try:
             outcome: Outcome | None = self._ray.get(reply)
         except errors.RayTaskError as error:
             if isinstance(error.cause, EdjeError):  # the worker could not be built
                 raise EdjeError(str(error.cause)) from error
-            return TaskFailure(task, describe_error(error.cause or error), str(error))  # such as an unpicklable result
+            outcome = TaskFailure(None, describe_error(error.cause or error), str(error))  # an unpicklable result
         except errors.RayError as error:
-            self._cluster.check_alive()
-            if getattr(error, "actor_init_failed", False):
-                reason = str(error).strip().splitlines()[-1]
-                raise EdjeError(f"a worker could not start: {reason} (every node needs edje-index)") from error
-            return TaskFailure(
-                task,
-                f"{ATTEMPTS} worker processes died while running it (killed, out of memory, or a crash in native code)",
-            )
-        return outcome and dataclasses.replace(outcome, task=task)
+            self._check_start(error)
+            yield from self._replace(assignment.actor, assignment.task)
+            return
+        self._idle.append(assignment.actor)
+        if outcome is not None:
+            yield dataclasses.replace(outcome, task=assignment.task[0])
+
+    def _check_start(self, error: Exception) -> None:
+        """Raise EdjeError if an actor died for a reason that the next one meets as well."""
+        self._cluster.check_alive()
+        if getattr(error, "actor_init_failed", False):
+            reason = str(error).strip().splitlines()[-1]
+            raise EdjeError(f"a worker could not start: {reason} (every node needs edje-index)") from error
+
+    def _replace(self, actor: Any, task: tuple[Task, int]) -> Iterator[Outcome]:
+        """End an actor that died or stalled. Its task runs again, or fails after `ATTEMPTS`."""
+        self._ray.kill(actor)
+        lost_workers = task[1] + 1
+        if lost_workers < ATTEMPTS:
+            self._waiting.append((task[0], lost_workers))
+            return
+        yield TaskFailure(
+            task[0],
+            f"{ATTEMPTS} worker processes died (killed, out of memory, or a crash in native code) or made no progress "
+            f"for {duration(self._stall_seconds)} while running it",
+        )

@@ -86,6 +86,26 @@ class FileWorker:
     def die(self, job, on_progress, should_stop):
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def stop_once(self, job, on_progress, should_stop):
+        if self.attempts(job) == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return job.name * 10
+
+    def stop(self, job, on_progress, should_stop):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def read_fifo_once(self, job, on_progress, should_stop):
+        if self.attempts(job) == 1:
+            os.mkfifo(self.folder / "fifo")
+            (self.folder / "fifo").read_text()
+        return job.name * 10
+
+    def report_for_long(self, job, on_progress, should_stop):
+        for step in range(80):
+            on_progress(Report(job.name, step, os.getpid()))
+            time.sleep(0.1)
+        return job.name * 10
+
     def return_unpicklable(self, job, on_progress, should_stop):
         return threading.Lock()
 

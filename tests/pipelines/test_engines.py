@@ -127,6 +127,24 @@ def test_ray_runs_the_task_of_a_killed_worker_again_and_gives_up_on_one_that_alw
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("action", ["stop_once", "read_fifo_once"])
+def test_ray_replaces_a_worker_that_hangs(tmp_path, action):
+    jobs = [Job(1, action), Job(2), Job(3)]
+    outcomes = {outcome.task.name: outcome for outcome in run(RayEngine(2, stall_seconds=3), tmp_path, jobs)}
+    assert outcomes == {job.name: TaskDone(job, job.name * 10) for job in jobs}
+    assert (tmp_path / "1").read_text().count("attempt") == 2
+
+
+@pytest.mark.slow
+def test_ray_gives_up_on_a_task_that_always_hangs_and_waits_for_a_slow_one(tmp_path):
+    jobs = [Job(1, "stop"), Job(2, "report_for_long")]
+    outcomes = {outcome.task.name: outcome for outcome in run(RayEngine(2, stall_seconds=4), tmp_path, jobs)}
+    assert "made no progress for 4s" in outcomes[1].message
+    assert (tmp_path / "1").read_text().count("attempt") == ATTEMPTS
+    assert outcomes[2] == TaskDone(jobs[1], 20)
+    assert (tmp_path / "2").read_text().count("attempt") == 1
+
+
 @pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
 def test_the_death_of_ray_is_one_clear_error_in_bounded_time(tmp_path, capfd, victim):
     killed_at = None

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import re
+import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -69,25 +70,29 @@ def case(tmp_path):
 
 
 class Poisoned:
-    """An encoder whose process ends at the image of one size."""
+    """An encoder whose process gets a signal at the image of one size."""
 
-    def __init__(self, encoder: ImageEncoder, width: int) -> None:
-        self._encoder, self._width = encoder, width
+    def __init__(self, encoder: ImageEncoder, width: int, number: signal.Signals) -> None:
+        self._encoder, self._width, self._number = encoder, width, number
         self.encode = encoder.encode
 
     def preprocess(self, image: Image.Image) -> torch.Tensor:
         if image.width == self._width:
-            os._exit(9)
+            os.kill(os.getpid(), self._number)
         return self._encoder.preprocess(image)
 
 
 def exit_code_of_worker(task: ShardTask, encoder: Poisoned) -> int:
-    """Encode the shard in a process of its own."""
+    """Encode the shard in a process of its own, which is killed if it stops."""
     pid = os.fork()
     if pid == 0:
         encode_shard(task, encoder)
         os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = os.waitpid(pid, os.WUNTRACED)[1]
+    if os.WIFSTOPPED(status):
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+    return os.waitstatus_to_exitcode(status)
 
 
 def stored(task: ShardTask) -> tuple[np.ndarray, np.ndarray]:
@@ -239,7 +244,8 @@ def test_a_name_that_is_not_utf8_is_kept_in_bytes(tmp_path, encoder):
     assert (row["status"], row["uri_raw"]) == ("indexed", name)
 
 
-def test_an_image_that_ends_its_worker_becomes_a_failed_row_and_the_rest_is_indexed(case, encoder):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_image_that_ends_or_stops_its_worker_becomes_a_failed_row_and_the_rest_is_indexed(case, encoder, number):
     task, refs = case
     encode_shard(task, encoder)
     expected = stored(task)
@@ -247,8 +253,8 @@ def test_an_image_that_ends_its_worker_becomes_a_failed_row_and_the_rest_is_inde
     Path(os.fsdecode(refs[3].path)).write_bytes(poison)
     write_inputs(_layout(task).inputs(0), [*refs[:3], replace(refs[3], size=len(poison)), *refs[4:8]])
     _layout(task).receipt(0).unlink()
-    poisoned = Poisoned(encoder, 41)
-    assert [exit_code_of_worker(task, poisoned) for _ in range(4)] == [9, 9, 9, 0]
+    poisoned = Poisoned(encoder, 41, number)
+    assert [exit_code_of_worker(task, poisoned) for _ in range(4)] == [-9, -9, -9, 0]
     rows = read_shard_rows(_layout(task), 0).to_pylist()
     assert (rows[3]["status"], rows[3]["reason"]) == ("failed", "worker-died")
     assert [row["row_id"] for row in rows] == list(range(8))

@@ -1,0 +1,66 @@
+"""Builds with an image at which the worker process hangs or dies: Ray, real processes, a real shard."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from pipelines.engines.ray_engine import RayEngine
+from pipelines.jobs import build
+from pipelines.planning.config import BuildConfig
+from storage_formats import verify_index
+from storage_formats.format.rows import read_rows
+from tests.integration.builds import make_photos
+
+pytestmark = pytest.mark.slow
+
+WIDTH = 71
+STALL_SECONDS = 20.0  # importing torch on a busy machine takes some seconds
+
+
+@dataclass
+class HangsAtOneSize:
+    """An encoder whose process hangs or dies at the image that is `WIDTH` pixels wide."""
+
+    encoder: Any
+    how: str
+
+    def preprocess(self, image):
+        if image.width == WIDTH:
+            if self.how == "fifo":
+                Path(os.environ["FIFO"]).read_bytes()
+            os.kill(os.getpid(), getattr(signal, self.how))
+        return self.encoder.preprocess(image)
+
+    def encode(self, pixels):
+        return self.encoder.encode(pixels)
+
+
+def open_worker(how, *settings):
+    return build.EncodeWorker(HangsAtOneSize(build.open_worker(*settings).encoder, how))
+
+
+@pytest.mark.parametrize("how", ["SIGSTOP", "fifo", "SIGKILL"])
+def test_only_the_image_at_which_workers_hang_or_die_is_missing(tmp_path, monkeypatch, how):
+    make_photos(tmp_path / "photos", 6)
+    Image.new("RGB", (WIDTH, 20), "red").save(tmp_path / "photos" / "0003.jpg")
+    create_untrained_bundle(tmp_path / "model", sizes=TINY)
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.setenv("FIFO", str(tmp_path / "fifo"))
+    monkeypatch.setattr(build, "open_worker", functools.partial(open_worker, how))
+    monkeypatch.setattr(build, "_engine", lambda config, prepared: RayEngine(1, stall_seconds=STALL_SECONDS))
+    config = BuildConfig((str(tmp_path / "photos"),), tmp_path / "index", tmp_path / "model", batch_size=2, threads=1)
+    result = build.run_build(config, lambda _: None)
+    assert (result.indexed, result.failed_by_reason) == (5, {"worker-died": 1})
+    assert verify_index(tmp_path / "index") == []
+    row = read_rows(tmp_path / "index").to_pylist()[3]
+    assert (row["status"], row["reason"]) == ("failed", "worker-died")
+    assert row["detail"] == "2 worker processes died or hung while they read or decoded it"
