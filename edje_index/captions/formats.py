@@ -90,8 +90,8 @@ def _coco(path: Path, content: Mapping[str, Any]) -> Iterator[CaptionRecord]:
 
     def convert(value: Any) -> CaptionRecord:
         name = file_name(value, "file_name")
-        texts = texts_by_image.pop(value.get("id"), [])
-        return CaptionRecord(name, captions(texts), image_id=optional_text(value.get("id")))
+        texts, blank = captions(texts_by_image.pop(value.get("id"), []))
+        return CaptionRecord(name, texts, image_id=optional_text(value.get("id")), blank=blank)
 
     yield from _convert_each(path, "images", content["images"], convert)
     if texts_by_image:
@@ -159,13 +159,15 @@ def _sample_record(tar: str, key: str, sample: _Sample) -> CaptionRecord:
     if not isinstance(value, dict):
         raise RecordError("its .json file does not hold an object")
     if sample.text is not None:
-        value[CAPTION_KEYS[0]] = [line for line in decode_text(sample.text).splitlines() if line.strip()]
+        value[CAPTION_KEYS[0]] = [line for line in decode_text(sample.text).splitlines() if line.strip()] or [""]
     if not any(name in value for name in CAPTION_KEYS):
         raise RecordError("it has neither a .txt nor a .json with 'captions' or 'caption'")
     member = sample.images[0]
+    texts, blank = captions(caption_value(value))
     return CaptionRecord(
         image=member,
-        captions=captions(caption_value(value)),
+        captions=texts,
+        blank=blank,
         split=optional_text(value.get(SPLIT_KEY)),
         image_id=key,
         path=Path(f"{tar}!{member}"),

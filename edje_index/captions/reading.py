@@ -7,12 +7,13 @@
     *.parquet           columns of the same names
     *.tar               a WebDataset shard: KEY.jpg with KEY.txt (one caption per line) or KEY.json (the same object)
 
-Records about the same image become one item.
+Records about the same image become one item. Blank captions are left out and counted.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,8 +45,29 @@ class CaptionedImage:
     image_id: str
 
 
+@dataclass(frozen=True)
+class CaptionFile:
+    """The content of a caption file, or of one split.
+
+    Attributes:
+        items: the captioned images, in file order.
+        blank: number of blank captions, which were left out. An image without others has no item.
+    """
+
+    items: list[CaptionedImage]
+    blank: int
+
+
 def read_captions(path: str | Path, images: str | Path | None = None, split: str | None = None) -> list[CaptionedImage]:
-    """Read a caption file, in file order.
+    """The items of `read_caption_file`, with a warning if captions were left out."""
+    content = read_caption_file(path, images, split)
+    if content.blank:
+        warnings.warn(f"{path}: blank captions are left out: {content.blank:,}", RuntimeWarning, stacklevel=2)
+    return content.items
+
+
+def read_caption_file(path: str | Path, images: str | Path | None = None, split: str | None = None) -> CaptionFile:
+    """Read a caption file.
 
     Args:
         path: the file; its suffix names the format.
@@ -60,10 +82,16 @@ def read_captions(path: str | Path, images: str | Path | None = None, split: str
     folder = Path(os.path.abspath(file.parent if images is None else images))
     if images is not None and not folder.is_dir():
         raise UsageError(f"there is no folder of images at {images}")
-    items = _merged(_item(record, folder) for record in read_records(file))
+    parts = None if split is None else _PARTS_OF_SPLIT.get(split, frozenset({split}))
+    kept, blank = [], 0
+    for record in read_records(file):
+        blank += record.blank if parts is None or record.split in parts else 0
+        if record.captions:
+            kept.append(_item(record, folder))
+    items = _merged(kept)
     if not items:
-        raise UsageError(f"{file} holds no captions")
-    return items if split is None else _of_split(items, split, file)
+        raise UsageError(f"{file} holds no captions" + (f" that are not blank; {blank:,} are" if blank else ""))
+    return CaptionFile(items if parts is None else _of_split(items, parts, f"'{split}'", file), blank)
 
 
 def _item(record: CaptionRecord, folder: Path) -> CaptionedImage:
@@ -87,13 +115,12 @@ def _merged(items: Iterable[CaptionedImage]) -> list[CaptionedImage]:
     return list(merged.values())
 
 
-def _of_split(items: list[CaptionedImage], split: str, file: Path) -> list[CaptionedImage]:
-    parts = _PARTS_OF_SPLIT.get(split, frozenset({split}))
+def _of_split(items: list[CaptionedImage], parts: frozenset[str], split: str, file: Path) -> list[CaptionedImage]:
     kept = [item for item in items if item.split in parts]
     if not kept:
         names = sorted({item.split for item in items if item.split is not None})
         advice = f"its splits are {', '.join(names)}" if names else "it names no splits, so leave the split out"
-        raise UsageError(f"{file} has no captions of split '{split}'; {advice}")
+        raise UsageError(f"{file} has no captions of split {split}; {advice}")
     return kept
 
 

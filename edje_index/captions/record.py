@@ -20,10 +20,11 @@ class CaptionRecord:
 
     Attributes:
         image: name of the image.
-        captions: at least one, none blank.
+        captions: none blank; empty if all were.
         split: as in the file; None if it names none.
         image_id: as in the file; None if it names none.
         path: "<tar>!<member>" for an image inside a tar file; None for an image with a path of its own.
+        blank: number of blank captions, which are left out.
     """
 
     image: str
@@ -31,6 +32,7 @@ class CaptionRecord:
     split: str | None = None
     image_id: str | None = None
     path: Path | None = None
+    blank: int = 0
 
 
 class RecordError(Exception):
@@ -42,9 +44,11 @@ def caption_record(value: Any) -> CaptionRecord:
     if not isinstance(value, dict):
         raise RecordError("it is not a JSON object")
     image_key = next((key for key in IMAGE_KEYS if value.get(key) is not None), IMAGE_KEYS[0])
+    texts, blank = captions(caption_value(value))
     return CaptionRecord(
         image=file_name(value, image_key),
-        captions=captions(caption_value(value)),
+        captions=texts,
+        blank=blank,
         split=optional_text(value.get(SPLIT_KEY)),
         image_id=optional_text(value.get(ID_KEY)),
     )
@@ -59,9 +63,11 @@ def karpathy_record(value: Any) -> CaptionRecord:
     sentences = value.get("sentences")
     if not isinstance(sentences, list):
         raise RecordError("it has no list of 'sentences'")
+    texts, blank = captions([sentence.get("raw") if isinstance(sentence, dict) else None for sentence in sentences])
     return CaptionRecord(
         image=os.path.join(file_name(value, "filepath"), name) if "filepath" in value else name,
-        captions=captions([sentence.get("raw") if isinstance(sentence, dict) else None for sentence in sentences]),
+        captions=texts,
+        blank=blank,
         split=optional_text(value.get(SPLIT_KEY)),
         image_id=optional_text(value.get("cocoid", value.get("imgid"))),
     )
@@ -88,16 +94,17 @@ def caption_value(value: Mapping[str, Any]) -> Any:
     return next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None)
 
 
-def captions(value: Any) -> tuple[str, ...]:
-    """Check one caption or a list of captions, and strip surrounding white space."""
+def captions(value: Any) -> tuple[tuple[str, ...], int]:
+    """Check one caption or a list of captions -> those that are not blank, stripped, and the number of blank ones."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts:
         raise RecordError("it has no captions ('captions': a list of strings, or 'caption': a string)")
-    if not all(isinstance(text, str) and text.strip() for text in texts):
-        raise RecordError("one of its captions is blank or not a string; remove it")
+    if not all(isinstance(text, str) for text in texts):
+        raise RecordError("one of its captions is not a string; remove it")
     if not all(map(_is_encodable, texts)):
         raise RecordError("one of its captions contains a lone surrogate, which is not valid Unicode; remove it")
-    return tuple(text.strip() for text in texts)
+    kept = tuple(text.strip() for text in texts if text.strip())
+    return kept, len(texts) - len(kept)
 
 
 def file_name(value: Any, key: str) -> str:

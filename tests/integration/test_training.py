@@ -41,7 +41,7 @@ def write_captions(folder: Path) -> None:
         pixels = np.random.default_rng(at).integers(90, 130, (48, 48, 3)).astype(np.uint8)
         pixels[PLACES[place]] = COLOURS[colour]
         Image.fromarray(pixels).save(folder / "photos" / f"{at}.png")
-        texts = [f"{colour} at the {place} of number {at}", f"the {place} is {colour}"]
+        texts = [f"{colour} at the {place} of number {at}", f"the {place} is {colour}", *([" "] if at == 3 else [])]
         lines.append(json.dumps({"image": f"{at}.png", "captions": texts}) + "\n")
     (folder / "train.jsonl").write_text("".join(lines[:24]))
     (folder / "dev.jsonl").write_text("".join(lines[24:]))
@@ -55,6 +55,7 @@ def case(tmp_path_factory):
     create_untrained_bundle(folder / "model", sizes=TINY)
     calm = run_here(*training(folder, folder / "calm", features=False), "--dev", folder / "dev.jsonl")
     assert calm["steps"] == 30
+    assert (calm["captions"], calm["left_out"]) == (48, {"blank-caption": 1})
     assert (calm["dev"]["images"]["queries"], calm["dev"]["captions"]["queries"]) == (16, 8)
     return folder
 

@@ -18,10 +18,12 @@ class Captions:
     Attributes:
         trained: images to train on.
         dev: other images, to which weights are fitted; may be empty.
+        blank: number of blank captions, which are left out.
     """
 
     trained: Sequence[CaptionedImage]
     dev: Sequence[CaptionedImage]
+    blank: int = 0
 
     def pairs(self, epoch_of: str) -> int:
         """Pairs to train on per epoch, which visits each of the "captions" or of the "images" once."""
@@ -34,9 +36,11 @@ def read_training_captions(inputs: TrainingInputs) -> Captions:
     Raises:
         UsageError: a file cannot be read, or training and dev captions share images.
     """
-    from edje_index.captions.reading import check_apart, read_captions
+    from edje_index.captions.reading import check_apart, read_caption_file
 
-    trained = [item for path in inputs.captions for item in read_captions(path, inputs.images, inputs.split)]
-    dev = read_captions(inputs.dev, inputs.images, inputs.dev_split) if inputs.dev else []
+    files = [read_caption_file(path, inputs.images, inputs.split) for path in inputs.captions]
+    trained = [item for file in files for item in file.items]
+    dev_files = [read_caption_file(inputs.dev, inputs.images, inputs.dev_split)] if inputs.dev else []
+    dev = [item for file in dev_files for item in file.items]
     check_apart(trained, dev)
-    return Captions(trained, dev)
+    return Captions(trained, dev, sum(file.blank for file in (*files, *dev_files)))

@@ -24,7 +24,7 @@ class MatchedCaptions:
         items: the images to train on.
         captions: their rows in the feature index and their captions.
         dev: the same for the dev captions; None without dev captions.
-        left_out: number of images to train on without features, by reason.
+        left_out: number of images to train on without features, by reason, and of "blank-caption" captions.
     """
 
     items: Sequence[CaptionedImage]
@@ -55,6 +55,9 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
     if left_out:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in left_out.items())
         on_event(StatusMessage(f"left out, without features: {reasons}"))
+    if captions.blank:
+        on_event(StatusMessage(f"left out, blank captions: {captions.blank:,}"))
+        left_out = {**left_out, "blank-caption": captions.blank}
     trained_items, trained_rows = matches[0].indexed(captions.trained)
     trained = CaptionSet(trained_rows, [item.captions for item in trained_items])
     dev = None

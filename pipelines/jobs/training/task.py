@@ -23,7 +23,7 @@ class FinishTask:
         export: whether to write the bundle of the last checkpoint only, without a `result.json`.
         trained_on: the training data in words, for the notes of the bundle.
         images, captions: numbers of images and captions to train on.
-        left_out: number of images without features, by reason.
+        left_out: number of images without features, by reason, and of captions with "blank-caption".
         dev: dev captions; None without any.
     """
 

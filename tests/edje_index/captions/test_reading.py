@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from edje_index.captions.reading import CaptionedImage, read_captions
+from edje_index.captions.reading import CaptionedImage, read_caption_file, read_captions
 from storage_formats.errors import UsageError
 
 NAMES = ("café 猫.jpg", "b.jpg", "c.jpg")
@@ -161,8 +161,8 @@ def test_a_sample_without_captions_is_named(tmp_path):
         ('{"image": 3, "caption": "x"}', "no 'image'"),
         ('{"image": "a.jpg"}', "no captions"),
         ('{"image": "a.jpg", "captions": []}', "no captions"),
-        ('{"image": "a.jpg", "captions": ["x", " "]}', "blank"),
-        ('{"image": "a.jpg", "captions": ["x", 3]}', "blank or not a string"),
+        ('{"image": "a.jpg", "captions": ["x", 3]}', "not a string"),
+        ('{"image": "a.jpg", "captions": ["x", null]}', "not a string"),
         ('{"image": "a\\u0000.jpg", "caption": "x"}', "cannot be a file name"),
         ('{"image": "a\\ud800.jpg", "caption": "x"}', "cannot be a file name"),
         ('{"image": "a.jpg", "caption": "x \\ud83d"}', "a lone surrogate"),
@@ -173,6 +173,39 @@ def test_a_malformed_line_is_named(tmp_path, line, words):
     data = b'{"image": "ok.jpg", "caption": "fine"}\n\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n"
     (tmp_path / "c.jsonl").write_bytes(data)
     with pytest.raises(UsageError, match=rf"c\.jsonl, line 3: .*{words}"):
+        read_captions(tmp_path / "c.jsonl")
+
+
+def test_blank_captions_are_left_out_and_counted(tmp_path):
+    """One in millions does not end a training; an image with others keeps these."""
+    lines = [
+        {"image": "a.jpg", "captions": ["one", " ", "\u00a0\n"], "split": "train"},
+        {"image": "b.jpg", "caption": "", "split": "train"},
+        {"image": "c.jpg", "captions": ["two"], "split": "train"},
+        {"image": "d.jpg", "captions": ["\t"], "split": "val"},
+    ]
+    file = tmp_path / "c.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    content = read_caption_file(file)
+    assert [(each.image, each.captions) for each in content.items] == [("a.jpg", ("one",)), ("c.jpg", ("two",))]
+    assert content.blank == 4
+    assert read_caption_file(file, split="train").blank == 3
+    with pytest.warns(RuntimeWarning, match=r"c\.jsonl: blank captions are left out: 4"):
+        assert read_captions(file) == content.items
+    (tmp_path / "c.json").write_text(json.dumps(lines))
+    assert read_caption_file(tmp_path / "c.json") == content
+    annotations = [{"image_id": 1, "caption": text} for text in ("x", "")]
+    coco = {"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": annotations}
+    (tmp_path / "coco.json").write_text(json.dumps(coco))
+    assert read_caption_file(tmp_path / "coco.json").blank == 1
+    shard = tar(tmp_path / "s.tar", {"a.jpg": b"", "a.txt": b" \n", "b.jpg": b"", "b.txt": b"\nx\n"})
+    content = read_caption_file(shard)
+    assert ([each.captions for each in content.items], content.blank) == ([("x",)], 1)
+
+
+def test_a_file_of_blank_captions_is_refused(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"image": "a.jpg", "caption": " "}\n')
+    with pytest.raises(UsageError, match="no captions that are not blank; 1 are"):
         read_captions(tmp_path / "c.jsonl")
 
 
