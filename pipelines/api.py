@@ -30,7 +30,7 @@ class BuildOptions(TypedDict, total=False):
     dedupe: bool
     column: str | None
     max_pixels: int | None
-    max_failed: float
+    max_failed: float | None
     address: str | None
 
 

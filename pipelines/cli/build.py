@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.output import json_option, note, print_json, print_line, quiet_option, running_job
+from pipelines.cli.output import json_option, note, print_json, print_line, quiet_option, running_job, this_command
 from pipelines.planning.config import BATCH_SIZE, SHARD_SIZE, BuildConfig
 from pipelines.progress.wording import counted
-from storage_formats.errors import UsageError
+from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
@@ -69,9 +69,7 @@ _POSITIVE = click.IntRange(min=1)
     "--max-failed",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
-    default=1.0,
-    show_default=True,
-    help="Publish no index if a larger share of the inputs failed.",
+    help="Stop if a larger share of the inputs failed.  [default: 0.01, but at least 20 inputs may fail]",
 )
 @click.option("--max-pixels", type=_POSITIVE, help="Reject images with more pixels.  [default: 89478485]")
 @quiet_option
@@ -81,8 +79,8 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
 
     A SOURCE is a directory (searched recursively), a WebDataset tar ('shards/{0000..0015}.tar' names several), a
     Parquet, CSV or JSON Lines file with a column of paths, or an image file. An image that cannot be read becomes a
-    failed row with a reason; it does not stop the build. With --max-failed 0.01, an index is not published if more than
-    1 % of its inputs failed; the same command with a larger share publishes it without encoding it again.
+    failed row with a reason. If more inputs fail than --max-failed allows, the build stops with exit code 1; finished
+    shards are kept, and the same command with --max-failed 1 goes on.
 
     Run the same command again to resume a stopped build. If the index is finished, nothing is done.
 
@@ -96,11 +94,18 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
     if options["model"] is None:
         raise UsageError(_NO_MODEL)
     from pipelines.jobs.build import run_build
+    from pipelines.jobs.failed_inputs import FailedInputsError
 
     options["sources"], options["precisions"] = tuple(options["sources"]), tuple(options["precisions"])
     config = BuildConfig(**options)
     with running_job(quiet=quiet, can_resume=Layout(config.out).plan.exists) as (on_event, should_stop):
-        result = run_build(config, on_event, should_stop)
+        try:
+            result = run_build(config, on_event, should_stop)
+        except FailedInputsError as error:
+            if not error.over_limit:
+                raise
+            advice = "To index the other inputs all the same"
+            raise EdjeError(f"{error.problem}. {advice}: {this_command()} --max-failed 1") from error
     if as_json:
         print_json(asdict(result))
     else:

@@ -26,7 +26,8 @@ def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
         UsageError: the request cannot be served.
         ModelError: the model bundle cannot be used.
         JobStopped: the build ended early; run it again to resume it.
-        EdjeError: another process is working on the index, or no input could be indexed.
+        EdjeError: another process is working on the index, or no input could be indexed, or more inputs failed
+            than `config.max_failed` allows.
     """
     started = time.monotonic()
     check_output(config)
@@ -40,7 +41,7 @@ def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = 
         else:
             try:
                 run = encode_shards(config, prepared, on_event, should_stop)
-                manifest = publish_build(prepared.plan, run.receipts, max_failed=config.max_failed, on_event=on_event)
+                manifest = publish_build(prepared.plan, run.receipts, on_event)
             except OSError as error:
                 reason = f"cannot write {config.out}: {describe_error(error)}; finished shards are kept"
                 raise JobStopped(reason) from error

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.engines import open_engine
 from pipelines.engines.base import TaskInterrupted, Worker
+from pipelines.jobs.failed_inputs import FailureLimit
 from pipelines.jobs.shard_run import ShardJob, ShardRun, run_shards
 from pipelines.planning.config import BuildConfig
 from pipelines.planning.prepare import PreparedBuild
@@ -29,6 +30,7 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
 
     Raises:
         UsageError, EngineUnavailableError: the engine cannot run as requested.
+        FailedInputsError: more inputs failed than `config.max_failed` allows. Finished shards are kept.
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
         OSError: the index cannot be written.
     """
@@ -44,6 +46,7 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
         make_task=functools.partial(_shard_task, prepared),
         state_of_report=_state_of_report,
         state_of_receipt=_state_of_receipt,
+        on_receipt=FailureLimit(plan, config.max_failed),
     )
     gpus = 1 if settings.device == "cuda" else 0
     engine = open_engine(config.engine, workers, cpus=settings.threads, gpus=gpus, address=config.address)

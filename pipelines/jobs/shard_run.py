@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import Engine, EngineUnavailableError, Task, TaskFailure, WorkerFactory, describe_error
+from pipelines.jobs.failed_inputs import FailedInputsError
 from pipelines.progress.events import OnEvent
 from pipelines.progress.meter import ShardMeter, ShardState
 from pipelines.progress.stopping import JobStopped, ShouldStop
@@ -35,6 +36,7 @@ class ShardJob:
         make_task: the task of a shard.
         state_of_report: the shard and its state, from a progress report of a worker.
         state_of_receipt: the state of a finished shard.
+        on_receipt: called with every receipt, those of earlier runs included; may raise FailedInputsError.
     """
 
     activity: str
@@ -43,6 +45,7 @@ class ShardJob:
     make_task: Callable[[int], Task]
     state_of_report: Callable[[Any], tuple[int, ShardState]]
     state_of_receipt: Callable[[ShardReceipt], ShardState]
+    on_receipt: Callable[[ShardReceipt], None] = lambda receipt: None
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def run_shards(
 
     Raises:
         JobStopped: `should_stop()` returned True, a shard failed, or the engine failed. Finished shards are kept.
-        UsageError, EngineUnavailableError: the job cannot run as requested.
+        UsageError, EngineUnavailableError, FailedInputsError: the job cannot run as requested.
     """
     started = time.monotonic()
     receipts = dict(earlier)
@@ -76,6 +79,7 @@ def run_shards(
         meter = ShardMeter(job.activity, job.spec.rows, job.spec.shards)
         for receipt in earlier.values():  # the times of earlier runs do not count
             meter.finish(receipt.shard, replace(job.state_of_receipt(receipt), stage_seconds={}))
+            job.on_receipt(receipt)
         outcomes = engine.run(
             job.make_worker,
             map(job.make_task, missing),
@@ -89,6 +93,7 @@ def run_shards(
                 receipt = outcome.result
                 receipts[receipt.shard] = receipt
                 on_event(meter.finish(receipt.shard, job.state_of_receipt(receipt)))
+                job.on_receipt(receipt)
         if len(receipts) < job.spec.shards:
             raise JobStopped("stopped")
     rows = sum(receipts[shard].rows for shard in missing)
@@ -100,7 +105,7 @@ def _stopped_by_errors(spec: IndexSpec, receipts: Receipts) -> Iterator[None]:
     """Turn errors that a second run may not meet into JobStopped, with the number of finished shards."""
     try:
         yield
-    except (UsageError, EngineUnavailableError):
+    except (UsageError, EngineUnavailableError, FailedInputsError):
         raise
     except (EdjeError, OSError) as error:
         finished = f"{len(receipts)} of {spec.shards} shards are finished"

@@ -28,7 +28,8 @@ class BuildConfig:
         dedupe: encode byte-identical inputs once.
         column: path column of a list; None takes the first column with a usual name.
         max_pixels: images with more pixels become failed rows; None is `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
-        max_failed: share of the inputs that may fail; with more, the index is not published.
+        max_failed: share of the inputs that may fail; with more, the build ends. None allows 1 %, and 20 inputs in any
+            case.
         address: Ray cluster to join; None starts Ray on this machine.
 
     Raises:
@@ -49,7 +50,7 @@ class BuildConfig:
     dedupe: bool = False
     column: str | None = None
     max_pixels: int | None = None
-    max_failed: float = 1.0
+    max_failed: float | None = None
     address: str | None = None
 
     def __post_init__(self) -> None:

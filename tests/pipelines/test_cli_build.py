@@ -108,17 +108,33 @@ def test_a_build_where_everything_fails_writes_no_index(run, build, photos, inde
     assert not Layout(index).manifest.exists()
 
 
-def test_an_index_with_too_many_failures_is_not_published(run, build, photos, index):
+def test_a_build_with_too_many_failures_stops_and_goes_on_with_a_larger_limit(run, build, photos, index):
     (photos / "02.jpg").write_bytes(b"")
-    code, out, err = run(*build, "--max-failed", 0.19)
-    assert (code, out) == (1, "")
-    assert "2 of 10 inputs failed, more than max_failed 0.19 (empty 1, not-an-image 1)" in err
-    assert f"{photos / '02.jpg'} (empty), {photos / '07.jpg'} (not-an-image)" in err
-    assert not Layout(index).manifest.exists()
+    for _ in range(2):  # the second time, before it encodes anything
+        code, out, err = run(*build, "--max-failed", 0.19)
+        assert (code, out) == (1, "")
+        assert "2 of 8 inputs failed so far, more than max_failed 0.19 allows (empty 1, not-an-image 1)" in err
+        assert f"{photos / '02.jpg'} (empty), {photos / '07.jpg'} (not-an-image)" in err
+        assert "2 of 3 shards are finished and kept. To index the other inputs all the same: edje-index " in err
+        assert err.endswith(" --max-failed 1\n")
+        assert not Layout(index).manifest.exists()
+    kept = Layout(index).rows_file(0).stat().st_mtime_ns
     code, out, _ = run(*build, "--max-failed", 0.2, "--json")
     assert code == 0
-    result = json.loads(out)
-    assert (result["failed"], result["images_per_second"]) == (2, 0), "no shard was encoded again"
+    assert json.loads(out)["failed"] == 2
+    assert Layout(index).rows_file(0).stat().st_mtime_ns == kept, "finished shards are not encoded again"
+
+
+def test_twenty_inputs_may_fail_by_default_and_no_more(run, build, photos, index):
+    for number in range(20):
+        (photos / f"bad-{number:02}.jpg").write_bytes(b"")  # 07.jpg is bad as well
+    code, _, err = run(*build)
+    assert code == 1
+    assert "21 of 30 inputs failed, more than the 20 that may fail by default (empty 20, not-an-image 1)" in err
+    assert "8 of 8 shards are finished and kept" in err
+    shutil.rmtree(index)
+    (photos / "bad-19.jpg").unlink()
+    assert run(*build)[0] == 0
 
 
 def test_info_of_a_begun_and_of_a_finished_index(run, build, index, config):

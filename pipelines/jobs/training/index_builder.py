@@ -47,7 +47,7 @@ class IndexBuilder:
         """
         from edje_index.models.devices import threads_kept
         from pipelines.jobs.build import run_build
-        from pipelines.jobs.publish_build import FailedInputsError
+        from pipelines.jobs.failed_inputs import FailedInputsError
         from storage_formats.format.manifest import CommittedIndex
 
         self.on_event(StatusMessage(announcement))
@@ -61,6 +61,7 @@ class IndexBuilder:
             dtype=self.dtype,
             address=self.run.address,
             column=path_column(sources),
+            max_failed=1.0,  # training has its own message about missing images
         )
         try:
             with threads_kept():

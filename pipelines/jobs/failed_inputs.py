@@ -1,0 +1,108 @@
+"""How many inputs of a build may fail, and the error that names the first ones that did."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pipelines.planning.plan import BuildPlan
+from pipelines.progress.wording import counted
+from storage_formats.errors import EdjeError
+from storage_formats.format.layout import Layout
+
+if TYPE_CHECKING:
+    from storage_formats.format.receipts import ShardReceipt
+
+DEFAULT_SHARE = 0.01
+ALWAYS_ALLOWED = 20
+"""By default, this many inputs may fail even if they are a larger share: small collections have damaged files, too."""
+
+_NAMED_FAILURES = 3
+
+
+class FailedInputsError(EdjeError):
+    """No input was indexed, or more failed than allowed.
+
+    Attributes:
+        problem: the message without what to do.
+        over_limit: a larger `max_failed` lets the build go on.
+    """
+
+    def __init__(self, problem: str, remedy: str, *, over_limit: bool) -> None:
+        super().__init__(f"{problem}; {remedy}")
+        self.problem = problem
+        self.over_limit = over_limit
+
+
+class FailureLimit:
+    """Counts the failed inputs of a build, shard by shard, and ends it when there are too many.
+
+    Args:
+        plan: the build.
+        max_failed: share of the inputs that may fail; None allows 1 %, and `ALWAYS_ALLOWED` inputs in any case.
+    """
+
+    def __init__(self, plan: BuildPlan, max_failed: float | None) -> None:
+        self._plan = plan
+        rows = plan.spec.rows
+        if max_failed is None:
+            self._allowed = max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * rows))
+            self._limit = f"the {self._allowed:,} that may fail by default"
+        else:
+            self._allowed = math.floor(max_failed * rows + 1e-6)  # 0.29 * 100 is less than 29
+            self._limit = f"max_failed {max_failed:g} allows"
+        self._failed: Counter[str] = Counter()
+        self._receipts: list[ShardReceipt] = []
+
+    def __call__(self, receipt: ShardReceipt) -> None:
+        """Add a finished shard.
+
+        Raises:
+            FailedInputsError: too many inputs have failed.
+        """
+        self._receipts.append(receipt)
+        self._failed.update(receipt.failed)
+        if self._failed.total() <= self._allowed:
+            return
+        done = sum(receipt.rows for receipt in self._receipts)
+        so_far = "" if done == self._plan.spec.rows else " so far"
+        problem = (
+            f"{self._failed.total():,} of {counted(done, 'input')} failed{so_far}, more than {self._limit} "
+            f"({_reasons(self._failed)}). The first are {_first_failures(self._plan, self._receipts)}"
+        )
+        raise FailedInputsError(
+            f"{problem}. {len(self._receipts):,} of {counted(self._plan.spec.shards, 'shard')} are finished and kept",
+            "raise max_failed to index the other inputs all the same; or correct the sources, remove "
+            f"{self._plan.root} and build again",
+            over_limit=True,
+        )
+
+
+def check_any_indexed(plan: BuildPlan, receipts: list[ShardReceipt]) -> None:
+    """Raise FailedInputsError if no input was indexed: an empty index would hide the cause."""
+    if any(receipt.indexed for receipt in receipts):
+        return
+    failed = sum((Counter(receipt.failed) for receipt in receipts), Counter[str]())
+    raise FailedInputsError(
+        f"none of the {counted(failed.total(), 'input')} could be indexed ({_reasons(failed)}), so no index was written"
+        f". The first are {_first_failures(plan, receipts)}",
+        f"correct the sources, remove {plan.root} and build again",
+        over_limit=False,
+    )
+
+
+def _reasons(failed: Counter[str]) -> str:
+    return ", ".join(f"{reason} {count:,}" for reason, count in sorted(failed.items()))
+
+
+def _first_failures(plan: BuildPlan, receipts: list[ShardReceipt]) -> str:
+    """Names and reasons of the first inputs that failed."""
+    from storage_formats.format.rows import FAILED, read_shard_rows
+
+    layout, columns = Layout(plan.root), ["uri", "status", "reason"]
+    failed_shards = sorted(receipt.shard for receipt in receipts if receipt.failed)
+    shards = (read_shard_rows(layout, shard, columns).to_pylist() for shard in failed_shards)
+    failed = (f"{row['uri']} ({row['reason']})" for rows in shards for row in rows if row["status"] == FAILED)
+    return ", ".join(itertools.islice(failed, _NAMED_FAILURES))
