@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from storage_formats.codecs import Blocks, Codec, Records, codec
 from storage_formats.codecs.base import check_out
 from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.shard_table import ShardTable
 from storage_formats.reading.base import Batch, DestinationFactory
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Checker, block_destinations, read_batch, record_destinations
@@ -65,7 +65,7 @@ class TokenStore:
         path = functools.partial(_shard_path, layout, self._codec)
         _check_lengths(path, self._spec, self._codec.record_bytes)
         checksum_path = functools.partial(layout.checksums, precision)
-        committed = ShardTable(layout, index.manifest.shard_table, checksum_path)
+        committed = CommittedFiles(layout, index.manifest.shard_table, checksum_path)
         self._checksums = (
             BlockChecksums(layout.root, checksum_path, committed, token_path=path, shard_rows=self._spec.shard_rows)
             if verify_reads

@@ -125,8 +125,8 @@ class Layout:
         return self.tokens / precision
 
     def zarr_files(self, precisions: Iterable[str]) -> list[Path]:
-        """Paths of every `zarr.json`: of the group of tokens, of each precision, and of the embeddings."""
-        return [folder / "zarr.json" for folder in (self.tokens, *map(self.token_array, precisions), self.embeddings)]
+        """Paths of every `zarr.json`: of the group of tokens, of the embeddings, and of each precision."""
+        return [folder / "zarr.json" for folder in (self.tokens, self.embeddings, *map(self.token_array, precisions))]
 
     def token_shard(self, precision: str, shard: int, record_ndim: int = 2) -> Path:
         return self.token_array(precision) / ".".join(["c", str(shard), *["0"] * record_ndim])

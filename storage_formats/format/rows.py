@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 
 from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError
+from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import read_table
-from storage_formats.format.shard_table import ShardTable
 from storage_formats.row_ids import RowIds, check_row_ids
 
 INDEXED = "indexed"
@@ -82,7 +82,7 @@ def write_rows(path: Path, table: pa.Table) -> None:
 
 
 def read_shard_rows(
-    layout: Layout, shard: int, columns: list[str] | None = None, committed: ShardTable | None = None
+    layout: Layout, shard: int, columns: list[str] | None = None, committed: CommittedFiles | None = None
 ) -> pa.Table:
     """Rows of one shard in row order.
 
@@ -158,9 +158,9 @@ def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, column
     return pa.concat_tables(tables).take(pa.array(line_indices))
 
 
-def _rows_files(index: CommittedIndex) -> ShardTable:
+def _rows_files(index: CommittedIndex) -> CommittedFiles:
     layout = Layout(index.root)
-    return ShardTable(layout, index.manifest.shard_table, layout.rows_file)
+    return CommittedFiles(layout, index.manifest.shard_table, layout.rows_file)
 
 
 def failures_by_reason(table: pa.Table) -> dict[str, int]:

@@ -13,13 +13,18 @@ from storage_formats.codecs import codec
 from storage_formats.format.layout import FORMAT_VERSION, IndexSpec, Layout
 
 _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
+_ARRAY = {
+    "zarr_format": 3,
+    "node_type": "array",
+    "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+}
 
 
 def zarr_documents(layout: Layout, spec: IndexSpec) -> dict[Path, dict[str, Any]]:
     """Path and contents of every `zarr.json` of an index."""
-    arrays = [token_array_metadata(spec, name) for name in spec.precisions]
-    documents = [group_metadata(), *arrays, embedding_array_metadata(spec)]
-    return dict(zip(layout.zarr_files(spec.precisions), documents, strict=True))
+    embeddings = embedding_array_metadata(spec)
+    tokens = [token_array_metadata(spec, name) for name in spec.precisions]
+    return dict(zip(layout.zarr_files(spec.precisions), (group_metadata(), embeddings, *tokens), strict=True))
 
 
 def group_metadata() -> dict[str, Any]:
@@ -47,50 +52,29 @@ def token_array_metadata(spec: IndexSpec, precision: str) -> dict[str, Any]:
         "block_shape": list(spec.block_shape),
         "record_bytes": token_codec.record_bytes,
     }
+    chunk_shape = [spec.shard_size, *token_codec.record_shape]
     names = ["row", "token", "channel"] if len(token_codec.record_shape) == 2 else ["row", "byte"]
-    return _array(
-        shape=[spec.rows, *token_codec.record_shape],
-        chunk=[spec.shard_size, *token_codec.record_shape],
-        data_type=token_codec.zarr_dtype,
-        fill_value=token_codec.fill_value,
-        codecs=[sharding],
-        names=names,
-        attributes=attributes,
-    )
+    return {
+        **_ARRAY,
+        "shape": [spec.rows, *token_codec.record_shape],
+        "data_type": token_codec.zarr_dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+        "fill_value": token_codec.fill_value,
+        "codecs": [sharding],
+        "dimension_names": names,
+        "attributes": {"edje": attributes},
+    }
 
 
 def embedding_array_metadata(spec: IndexSpec) -> dict[str, Any]:
     """Contents of `embeddings/zarr.json`."""
-    return _array(
-        shape=[spec.rows, spec.embed_dim],
-        chunk=[spec.shard_size, spec.embed_dim],
-        data_type="float32",
-        fill_value="NaN",
-        codecs=[_LITTLE_ENDIAN],
-        names=["row", "dimension"],
-        attributes={"format_version": FORMAT_VERSION, "normalised": "l2"},
-    )
-
-
-def _array(
-    *,
-    shape: list[int],
-    chunk: list[int],
-    data_type: str,
-    fill_value: int | str,
-    codecs: list[dict[str, Any]],
-    names: list[str],
-    attributes: dict[str, Any],
-) -> dict[str, Any]:
     return {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": shape,
-        "data_type": data_type,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": fill_value,
-        "codecs": codecs,
-        "dimension_names": names,
-        "attributes": {"edje": attributes},
+        **_ARRAY,
+        "shape": [spec.rows, spec.embed_dim],
+        "data_type": "float32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [spec.shard_size, spec.embed_dim]}},
+        "fill_value": "NaN",
+        "codecs": [_LITTLE_ENDIAN],
+        "dimension_names": ["row", "dimension"],
+        "attributes": {"edje": {"format_version": FORMAT_VERSION, "normalised": "l2"}},
     }

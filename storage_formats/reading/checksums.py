@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError
+from storage_formats.format.committed_files import CommittedFiles, check_content
 from storage_formats.format.index_files import open_index_file
-from storage_formats.format.shard_table import FileEntry, ShardTable, check_content
+from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.base import Batch, Ints
 
 _KEPT_BYTES = 64 << 20  # the checksums of 16 million rows
@@ -75,7 +76,7 @@ class BlockChecksums:
         self,
         root: Path,
         path: Callable[[int], Path],
-        committed: ShardTable,
+        committed: CommittedFiles,
         token_path: Callable[[int], Path],
         shard_rows: Callable[[int], range],
     ) -> None:

@@ -19,6 +19,7 @@ from pipelines.jobs.quantization_report_files import markdown, table, write_repo
 from storage_formats import IndexSpec, Manifest, TokenStore, UsageError, codec
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.layout import Layout
+from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
 from tests.command_line import run_process
 from tests.conftest import write_random_index
 from tests.integration.builds import make_photos
@@ -75,12 +76,16 @@ def test_token_errors_of_stored_and_unstored_precisions(synthetic):
 def test_what_is_stored_is_measured_and_not_what_would_be(tmp_path):
     """A stored precision that is worse than its codec shows. Its checksums match."""
     write_random_index(tmp_path, SPEC)
+    layout, manifest = Layout(tmp_path), Manifest.load(tmp_path)
     path, checksums = tmp_path / "tokens/fp8/c.0.0", tmp_path / "checksums/fp8/00000000.crc32c"
     data = bytearray(path.read_bytes())
     data[0] ^= 0x80
     path.write_bytes(data)
     record = bytes(data[: codec("fp8", SPEC.block_shape).record_bytes])
     checksums.write_bytes(crc32c(record).to_bytes(4, "little") + checksums.read_bytes()[4:])
+    lines = read_shard_table(tmp_path, manifest.shard_table)
+    table = write_shard_table(layout, [(shard, FileEntry.of(layout, tmp_path / file.path)) for shard, file in lines])
+    replace(manifest, shard_table=table).write(layout)
     found = measure_precisions(ReportConfig(tmp_path, precisions=("fp8",))).precisions[0]
     assert found.stored
     assert found.tokens.relative_error.highest > 0.05
