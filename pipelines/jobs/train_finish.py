@@ -30,7 +30,7 @@ def finish_training(task: RunTask, on_event: OnEvent, should_stop: ShouldStop, s
     from edje_index.training.fitting.finish import finish_model
 
     train, finish = task.train, task.finish
-    model = finish_model(train, finish.dev, stoppable_progress(on_event, should_stop))
+    model = finish_model(train, finish.step, stoppable_progress(on_event, should_stop))
     result = training_result(task, model)
 
     def record(info: BundleInfo) -> None:

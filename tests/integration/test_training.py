@@ -339,6 +339,19 @@ def test_a_pooled_similarity_that_would_weigh_nothing_is_refused(case, tmp_path)
     assert "inputs.dev (--dev) or fitting.pooled_weight" in error
 
 
+def test_a_checkpoint_of_an_evaluation_is_exported(case, tmp_path):
+    """48 captions in batches of 8: six steps per epoch, of which all are kept."""
+    arguments = [*training(case, tmp_path / "out"), "--dev", case / "dev.jsonl", "--set", "run.keep_all=true"]
+    run_here(*arguments, "--steps", "12")
+    recalls = {record["step"]: record["t2i"] for record in read_log(tmp_path / "out.run") if record["phase"] == "dev"}
+    assert list(recalls) == [6, 12]
+    chosen = ["--steps", "12", "--export", "--set", "run.step=6", "--set", f"run.dir={tmp_path}/out.run"]
+    result = run_here(*[tmp_path / "chosen" if part == tmp_path / "out" else part for part in arguments], *chosen)
+    assert result["steps"] == 6
+    assert result["dev"]["images"]["logit_recall"] == recalls[6]
+    assert weights(tmp_path / "chosen") != weights(tmp_path / "out")
+
+
 def test_a_teacher_that_reads_other_captions_is_refused(case, tmp_path):
     error = run_here(*training(case, tmp_path / "out"), "--teacher", case / "model", expect=2)["error"]
     assert "architecture.canonical_captions is True, but the teacher" in error

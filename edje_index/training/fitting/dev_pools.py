@@ -18,6 +18,7 @@ from edje_index.scoring.weights import (
     IMAGE_TO_TEXT,
     JOINT_PARTS,
     LATE,
+    LOGIT,
     POOLED,
     TEXT_TO_IMAGE,
     ScoreWeights,
@@ -75,10 +76,7 @@ def choose_dev_weights(
 
     `on_progress` is called before every query and every fit; an exception that it raises ends the fit.
     """
-    queries = {
-        TEXT_TO_IMAGE: np.sort(stream(0, DEV, 0).permutation(len(dev.captions))[: config.dev_captions]),
-        IMAGE_TO_TEXT: np.sort(stream(0, DEV, 1).permutation(len(dev.rows))[: config.dev_captions]),
-    }
+    queries = _queries(dev, config)
     settings = {EMBEDDING: config.embedding_weight, LATE: config.late_weight, POOLED: config.pooled_weight}
     before, total = 0, sum(map(len, queries.values()))
     choices = {}
@@ -92,18 +90,37 @@ def choose_dev_weights(
     return choices
 
 
+def dev_recalls(bundle: ModelBundle, dev: DevSet, features: Features, config: FittingConfig) -> dict[str, float]:
+    """R@1 between 0 and 1 of the logit alone, by direction, with the queries and pools that weights are fitted to."""
+    recalls = {}
+    for direction, positions in _queries(dev, config).items():
+        scorer = _DevScorer(bundle, dev, features, direction, parts=(LOGIT,))
+        pools = scorer.pools(positions, config.dev_pool, lambda query: None)
+        recalls[direction] = float(pools.hits(ScoreWeights()).mean())
+    return recalls
+
+
+def _queries(dev: DevSet, config: FittingConfig) -> dict[str, NDArray[np.int64]]:
+    """Positions of the queries among the captions, or among the images, by direction."""
+    return {
+        TEXT_TO_IMAGE: np.sort(stream(0, DEV, 0).permutation(len(dev.captions))[: config.dev_captions]),
+        IMAGE_TO_TEXT: np.sort(stream(0, DEV, 1).permutation(len(dev.rows))[: config.dev_captions]),
+    }
+
+
 def _report(on_progress: OnProgress, before: int, total: int, done: int) -> None:
     on_progress(_ACTIVITY, before + done, total)
 
 
 @dataclass(frozen=True)
 class _DevScorer:
-    """Scores dev queries in one direction."""
+    """Scores dev queries in one direction, by those of `parts` that the bundle has."""
 
     bundle: ModelBundle
     dev: DevSet
     features: Features
     direction: str
+    parts: tuple[str, ...] = JOINT_PARTS
 
     def pools(self, queries: NDArray[np.int64], size: int, on_query: Callable[[int], None]) -> DevPools:
         """The `size` nearest candidates of each of `queries`, positions among the captions or images [q]."""
@@ -132,7 +149,7 @@ class _DevScorer:
     ) -> dict[str, Scores]:
         """The parts that read the tokens, float32 [q, p] each; `captions` and `images` are positions [q, p]."""
         available = self.bundle.parts(self.direction, ScoreWeights())
-        parts = {name: available[name] for name in JOINT_PARTS if name in available}
+        parts = {name: available[name] for name in self.parts if name in available}
         scores: dict[str, list[NDArray[np.float32]]] = {name: [] for name in parts}
         for query, (caption_row, image_row) in enumerate(zip(captions, images, strict=True)):
             on_query(query)

@@ -8,7 +8,6 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.progress import OnProgress
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from edje_index.training.config import FittingConfig
-from edje_index.training.data.dataset import DevCaptions
 from edje_index.training.fitting.dev_pools import choose_dev_weights, make_dev_set
 from edje_index.training.fitting.fit_weights import WeightChoice
 from edje_index.training.fitting.hubness_bank import make_hubness_bank
@@ -37,25 +36,27 @@ class FinishedModel:
     bank_unused: bool
 
 
-def finish_model(task: TrainTask, dev: DevCaptions | None, on_progress: OnProgress) -> FinishedModel:
-    """The last checkpoint as a bundle, with the final score that `task.config.fitting` describes.
+def finish_model(task: TrainTask, step: int | None, on_progress: OnProgress) -> FinishedModel:
+    """A checkpoint as a bundle, with the final score that `task.config.fitting` describes.
+
+    Weights that the settings leave open are fitted to the dev captions; without any they are 0.
 
     Args:
         task: of the training.
-        dev: the weights that the settings leave open are fitted to them; None leaves these weights 0.
+        step: of the checkpoint; None takes the last.
         on_progress: may raise to stop.
 
     Raises:
-        ModelError: the run has no checkpoint of its last phase yet.
+        ModelError: the run has no such checkpoint of its last phase.
     """
-    fitting = task.config.fitting
+    fitting, dev = task.config.fitting, task.dev
     given_weights = [fitting.embedding_weight, fitting.late_weight]
     if fitting.pooled_dim:
         given_weights.append(fitting.pooled_weight)
     fits_weights = dev is not None and (None in given_weights or fitting.hubness_bank > 0)
     score = _score_of_settings(fitting)
     opened = open_task(replace(task, teacher=None), WorkerGroup())
-    bundle, steps = trained_bundle(task, opened.start)
+    bundle, steps = trained_bundle(task, opened.start, step)
     choices: dict[str, WeightChoice] = {}
     if fitting.pooled_dim or fitting.hubness_bank or fits_weights:
         device, source = opened.device, opened.source

@@ -12,14 +12,20 @@ from edje_index.training.loop.task import TrainTask
 from edje_index.training.model.trained_part import trained_part
 
 
-def trained_bundle(task: TrainTask, start: ModelBundle) -> tuple[ModelBundle, int]:
-    """`start` with the weights of the last checkpoint, which are loaded into it, and the number of steps of its phase.
+def trained_bundle(task: TrainTask, start: ModelBundle, step: int | None = None) -> tuple[ModelBundle, int]:
+    """`start` with the weights of a checkpoint, which are loaded into it, and the number of steps of its phase.
+
+    Args:
+        task: of the training.
+        start: the bundle of its first step.
+        step: of the checkpoint; None takes the last.
 
     Raises:
-        ModelError: the run has no checkpoint of its last phase yet.
+        ModelError: the run has no such checkpoint of its last phase.
     """
     run_dir = task.runtime.run_dir
-    state = Checkpoints(run_dir, task.run).latest()
+    checkpoints = Checkpoints(run_dir, task.run)
+    state = checkpoints.latest() if step is None else checkpoints.at(step)
     if state is None or not any(name.startswith("joint.") for name in state.weights):
         raise ModelError(f"{run_dir} holds no checkpoint with a joint encoder yet: continue the training")
     trained_part(start.adapter).load_state_dict(_with_prefix(state.weights, "adapter."))

@@ -1,13 +1,14 @@
 """Checkpoints: everything that a training needs to continue as if it had never stopped.
 
 All random numbers follow from (seed, step), so weights, optimiser state and the step are sufficient. A file appears
-under its name complete or not at all. The last two are kept.
+under its name complete or not at all. The last two are kept, and those that a run asks for.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ class TrainState:
     skipped: tuple[int, int]
 
 
+class _UnreadableError(Exception):
+    """A checkpoint cannot be read; an earlier one may."""
+
+
 class Checkpoints:
     """The checkpoints of a run, in the folder `checkpoints` of its run folder."""
 
@@ -50,10 +55,10 @@ class Checkpoints:
         self._folder = run_dir / "checkpoints"
         self._run = run
 
-    def save(self, state: TrainState) -> Path:
-        """Write a checkpoint and remove all but the last two."""
+    def save(self, state: TrainState, kept: Callable[[int, int], bool] = lambda stage, step: False) -> Path:
+        """Write a checkpoint and remove all but the last two and those whose stage and step are `kept`."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{state.stage:02d}-{state.step:09d}.pt"
+        path = self._path(state.stage, state.step)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with temporary.open("wb") as file:
@@ -65,8 +70,9 @@ class Checkpoints:
             temporary.unlink(missing_ok=True)
         fsync_path(self._folder)
         unfinished = self._folder.glob(".*.pt.*")  # left by processes that were killed while writing
-        for old in (*self.paths()[:-KEEP], *unfinished):
-            old.unlink(missing_ok=True)
+        old = [path for path in self.paths()[:-KEEP] if not kept(*_position(path))]
+        for unneeded in (*old, *unfinished):
+            unneeded.unlink(missing_ok=True)
         return path
 
     def latest(self) -> TrainState | None:
@@ -78,24 +84,54 @@ class Checkpoints:
         problem: ModelError | None = None
         for path in reversed(self.paths()):
             try:
-                state = TrainState(**read_checkpoint(path))
-            except (ModelError, TypeError) as error:
+                return self._read(path)
+            except _UnreadableError as error:
                 problem = ModelError(f"cannot resume from {path}: {error}; remove {self._folder} to begin again")
-                continue
-            if state.run != self._run:
-                raise ModelError(
-                    f"{path} belongs to another training; use another run folder, or remove {self._folder}"
-                )
-            return state
         if problem is not None:
             raise problem
         return None
+
+    def at(self, step: int) -> TrainState:
+        """The checkpoint of `step` in the last phase that has checkpoints.
+
+        Raises:
+            ModelError: it was not kept, cannot be read, or belongs to another run.
+        """
+        positions = [_position(path) for path in self.paths()]
+        last = max((stage for stage, _ in positions), default=0)
+        steps = sorted(kept for stage, kept in positions if stage == last)
+        if step not in steps:
+            raise ModelError(f"{self._folder} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+        path = self._path(last, step)
+        try:
+            return self._read(path)
+        except _UnreadableError as error:
+            raise ModelError(f"cannot read {path}: {error}") from error
+
+    def _read(self, path: Path) -> TrainState:
+        try:
+            state = TrainState(**read_checkpoint(path))
+        except (ModelError, TypeError) as error:
+            raise _UnreadableError(str(error)) from error
+        if state.run != self._run:
+            raise ModelError(f"{path} belongs to another training; use another run folder, or remove {self._folder}")
+        return state
+
+    def _path(self, stage: int, step: int) -> Path:
+        return self._folder / f"{stage:02d}-{step:09d}.pt"
 
     def paths(self) -> list[Path]:
         """All checkpoints, oldest first."""
         if not self._folder.is_dir():
             return []
         return sorted(path for path in self._folder.iterdir() if _NAME.fullmatch(path.name))
+
+
+def _position(path: Path) -> tuple[int, int]:
+    """Stage and step of a checkpoint."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2])
 
 
 def state_of(module: torch.nn.Module) -> dict[str, Any]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edje_index.training.config import TrainConfig
 from storage_formats.format.manifest import CommittedIndex
+
+if TYPE_CHECKING:
+    from edje_index.training.data.dataset import DevCaptions
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,9 @@ class Runtime:
         compile: whether to use torch.compile.
         workers: worker processes; more than one run on Ray.
         address: head of a Ray cluster; None starts Ray on this machine if it is needed.
+        evaluate_every: steps between evaluations on the dev captions; None evaluates after every epoch, 0 never.
+        keep_best: checkpoints with the highest dev recall that are kept, beside the last two.
+        keep_all: whether all checkpoints are kept.
     """
 
     run_dir: Path
@@ -31,6 +38,9 @@ class Runtime:
     compile: bool = False
     workers: int = 1
     address: str | None = None
+    evaluate_every: int | None = None
+    keep_best: int = 0
+    keep_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ class TrainTask:
         teacher: None without distillation.
         new_adapter: whether the adapter of the first step is untrained.
         views: None without augmented views.
+        dev: captions that are not trained on; None without any.
     """
 
     config: TrainConfig
@@ -90,3 +101,4 @@ class TrainTask:
     teacher: TeacherTask | None = None
     new_adapter: bool = True
     views: ViewTask | None = None
+    dev: DevCaptions | None = None

@@ -9,6 +9,7 @@ import torch
 
 from edje_index.models.adapter import CompressionAdapter
 from edje_index.scoring.stop_words import content_token_mask
+from edje_index.training.loop.dev_recall import dev_evaluation
 from edje_index.training.loop.distributed import WorkerGroup
 from edje_index.training.loop.opened_task import OpenedTask, open_task
 from edje_index.training.loop.schedule import learning_rate, steps_per_epoch, total_steps
@@ -72,7 +73,7 @@ def _joint_phase(task: TrainTask, opened: OpenedTask) -> Phase:
     if not config.optimizer.adapter_lr_factor:  # its gradients would cost time and count in the norm
         start.adapter.requires_grad_(False)
     pairs = source.data.pairs(config.loop.epoch_of)
-    steps = total_steps(config.loop, pairs)
+    steps, per_epoch = total_steps(config.loop, pairs), steps_per_epoch(config.loop, pairs)
     return Phase(
         name=JOINT,
         stage=1 if config.alignment.steps else 0,
@@ -84,9 +85,10 @@ def _joint_phase(task: TrainTask, opened: OpenedTask) -> Phase:
         learning_rate=partial(
             learning_rate,
             total_steps=steps,
-            steps_per_epoch=steps_per_epoch(config.loop, pairs),
+            steps_per_epoch=per_epoch,
             peak=config.optimizer.lr,
             config=config.optimizer,
         ),
         optimizer=config.optimizer,
+        evaluation=dev_evaluation(task, opened, per_epoch),
     )

@@ -16,8 +16,9 @@ from edje_index.training.config import OptimizerConfig
 from edje_index.training.data.prefetch import prefetched
 from edje_index.training.data.sampling import DROPOUT, stream
 from edje_index.training.loop.checkpoint import Checkpoints, TrainState, state_of
+from edje_index.training.loop.dev_recall import Evaluation, best_steps, dev_record
 from edje_index.training.loop.distributed import WorkerGroup, postponed_exchange
-from edje_index.training.loop.log import TrainLog
+from edje_index.training.loop.log import TrainLog, read_log
 from edje_index.training.loop.task import TrainTask
 from edje_index.training.model.objectives import TOTAL
 from storage_formats.errors import EdjeError
@@ -44,6 +45,7 @@ class Phase:
         images: images per step, over all workers.
         learning_rate: returns the learning rate of a step.
         optimizer: settings of the optimiser.
+        evaluation: None if the phase is not evaluated.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Phase:
     images: int
     learning_rate: Callable[[int], float]
     optimizer: OptimizerConfig
+    evaluation: Evaluation | None = None
 
 
 @dataclass
@@ -135,10 +138,14 @@ class Trainer:
                     self._step(phase, wrapped, optimizer, batches, step, window)
                     done = step + 1
                     stop = self._group.any(should_stop(), self._device)
+                    is_evaluated = phase.evaluation is not None and phase.evaluation.is_due(done)
+                    if is_evaluated:
+                        self._evaluate(phase, log, done)
                     if done % self._runtime.log_every == 0 or done == phase.steps:
                         self._report(phase, log, done, window)
                         window = _Window()
-                    if stop or done % self._runtime.checkpoint_every == 0 or done == phase.steps:
+                    keeps = is_evaluated and (self._runtime.keep_all or self._runtime.keep_best > 0)
+                    if stop or keeps or done % self._runtime.checkpoint_every == 0 or done == phase.steps:
                         self._save(phase, optimizer, done)
                     if stop and done < phase.steps:
                         raise TrainingStopped(f"stopped after step {done} of {phase.steps} ({phase.name})")
@@ -198,8 +205,24 @@ class Trainer:
                     weights=state_of(phase.module),
                     optimizer=optimizer.state_dict(),
                     skipped=self._skipped,
-                )
+                ),
+                self._is_kept(),
             )
+        self._group.barrier()
+
+    def _is_kept(self) -> Callable[[int, int], bool]:
+        """Whether the checkpoint of a stage and step is kept beside the last ones."""
+        if self._runtime.keep_all:
+            return lambda stage, step: True
+        best = best_steps(read_log(self._runtime.run_dir), self._runtime.keep_best)
+        return lambda stage, step: (stage, step) in best
+
+    def _evaluate(self, phase: Phase, log: TrainLog | None, step: int) -> None:
+        """Measure and log recall on worker 0; the others wait."""
+        if phase.evaluation is not None and log is not None:
+            record = dev_record(phase.stage, step, phase.steps, phase.evaluation.recalls())
+            log.write(record)
+            self._on_record({**record, "tensorboard": log.has_tensorboard})
         self._group.barrier()
 
     def _report(self, phase: Phase, log: TrainLog | None, step: int, window: _Window) -> None:

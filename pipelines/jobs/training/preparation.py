@@ -77,5 +77,6 @@ def prepare_training(
         teacher=teacher,
         new_adapter=start.new_adapter,
         views=views,
+        dev=dev,
     )
-    return RunTask(task, FinishTask.of(request, matched, dev))
+    return RunTask(task, FinishTask.of(request, matched))

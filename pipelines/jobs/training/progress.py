@@ -38,7 +38,7 @@ def step_progress(on_event: OnEvent, clock: Callable[[], float] = time.monotonic
         if not record.get("tensorboard", True) and not warned:
             warned = True
             on_event(StatusMessage("no TensorBoard log: the package 'tensorboard' is not installed; see log.jsonl"))
-        if record["step"] == record["steps"] or clock() - last >= _REPORT_SECONDS:
+        if "lr" not in record or record["step"] == record["steps"] or clock() - last >= _REPORT_SECONDS:
             last = clock()
             on_event(StatusMessage(describe_record(record)))
 
@@ -48,6 +48,8 @@ def step_progress(on_event: OnEvent, clock: Callable[[], float] = time.monotonic
 def describe_record(record: dict[str, Any]) -> str:
     """A log record as one line of text."""
     parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
+    if "lr" not in record:  # an evaluation
+        return ", ".join(parts + [f"{name} R@1 {100 * record[name]:.1f}" for name in ("t2i", "i2t")])
     parts += [f"{name} {record[name]:.3f}" for name in _LOSSES if name in record]
     parts += [f"lr {record['lr']:.2e}", f"{record['images_per_second']:.1f} images/s"]
     parts.append(f"{(record['steps'] - record['step']) * record['step_seconds'] / 60:.0f} min left")

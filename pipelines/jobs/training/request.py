@@ -69,7 +69,17 @@ class RunSettings(Settings):
     checkpoint_every: int = Field(default=200, ge=1, description="Steps between checkpoints.")
     log_every: int = Field(default=10, ge=1, description="Steps between log lines.")
     compile: bool = Field(default=False, description="Use torch.compile.")
+    evaluate_every: int | None = Field(
+        default=None,
+        ge=0,
+        description="Steps between evaluations on the dev captions. None evaluates after every epoch, 0 never.",
+    )
+    keep_best: int = Field(
+        default=0, ge=0, description="Checkpoints with the highest dev recall to keep, beside the last two."
+    )
+    keep_all: bool = Field(default=False, description="Keep all checkpoints, those of evaluations included.")
     export: bool = Field(default=False, description="Write the bundle of the last checkpoint without training further.")
+    step: int | None = Field(default=None, ge=1, description="With export, the step of a kept checkpoint to write.")
 
     @property
     def folder(self) -> Path:
@@ -107,6 +117,10 @@ def check_request(request: TrainRequest, config: TrainConfig) -> None:
         "fitting.hubness_bank needs inputs.dev, to whose captions its weight is fitted": (
             fitting.hubness_bank > 0 and inputs.dev is None
         ),
+        "run.keep_best needs inputs.dev, on whose captions checkpoints are compared": (
+            request.run.keep_best > 0 and inputs.dev is None
+        ),
+        "run.step needs run.export": request.run.step is not None and not request.run.export,
         "inputs.view_features needs augmentation.views, the number of views per photo": (
             inputs.view_features is not None and not config.augmentation.views
         ),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from pipelines.jobs.training.request import RunSettings, TrainRequest
 
 if TYPE_CHECKING:
-    from edje_index.training.data.dataset import DevCaptions
     from edje_index.training.loop.task import Runtime, TrainTask
     from pipelines.jobs.training.matching import MatchedCaptions
 
@@ -24,7 +23,7 @@ class FinishTask:
         trained_on: the training data in words, for the notes of the bundle.
         images, captions: numbers of images and captions to train on.
         left_out: number of images without features, by reason, and of captions with "blank-caption".
-        dev: dev captions; None without any.
+        step: of the checkpoint to export; None takes the last.
     """
 
     out: Path
@@ -33,10 +32,10 @@ class FinishTask:
     images: int
     captions: int
     left_out: dict[str, int]
-    dev: DevCaptions | None
+    step: int | None
 
     @classmethod
-    def of(cls, request: TrainRequest, matched: MatchedCaptions, dev: DevCaptions | None) -> FinishTask:
+    def of(cls, request: TrainRequest, matched: MatchedCaptions) -> FinishTask:
         """The last stage of `request` with the captions that have features."""
         inputs, images, captions = request.inputs, len(matched.items), len(matched.captions.texts())
         names = ", ".join(path.name for path in inputs.captions)
@@ -48,7 +47,7 @@ class FinishTask:
             images=images,
             captions=captions,
             left_out=matched.left_out,
-            dev=dev,
+            step=request.run.step,
         )
 
 
@@ -73,4 +72,7 @@ def worker_runtime(run: RunSettings) -> Runtime:
         compile=run.compile,
         workers=run.workers,
         address=run.address,
+        evaluate_every=run.evaluate_every,
+        keep_best=run.keep_best,
+        keep_all=run.keep_all,
     )

@@ -1,0 +1,74 @@
+"""Recall on the dev captions during a training: the logit alone, as in the published code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from edje_index.training.fitting.dev_pools import DevSet, dev_recalls, make_dev_set
+from edje_index.training.loop.log import Record
+from edje_index.training.loop.opened_task import OpenedTask
+from edje_index.training.loop.task import TrainTask
+
+DEV = "dev"
+RECALL = "recall"  # mean of both directions, by which checkpoints are compared
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """When and how a phase is evaluated.
+
+    Attributes:
+        every: steps between two evaluations.
+        recalls: R@1 between 0 and 1 of the modules as they are now, by name.
+    """
+
+    every: int
+    recalls: Callable[[], dict[str, float]]
+
+    def is_due(self, step: int) -> bool:
+        """Whether to evaluate after `step` finished steps."""
+        return step % self.every == 0
+
+
+def dev_evaluation(task: TrainTask, opened: OpenedTask, steps_per_epoch: float) -> Evaluation | None:
+    """The evaluation of the joint phase; None without dev captions or with `evaluate_every` 0."""
+    every = task.runtime.evaluate_every
+    if task.dev is None or every == 0:
+        return None
+    bundle, features, settings = opened.start, opened.source.features, task.config.fitting
+    captions = task.dev
+
+    @cache  # only one worker evaluates, and not before the end of an epoch
+    def dev_set() -> DevSet:
+        return make_dev_set(captions, bundle.text.encode(captions.captions.texts()))
+
+    def recalls() -> dict[str, float]:
+        modules: tuple[nn.Module, ...] = (bundle.adapter, bundle.joint)
+        were_training = [module.training for module in modules]
+        try:
+            for module in modules:
+                module.eval()
+            by_direction = dev_recalls(bundle, dev_set(), features, settings)
+        finally:
+            for module, was_training in zip(modules, were_training, strict=True):
+                module.train(was_training)
+        return {**by_direction, RECALL: sum(by_direction.values()) / len(by_direction)}
+
+    return Evaluation(every or max(1, round(steps_per_epoch)), recalls)
+
+
+def dev_record(stage: int, step: int, steps: int, recalls: dict[str, float]) -> dict[str, Any]:
+    """The log record of an evaluation."""
+    return {"stage": stage, "phase": DEV, "step": step, "steps": steps, **recalls}
+
+
+def best_steps(records: list[dict[str, Any]], count: int) -> set[tuple[int, int]]:
+    """(stage, step) of the `count` evaluations with the highest recall; of equal ones the later."""
+    evaluations: list[Record] = [record for record in records if record["phase"] == DEV]
+    ranked = sorted(evaluations, key=lambda record: (record[RECALL], record["stage"], record["step"]), reverse=True)
+    return {(record["stage"], record["step"]) for record in ranked[:count]}
