@@ -98,19 +98,22 @@ def finish_index(
 def remove_build(layout: Layout) -> None:
     """Remove `build/`, except for the lock, which belongs to the caller or to a later process.
 
-    `plan.json` goes last: if this process dies here, it marks the rest as left by a build (`has_build_leftovers`).
+    `plan.json` goes last, and only if the rest is gone: it marks what a crash or a failure to remove leaves as left by a
+    build (`has_build_leftovers`).
     """
     if not layout.build.is_dir():
         return
-    entries = [path for path in layout.build.iterdir() if path != layout.lock]
-    for path in sorted(entries, key=lambda path: path == layout.plan):
+    kept = {layout.lock, layout.plan}
+    for path in set(layout.build.iterdir()) - kept:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):
                 path.unlink()
-    with contextlib.suppress(OSError):  # it holds a lock
-        layout.build.rmdir()
+    with contextlib.suppress(OSError):
+        if set(layout.build.iterdir()) <= kept:
+            layout.plan.unlink(missing_ok=True)
+        layout.build.rmdir()  # fails if it holds a lock
 
 
 def has_build_leftovers(layout: Layout) -> bool:
