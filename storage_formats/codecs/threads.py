@@ -29,9 +29,13 @@ def run_chunks(work: Callable[[int, int], None], count: int, block_bytes: int, t
     The calling thread is one of them. The first exception of a thread is raised. No thread works any more when this
     returns or raises.
     """
-    chunk = max(1, _CHUNK_BYTES // block_bytes)
+    limit = default_threads() if threads is None else threads
+    chunk_count = -(-count * block_bytes // _CHUNK_BYTES)
+    if 1 < chunk_count and limit > 1:
+        chunk_count += -chunk_count % min(limit, chunk_count)  # so that all threads end together
+    chunk = max(1, -(-count // max(1, chunk_count)))
     starts = range(0, count, chunk)
-    thread_count = min(default_threads() if threads is None else threads, len(starts))
+    thread_count = min(limit, len(starts))
     if thread_count < 2:
         for start in starts:
             work(start, min(start + chunk, count))

@@ -14,7 +14,7 @@ from storage_formats.reading.files import ShardFile, ShardFiles, ends_early
 
 _THREADS = 8  # for each of the two pieces that are read at the same time
 _MAX_IOVECS = 512  # below Linux's IOV_MAX of 1024
-_DECODE_THREADS = 1  # the device is the bottleneck: more threads would only cost processor time
+_DECODE_THREADS = 1  # while the device is the bottleneck: more threads would only cost processor time
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class _BufferedReader:
     def __init__(self, files: ShardFiles) -> None:
         self._files = files
         self._held_files = contextlib.ExitStack()
+        self._announced = 0  # pieces that the device may still read
 
     def close(self) -> None:
         self._held_files.close()
@@ -69,12 +70,14 @@ class _BufferedReader:
         size = self._files.record_bytes
         requests = _requests(batch, destination.record_indices, files, size)
         _announce(requests, size)
+        self._announced += 1
 
         def finish() -> None:
             with release:
                 for request in requests:
                     read_fully(request, destination.records, size)
-            destination.finish(_DECODE_THREADS)
+            self._announced -= 1
+            destination.finish(_DECODE_THREADS if self._announced else None)
 
         return finish
 

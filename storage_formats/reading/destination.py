@@ -41,7 +41,7 @@ def record_destinations(records: Records, checker: Checker | None = None) -> Des
 
 
 def _part_check(batch: Batch, checker: Checker | None) -> PartCheck | None:
-    return None if checker is None else lambda part: checker(batch[part])
+    return None if checker is None else lambda part: checker(batch if part == slice(None) else batch[part])
 
 
 class RecordDestination:

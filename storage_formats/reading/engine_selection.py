@@ -144,7 +144,8 @@ class ReadEngines:
         cached_share = sum(self._cached_share(batch, start) for start in sample) / max(1, len(sample))
         for _, start, stop in batch.shard_spans:
             is_sparse = stop - start < _DENSE_RECORDS
-            resident = None if is_sparse else self._resident(batch[start:stop])
+            is_unknown = is_sparse and not self._looked_up(int(batch.shards[start]))
+            resident = None if is_unknown else self._resident(batch[start:stop])
             if resident is not None:
                 codes[start:stop] = np.where(resident, _NAMES.index("mapped"), _NAMES.index(self._through_cache))
             elif (
@@ -191,6 +192,11 @@ class ReadEngines:
         shares = [resident_share(file, start, start + size) for start in starts]
         return sum(if_unknown if share is None else share for share in shares) / len(shares)
 
+    def _looked_up(self, shard: int) -> bool:
+        """Whether the page cache was looked up for a whole shard within the last seconds."""
+        file = self._cached_files.peek(shard)
+        return file is not None and _is_recent(file)
+
     def _resident(self, part: Batch) -> NDArray[np.bool_] | None:
         """Which records of one shard are in the page cache, [n]; None if most of a sample are not.
 
@@ -200,8 +206,7 @@ class ReadEngines:
         files = self._cached_files.acquire(part)
         try:
             file, middle = next(iter(files.values())), len(part) // 2
-            is_recent = time.monotonic() - file.resident_at < _RESIDENCY_TRUSTED_SECONDS
-            resident = file.resident if is_recent else None
+            resident = file.resident if _is_recent(file) else None
             expected = resident is not None and resident[part.positions[middle]]
             if resident is not None and expected and self._mostly_cached(file, part.positions[[middle]]):
                 return resident[part.positions]
@@ -221,3 +226,7 @@ class ReadEngines:
         """Whether a record is in the page cache. True if the kernel cannot tell, because no eviction is known then."""
         record = Batch(*(np.array([number]) for number in (shard, position, 0)))
         return self._cached_share(record, 0, if_unknown=1.0) >= _CACHED_SHARE
+
+
+def _is_recent(file: ShardFile) -> bool:
+    return time.monotonic() - file.resident_at < _RESIDENCY_TRUSTED_SECONDS

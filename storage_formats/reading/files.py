@@ -126,6 +126,10 @@ class ShardFiles:
             raise
         return files
 
+    def peek(self, shard: int) -> ShardFile | None:
+        """The file of a shard if it is open. The caller must not read it: it may be closed at any time."""
+        return self._open.get(shard)
+
     def release(self, files: dict[int, ShardFile]) -> None:
         """Release the files that `acquire` returned."""
         with self._lock:

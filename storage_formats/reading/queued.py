@@ -197,10 +197,10 @@ class _QueuedReader:
 
     def _finish(self, number: int) -> None:
         flight = self._flights[number]
-        # While reads are in flight the device is the bottleneck: more threads would only cost processor time.
-        threads = 1 if flight.missing else None
         while flight.missing:
             self._collect(flight.missing)
+        # While reads are in flight the device is the bottleneck: more threads would only cost processor time.
+        threads = 1 if any(other.missing for other in self._flights.values()) else None
         for request in np.flatnonzero(flight.results < flight.needed).tolist():
             _read_again(flight, request, self._size)
         if flight.buffer is None:

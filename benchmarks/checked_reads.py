@@ -1,0 +1,121 @@
+"""What the comparison of checksums costs: fetches with and without it, in turn in one process.
+
+    python -m benchmarks.checked_reads --scratch /mnt/nvme/scratch
+    python -m benchmarks.checked_reads --scratch /mnt/nvme/scratch --cpu --states warm
+
+Prints a Markdown table. Cold fetches use the engine `io_uring` after their shard files were evicted, warm ones `auto`
+after some batches of warm-up. The ratio is the median over the rounds of unchecked / checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.fetch.page_cache import evict, load
+from benchmarks.synthetic import make_synthetic
+from storage_formats import IndexSpec, TokenStore
+from storage_formats.format.layout import Layout
+
+PRECISIONS = ("bf16", "fp8", "nvfp4")
+WARM_UP = 20  # batches
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What to fetch.
+
+    Attributes:
+        precision: precision of the store.
+        is_cold: evict the shard files before each fetch.
+        batch: random rows per fetch.
+        rounds: fetches of each kind.
+    """
+
+    precision: str
+    is_cold: bool
+    batch: int
+    rounds: int
+
+
+SETTINGS = {
+    "warm": [(4000, 21), (100, 201)],
+    "cold": [(4000, 11), (400, 21)],
+}
+"""(rows per batch, rounds) by state of the page cache."""
+
+
+def measure(root: Path, setting: Setting, clock: Callable[[], float]) -> list[tuple[float, float]]:
+    """(unchecked, checked) seconds of each round; both fetch the same rows."""
+    files = list(Layout(root).token_array(setting.precision).glob("c.*"))
+    rng = np.random.default_rng(0)
+    stores = [
+        TokenStore.open(root, setting.precision, "io_uring" if setting.is_cold else "auto", verify_reads=check)
+        for check in (False, True)
+    ]
+    outs = [store.empty(setting.batch) for store in stores]
+    batches = _batches(rng, len(stores[0]), setting.batch)
+    load(files)
+    for store, out in zip(stores, outs, strict=True):
+        out[:] = 0  # so that the fetch takes no page faults in its destination
+        for _ in range(WARM_UP):
+            store.fetch(next(batches), out=out)
+    seconds = []
+    for number, row_ids in zip(range(setting.rounds), batches, strict=False):
+        pair = [0.0, 0.0]
+        for kind in (0, 1) if number % 2 else (1, 0):
+            if setting.is_cold:
+                evict(files)
+            started = clock()
+            stores[kind].fetch(row_ids, out=outs[kind])
+            pair[kind] = clock() - started
+        seconds.append((pair[0], pair[1]))
+    for store in stores:
+        store.close()
+    return seconds
+
+
+def _batches(rng: np.random.Generator, rows: int, batch: int) -> Iterator[np.ndarray]:
+    while True:
+        yield rng.integers(0, rows, batch)
+
+
+def table_line(setting: Setting, seconds: list[tuple[float, float]]) -> str:
+    """A line of the table."""
+    unchecked, checked = (statistics.median(times) * 1e6 / setting.batch for times in zip(*seconds, strict=True))
+    ratio = statistics.median(without / with_check for without, with_check in seconds)
+    state = "cold" if setting.is_cold else "warm"
+    return f"| `{setting.precision}` | {state} | {setting.batch:,} | {unchecked:.2f} | {checked:.2f} | {ratio:.3f} |"
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scratch", type=Path, required=True, help="Directory for an index of random blocks.")
+    parser.add_argument("--rows", type=int, default=16_384, help="Rows of the index.")
+    parser.add_argument("--states", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), help="What to measure.")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    parser.add_argument("--cpu", action="store_true", help="Measure processor time, for a machine with other load.")
+    arguments = parser.parse_args()
+    root = arguments.scratch / f"checked-reads-{arguments.rows}.edje"
+    if not root.exists():
+        make_synthetic(root, IndexSpec(arguments.rows, 1024, (64, 384), embed_dim=8, precisions=PRECISIONS))
+    clock = time.process_time if arguments.cpu else time.perf_counter
+    print(
+        "| precision | state | rows per batch | unchecked, us per block | checked | ratio |\n|---|---|---|---|---|---|"
+    )
+    for precision in arguments.precisions:
+        for state in arguments.states:
+            for batch, rounds in SETTINGS[state]:
+                setting = Setting(precision, state == "cold", batch, rounds)
+                print(table_line(setting, measure(root, setting, clock)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
