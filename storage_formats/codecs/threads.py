@@ -30,10 +30,9 @@ def run_chunks(work: Callable[[int, int], None], count: int, block_bytes: int, t
     returns or raises.
     """
     limit = default_threads() if threads is None else threads
-    chunk_count = -(-count * block_bytes // _CHUNK_BYTES)
-    if 1 < chunk_count and limit > 1:
-        chunk_count += -chunk_count % min(limit, chunk_count)  # so that all threads end together
-    chunk = max(1, -(-count // max(1, chunk_count)))
+    chunk_count = max(1, -(-count * block_bytes // _CHUNK_BYTES))
+    chunk_count += -chunk_count % min(limit, chunk_count)  # as many for each thread
+    chunk = max(1, -(-count // chunk_count))
     starts = range(0, count, chunk)
     thread_count = min(limit, len(starts))
     if thread_count < 2:
