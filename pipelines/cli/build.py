@@ -112,7 +112,7 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
         _print(result, config.out)
     if result.failed:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
-        note(f"{counted(result.failed, 'input')} failed: {reasons}; the rows table lists each one")
+        note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures {config.out}' lists them")
 
 
 def _print(result: BuildResult, out: Path) -> None:

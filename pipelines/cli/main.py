@@ -35,6 +35,7 @@ SECTIONS = {
         "quantize": "pipelines.cli.quantize:quantize",
         "verify": "pipelines.cli.verify:verify",
         "info": "pipelines.cli.info:info",
+        "failures": "pipelines.cli.failures:failures",
         "report": "pipelines.cli.report:report",
     },
     "Search": {

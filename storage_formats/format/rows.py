@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,15 +108,19 @@ def read_shard_rows(
         ) from error
 
 
-def read_all_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> pa.Table:
-    """All rows of an index in row order, so that row id i is at position i. `columns` as for :func:`read_rows`.
+def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """Rows of each shard of an index, in row order. `columns` as for :func:`read_rows`.
 
     Raises:
         CorruptIndexError: a file is missing or is not a rows table.
     """
     layout, names, committed = Layout(index.root), None if columns is None else list(columns), _rows_files(index)
-    shards = range(index.manifest.spec.shards)
-    return pa.concat_tables(read_shard_rows(layout, shard, names, committed) for shard in shards)
+    return (read_shard_rows(layout, shard, names, committed) for shard in range(index.manifest.spec.shards))
+
+
+def read_all_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> pa.Table:
+    """All rows of an index in row order, so that row id i is at position i. Arguments and errors as for `iter_rows`."""
+    return pa.concat_tables(iter_rows(index, columns))
 
 
 def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:

@@ -51,6 +51,29 @@ def test_a_build_accounts_for_every_input(run, build, index):
     assert rows[3]["duplicate_of"] == 1
 
 
+def test_failures_lists_each_failed_input_with_its_reason(run, build, index, photos):
+    (photos / "08.jpg").write_bytes((photos / "08.jpg").read_bytes()[:300])
+    run(*build, "--max-failed", 1)
+    listed = json.loads(run("failures", index, "--json")[1])["failures"]
+    assert [(row["row_id"], row["reason"], row["uri"]) for row in listed] == [
+        (7, "not-an-image", str(photos / "07.jpg")),
+        (8, "truncated", str(photos / "08.jpg")),
+    ]
+    code, out, err = run("failures", index, "--reason", "truncated")
+    assert (code, err) == (0, "")
+    assert out == f"8  truncated  {photos / '08.jpg'}  {listed[1]['detail']}\n"
+
+
+def test_failures_of_an_unfinished_index_are_those_of_its_finished_shards(run, build, index, photos):
+    for name in range(10):
+        (photos / f"{name:02d}.jpg").write_bytes(b"not a photo")
+    assert run(*build)[0] == 1
+    assert not Layout(index).manifest.exists()
+    assert len(run("failures", index)[1].splitlines()) == 10
+    Layout(index).receipt(0).unlink()
+    assert len(run("failures", index)[1].splitlines()) == 6
+
+
 def test_the_same_command_again_does_nothing_and_says_so(run, build, index):
     run(*build)
     before = {path: path.stat().st_mtime_ns for path in index.rglob("*")}
