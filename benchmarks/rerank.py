@@ -15,7 +15,9 @@ import torch
 
 from benchmarks.environment import environment
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.info import read_bundle_info
 from edje_index.bundles.random_tokenizer import untrained_tokenizer
+from edje_index.bundles.search_model import SearchModel
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_encoder import JointEncoder, bert_config
@@ -118,8 +120,10 @@ def pairs_per_second(
     rng = np.random.default_rng(0)
     blocks = torch.from_numpy(rng.standard_normal((batch, *block_shape), dtype=np.float32)).to(torch.bfloat16)
 
+    scorer = joint.scorer()
+
     def score() -> None:
-        joint(joint.tokenizer.inputs([bench.caption] * batch, block_shape[0]), blocks).float().cpu()
+        scorer.score([bench.caption] * batch, blocks)
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -163,7 +167,7 @@ def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
     if manifest.ann.get("kind") == "none":
         raise UsageError(f"{index} has no nearest-neighbour index, so it cannot be searched: build one from images")
     path = bench.model or recorded_bundle(index, manifest)
-    model = ModelBundle.load(path, device=bench.device, dtype=bench.dtype, verify=False)
+    model = SearchModel(read_bundle_info(path), device=bench.device, dtype=bench.dtype)
     ann, reranker = AnnIndex(index), Reranker(index, manifest.spec, model, score=bench.score)
     precision = manifest.spec.precisions[0]
     stages: dict[str, list[float]] = {"text": [], "nearest": [], "fetch": [], "score": []}

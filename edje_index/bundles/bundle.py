@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from edje_index.bundles.clip_parts import load_clip
 from edje_index.bundles.encoder_parts import load_adapter
 from edje_index.bundles.info import (
     ADAPTER_WEIGHTS,
@@ -23,18 +24,19 @@ from edje_index.bundles.info import (
     read_bundle_info,
     verify_files,
 )
-from edje_index.bundles.joint_parts import load_hubness_bank, load_joint_encoder, save_joint_encoder
+from edje_index.bundles.joint_parts import load_joint_encoder, save_joint_encoder
+from edje_index.bundles.scorer_parts import load_hubness_bank
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder, write_json
-from edje_index.models.adapter import LOCAL, PATCHES, REDUCTIONS, Adapter
-from edje_index.models.clip_model import HF_TEXT_FOLDER, ClipConfig, build_clip, read_clip_config
+from edje_index.models.adapter import LOCAL, PATCHES, REDUCTIONS, Adapter, AdapterConfig
+from edje_index.models.clip_config import HF_TEXT_FOLDER, ClipConfig, read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_encoder import JointEncoder
 from edje_index.models.text_tower import TextTower, save_text_tokenizer, text_tokenizer
 from edje_index.models.vision_tower import VisionTower, vision_tower
-from edje_index.models.weights import assign_weights, read_weights, save_weights
+from edje_index.models.weights import save_weights
 from edje_index.scoring.hubness import HubnessBank
-from edje_index.scoring.parts import Part, ScoreModels
+from edje_index.scoring.parts import Part, ScoreModels, check_bank
 from edje_index.scoring.pooled_similarity import PooledSimilarity, PooledVectors
 from edje_index.scoring.weights import BUNDLE_SCORE, DirectionWeights, ScoreWeights, check_parts, parse_score
 
@@ -86,6 +88,11 @@ class ModelBundle:
         return TextTower(self.clip, self.text_tokenizer)
 
     @property
+    def adapter_config(self) -> AdapterConfig:
+        """What determines the adapter except its weights."""
+        return self.adapter.config
+
+    @property
     def block_shape(self) -> tuple[int, int]:
         """(m, d) of one image's stored tokens."""
         return self.adapter.config.num_tokens, self.adapter.config.language_dim
@@ -106,9 +113,14 @@ class ModelBundle:
         return self._loaded().encoder_fingerprint
 
     @property
+    def score_models(self) -> ScoreModels:
+        """The models that the parts of the final score read, with the weights that this has now."""
+        return ScoreModels(self.joint.scorer(), self.pooled, self.hubness_bank)
+
+    @property
     def pooled_vectors(self) -> PooledVectors:
         """Maps captions and images into the space of the pooled similarity."""
-        return PooledVectors(self.joint, self.pooled)
+        return PooledVectors(self.joint.scorer(), self.pooled)
 
     def weights(self, direction: str, score: str | ScoreWeights = BUNDLE_SCORE) -> ScoreWeights:
         """The weights of the final score in one direction.
@@ -127,8 +139,7 @@ class ModelBundle:
 
     def parts(self, direction: str, weights: ScoreWeights) -> Mapping[str, Part]:
         """Every part of the final score that the bundle has, by name; `weights` define the hubness correction."""
-        models = ScoreModels(self.joint, self.pooled, self.hubness_bank)
-        return models.parts(direction, weights.hubness_similarity)
+        return self.score_models.parts(direction, weights.hubness_similarity)
 
     @classmethod
     def load(cls, path: str | Path, *, device: str = "cpu", dtype: str = "float32", verify: bool = True) -> ModelBundle:
@@ -153,7 +164,7 @@ class ModelBundle:
         joint.compute_dtype = compute_dtype
         bank = load_hubness_bank(info)
         bundle = cls(
-            clip=_load_clip(info, config).to(target),
+            clip=load_clip(info, config).to(target),
             clip_config=config,
             text_tokenizer=text_tokenizer(config, info.path / VISION_FOLDER),
             adapter=load_adapter(info).to(target),
@@ -234,25 +245,12 @@ class ModelBundle:
         return self.info
 
 
-def _load_clip(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
-    clip = build_clip(config, info.path / VISION_FOLDER / HF_TEXT_FOLDER if config.hf_text_name else None)
-    weights = info.path / VISION_WEIGHTS
-    assign_weights(clip, read_weights(weights), str(weights))
-    return clip.requires_grad_(False)
-
-
 def _check_fit(bundle: ModelBundle) -> None:
     """Raise ModelError unless the parts have the same widths and counts where they meet."""
     _check_adapter(bundle)
     for direction_weights in (bundle.score.t2i, bundle.score.i2t):
         check_parts(direction_weights, bundle.parts("t2i", direction_weights), "the bundle")
-    if bundle.hubness_bank is not None:
-        dim = 0 if bundle.pooled is None else bundle.pooled.sizes["dim"]
-        if bundle.hubness_bank.sizes["dim"] != dim:
-            raise ModelError(
-                f"the hubness bank has pooled vectors of width {bundle.hubness_bank.sizes['dim']}, but the pooled "
-                f"similarity has width {dim}: take both from the same training run"
-            )
+    check_bank(bundle.score_models)
 
 
 def _check_adapter(bundle: ModelBundle) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from edje_index.bundles.info import ADAPTER_WEIGHTS, INFO_FILE, VISION_FOLDER, VISION_WEIGHTS, BundleInfo
 from edje_index.errors import ModelError
 from edje_index.models.adapter import Adapter, AdapterConfig, build_adapter
-from edje_index.models.clip_model import ClipConfig, build_visual, read_clip_config
+from edje_index.models.clip_config import ClipConfig, read_clip_config
+from edje_index.models.clip_model import build_visual
 from edje_index.models.vision_tower import VisionTower, vision_tower
 from edje_index.models.weights import assign_weights, read_weights
 

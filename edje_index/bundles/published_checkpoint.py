@@ -33,7 +33,7 @@ class PublishedModel:
     Attributes:
         adapter: ``adapter(vision_tokens [b, n, d_vision]) -> [b, m, d]``.
         joint: the joint encoder. Its tokenizer takes captions as they are, as the published model does; the published
-            evaluation canonicalises them first (`edje_index.models.joint_inputs.canonical_caption`).
+            evaluation canonicalises them first (`edje_index.models.text_cleaning.clean_canonicalize`).
 
     Example:
         >>> import torch

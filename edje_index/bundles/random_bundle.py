@@ -16,7 +16,8 @@ from edje_index.bundles.info import BundleInfo
 from edje_index.bundles.random_tokenizer import untrained_tokenizer
 from edje_index.models._torchvision_compat import prepare_torchvision
 from edje_index.models.adapter import AdapterConfig, build_adapter
-from edje_index.models.clip_model import ClipConfig, build_clip
+from edje_index.models.clip_config import ClipConfig
+from edje_index.models.clip_model import build_clip
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.text_tower import text_tokenizer
 from edje_index.models.vision_tower import vision_tower

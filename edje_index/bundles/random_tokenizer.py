@@ -45,7 +45,7 @@ def untrained_tokenizer(words: int) -> JointTokenizer:
         mask_token="[MASK]",
         additional_special_tokens=[IMAGE_TOKEN],
     )
-    return JointTokenizer(wrapped)
+    return JointTokenizer.of(wrapped)
 
 
 def _pieces(count: int) -> list[str]:

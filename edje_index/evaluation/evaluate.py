@@ -32,7 +32,7 @@ from storage_formats.format.rows import read_all_rows
 from storage_formats.reading.embeddings import read_embeddings
 
 if TYPE_CHECKING:
-    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.bundles.search_model import SearchModel
 
 NOT_IN_OTHER = "not-in-another-index"
 
@@ -193,7 +193,7 @@ def _evaluate_index(
 def _describe(
     config: EvaluationConfig,
     index: _OpenIndex,
-    model: ModelBundle,
+    model: SearchModel,
     eval_set: EvaluationSet,
     pools: dict[str, Pools],
 ) -> System:
@@ -220,10 +220,10 @@ def _query_images(eval_set: EvaluationSet, direction: str) -> Ints:
 
 
 def _embeddings(
-    config: EvaluationConfig, index: _OpenIndex, eval_set: EvaluationSet, model: ModelBundle, on_progress: OnProgress
+    config: EvaluationConfig, index: _OpenIndex, eval_set: EvaluationSet, model: SearchModel, on_progress: OnProgress
 ) -> Embeddings:
     """Embed the captions: all of them, or the queries alone if no candidate is a caption."""
-    from edje_index.models.text_tower import embed_texts
+    from edje_index.models.text_encoder import embed_texts
 
     captions: Sequence[str] = eval_set.captions
     if IMAGE_TO_TEXT not in config.directions:

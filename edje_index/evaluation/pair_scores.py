@@ -67,7 +67,7 @@ class PairScorer:
             return
         positions, which = np.unique(pairs >> _KEY_SHIFT, return_inverse=True)
         texts = [self.captions[position] for position in positions]
-        lengths = np.array([len(ids) for ids in self.tokenizer.tokenizer(texts, add_special_tokens=False)["input_ids"]])
+        lengths = np.array([len(ids) for ids in self.tokenizer.caption_ids(texts)])
         # Longest first: a lack of memory shows at once, and the estimate of the remaining time is never too low.
         ordered = pairs[np.argsort(-lengths[which], kind="stable")]
         for start in range(0, len(ordered), CHUNK_PAIRS):

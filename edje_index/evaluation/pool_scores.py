@@ -23,7 +23,7 @@ from edje_index.scoring.parts import Pairs, reads_tokens
 from edje_index.scoring.weights import EMBEDDING, HUBNESS, JOINT_PARTS, TEXT_TO_IMAGE, ScoreWeights
 
 if TYPE_CHECKING:
-    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.bundles.search_model import SearchModel
 
 _HUBNESS_BATCH = 256  # candidates: 13 MB of 64 x 384 bfloat16 blocks
 
@@ -50,7 +50,7 @@ class PoolScorer:
         index_key: what identifies the index in the cache.
     """
 
-    model: ModelBundle
+    model: SearchModel
     weights: Mapping[str, ScoreWeights]
     eval_set: EvaluationSet
     embeddings: Embeddings
@@ -144,7 +144,7 @@ class PoolScorer:
         }
 
 
-def dtype_name(model: ModelBundle) -> str:
+def dtype_name(model: SearchModel) -> str:
     """Data type of the joint encoder's matrix products."""
     return str(model.joint.compute_dtype).removeprefix("torch.")
 

@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 
 from edje_index.images.decode import ImageError
-from edje_index.models.clip_model import ClipConfig, eval_transform
+from edje_index.models.clip_config import ClipConfig
+from edje_index.models.clip_model import eval_transform
 
 
 class Preprocessor:

@@ -76,9 +76,14 @@ class ImageEncoder:
         """
         info = read_bundle_info(bundle_path)
         verify_files(info, ENCODER_FILES)
-        target = resolve_device(device)
         if threads is not None:
             torch.set_num_threads(threads)
+        return cls.of(info, device=device, dtype=dtype)
+
+    @classmethod
+    def of(cls, info: BundleInfo, *, device: str = "auto", dtype: str = "auto") -> ImageEncoder:
+        """Load the image half of a bundle whose files have been verified; see `open`."""
+        target = resolve_device(device)
         vision, config = load_visual(info)
         adapter = load_adapter(info).to(target)
         return cls(info, vision.to(target), adapter, Preprocessor(config), resolve_dtype(dtype, target))

@@ -12,24 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
-from edje_index.models.bf16 import as_tensor
+from edje_index.models.bert import BertShape
 from edje_index.models.devices import autocast
 from edje_index.models.joint_inputs import JointInputs, JointTokenizer
+from edje_index.models.joint_scorer import Array, JointScorer
 
 prepare_torchvision()
 
 from transformers import BertConfig, BertForMaskedLM  # noqa: E402
 from transformers.models.bert.modeling_bert import BertPooler  # noqa: E402
-
-Array = np.ndarray[Any, np.dtype[Any]]
-
-SCORE_BATCH = 128  # pairs per forward pass: bounds memory for pools of any size
 
 
 class JointEncoder(nn.Module):
@@ -37,9 +33,8 @@ class JointEncoder(nn.Module):
 
     Attributes:
         tokenizer: tokenizer of captions.
-        compute_dtype: data type of the language model's matrix products in :meth:`forward`, see
-            `models.devices.autocast`. The head is always float32: with the 8 significant bits of bfloat16 many
-            candidates would have equal logits.
+        compute_dtype: data type of the language model's matrix products in :meth:`forward` and :meth:`score`, see
+            `models.devices.autocast` and `JointScorer`.
 
     Example:
         >>> from edje_index import ModelBundle, TokenStore
@@ -79,13 +74,18 @@ class JointEncoder(nn.Module):
         """The device of the weights."""
         return self.text_projection.weight.device
 
-    @property
-    def word_vectors(self) -> torch.Tensor:
-        """The word embeddings of the language model [v, d], detached."""
-        vectors: torch.Tensor = self.text_embeddings.weight.detach()  # type: ignore[operator]
-        return vectors
+    def scorer(self) -> JointScorer:
+        """Scores pairs with the weights that this has now, faster than :meth:`forward`."""
+        shape = BertShape.parse(self.config.to_dict(), "the joint encoder")
+        return JointScorer(
+            self.tokenizer,
+            shape,
+            self.state_dict(),
+            source="the joint encoder",
+            dtype=self.compute_dtype,
+            device=self.device,
+        )
 
-    @torch.inference_mode()
     def score(self, captions: str | Sequence[str], tokens: torch.Tensor | Array) -> torch.Tensor:
         """Matching logits, float32 [b] on the CPU; higher means a better match.
 
@@ -97,32 +97,11 @@ class JointEncoder(nn.Module):
         Raises:
             ModelError: the number of captions or the width of the blocks does not fit.
         """
-        tokens = as_tensor(tokens)
-        captions = [captions] if isinstance(captions, str) else list(captions)
-        self._check(captions, tokens)
-        if len(captions) == 1:
-            captions = captions * tokens.shape[0]
-        if not captions:
-            return torch.zeros(0)
-        distinct = list(dict.fromkeys(captions))
-        ids_of_caption = dict(zip(distinct, self.tokenizer.caption_ids(distinct), strict=True))
-        return self._score_by_length([ids_of_caption[caption] for caption in captions], tokens)
+        return self.scorer().score(captions, tokens)
 
-    def _score_by_length(self, captions: list[list[int]], tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of pairs, given the token ids of the captions. Pairs of similar length share a batch."""
-        lengths = torch.tensor([len(ids) for ids in captions])
-        logits = torch.zeros(len(captions))
-        for batch in torch.split(lengths.argsort(stable=True), SCORE_BATCH):
-            inputs = self.tokenizer.inputs_of_ids([captions[pair] for pair in batch.tolist()], tokens.shape[1])
-            logits[batch] = self(inputs, tokens[batch.to(tokens.device)]).cpu()
-        return logits
-
-    @torch.inference_mode()
     def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:
         """Mean last hidden state, float32 [b, d], of rows without image tokens."""
-        mask = inputs.attention_mask.to(self.device)[:, :, None]
-        hidden = self.hidden_states(inputs, torch.empty(0, 0, self.width)).float()
-        return (hidden * mask).sum(dim=1) / mask.sum(dim=1)
+        return self.scorer().sentence_vectors(inputs)
 
     def forward(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
         """Matching logits, float32 [b], of prepared rows and their image tokens [b, m, d]."""
@@ -151,14 +130,6 @@ class JointEncoder(nn.Module):
         """0, 1, 2, ...; positions beyond the table repeat its last one, as in published models."""
         table = self.language_model.bert.embeddings.position_embeddings.num_embeddings
         return torch.arange(ids.shape[1], device=ids.device).clamp(max=table - 1)[None]
-
-    def _check(self, captions: list[str], tokens: torch.Tensor) -> None:
-        if tokens.ndim != 3 or tokens.shape[2] != self.width:
-            raise ModelError(f"the joint encoder scores blocks [b, m, {self.width}], got {list(tokens.shape)}")
-        if len(captions) not in (1, tokens.shape[0]):
-            raise ModelError(
-                f"{len(captions)} captions for {tokens.shape[0]} blocks: give one caption, or one per block"
-            )
 
 
 def _pooler(config: BertConfig) -> nn.Module:

@@ -9,22 +9,25 @@ The published training and evaluation canonicalise captions before the tokenizer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from edje_index.errors import ModelError
 from edje_index.filesystem import write_json
 from edje_index.models._torchvision_compat import prepare_torchvision
-from edje_index.models.safety import check_tokenizer_folder
+from edje_index.models.safety import check_tokenizer_folder, read_configuration
+from edje_index.models.text_cleaning import clean_canonicalize
 
 IMAGE_TOKEN = "<image>"
 MAX_TEXT_TOKENS = 64  # [CLS], caption and both [SEP]
 NUM_SPECIAL_TOKENS = 3
+TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
+OWN_CLASS = "PreTrainedTokenizerFast"  # of the files that `JointTokenizer.save` writes
 SPECIAL_TOKEN_NAMES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
 
@@ -41,18 +44,56 @@ class JointTokenizer:
     """A BERT tokenizer with the ``<image>`` placeholder.
 
     Attributes:
-        tokenizer: the tokenizer of transformers.
-        canonical: whether captions are canonicalised first, see `canonical_caption`.
+        tokenizer: the tokenizer.
+        special_tokens: text of each of `SPECIAL_TOKEN_NAMES`.
+        truncation_side: "right" or "left", the end that long captions lose.
+        canonical: whether captions are canonicalised first, see `text_cleaning.clean_canonicalize`.
         image_token_id: token id of the placeholder.
     """
 
-    def __init__(self, tokenizer: Any, *, canonical: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        special_tokens: Mapping[str, str],
+        *,
+        truncation_side: str = "right",
+        canonical: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.special_tokens = dict(special_tokens)
+        self.truncation_side = truncation_side
         self.canonical = canonical
-        self.image_token_id = int(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN))
+        tokenizer.add_special_tokens([IMAGE_TOKEN])  # no change if it is there
+        tokenizer.no_truncation()  # its file may ask for either
+        tokenizer.no_padding()
+        ids = {name: tokenizer.token_to_id(token) for name, token in special_tokens.items()}
+        missing = [special_tokens[name] for name, token_id in ids.items() if token_id is None]
+        if missing:
+            raise ModelError(f"this is not a BERT tokenizer: it does not know {', '.join(missing)}")
+        self._special_ids = {name: int(token_id) for name, token_id in ids.items() if token_id is not None}
+        image_token_id = tokenizer.token_to_id(IMAGE_TOKEN)
+        assert image_token_id is not None
+        self.image_token_id = int(image_token_id)
+
+    @classmethod
+    def of(cls, tokenizer: Any, *, canonical: bool = False) -> JointTokenizer:
+        """From a fast tokenizer of transformers.
+
+        Raises:
+            ModelError: it is not that of a BERT.
+        """
+        special_tokens = {name: getattr(tokenizer, name) for name in SPECIAL_TOKEN_NAMES}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None or None in special_tokens.values():
+            raise ModelError("this is not a BERT tokenizer: it lacks one of [CLS], [SEP], [PAD], [UNK] and [MASK]")
+        return cls(backend, special_tokens, truncation_side=tokenizer.truncation_side, canonical=canonical)
 
     def __len__(self) -> int:
-        return len(self.tokenizer)
+        return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def special_id(self, name: str) -> int:
+        """Token id of the special token called `name`, one of `SPECIAL_TOKEN_NAMES`."""
+        return self._special_ids[name]
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files into ``folder``.
@@ -60,12 +101,9 @@ class JointTokenizer:
         Equal tokenizers give equal bytes, whatever their origin, their use and the version of transformers, because
         the fingerprint of a bundle covers these files.
         """
-        self.tokenizer.backend_tokenizer.no_truncation()
-        self.tokenizer.backend_tokenizer.no_padding()
-        self.tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-        special = {name: getattr(self.tokenizer, name) for name in SPECIAL_TOKEN_NAMES}
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "truncation_side": self.tokenizer.truncation_side}
-        write_json(folder / "tokenizer_config.json", {**special, **settings})
+        self.tokenizer.save(str(folder / TOKENIZER_FILE))
+        settings = {"tokenizer_class": OWN_CLASS, "truncation_side": self.truncation_side}
+        write_json(folder / TOKENIZER_SETTINGS, {**self.special_tokens, **settings})
 
     def inputs(self, captions: Sequence[str], image_tokens: int) -> JointInputs:
         """One row per caption, each with ``image_tokens`` placeholders."""
@@ -73,14 +111,14 @@ class JointTokenizer:
 
     def inputs_of_ids(self, texts: Sequence[Sequence[int]], image_tokens: int) -> JointInputs:
         """As `inputs`, given the token ids of each caption."""
+        pad, start, separator = map(self.special_id, ("pad_token", "cls_token", "sep_token"))
         image = [self.image_token_id] * image_tokens
         length = max(map(len, texts)) + NUM_SPECIAL_TOKENS + image_tokens
-        ids = torch.full((len(texts), length), self.tokenizer.pad_token_id, dtype=torch.int64)
+        ids = torch.full((len(texts), length), pad, dtype=torch.int64)
         types = torch.zeros_like(ids)
         mask = torch.zeros_like(ids)
         for row, text in enumerate(texts):
-            tokens = [self.tokenizer.cls_token_id, *text, self.tokenizer.sep_token_id, *image]
-            tokens.append(self.tokenizer.sep_token_id)
+            tokens = [start, *text, separator, *image, separator]
             ids[row, : len(tokens)] = torch.tensor(tokens)
             types[row, len(text) + 2 : len(tokens)] = 1
             mask[row, : len(tokens)] = 1
@@ -88,30 +126,12 @@ class JointTokenizer:
 
     def caption_ids(self, captions: Sequence[str]) -> list[list[int]]:
         """Token ids of each caption, truncated. "<image>" in a caption is an unknown token, not a placeholder."""
-        encoded = self.tokenizer(
-            [canonical_caption(caption) for caption in captions] if self.canonical else list(captions),
-            add_special_tokens=False,
-            padding=False,
-            truncation=True,
-            max_length=MAX_TEXT_TOKENS - NUM_SPECIAL_TOKENS,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-        )
-        unknown = self.tokenizer.unk_token_id
-        return [[unknown if i == self.image_token_id else i for i in ids] for ids in encoded["input_ids"]]
-
-
-@lru_cache(maxsize=4096)  # the candidates of a query share its caption
-def canonical_caption(text: str) -> str:
-    """`text` as the published code hands it to the tokenizer: repaired, in lower case and without punctuation.
-
-    Broken encodings are repaired and HTML entities are resolved first.
-    """
-    prepare_torchvision()
-    from open_clip.tokenizer import basic_clean, canonicalize_text
-
-    canonical: str = canonicalize_text(basic_clean(text))
-    return canonical
+        texts = [clean_canonicalize(caption) for caption in captions] if self.canonical else list(captions)
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        unknown = self.special_id("unk_token")
+        longest = MAX_TEXT_TOKENS - NUM_SPECIAL_TOKENS
+        kept = slice(-longest, None) if self.truncation_side == "left" else slice(longest)
+        return [[unknown if i == self.image_token_id else i for i in encoding.ids[kept]] for encoding in encoded]
 
 
 def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointTokenizer:
@@ -124,20 +144,35 @@ def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointToken
     Raises:
         ModelError: the folder holds no BERT tokenizer, or one with code.
     """
-    prepare_torchvision()
-    from transformers import AutoTokenizer
-
     if not folder.is_dir():
         raise ModelError(
             f"no tokenizer folder at {folder}: give a folder with tokenizer.json (or vocab.txt) and config.json"
         )
     check_tokenizer_folder(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return _own_tokenizer(folder, canonical) or _stock_tokenizer(folder, canonical)
     except Exception as error:
         raise ModelError(f"cannot read the tokenizer in {folder}: {' '.join(str(error).split())[:300]}") from error
-    if IMAGE_TOKEN not in tokenizer.get_vocab():
-        tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
-    if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None or tokenizer.pad_token_id is None:
-        raise ModelError(f"the tokenizer in {folder} is not a BERT tokenizer: it has no [CLS], [SEP] or [PAD]")
-    return JointTokenizer(tokenizer, canonical=canonical)
+
+
+def _own_tokenizer(folder: Path, canonical: bool) -> JointTokenizer | None:
+    """The tokenizer that `JointTokenizer.save` wrote, without transformers; None if it wrote no such files."""
+    if not (folder / TOKENIZER_FILE).is_file() or not (folder / TOKENIZER_SETTINGS).is_file():
+        return None
+    settings = read_configuration(folder / TOKENIZER_SETTINGS)
+    if set(settings) != {*SPECIAL_TOKEN_NAMES, "tokenizer_class", "truncation_side"}:
+        return None
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    special_tokens = {name: str(settings[name]) for name in SPECIAL_TOKEN_NAMES}
+    return JointTokenizer(
+        tokenizer, special_tokens, truncation_side=str(settings["truncation_side"]), canonical=canonical
+    )
+
+
+def _stock_tokenizer(folder: Path, canonical: bool) -> JointTokenizer:
+    """A tokenizer in any of the forms that transformers reads."""
+    prepare_torchvision()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    return JointTokenizer.of(tokenizer, canonical=canonical)

@@ -10,7 +10,8 @@ import torch
 
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
-from edje_index.models.clip_model import HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig, build_clip, read_clip_config
+from edje_index.models.clip_config import HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig, read_clip_config
+from edje_index.models.clip_model import build_clip
 from edje_index.models.hub import hub_access, loading_error
 from edje_index.models.weights import assign_weights, read_weights
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from edje_index.errors import HubUnreachableError, ModelError
 from edje_index.filesystem import write_json
 from edje_index.models._torchvision_compat import prepare_torchvision
-from edje_index.models.clip_model import ClipConfig
+from edje_index.models.clip_config import ClipConfig
 from edje_index.models.hub import hub_access
 from edje_index.models.safety import check_options, check_tokenizer_folder
-from edje_index.progress import OnProgress
+from edje_index.models.text_encoder import TextEncoder
 
 prepare_torchvision()
 
@@ -28,10 +26,9 @@ ORIGIN_KEYS = ("is_local", "local_files_only", "name_or_path")  # where a tokeni
 HF_OPTIONS = ("clean", "language", "strip_sep_token")  # accepted tokenizer_kwargs
 SIMPLE_OPTIONS = ("additional_special_tokens", "clean", "reduction_mask")
 DEFAULT_CONTEXT_LENGTH = 77  # open_clip's default
-TEXTS_PER_REPORT = 1024
 
 
-class TextTower:
+class TextTower(TextEncoder):
     """The text tower of an open_clip model, with its tokenizer.
 
     Example:
@@ -44,22 +41,11 @@ class TextTower:
         self.clip = clip
         self.tokenizer = tokenizer
 
-    @torch.inference_mode()
-    def encode(self, texts: Sequence[str], batch_size: int = 256) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Embeddings of ``texts``: float32 [len(texts), embed_dim], L2-normalised rows."""
-        if isinstance(texts, str) or not texts:
-            raise ValueError("texts must be a list of at least one string")
+    def embed(self, texts: list[str]) -> torch.Tensor:
+        ids = self._without_padding(self.tokenizer(texts))
         device = next(self.clip.parameters()).device
-        # Texts of similar length share a batch, so that little padding is computed.
-        order = sorted(range(len(texts)), key=lambda position: len(texts[position]))
-        parts = []
-        for start in range(0, len(texts), batch_size):
-            batch = [texts[position] for position in order[start : start + batch_size]]
-            ids = self._without_padding(self.tokenizer(batch))
-            parts.append(self.clip.encode_text(ids.to(device), normalize=True).float().cpu())  # type: ignore[operator]
-        result = np.empty((len(texts), parts[0].shape[1]), dtype=np.float32)
-        result[order] = torch.cat(parts).numpy()
-        return result
+        embeddings: torch.Tensor = self.clip.encode_text(ids.to(device), normalize=True)  # type: ignore[operator]
+        return embeddings
 
     def _without_padding(self, ids: torch.Tensor) -> torch.Tensor:
         """Trim token ids [b, t] to the longest row if the tower masks padding; open_clip's own towers do not."""
@@ -68,32 +54,6 @@ class TextTower:
             return ids
         longest = int((ids != text.config.pad_token_id).sum(dim=1).max())
         return ids[:, : max(1, longest)]
-
-
-def embed_texts(
-    tower: TextTower,
-    texts: Sequence[str],
-    on_progress: OnProgress,
-    *,
-    texts_per_report: int = TEXTS_PER_REPORT,
-) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Embeddings of many texts, float32 [len(texts), embed_dim]. Equal texts are embedded once.
-
-    Args:
-        tower: the text tower.
-        texts: at least one.
-        on_progress: called before each part and at the end; it may raise to stop.
-        texts_per_report: number of texts between two reports.
-    """
-    distinct = sorted(dict.fromkeys(texts), key=len)
-    parts = []
-    for start in range(0, len(distinct), texts_per_report):
-        on_progress("embedding texts", start, len(distinct))
-        parts.append(tower.encode(distinct[start : start + texts_per_report]))
-    on_progress("embedding texts", len(distinct), len(distinct))
-    rows = {text: row for row, text in enumerate(distinct)}
-    embeddings: np.ndarray[Any, np.dtype[np.float32]] = np.concatenate(parts)[[rows[text] for text in texts]]
-    return embeddings
 
 
 def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:

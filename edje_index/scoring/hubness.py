@@ -28,7 +28,7 @@ from edje_index.models.weights import assign_weights, read_weights, save_weights
 from edje_index.scoring.weights import TEXT_TO_IMAGE, HubnessSimilarity
 
 _LARGEST_CODE = 127
-_CHUNK = 1024
+_CHUNK = 256  # candidates at once: their products with the bank are reused memory
 _FLOOR_QUANTILE = 0.1
 
 
@@ -103,13 +103,8 @@ class HubnessBank(nn.Module):
             similarity: how candidates are compared with the bank.
             direction: candidates are images in "t2i" and captions in "i2t".
         """
-        chunks = [
-            hubness(*self.products(chunk_embeddings, chunk_vectors, direction), **asdict(similarity))
-            for chunk_embeddings, chunk_vectors in zip(
-                torch.split(embeddings, _CHUNK), torch.split(vectors, _CHUNK), strict=True
-            )
-        ]
-        return torch.cat(chunks).clamp(min=self.floor(similarity, direction))
+        values = self._values(embeddings, vectors, similarity, direction)
+        return values.clamp(min=self.floor(similarity, direction))
 
     def floor(self, similarity: HubnessSimilarity, direction: str) -> float:
         """The lower limit of the hubness; computed once per similarity."""
@@ -117,9 +112,21 @@ class HubnessBank(nn.Module):
             images = direction == TEXT_TO_IMAGE
             embeddings = self.image_embeddings if images else self.caption_embeddings
             vectors = self.image_vectors if images else self.caption_vectors
-            values = hubness(*self.products(embeddings.dense(), vectors.dense(), direction), **asdict(similarity))
+            values = self._values(embeddings.dense(), vectors.dense(), similarity, direction)
             self._floors[similarity, direction] = float(values.quantile(_FLOOR_QUANTILE))
         return self._floors[similarity, direction]
+
+    def _values(
+        self, embeddings: torch.Tensor, vectors: torch.Tensor, similarity: HubnessSimilarity, direction: str
+    ) -> torch.Tensor:
+        """The hubness [n] of candidates without the lower limit."""
+        chunks = [
+            hubness(*self.products(chunk_embeddings, chunk_vectors, direction), **asdict(similarity))
+            for chunk_embeddings, chunk_vectors in zip(
+                torch.split(embeddings, _CHUNK), torch.split(vectors, _CHUNK), strict=True
+            )
+        ]
+        return torch.cat(chunks)
 
     def products(
         self, embeddings: torch.Tensor, vectors: torch.Tensor, direction: str

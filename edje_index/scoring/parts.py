@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from edje_index.errors import ModelError
 from edje_index.models.bf16 import as_tensor
-from edje_index.models.joint_encoder import SCORE_BATCH, JointEncoder
+from edje_index.models.joint_scorer import SCORE_BATCH, JointScorer
 from edje_index.scoring.hubness import HubnessBank
 from edje_index.scoring.late_interaction import late_interaction
 from edje_index.scoring.pooled_similarity import PooledSimilarity, PooledVectors
@@ -61,7 +62,7 @@ class Part(Protocol):
 class Logit:
     """The joint encoder's matching logit: the published score."""
 
-    joint: JointEncoder
+    joint: JointScorer
 
     def of(self, pairs: Pairs) -> Floats:
         return _numpy(self.joint.score(pairs.captions, pairs.token_tensor))
@@ -71,7 +72,7 @@ class Logit:
 class LateInteraction:
     """Similarity of each content word of the caption with its nearest image token, see `late_interaction`."""
 
-    joint: JointEncoder
+    joint: JointScorer
 
     @torch.inference_mode()
     def of(self, pairs: Pairs) -> Floats:
@@ -135,7 +136,7 @@ class ScoreModels:
         bank: the bank of the hubness correction; None if the bundle has none.
     """
 
-    joint: JointEncoder
+    joint: JointScorer
     pooled: PooledSimilarity | None
     bank: HubnessBank | None
 
@@ -154,6 +155,18 @@ class ScoreModels:
         if self.bank is not None:
             parts[HUBNESS] = Hubness(self.bank, vectors, similarity, direction)
         return parts
+
+
+def check_bank(models: ScoreModels) -> None:
+    """Raise ModelError unless the hubness bank has vectors of the pooled similarity."""
+    if models.bank is None:
+        return
+    bank_dim, dim = models.bank.sizes["dim"], 0 if models.pooled is None else models.pooled.sizes["dim"]
+    if bank_dim != dim:
+        raise ModelError(
+            f"the hubness bank has pooled vectors of width {bank_dim}, but the pooled similarity has width {dim}: "
+            "take both from the same training run"
+        )
 
 
 def reads_tokens(parts: Sequence[str], direction: str) -> bool:

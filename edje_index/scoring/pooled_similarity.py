@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from edje_index.models.joint_encoder import SCORE_BATCH, JointEncoder
+from edje_index.models.joint_scorer import SCORE_BATCH, JointScorer
 
 STATISTICS = 3  # mean, standard deviation, maximum
 
@@ -82,7 +82,7 @@ class PooledVectors:
         pooled: the fitted maps. Without them all vectors have width 0.
     """
 
-    joint: JointEncoder
+    joint: JointScorer
     pooled: PooledSimilarity | None
 
     @torch.inference_mode()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.models.joint_inputs import JointTokenizer
+from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES, JointTokenizer
 
 # Common English function words, which name nothing that a picture can show.
 _STOP_WORDS = """
@@ -27,10 +26,9 @@ def content_token_mask(tokenizer: JointTokenizer) -> NDArray[np.bool_]:
 
     The mask is cached, because it is needed for every query and takes tens of milliseconds to make. It is read-only.
     """
-    words: Any = tokenizer.tokenizer
     mask = np.zeros(len(tokenizer), dtype=bool)
-    special_ids = set(words.all_special_ids) | {tokenizer.image_token_id}
-    for word, token_id in words.get_vocab().items():
+    special_ids = {*map(tokenizer.special_id, SPECIAL_TOKEN_NAMES), tokenizer.image_token_id}
+    for word, token_id in tokenizer.tokenizer.get_vocab().items():
         piece = word.removeprefix("##")
         mask[token_id] = token_id not in special_ids and any(map(str.isalnum, piece)) and word not in STOP_WORDS
     mask.flags.writeable = False

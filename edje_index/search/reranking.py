@@ -19,7 +19,7 @@ from storage_formats.format.layout import IndexSpec
 from storage_formats.reading.embeddings import read_embeddings
 
 if TYPE_CHECKING:
-    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.bundles.search_model import SearchModel
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Reranker:
     """
 
     def __init__(
-        self, root: Path, spec: IndexSpec, model: ModelBundle, *, score: str | ScoreWeights = BUNDLE_SCORE
+        self, root: Path, spec: IndexSpec, model: SearchModel, *, score: str | ScoreWeights = BUNDLE_SCORE
     ) -> None:
         weights = model.weights(TEXT_TO_IMAGE, score)
         self._root = root
@@ -128,9 +128,9 @@ def embedding_scores(candidates: Candidates) -> CandidateScores:
     return CandidateScores(candidates.similarities, None, {EMBEDDING: candidates.similarities})
 
 
-def check_reranks(model: ModelBundle) -> None:
+def check_reranks(model: SearchModel) -> None:
     """Raise ModelError if the bundle stores features to train on, which its joint encoder cannot score."""
-    config = model.adapter.config
+    config = model.adapter_config
     if config.is_feature:
         raise ModelError(
             f"this bundle stores features to train on ({config.kind}), which its joint encoder cannot score: search "

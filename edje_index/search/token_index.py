@@ -28,7 +28,7 @@ from storage_formats.token_store import TokenStore
 if TYPE_CHECKING:
     from PIL import Image
 
-    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.bundles.search_model import SearchModel
 
 
 _PAIRS_AT_ONCE = 1024
@@ -50,7 +50,7 @@ class TokenIndex:
         self,
         root: Path,
         manifest: Manifest,
-        model: ModelBundle,
+        model: SearchModel,
         *,
         precision: str,
         score: str | ScoreWeights = BUNDLE_SCORE,
@@ -229,7 +229,7 @@ class TokenIndex:
             return []
         from edje_index.search.query_image import encode_images
 
-        tokens, embeddings = encode_images(self.model, images)
+        tokens, embeddings = encode_images(self.model.image_encoder, images)
         similarities = embeddings @ self.model.text.encode([text])[0]
         pairs = Pairs([text] * len(images), tokens, similarities, embeddings)
         return [float(value) for value in reranker.score_new(pairs)]
@@ -251,9 +251,10 @@ class TokenIndex:
             True
         """
         _check_counts(k, k)
-        from edje_index.search.query_image import embed_image
+        from edje_index.search.query_image import encode_images
 
-        return self._plain_hits([Candidates(*self._ann.nearest(embed_image(self.model, image), k))], k)[0]
+        _, embeddings = encode_images(self.model.image_encoder, [image])
+        return self._plain_hits([Candidates(*self._ann.nearest(embeddings[0], k))], k)[0]
 
     def search_row(self, row_id: int, k: int = 10) -> list[Hit]:
         """The `k` images most similar to that of `row_id` by embedding, without that image itself, best first.
@@ -356,14 +357,14 @@ def load_search_model(
     *,
     device: str = "auto",
     dtype: str = "float32",
-) -> ModelBundle:
+) -> SearchModel:
     """The bundle at `model`, or the one that built the index at `root`, after a check that it built this index.
 
     Raises:
         ModelError: the bundle is missing, or it did not build this index.
     """
-    from edje_index.bundles.bundle import ModelBundle
     from edje_index.bundles.info import read_bundle_info
+    from edje_index.bundles.search_model import SearchModel
 
     path = recorded_bundle(root, manifest) if model is None else Path(model)
     info = read_bundle_info(path)
@@ -373,4 +374,4 @@ def load_search_model(
             f"the bundle {path} did not build {root}: the encoder fingerprint is {info.encoder_fingerprint} in the "
             f"bundle and {built_by} in the index; name the bundle that built the index"
         )
-    return ModelBundle.load(path, device=device, dtype=dtype)
+    return SearchModel(info, device=device, dtype=dtype)

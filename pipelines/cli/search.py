@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -78,6 +79,7 @@ def search(
       edje-index search photos.edje "a red car" --html car.html --open
     """
     _check(k, pool, rerank=rerank, score=score, html=html, open_page=open_page)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # one query: threads that spin between products cost more
     from storage_formats.format.manifest import Manifest
 
     trained = Manifest.load(index).model.get("trained", True)  # may raise, so it comes before torch is loaded

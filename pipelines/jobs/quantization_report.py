@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.bundles.search_model import SearchModel
     from edje_index.evaluation.quantization_report.rankings import RankingChange
     from edje_index.evaluation.quantization_report.token_errors import TokenErrors
     from storage_formats.codecs import Blocks
@@ -236,7 +236,7 @@ def _batches(rows: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-def _ranking_model(config: ReportConfig, manifest: Manifest) -> tuple[ModelBundle | None, str | None]:
+def _ranking_model(config: ReportConfig, manifest: Manifest) -> tuple[SearchModel | None, str | None]:
     """(the model to re-rank with, or None; the reason if there is no model)."""
     if config.model is None:
         bundle = manifest.model.get("bundle")
@@ -247,7 +247,7 @@ def _ranking_model(config: ReportConfig, manifest: Manifest) -> tuple[ModelBundl
     from edje_index.search.token_index import load_search_model
 
     model = load_search_model(config.root, manifest, config.model, device=config.device)
-    if model.adapter.config.is_feature:
+    if model.adapter_config.is_feature:
         return None, "the index stores features to train on, which the joint encoder cannot score"
     width = manifest.spec.block_shape[1]
     if model.joint.width != width:
@@ -258,7 +258,7 @@ def _ranking_model(config: ReportConfig, manifest: Manifest) -> tuple[ModelBundl
 def _rankings(
     config: ReportConfig,
     spec: IndexSpec,
-    model: ModelBundle,
+    model: SearchModel,
     read: ReadBlocks,
     subjects: dict[str, Subject],
     queries: list[str],

@@ -159,7 +159,9 @@ def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, column
     tables = [read_shard_rows(layout, shard, columns, committed) for shard in shards.tolist()]
     starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
     line_indices = starts[shard_indices] + ids % spec.shard_size
-    return pa.concat_tables(tables).take(pa.array(line_indices))
+    # pa.array would import pandas, if that is installed, which takes longer than reading the rows.
+    taken = pa.Array.from_buffers(pa.int64(), len(line_indices), [None, pa.py_buffer(line_indices.astype(np.int64))])
+    return pa.concat_tables(tables).take(taken)
 
 
 def _rows_files(index: CommittedIndex) -> CommittedFiles:

@@ -7,7 +7,6 @@ import torch
 
 from benchmarks.rerank import RerankBench, bench_rerank, random_joint_encoder
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.models.joint_encoder import JointEncoder
 from pipelines.cli import main
 
 
@@ -34,22 +33,15 @@ def test_every_setting_of_a_bundle_is_measured(model):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pairs_are_scored_in_the_type_asked_for(model, monkeypatch, dtype):
     seen = set()
-    forward = JointEncoder.forward
+    scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attention
 
-    def watched(joint, inputs, tokens):
-        with monkeypatch.context() as inner:
-            hidden = joint.hidden_states
-            inner.setattr(joint, "hidden_states", lambda *given: note(hidden(*given)))
-            return forward(joint, inputs, tokens)
+    def watched(query, key, value, **options):
+        seen.add(query.dtype)
+        return scaled_dot_product_attention(query, key, value, **options)
 
-    def note(hidden):
-        seen.add((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
-        return hidden
-
-    monkeypatch.setattr(JointEncoder, "forward", watched)
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", watched)
     bench_rerank(RerankBench(model=model, batch_sizes=(2,), threads=(1,), repeats=1, device="cpu", dtype=dtype))
-    assert {enabled for enabled, _ in seen} == {dtype == "bfloat16"}
-    assert dtype == "float32" or {number for _, number in seen} == {torch.bfloat16}
+    assert seen == {getattr(torch, dtype)}
 
 
 def test_random_joint_encoders_have_the_shape_of_minilm():

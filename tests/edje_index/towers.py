@@ -13,7 +13,8 @@ prepare_torchvision()
 
 import open_clip  # noqa: E402
 
-from edje_index.models.clip_model import ClipConfig, build_clip  # noqa: E402
+from edje_index.models.clip_config import ClipConfig  # noqa: E402
+from edje_index.models.clip_model import build_clip  # noqa: E402
 
 SMALL_TEXT = {"context_length": 16, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}
 PREPROCESS = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "resize_mode": "squash"}

@@ -10,11 +10,11 @@ from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.search.reranking import Candidates
 
 if TYPE_CHECKING:
-    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.bundles.search_model import SearchModel
 
 
 def query_candidates(
-    root: Path, model: ModelBundle, queries: Sequence[str], pool: int
+    root: Path, model: SearchModel, queries: Sequence[str], pool: int
 ) -> Iterator[tuple[str, Candidates]]:
     """Each query with its `pool` nearest rows in the index at `root`."""
     index = AnnIndex(root)

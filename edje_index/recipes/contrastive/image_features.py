@@ -21,7 +21,7 @@ import torch
 
 from edje_index.images.decode import DEFAULT_MAX_PIXELS, ImageError, decode_rgb
 from edje_index.images.preprocessing import Preprocessor
-from edje_index.models.clip_model import ClipConfig
+from edje_index.models.clip_config import ClipConfig
 from edje_index.progress import OnProgress
 
 BATCH = 32

@@ -16,7 +16,8 @@ import torch
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder, write_json
 from edje_index.models._torchvision_compat import prepare_torchvision
-from edje_index.models.clip_model import HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig, build_clip
+from edje_index.models.clip_config import HF_TEXT_FOLDER, WEIGHTS_FILE, ClipConfig
+from edje_index.models.clip_model import build_clip
 from edje_index.models.text_tower import save_text_tokenizer, text_tokenizer
 from edje_index.models.weights import State, assign_weights, read_weights, save_weights
 from edje_index.recipes.contrastive.config import TowerSources

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.models.joint_inputs import JointTokenizer, canonical_caption
-from edje_index.models.text_tower import TextTower, embed_texts
+from edje_index.models.joint_inputs import JointTokenizer
+from edje_index.models.text_cleaning import clean_canonicalize
+from edje_index.models.text_encoder import embed_texts
+from edje_index.models.text_tower import TextTower
 from edje_index.progress import OnProgress
 from storage_formats.atomic import fsync_paths
 from storage_formats.errors import UsageError
@@ -167,7 +169,7 @@ def _token_ids(tokenizer: JointTokenizer, texts: Sequence[str]) -> list[list[int
 
 def _words(text: str, tokenizer: JointTokenizer) -> str:
     """Equal for captions with the same words."""
-    return canonical_caption(text) if tokenizer.canonical else " ".join(text.lower().split()).rstrip(" .")
+    return clean_canonicalize(text) if tokenizer.canonical else " ".join(text.lower().split()).rstrip(" .")
 
 
 def _starts(lengths: Sequence[int]) -> NDArray[Any]:

@@ -31,12 +31,11 @@ class SpecialTokens:
     @classmethod
     def of(cls, tokenizer: JointTokenizer) -> SpecialTokens:
         """The special tokens of a tokenizer."""
-        bert = tokenizer.tokenizer
         return cls(
-            pad=bert.pad_token_id,
-            cls=bert.cls_token_id,
-            sep=bert.sep_token_id,
-            mask=bert.mask_token_id,
+            pad=tokenizer.special_id("pad_token"),
+            cls=tokenizer.special_id("cls_token"),
+            sep=tokenizer.special_id("sep_token"),
+            mask=tokenizer.special_id("mask_token"),
             image=tokenizer.image_token_id,
         )
 

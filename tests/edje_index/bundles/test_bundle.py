@@ -19,7 +19,7 @@ from edje_index.bundles.info import INFO_FILE, JOINT_WEIGHTS, VISION_WEIGHTS, re
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder, image_tokens
 from edje_index.models.adapter import COMPRESSED, LOCAL, PATCHES, REDUCTIONS, build_adapter
-from edje_index.models.clip_model import ClipConfig
+from edje_index.models.clip_config import ClipConfig
 from edje_index.models.text_tower import text_tokenizer
 from edje_index.scoring.weights import DirectionWeights, ScoreWeights
 from tests.edje_index.published_cases import WORDS

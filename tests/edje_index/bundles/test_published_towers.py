@@ -13,7 +13,7 @@ from edje_index.bundles.import_checkpoint import import_checkpoint
 from edje_index.bundles.published_towers import OPEN_CLIP_NAMES
 from edje_index.errors import ModelError
 from edje_index.models._torchvision_compat import prepare_torchvision
-from edje_index.models.clip_model import ClipConfig
+from edje_index.models.clip_config import ClipConfig
 from edje_index.models.weights import save_weights
 from tests.edje_index.published_cases import Case, write_case
 from tests.edje_index.towers import random_clip

@@ -13,7 +13,8 @@ from PIL import Image
 
 from edje_index.images.decode import ImageError
 from edje_index.images.preprocessing import Preprocessor
-from edje_index.models.clip_model import ClipConfig, eval_transform
+from edje_index.models.clip_config import ClipConfig
+from edje_index.models.clip_model import eval_transform
 
 MODES: list[dict[str, Any]] = [
     {"size": [32, 32], "resize_mode": "shortest", "interpolation": "bicubic"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edje_index.models.text_tower import embed_texts
+from edje_index.models.text_encoder import embed_texts
 
 
 def test_many_texts_are_embedded_in_parts_and_equal_ones_once(tiny_model):

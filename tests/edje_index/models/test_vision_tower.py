@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from edje_index.errors import ModelError
-from edje_index.models.clip_model import ClipConfig, build_visual
+from edje_index.models.clip_config import ClipConfig
+from edje_index.models.clip_model import build_visual
 from edje_index.models.vision_tower import VisionTower, vision_tower
 from tests.edje_index.towers import clip_config, published_config, random_clip, random_pixels, timm_config
 

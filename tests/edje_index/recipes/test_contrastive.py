@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from edje_index.errors import ModelError
-from edje_index.models.clip_model import WEIGHTS_FILE
+from edje_index.models.clip_config import WEIGHTS_FILE
 from edje_index.models.pretrained_clip import load_clip
 from edje_index.models.text_tower import TextTower, text_tokenizer
 from edje_index.models.vision_tower import vision_tower

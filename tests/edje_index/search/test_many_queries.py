@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from edje_index import TokenIndex
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.models.joint_scorer import JointScorer
 from edje_index.scoring.late_interaction import late_interaction
 from edje_index.scoring.stop_words import content_token_mask
 from edje_index.search.hits import best_hits
@@ -54,14 +56,14 @@ def scores(results) -> list[list[float]]:
 
 def test_candidates_of_several_texts_share_batches_of_similar_length(index, monkeypatch):
     shapes = []
-    forward = type(index.model.joint).forward
+    logits = JointScorer.logits
 
     def record(self, inputs, tokens):
         shapes.append(tuple(inputs.input_ids.shape))
-        return forward(self, inputs, tokens)
+        return logits(self, inputs, tokens)
 
-    monkeypatch.setattr(type(index.model.joint), "forward", record)
-    monkeypatch.setattr("edje_index.models.joint_encoder.SCORE_BATCH", 9)
+    monkeypatch.setattr(JointScorer, "logits", record)
+    monkeypatch.setattr("edje_index.models.joint_scorer._CPU_BATCH", 9)
     index.search(TEXTS, k=1, pool=9, score="logit")
     assert [pairs for pairs, _ in shapes] == [9, 9, 9, 9]
     assert sorted(length for _, length in shapes) == [length for _, length in shapes], "shortest first"
@@ -69,7 +71,7 @@ def test_candidates_of_several_texts_share_batches_of_similar_length(index, monk
 
 
 def test_scores_equal_a_loop_over_pairs(index):
-    """In float32, one pair at a time."""
+    """In float32, one pair at a time, by the modules of transformers and open_clip."""
     hits = index.search(TEXTS, k=9, pool=9, score="logit=1,late=1")
     model = ModelBundle.load(index.model.info.path)
     content = content_token_mask(model.joint.tokenizer)
@@ -77,9 +79,11 @@ def test_scores_equal_a_loop_over_pairs(index):
         for hit in its_hits:
             block = TokenStore.open(index.root).fetch([hit.row_id], as_torch=True)
             words = late_interaction(
-                model.joint.tokenizer.caption_ids([text]), block, model.joint.word_vectors, content
+                model.joint.tokenizer.caption_ids([text]), block, model.joint.scorer().word_vectors, content
             )
-            expected = float(model.joint.score([text], block)[0]) + float(words[0])
+            with torch.inference_mode():
+                logit = model.joint(model.joint.tokenizer.inputs([text], block.shape[1]), block)
+            expected = float(logit[0]) + float(words[0])
             assert hit.score == pytest.approx(expected, abs=1e-4)
 
 

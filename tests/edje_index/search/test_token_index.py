@@ -12,8 +12,9 @@ import pytest
 from edje_index import TokenIndex
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+from edje_index.bundles.search_model import SearchModel
 from edje_index.errors import ModelError
-from edje_index.models.adapter import PATCHES, AdapterConfig, build_adapter
+from edje_index.models.adapter import PATCHES, AdapterConfig
 from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights
 from storage_formats import Manifest, TokenStore, UsageError
 from storage_formats.format.layout import Layout
@@ -150,11 +151,9 @@ def test_holes_are_never_found(built):
     assert sorted(hit.row_id for hit in hits) == [row for row in range(SPEC.rows) if row not in (HOLE, DUPLICATE_ROW)]
 
 
-def test_features_to_train_on_are_not_reranked(built):
+def test_features_to_train_on_are_not_reranked(built, monkeypatch):
     opened = TokenIndex.open(built[0])
-    vision = opened.model.vision
-    width = vision.patch_dim
-    opened.model.adapter = build_adapter(AdapterConfig(PATCHES, vision.num_patches, width, width, hidden_dim=0))
+    monkeypatch.setattr(SearchModel, "adapter_config", AdapterConfig(PATCHES, 16, 32, 32, hidden_dim=0))
     with pytest.raises(ModelError, match="stores features to train on"):
         opened.search("anything", k=1, pool=1)
     assert len(opened.search("anything", k=2, pool=2, rerank=False)) == 2

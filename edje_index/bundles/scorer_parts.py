@@ -1,0 +1,50 @@
+"""The parts of a model bundle that score pairs: joint encoder, pooled similarity and hubness bank.
+
+``joint/model.safetensors`` holds the joint encoder and, under the prefix ``pooled.``, the pooled similarity.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from edje_index.bundles.info import BANK_WEIGHTS, JOINT_CONFIG, JOINT_FOLDER, JOINT_WEIGHTS, BundleInfo
+from edje_index.errors import ModelError
+from edje_index.models.bert import BertShape
+from edje_index.models.joint_inputs import load_joint_tokenizer
+from edje_index.models.joint_scorer import JointScorer
+from edje_index.models.safety import read_configuration
+from edje_index.models.weights import assign_weights, read_weights
+from edje_index.scoring.hubness import HubnessBank
+from edje_index.scoring.pooled_similarity import PooledSimilarity
+
+POOLED = "pooled."
+
+
+def load_scorer(info: BundleInfo, dtype: torch.dtype, device: torch.device) -> JointScorer:
+    """The joint encoder of a bundle, for scoring alone."""
+    tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER, canonical=info.canonical_captions)
+    source = info.path / JOINT_CONFIG
+    shape = BertShape.parse(read_configuration(source), str(source))
+    path = info.path / JOINT_WEIGHTS
+    return JointScorer(tokenizer, shape, read_weights(path), source=str(path), dtype=dtype, device=device)
+
+
+def load_pooled_similarity(info: BundleInfo, width: int) -> PooledSimilarity | None:
+    """The pooled similarity of a bundle whose joint encoder has `width`; None if the bundle has none."""
+    sizes = info.pooled_similarity
+    if sizes is None:
+        return None
+    pooled = PooledSimilarity(width, **sizes)
+    path = info.path / JOINT_WEIGHTS
+    assign_weights(pooled, read_weights(path, prefix=POOLED), str(path))
+    return pooled
+
+
+def load_hubness_bank(info: BundleInfo) -> HubnessBank | None:
+    """The bank of the hubness correction; None if the bundle has none."""
+    sizes = info.hubness_bank
+    if sizes is None:
+        return None
+    if BANK_WEIGHTS not in info.files:
+        raise ModelError(f"the bundle {info.path} lacks {BANK_WEIGHTS}: copy the whole directory, or make it again")
+    return HubnessBank.load(info.path / BANK_WEIGHTS, info.embed_dim, sizes)

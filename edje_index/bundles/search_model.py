@@ -1,0 +1,122 @@
+"""The parts of a model bundle that a search needs. Only those are read, so that one query is answered in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from edje_index.bundles.info import (
+    ADAPTER_WEIGHTS,
+    INFO_FILE,
+    VISION_FOLDER,
+    BundleInfo,
+    verify_files,
+)
+from edje_index.bundles.scorer_parts import load_hubness_bank, load_pooled_similarity, load_scorer
+from edje_index.errors import ModelError
+from edje_index.models.adapter import AdapterConfig
+from edje_index.models.bert_text_tower import load_bert_text_tower
+from edje_index.models.clip_config import read_clip_config
+from edje_index.models.devices import resolve_device, resolve_dtype
+from edje_index.models.text_encoder import TextEncoder
+from edje_index.scoring.parts import Part, ScoreModels, check_bank
+from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights, check_parts, parse_score
+
+if TYPE_CHECKING:
+    from edje_index.indexing.image_encoder import ImageEncoder
+
+
+class SearchModel:
+    """Text tower, joint encoder and the other parts of the final score, ready to score.
+
+    Weights are mapped into memory: the files of the bundle must not be changed while this is in use. Replace the whole
+    directory instead.
+
+    Attributes:
+        info: the bundle.
+        joint: scores pairs.
+    """
+
+    def __init__(self, info: BundleInfo, *, device: str = "cpu", dtype: str = "float32") -> None:
+        """Read a bundle.
+
+        Args:
+            info: the bundle.
+            device: "auto", "cpu", "cuda" or "cuda:N".
+            dtype: data type of the joint encoder's matrix products, see `devices.resolve_dtype`.
+
+        Raises:
+            ModelError: a file is missing, changed or does not fit; no such device or dtype.
+        """
+        self.info = info
+        self._device = resolve_device(device)
+        compute_dtype = resolve_dtype(dtype, self._device)
+        verify_files(info, [name for name in info.files if name != ADAPTER_WEIGHTS])
+        self.joint = load_scorer(info, compute_dtype, self._device)
+        pooled, bank = load_pooled_similarity(info, self.joint.width), load_hubness_bank(info)
+        self._models = ScoreModels(
+            self.joint,
+            None if pooled is None else pooled.to(self._device),
+            None if bank is None else bank.to(self._device),
+        )
+        self._check_fit()
+
+    @property
+    def trained(self) -> bool:
+        """False for random weights: scores and order then mean nothing."""
+        return self.info.trained
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that affects an output."""
+        return self.info.fingerprint
+
+    @property
+    def adapter_config(self) -> AdapterConfig:
+        """What determines the adapter except its weights."""
+        try:
+            return AdapterConfig(**self.info.adapter)
+        except TypeError as error:
+            raise ModelError(f"{self.info.path / INFO_FILE} describes an unknown adapter: {error}") from error
+
+    @cached_property
+    def text(self) -> TextEncoder:
+        """The text tower."""
+        folder = self.info.path / VISION_FOLDER
+        config = read_clip_config(folder, self.info.vision_name)
+        tower = load_bert_text_tower(folder, config, self._device)
+        if tower is not None:
+            return tower
+        from edje_index.bundles.clip_parts import load_clip_text_tower
+
+        return load_clip_text_tower(self.info, config, self._device)
+
+    @cached_property
+    def image_encoder(self) -> ImageEncoder:
+        """The vision tower and the adapter. They are read when they are first used."""
+        from edje_index.indexing.image_encoder import ImageEncoder
+
+        verify_files(self.info, [ADAPTER_WEIGHTS])
+        return ImageEncoder.of(self.info, device=str(self._device))
+
+    def weights(self, direction: str, score: str | ScoreWeights = BUNDLE_SCORE) -> ScoreWeights:
+        """The weights of the final score in one direction, see `ModelBundle.weights`."""
+        weights = parse_score(score, self.info.score.of(direction))
+        check_parts(weights, self.parts(direction, weights), "this model bundle")
+        return weights
+
+    def parts(self, direction: str, weights: ScoreWeights) -> Mapping[str, Part]:
+        """Every part of the final score that the bundle has, by name; `weights` define the hubness correction."""
+        return self._models.parts(direction, weights.hubness_similarity)
+
+    def _check_fit(self) -> None:
+        adapter = self.adapter_config
+        if adapter.language_dim != self.joint.width and not adapter.is_feature:
+            raise ModelError(
+                f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads width "
+                f"{self.joint.width}: take both from the same training run"
+            )
+        for direction_weights in (self.info.score.t2i, self.info.score.i2t):
+            check_parts(direction_weights, self.parts("t2i", direction_weights), "the bundle")
+        check_bank(self._models)

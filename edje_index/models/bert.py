@@ -1,0 +1,235 @@
+"""A BERT encoder that only computes: no training, no dropout, and no import of transformers, which takes two seconds.
+
+Weights have the names of transformers' `BertModel`, whose results these equal up to rounding.
+
+Shape letters: b rows, t tokens of a row, d width, h heads, c width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from edje_index.errors import ModelError
+from edje_index.models.adapter import activation
+
+_PROJECTIONS = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class BertShape:
+    """The settings of a BERT that its weights do not tell.
+
+    Attributes:
+        layers: number of layers.
+        heads: number of attention heads.
+        activation: activation of the feed-forward layers, by its name in transformers.
+        eps: epsilon of the layer norms.
+    """
+
+    layers: int
+    heads: int
+    activation: str
+    eps: float
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], source: str) -> BertShape:
+        """The settings in a configuration of transformers; `source` names it in messages.
+
+        Raises:
+            ModelError: it describes no BERT encoder.
+        """
+        if config.get("model_type", "bert") != "bert":
+            raise ModelError(f"{source} must describe a BERT, got a model of type {config['model_type']!r}")
+        if config.get("is_decoder") or config.get("add_cross_attention"):
+            raise ModelError(f"{source} describes a decoder; a BERT that reads text in both directions is needed")
+        if config.get("position_embedding_type", "absolute") != "absolute":
+            raise ModelError(f"{source} asks for {config['position_embedding_type']!r} positions; use absolute ones")
+        try:
+            layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+            shape = cls(layers, heads, str(config["hidden_act"]), float(config.get("layer_norm_eps", 1e-12)))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ModelError(f"the language model's configuration {source} is not valid: {error!r}") from error
+        if shape.layers < 1 or shape.heads < 1:
+            raise ModelError(f"{source} must have at least one layer and one head, got {layers} and {heads}")
+        return shape
+
+
+@dataclass(frozen=True)
+class _Affine:
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+    def part(self, rows: slice) -> _Affine:
+        return _Affine(self.weight[rows], self.bias[rows])
+
+
+@dataclass(frozen=True)
+class _Norm:
+    weight: torch.Tensor
+    bias: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer. The three projections are one matrix, because one product is faster than three."""
+
+    projections: _Affine
+    output: _Affine
+    output_norm: _Norm
+    feed_forward: tuple[_Affine, _Affine]
+    feed_forward_norm: _Norm
+
+
+class BertWeights:
+    """Tensors by name, which are checked as they are taken.
+
+    Args:
+        tensors: all tensors.
+        prefix: the part before the names of `BertModel`.
+        source: where they come from, for messages.
+        device: where they are needed.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], prefix: str, *, source: str, device: torch.device) -> None:
+        self._tensors, self._prefix, self._source, self._device = tensors, prefix, source, device
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor `name` on the device, float32; -1 in `shape` stands for any size.
+
+        Raises:
+            ModelError: it is missing or has another shape.
+        """
+        tensor = self._tensors.get(self._prefix + name)
+        if tensor is None:
+            raise ModelError(f"{self._source} does not fit the configured model: {self._prefix + name} is missing")
+        if len(tensor.shape) != len(shape) or any(
+            size not in (actual, -1) for size, actual in zip(shape, tensor.shape, strict=True)
+        ):
+            raise ModelError(
+                f"{self._source} does not fit the configured model: {self._prefix + name} has the shape "
+                f"{list(tensor.shape)} instead of {list(shape)}"
+            )
+        return tensor.detach().to(self._device, torch.float32)
+
+    def affine(self, names: Sequence[str], rows: int, columns: int) -> _Affine:
+        """Linear layers as one that computes all of them. One alone is not copied."""
+        if len(names) == 1:
+            return _Affine(self.take(f"{names[0]}.weight", rows, columns), self.take(f"{names[0]}.bias", rows))
+        return _Affine(
+            torch.cat([self.take(f"{name}.weight", rows, columns) for name in names]),
+            torch.cat([self.take(f"{name}.bias", rows) for name in names]),
+        )
+
+    def norm(self, name: str, width: int, eps: float) -> _Norm:
+        """A layer norm."""
+        return _Norm(self.take(f"{name}.weight", width), self.take(f"{name}.bias", width), eps)
+
+
+class Bert:
+    """BERT's embeddings and layers.
+
+    Args:
+        shape: settings that the weights do not tell.
+        weights: the weights.
+        dtype: data type of matrix products. Sums of layers and layer norms are float32 in any case.
+
+    Attributes:
+        words: word embeddings, float32 [v, d].
+    """
+
+    def __init__(self, shape: BertShape, weights: BertWeights, dtype: torch.dtype = torch.float32) -> None:
+        self.words = weights.take("embeddings.word_embeddings.weight", -1, -1)
+        self.width = self.words.shape[1]
+        if self.width % shape.heads:
+            raise ModelError(f"the width {self.width} of a BERT is not divisible by its {shape.heads} heads")
+        self._positions = weights.take("embeddings.position_embeddings.weight", -1, self.width)
+        self._types = weights.take("embeddings.token_type_embeddings.weight", -1, self.width)
+        self._norm = weights.norm("embeddings.LayerNorm", self.width, shape.eps)
+        self._heads = shape.heads
+        self._activation = activation(shape.activation)
+        self._dtype = dtype
+        self._layers = [self._layer(weights, index, shape.eps) for index in range(shape.layers)]
+
+    def embed(self, words: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
+        """The input of the first layer, float32 [b, t, d].
+
+        Args:
+            words: word embeddings, or what stands in for them, float32 [b, t, d].
+            token_types: int64 [b, t].
+        """
+        last = len(self._positions) - 1  # positions beyond the table repeat its last one, as in published models
+        positions = torch.arange(words.shape[1], device=words.device).clamp(max=last)
+        return self._norm(words + functional.embedding(token_types, self._types) + self._positions[positions])
+
+    def hidden_states(self, embedded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Last hidden states, float32 [b, t, d].
+
+        Args:
+            embedded: from `embed`.
+            mask: which tokens count, bool [b, t]; None if all do, which is faster.
+        """
+        for layer in self._layers:
+            embedded = self._run(layer, embedded, mask)
+        return embedded
+
+    def first_states(self, embedded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Last hidden state of the first token, float32 [b, d]. The last layer computes no other token's."""
+        for layer in self._layers[:-1]:
+            embedded = self._run(layer, embedded, mask)
+        return self._run(self._layers[-1], embedded, mask, outputs=1)[:, 0]
+
+    def _run(
+        self, layer: _Layer, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None = None
+    ) -> torch.Tensor:
+        """The first `outputs` tokens after a layer, float32 [b, outputs, d]; None means all."""
+        low = x.to(self._dtype)
+        attended = self._attend(layer.projections, low, mask, outputs)
+        x = layer.output_norm(x[:, :outputs] + layer.output(attended))
+        first, second = layer.feed_forward
+        return layer.feed_forward_norm(x + second(self._activation(first(x.to(self._dtype)))))
+
+    def _attend(
+        self, projections: _Affine, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None
+    ) -> torch.Tensor:
+        """Attention of the first `outputs` tokens to all, [b, outputs, d]."""
+        if outputs is None:
+            query, key, value = projections(x).chunk(3, dim=2)
+        else:
+            query = projections.part(slice(self.width))(x[:, :outputs])
+            key, value = projections.part(slice(self.width, None))(x).chunk(2, dim=2)
+        query, key, value = map(self._split_heads, (query, key, value))
+        allowed = None if mask is None else mask[:, None, None, :]
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
+        return attended.transpose(1, 2).flatten(2)
+
+    def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, t, d] -> [b, h, t, c]."""
+        return x.view(*x.shape[:2], self._heads, -1).transpose(1, 2)
+
+    def _layer(self, weights: BertWeights, index: int, eps: float) -> _Layer:
+        d, name = self.width, f"encoder.layer.{index}."
+        inner = weights.affine([f"{name}intermediate.dense"], -1, d)
+        outer = weights.affine([f"{name}output.dense"], d, len(inner.bias))
+        projections = weights.affine([f"{name}attention.self.{part}" for part in _PROJECTIONS], d, d)
+        return _Layer(
+            self._cast(projections),
+            self._cast(weights.affine([f"{name}attention.output.dense"], d, d)),
+            weights.norm(f"{name}attention.output.LayerNorm", d, eps),
+            (self._cast(inner), self._cast(outer)),
+            weights.norm(f"{name}output.LayerNorm", d, eps),
+        )
+
+    def _cast(self, affine: _Affine) -> _Affine:
+        return _Affine(affine.weight.to(self._dtype), affine.bias.to(self._dtype))

@@ -1,0 +1,71 @@
+"""Configuration of open_clip's image-text models, readable without open_clip.
+
+``ClipConfig.model`` is open_clip's own model configuration (``embed_dim``, ``vision_cfg``, ``text_cfg``, ...) and
+``ClipConfig.preprocess`` its own preprocessing configuration, so a stored pair is an open_clip ``local-dir:`` folder.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edje_index.errors import ModelError
+from edje_index.filesystem import write_json
+from edje_index.models.safety import check_local_name
+
+CONFIG_FILE = "open_clip_config.json"
+WEIGHTS_FILE = "open_clip_model.safetensors"
+HF_CONFIG_FILE = "config.json"
+HF_TEXT_FOLDER = "hf_text"  # configuration of a Hugging Face text tower, beside the weights
+
+
+@dataclass(frozen=True)
+class ClipConfig:
+    """Everything that determines an open_clip model except its weights.
+
+    Attributes:
+        name: open_clip's name of the model, for display only.
+        model: open_clip's ``model_cfg``.
+        preprocess: open_clip's ``preprocess_cfg`` (size, mean, std, interpolation, resize mode).
+    """
+
+    name: str
+    model: dict[str, Any]
+    preprocess: dict[str, Any]
+
+    @property
+    def embed_dim(self) -> int:
+        """Width of the pooled embedding."""
+        return int(self.model["embed_dim"])
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """open_clip's ``text_cfg``."""
+        text: dict[str, Any] = self.model["text_cfg"]
+        return text
+
+    @property
+    def hf_text_name(self) -> str | None:
+        """Name of the text tower if it is a Hugging Face model, else None."""
+        return self.text.get("hf_model_name")
+
+    def write(self, folder: Path) -> None:
+        """Write open_clip's ``open_clip_config.json``."""
+        write_json(folder / CONFIG_FILE, {"model_cfg": self.model, "preprocess_cfg": self.preprocess})
+
+
+def read_clip_config(folder: Path, name: str) -> ClipConfig:
+    """Read ``open_clip_config.json`` of a folder.
+
+    Raises:
+        ModelError: the file is missing, has a different form, or names a vision tower on a hub.
+    """
+    try:
+        content = json.loads((folder / CONFIG_FILE).read_text())
+        config = ClipConfig(name, dict(content["model_cfg"]), dict(content.get("preprocess_cfg") or {}))
+        check_local_name(config.model["vision_cfg"].get("timm_model_name"), str(folder / CONFIG_FILE))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{folder / CONFIG_FILE} is not an open_clip configuration: {error!r}") from error
+    return config

@@ -1,0 +1,145 @@
+"""Scores pairs of a caption and an image with the weights of a joint encoder.
+
+Shape letters: b pairs, m image tokens, t tokens of a row, d the language model's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from edje_index.errors import ModelError
+from edje_index.models.bert import Bert, BertShape, BertWeights
+from edje_index.models.bf16 import as_tensor
+from edje_index.models.joint_inputs import JointInputs, JointTokenizer
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+SCORE_BATCH = 128  # pairs per forward pass: bounds memory for pools of any size
+_CPU_BATCH = 32  # pairs per forward pass on a CPU: hidden states stay in its cache
+_BERT = "language_model.bert."
+
+
+class JointScorer:
+    """A joint encoder for scoring alone. Thread-safe.
+
+    Attributes:
+        tokenizer: tokenizer of captions.
+        compute_dtype: data type of the language model's matrix products. The head is always float32: with the 8
+            significant bits of bfloat16 many candidates would have equal logits.
+        device: the device of the weights.
+    """
+
+    def __init__(
+        self,
+        tokenizer: JointTokenizer,
+        shape: BertShape,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        source: str,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        """Take the weights.
+
+        Args:
+            tokenizer: tokenizer of captions.
+            shape: settings of the language model.
+            tensors: weights by the names of published checkpoints. They may change afterwards only if they are on
+                another device.
+            source: where the weights come from, for messages.
+            dtype: see `compute_dtype`.
+            device: the device to compute on; by default the CPU.
+
+        Raises:
+            ModelError: a tensor is missing or has the wrong shape.
+        """
+        self.tokenizer = tokenizer
+        self.compute_dtype = dtype
+        self.device = device or torch.device("cpu")
+        self._shape = shape
+        self._weights = BertWeights(tensors, _BERT, source=source, device=self.device)
+        self._bert = Bert(shape, self._weights, dtype)
+        if tokenizer.image_token_id >= len(self._bert.words):
+            raise ModelError(
+                f"the tokenizer's <image> token has token id {tokenizer.image_token_id}, but the language model has "
+                f"{len(self._bert.words)} token ids: use the tokenizer that the language model was trained with"
+            )
+        head = BertWeights(tensors, "classification_head.", source=source, device=self.device)
+        self._pooler = head.affine(["0.dense"], self.width, self.width)
+        self._head = head.affine(["1"], 1, self.width)
+
+    @property
+    def width(self) -> int:
+        """d, the width that stored tokens must have."""
+        return self._bert.width
+
+    @property
+    def word_vectors(self) -> torch.Tensor:
+        """The word embeddings of the language model, float32 [v, d]."""
+        return self._bert.words
+
+    @torch.inference_mode()
+    def score(self, captions: str | Sequence[str], tokens: torch.Tensor | Array) -> torch.Tensor:
+        """Matching logits, see `JointEncoder.score`."""
+        tokens = as_tensor(tokens)
+        captions = [captions] if isinstance(captions, str) else list(captions)
+        self._check(captions, tokens)
+        if len(captions) == 1:
+            captions = captions * tokens.shape[0]
+        if not captions:
+            return torch.zeros(0)
+        distinct = list(dict.fromkeys(captions))
+        ids_of_caption = dict(zip(distinct, self.tokenizer.caption_ids(distinct), strict=True))
+        return self._score_by_length([ids_of_caption[caption] for caption in captions], tokens)
+
+    @torch.inference_mode()
+    def logits(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
+        """Matching logits, float32 [b] on the device, of prepared rows and their image tokens [b, m, d]."""
+        ids = inputs.input_ids.to(self.device)
+        words = functional.embedding(ids, self.word_vectors)
+        is_image = (ids == self.tokenizer.image_token_id)[:, :, None].expand_as(words)
+        words = words.masked_scatter(is_image, tokens.to(self.device, torch.float32))
+        first = self._bert.first_states(
+            self._bert.embed(words, inputs.token_type_ids.to(self.device)), self._mask(inputs)
+        )
+        return self._head(torch.tanh(self._pooler(first)))[:, 0]
+
+    @torch.inference_mode()
+    def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:
+        """Mean last hidden state, float32 [b, d], of rows without image tokens; computed in float32."""
+        words = functional.embedding(inputs.input_ids.to(self.device), self.word_vectors)
+        embedded = self._exact_bert.embed(words, inputs.token_type_ids.to(self.device))
+        hidden = self._exact_bert.hidden_states(embedded, self._mask(inputs))
+        counted = inputs.attention_mask.to(self.device)[:, :, None]
+        return (hidden * counted).sum(dim=1) / counted.sum(dim=1)
+
+    @cached_property
+    def _exact_bert(self) -> Bert:
+        return self._bert if self.compute_dtype == torch.float32 else Bert(self._shape, self._weights)
+
+    def _mask(self, inputs: JointInputs) -> torch.Tensor | None:
+        return None if bool(inputs.attention_mask.all()) else inputs.attention_mask.to(self.device, torch.bool)
+
+    def _score_by_length(self, captions: list[list[int]], tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of pairs, given the token ids of the captions. Pairs of similar length share a batch."""
+        lengths = torch.tensor([len(ids) for ids in captions])
+        logits = torch.zeros(len(captions))
+        size = _CPU_BATCH if self.device.type == "cpu" else SCORE_BATCH
+        for batch in torch.split(lengths.argsort(stable=True), size):
+            inputs = self.tokenizer.inputs_of_ids([captions[pair] for pair in batch.tolist()], tokens.shape[1])
+            logits[batch] = self.logits(inputs, tokens[batch.to(tokens.device)]).cpu()
+        return logits
+
+    def _check(self, captions: list[str], tokens: torch.Tensor) -> None:
+        if tokens.ndim != 3 or tokens.shape[2] != self.width:
+            raise ModelError(f"the joint encoder scores blocks [b, m, {self.width}], got {list(tokens.shape)}")
+        if len(captions) not in (1, tokens.shape[0]):
+            raise ModelError(
+                f"{len(captions)} captions for {tokens.shape[0]} blocks: give one caption, or one per block"
+            )

@@ -1,0 +1,164 @@
+"""The BERT that only computes, against transformers and open_clip."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.errors import ModelError
+from edje_index.models._torchvision_compat import prepare_torchvision
+from edje_index.models.bert import Bert, BertShape, BertWeights
+from edje_index.models.bert_text_tower import BertTextTower, load_bert_text_tower
+from edje_index.models.clip_config import ClipConfig
+from edje_index.models.clip_model import build_clip
+from edje_index.models.text_cleaning import CLEANERS
+from edje_index.models.text_tower import TextTower, text_tokenizer
+from edje_index.models.weights import save_weights
+from tests.conftest import REPO
+
+prepare_torchvision()
+
+from open_clip.tokenizer import get_clean_fn  # noqa: E402
+from transformers import BertConfig, BertModel  # noqa: E402
+
+SIZES = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40}
+
+
+def stock_bert(**settings: object) -> BertModel:
+    torch.manual_seed(1)
+    return BertModel(BertConfig(**SIZES, vocab_size=50, max_position_embeddings=20, **settings)).eval()
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "gelu_new", "silu"])
+@pytest.mark.parametrize("eps", [1e-12, 1e-2])
+def test_hidden_states_equal_those_of_transformers(activation: str, eps: float) -> None:
+    stock = stock_bert(hidden_act=activation, layer_norm_eps=eps)
+    rng = torch.Generator().manual_seed(2)
+    ids, types = torch.randint(50, (3, 9), generator=rng), torch.randint(2, (3, 9), generator=rng)
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    mask[1, 6:] = mask[2, 3:] = False
+    own = bert(stock)
+    with torch.inference_mode():
+        expected = stock(input_ids=ids, token_type_ids=types, attention_mask=mask.long()).last_hidden_state
+        embedded = own.embed(own.words[ids], types)
+        torch.testing.assert_close(own.hidden_states(embedded, mask)[mask], expected[mask], atol=1e-5, rtol=0)
+        torch.testing.assert_close(own.first_states(embedded, mask), expected[:, 0], atol=1e-5, rtol=0)
+        whole = stock(input_ids=ids[:1], token_type_ids=types[:1]).last_hidden_state
+        torch.testing.assert_close(own.hidden_states(embedded[:1], None), whole, atol=1e-5, rtol=0)
+
+
+def bert(stock: BertModel) -> Bert:
+    weights = BertWeights(stock.state_dict(), "", source="the test", device=torch.device("cpu"))
+    return Bert(BertShape.parse(stock.config.to_dict(), "the test"), weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "must describe a BERT, got a model of type 'gpt2'"),
+        ({"is_decoder": True}, "describes a decoder"),
+        ({"position_embedding_type": "relative_key"}, "asks for 'relative_key' positions"),
+        ({"num_hidden_layers": 0}, "at least one layer"),
+        ({"num_attention_heads": "many"}, "is not valid"),
+        ({"num_attention_heads": 5}, "24 of a BERT is not divisible by its 5 heads"),
+        ({"num_hidden_layers": 10**9}, "encoder.layer.3.*weight is missing"),
+    ],
+)
+def test_what_is_no_bert_encoder_is_refused(change: dict[str, object], message: str) -> None:
+    stock = stock_bert()
+    weights = BertWeights(stock.state_dict(), "", source="the test", device=torch.device("cpu"))
+    with pytest.raises(ModelError, match=message):
+        Bert(BertShape.parse({**stock.config.to_dict(), **change}, "the test"), weights)
+
+
+def test_weights_of_another_shape_are_refused() -> None:
+    stock = stock_bert()
+    state = {**stock.state_dict(), "encoder.layer.1.output.dense.weight": torch.zeros(24, 41)}
+    weights = BertWeights(state, "", source="the test", device=torch.device("cpu"))
+    with pytest.raises(ModelError, match=r"layer.1.output.dense.weight has the shape \[24, 41\] instead of \[24, 40\]"):
+        Bert(BertShape.parse(stock.config.to_dict(), "the test"), weights)
+
+
+def test_a_scorer_equals_the_joint_encoder(tiny_model: ModelBundle) -> None:
+    joint = tiny_model.joint
+    captions = ["a dog", "", "two red cars in the snow and a very long rest " * 3]
+    blocks = torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(3))
+    inputs = joint.tokenizer.inputs(captions, 4)
+    with torch.inference_mode():
+        torch.testing.assert_close(joint.scorer().logits(inputs, blocks), joint(inputs, blocks), atol=1e-5, rtol=0)
+        texts = joint.tokenizer.inputs(captions, 0)
+        mask = texts.attention_mask[:, :, None]
+        hidden = joint.hidden_states(texts, torch.empty(0, 0, 16))
+        expected = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
+        torch.testing.assert_close(joint.sentence_vectors(texts), expected, atol=1e-5, rtol=0)
+
+
+TEXTS = ["A dog", "two cats!", "", "  Tom &amp; Jerry\tcafÃ© ", "[MASK] and [SEP]", "犬 naïve ÉCOLE", "a red car " * 60]
+
+
+@pytest.fixture(scope="module")
+def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ClipConfig]:
+    """A model with a BERT as its text tower, as a bundle stores it."""
+    folder = tmp_path_factory.mktemp("vision")
+    tokenizer = REPO / "tests" / "golden" / "local_small" / "tokenizer"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, folder)
+    (folder / "hf_text").mkdir()
+    BertConfig(**SIZES, vocab_size=99).save_pretrained(folder / "hf_text")
+    vision = {"image_size": 16, "patch_size": 8, "width": 16, "layers": 2, "head_width": 8}
+    text = {
+        "hf_model_name": "tiny",
+        "hf_tokenizer_name": "tiny",
+        "hf_proj_type": "mlp",
+        "hf_pooler_type": "mean_pooler",
+        "context_length": 20,
+    }
+    return folder, ClipConfig("tiny", {"embed_dim": 12, "vision_cfg": vision, "text_cfg": text}, {})
+
+
+@pytest.mark.parametrize("changes", [{}, {"hf_proj_type": "linear"}, {"tokenizer_kwargs": {"clean": "canonicalize"}}])
+def test_text_embeddings_equal_those_of_open_clip(
+    vision_folder: tuple[Path, ClipConfig], changes: dict[str, object]
+) -> None:
+    folder, config = vision_folder
+    config = ClipConfig("tiny", {**config.model, "text_cfg": {**config.text, **changes}}, {})
+    torch.manual_seed(4)
+    clip = build_clip(config, folder / "hf_text")
+    save_weights(clip, folder / "open_clip_model.safetensors")
+    tower = load_bert_text_tower(folder, config, torch.device("cpu"))
+    assert isinstance(tower, BertTextTower)
+    expected = TextTower(clip, text_tokenizer(config, folder)).encode(TEXTS)
+    np.testing.assert_allclose(tower.encode(TEXTS), expected, atol=1e-5)
+    assert np.ptp(expected, axis=0).max() > 0.01, "the texts differ"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hf_model_name": None},
+        {"hf_pooler_type": "cls_pooler"},
+        {"hf_proj_type": None},
+        {"tokenizer_kwargs": {"strip_sep_token": True}},
+        {"tokenizer_kwargs": {"clean": "other"}},
+        {"tokenizer_mode": "clips"},
+    ],
+)
+def test_other_text_towers_are_left_to_open_clip(
+    vision_folder: tuple[Path, ClipConfig], changes: dict[str, object]
+) -> None:
+    folder, config = vision_folder
+    other = ClipConfig("tiny", {**config.model, "text_cfg": {**config.text, **changes}}, {})
+    assert load_bert_text_tower(folder, other, torch.device("cpu")) is None
+
+
+@given(st.text(max_size=60) | st.text("aB_.&; #x39<>’Ã©\t\n", max_size=60))
+@pytest.mark.parametrize("name", CLEANERS)
+def test_texts_are_cleaned_as_open_clip_does(name: str, text: str) -> None:
+    assert CLEANERS[name](text) == get_clean_fn(name)(text)
