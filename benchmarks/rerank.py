@@ -17,12 +17,12 @@ from benchmarks.environment import environment
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.info import read_bundle_info
 from edje_index.bundles.random_tokenizer import untrained_tokenizer
-from edje_index.bundles.search_model import SearchModel
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.scoring.weights import BUNDLE_SCORE
 from edje_index.search.reranking import Candidates, Reranker
+from edje_index.search.search_model import SearchModel
 from edje_index.search.token_index import recorded_bundle
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import Manifest

@@ -32,7 +32,7 @@ from storage_formats.format.rows import read_all_rows
 from storage_formats.reading.embeddings import read_embeddings
 
 if TYPE_CHECKING:
-    from edje_index.bundles.search_model import SearchModel
+    from edje_index.search.search_model import SearchModel
 
 NOT_IN_OTHER = "not-in-another-index"
 

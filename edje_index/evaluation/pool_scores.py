@@ -23,7 +23,7 @@ from edje_index.scoring.parts import Pairs, reads_tokens
 from edje_index.scoring.weights import EMBEDDING, HUBNESS, JOINT_PARTS, TEXT_TO_IMAGE, ScoreWeights
 
 if TYPE_CHECKING:
-    from edje_index.bundles.search_model import SearchModel
+    from edje_index.search.search_model import SearchModel
 
 _HUBNESS_BATCH = 256  # candidates: 13 MB of 64 x 384 bfloat16 blocks
 

@@ -19,7 +19,7 @@ from storage_formats.format.layout import IndexSpec
 from storage_formats.reading.embeddings import read_embeddings
 
 if TYPE_CHECKING:
-    from edje_index.bundles.search_model import SearchModel
+    from edje_index.search.search_model import SearchModel
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from storage_formats.token_store import TokenStore
 if TYPE_CHECKING:
     from PIL import Image
 
-    from edje_index.bundles.search_model import SearchModel
+    from edje_index.search.search_model import SearchModel
 
 
 _PAIRS_AT_ONCE = 1024
@@ -364,7 +364,7 @@ def load_search_model(
         ModelError: the bundle is missing, or it did not build this index.
     """
     from edje_index.bundles.info import read_bundle_info
-    from edje_index.bundles.search_model import SearchModel
+    from edje_index.search.search_model import SearchModel
 
     path = recorded_bundle(root, manifest) if model is None else Path(model)
     info = read_bundle_info(path)

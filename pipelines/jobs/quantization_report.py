@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from edje_index.bundles.search_model import SearchModel
     from edje_index.evaluation.quantization_report.rankings import RankingChange
     from edje_index.evaluation.quantization_report.token_errors import TokenErrors
+    from edje_index.search.search_model import SearchModel
     from storage_formats.codecs import Blocks
     from storage_formats.format.layout import IndexSpec
     from storage_formats.format.manifest import Manifest

@@ -10,7 +10,7 @@ from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.search.reranking import Candidates
 
 if TYPE_CHECKING:
-    from edje_index.bundles.search_model import SearchModel
+    from edje_index.search.search_model import SearchModel
 
 
 def query_candidates(

@@ -12,10 +12,10 @@ import pytest
 from edje_index import TokenIndex
 from edje_index.bundles.bundle import ModelBundle
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
-from edje_index.bundles.search_model import SearchModel
 from edje_index.errors import ModelError
 from edje_index.models.adapter import PATCHES, AdapterConfig
 from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights
+from edje_index.search.search_model import SearchModel
 from storage_formats import Manifest, TokenStore, UsageError
 from storage_formats.format.layout import Layout
 from storage_formats.reading.embeddings import read_embeddings
