@@ -30,6 +30,7 @@ from edje_index.training.data.batches import BatchSource, Features, JointBatch
 from edje_index.training.data.dataset import TrainingData
 from edje_index.training.data.token_rows import SpecialTokens
 from edje_index.training.loop.distributed import WorkerGroup
+from edje_index.training.loop.schedule import total_steps
 from edje_index.training.loop.task import Runtime, TrainTask
 from edje_index.training.loop.train_worker import run_worker
 from edje_index.training.model.objectives import TOTAL, JointObjective
@@ -122,7 +123,9 @@ def _make_task(folder: Path, case: TrainStepCase, config: TrainConfig) -> TrainT
     _random_data(case.images, start).save(folder / "data")
     runtime = Runtime(folder, device="cpu", threads=case.threads, checkpoint_every=10**9, log_every=case.steps)
     features = CommittedIndex.open(folder / "features.edje")
-    return TrainTask(config, runtime, "bench", folder / "start", features, folder / "data", 0.05)
+    steps = total_steps(config.loop, case.images)
+    data = folder / "data"
+    return TrainTask(config, runtime, "bench", folder / "start", features, data, temperature=0.05, steps=steps)
 
 
 def _random_data(images: int, start: ModelBundle) -> TrainingData:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from storage_formats.codecs import Blocks, Codec, Records, codec
 from storage_formats.codecs.base import check_out
-from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.errors import UsageError
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import check_inside
-from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
+from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.base import Batch, DestinationFactory
 from storage_formats.reading.checksums import BlockChecksums
@@ -63,7 +63,6 @@ class TokenStore:
         self._codec: Codec = codec(precision, self._spec.block_shape)
         layout = Layout(index.root)
         path = functools.partial(_shard_path, layout, self._codec)
-        _check_lengths(path, self._spec, self._codec.record_bytes)
         checksum_path = functools.partial(layout.checksums, precision)
         committed = CommittedFiles(layout, index.manifest.shard_table, checksum_path)
         self._checksums = (
@@ -72,6 +71,7 @@ class TokenStore:
             else None
         )
         files = StoreFiles(path, self._codec.record_bytes, self._spec.shard_size, self._spec.rows)
+        files.check_lengths()
         self._engines = ReadEngines(files, engine)
         self.precision = precision
 
@@ -324,27 +324,6 @@ class TokenStore:
         shards, positions = np.divmod(ids[first_indices], self._spec.shard_size)
         originals = first_indices[np.cumsum(is_first) - 1][~is_first]
         return Batch(shards, positions, first_indices), order[~is_first], originals
-
-
-def _check_lengths(path_of: Callable[[int], Path], spec: IndexSpec, record_bytes: int) -> None:
-    """Check the lengths of the first and last shard file against the sizes that `index.json` claims.
-
-    Memory for blocks is allocated by these sizes, so they must have been paid for on disk.
-
-    Raises:
-        CorruptIndexError: a file is missing or has another length.
-    """
-    for shard in {0, spec.shards - 1}:
-        _, length = padded_shard_bytes(len(spec.shard_rows(shard)), spec.shard_size, record_bytes)
-        try:
-            path = path_of(shard)
-            actual = path.stat().st_size
-        except OSError as error:
-            raise CorruptIndexError(
-                f"cannot open {error.filename}: {error.strerror}; run 'edje-index verify'"
-            ) from error
-        if actual != length:
-            raise CorruptIndexError(f"{path} has {actual} bytes instead of {length}; run 'edje-index verify'")
 
 
 def _shard_path(layout: Layout, token_codec: Codec, shard: int) -> Path:

@@ -40,22 +40,15 @@ class MatchedRows:
         """Number of items without a row, by reason."""
         return dict(sorted(Counter(reason for reason in self.reasons if reason is not None).items()))
 
+    def split(self, count: int) -> tuple[MatchedRows, MatchedRows]:
+        """The rows of the first `count` items, and those of the others."""
+        rows, reasons = self.rows, self.reasons
+        return MatchedRows(rows[:count], reasons[:count]), MatchedRows(rows[count:], reasons[count:])
+
     def indexed(self, items: Sequence[CaptionedImage]) -> tuple[list[CaptionedImage], NDArray[np.int64]]:
         """Those of the n `items` that have a row, and their rows, int64 [k]."""
         kept = [item for item, row in zip(items, self.rows, strict=True) if row >= 0]
         return kept, self.rows[self.rows >= 0]
-
-
-def match_all(root: Path, table: pa.Table, items: Sequence[CaptionedImage]) -> NDArray[np.int64]:
-    """Row id of each item's image, int64 [n]; parameters as for `match_items`.
-
-    Raises:
-        UsageError: the index lacks an image.
-    """
-    rows = match_items(root, table, items).rows
-    if missing := int((rows < 0).sum()):
-        raise UsageError(f"{root} lacks {missing:,} of the training images; build it from all of them")
-    return rows
 
 
 def match_items(

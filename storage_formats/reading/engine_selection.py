@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.errors import UsageError
+from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.format.layout import padded_shard_bytes
 from storage_formats.reading.admission import Admission
 from storage_formats.reading.aio import AioQueue, aio_works
 from storage_formats.reading.base import Batch, ReadEngine
@@ -53,6 +54,27 @@ class StoreFiles:
     record_bytes: int
     shard_rows: int
     rows: int
+
+    def check_lengths(self) -> None:
+        """Check the lengths of the first and last file against the sizes that `index.json` claims.
+
+        Memory for blocks is allocated by these sizes, so they must have been paid for on disk.
+
+        Raises:
+            CorruptIndexError: a file is missing or has another length.
+        """
+        last = (self.rows - 1) // self.shard_rows
+        for shard, rows in ((0, min(self.rows, self.shard_rows)), (last, self.rows - last * self.shard_rows)):
+            _, length = padded_shard_bytes(rows, self.shard_rows, self.record_bytes)
+            try:
+                path = self.path(shard)
+                actual = path.stat().st_size
+            except OSError as error:
+                raise CorruptIndexError(
+                    f"cannot open {error.filename}: {error.strerror}; run 'edje-index verify'"
+                ) from error
+            if actual != length:
+                raise CorruptIndexError(f"{path} has {actual} bytes instead of {length}; run 'edje-index verify'")
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipelines.jobs.training.index_builder import IndexBuilder
+from pipelines.jobs.training.indexes import IndexBuilder
 from pipelines.jobs.training.request import RunSettings
 from storage_formats.errors import EdjeError
 

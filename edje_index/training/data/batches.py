@@ -23,6 +23,7 @@ from edje_index.training.data.sampling import MASKING, NEGATIVE_IMAGES, NEGATIVE
 from edje_index.training.data.token_rows import SpecialTokens, TokenIds, joint_rows, mask_captions, text_rows
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
 
 _ALIGNMENT, _JOINT = range(2)
@@ -80,7 +81,7 @@ class AlignmentBatch(OnDevice):
 
 
 class Features:
-    """Blocks of an index as tensors.
+    """Blocks and embeddings of an index as tensors.
 
     Args:
         index: holds the blocks.
@@ -89,7 +90,7 @@ class Features:
     """
 
     def __init__(self, index: CommittedIndex, trained: AdapterConfig | None = None) -> None:
-        self._root = index.root
+        self.index = index
         self._reduction: Adapter | None = None
         patches = index.manifest.spec.block_shape[0]
         if trained is not None and trained.kind in PATCH_REDUCTIONS and trained.num_tokens < patches:
@@ -102,9 +103,13 @@ class Features:
         blocks = self._store.fetch(rows)
         holes = self._store.holes(blocks)
         if holes.any():
-            raise CorruptIndexError(f"{self._root} holds no features of row {rows[holes][0]}")
+            raise CorruptIndexError(f"{self.index.root} holds no features of row {rows[holes][0]}")
         tensor = as_tensor(blocks)
         return tensor if self._reduction is None else self._reduction(tensor.float()).bfloat16()
+
+    def embeddings(self, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Embeddings, float32 [k, e]."""
+        return torch.from_numpy(read_embeddings(self.index.root, self.index.manifest.spec, rows))
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def finish_model(task: TrainTask, step: int | None, on_progress: OnProgress) -> 
             bundle = replace(bundle, pooled=pooled.to(device).eval())
         if fitting.hubness_bank:
             vectors, count = bundle.pooled_vectors, fitting.hubness_bank
-            bank = make_hubness_bank(adapter, vectors, source, task.features, count, on_progress)
+            bank = make_hubness_bank(adapter, vectors, source, count, on_progress)
             bundle = replace(bundle, hubness_bank=bank.to(device).eval())
         if dev is not None and fits_weights:
             dev_set = make_dev_set(dev, bundle.text.encode(dev.captions.texts()))

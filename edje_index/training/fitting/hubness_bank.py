@@ -16,8 +16,6 @@ from edje_index.scoring.pooled_similarity import PooledVectors
 from edje_index.training.data.batches import BatchSource
 from edje_index.training.data.sampling import BANK, stream
 from edje_index.training.data.token_rows import SpecialTokens, joint_rows
-from storage_formats.format.manifest import CommittedIndex
-from storage_formats.reading.embeddings import read_embeddings
 
 _BATCH = 64
 _ACTIVITY = "making the hubness bank, captions and images"
@@ -28,7 +26,6 @@ def make_hubness_bank(
     adapter: nn.Module,
     vectors: PooledVectors,
     source: BatchSource,
-    index: CommittedIndex,
     count: int,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> HubnessBank:
@@ -38,7 +35,6 @@ def make_hubness_bank(
         adapter: the trained adapter, from features [b, n, d_v] to tokens [b, m, d].
         vectors: the pooled similarity, if any.
         source: features and captions of the training data.
-        index: the feature index, which also holds the embeddings of the images.
         count: largest number of captions, and of images.
         on_progress: reports captions and images done.
     """
@@ -48,10 +44,7 @@ def make_hubness_bank(
     sample = _Sample(adapter, vectors, source, len(captions) + len(images), on_progress)
     return HubnessBank.of(
         (torch.from_numpy(data.text_embeddings[captions]), sample.caption_vectors(captions)),
-        (
-            torch.from_numpy(read_embeddings(index.root, index.manifest.spec, data.rows[images])),
-            sample.image_vectors(images),
-        ),
+        (source.features.embeddings(data.rows[images]), sample.image_vectors(images)),
     )
 
 

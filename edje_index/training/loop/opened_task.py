@@ -45,7 +45,8 @@ def open_task(task: TrainTask, group: WorkerGroup) -> OpenedTask:
     adapter = start.adapter.config
     teacher = teacher_source = None
     if task.teacher is not None:
-        bundle, has_tokens = ModelBundle.load(task.teacher.bundle, verify=False), task.teacher.has_tokens
+        bundle = ModelBundle.load(task.teacher.bundle, verify=False)
+        has_tokens = task.teacher.index.manifest.model["fingerprint"] == bundle.encoder_fingerprint
         teacher_features = Features(task.teacher.index, None if has_tokens else bundle.adapter.config)
         teacher_rows = np.load(task.teacher.rows, mmap_mode="r")
         teacher_source = TeacherSource(teacher_features, teacher_rows, bundle.block_shape[0])

@@ -49,14 +49,12 @@ class TeacherTask:
 
     Attributes:
         bundle: its bundle.
-        index: what it reads.
-        has_tokens: whether the index holds the teacher's tokens; otherwise it holds features for its adapter.
+        index: holds its tokens, or features for its adapter.
         rows: file of the row of each training image in the index, int64 [n].
     """
 
     bundle: Path
     index: CommittedIndex
-    has_tokens: bool
     rows: Path
 
 
@@ -85,6 +83,7 @@ class TrainTask:
         features: index of the features that the adapter is trained on.
         data: folder of a `TrainingData`.
         temperature: temperature of the softmax that mines negatives; 0 takes the most similar.
+        steps: optimiser steps of the joint phase.
         teacher: None without distillation.
         new_adapter: whether the adapter of the first step is untrained.
         views: None without augmented views.
@@ -98,6 +97,7 @@ class TrainTask:
     features: CommittedIndex
     data: Path
     temperature: float
+    steps: int
     teacher: TeacherTask | None = None
     new_adapter: bool = True
     views: ViewTask | None = None

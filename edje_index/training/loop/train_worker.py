@@ -12,7 +12,7 @@ from edje_index.scoring.stop_words import content_token_mask
 from edje_index.training.loop.dev_recall import dev_evaluation
 from edje_index.training.loop.distributed import WorkerGroup
 from edje_index.training.loop.opened_task import OpenedTask, open_task
-from edje_index.training.loop.schedule import learning_rate, steps_per_epoch, total_steps
+from edje_index.training.loop.schedule import learning_rate, steps_per_epoch
 from edje_index.training.loop.task import TrainTask
 from edje_index.training.loop.training_loop import Phase, Record, Trainer
 from edje_index.training.model.adapter_init import init_from_features
@@ -72,19 +72,18 @@ def _joint_phase(task: TrainTask, opened: OpenedTask) -> Phase:
     config, start, source = task.config, opened.start, opened.source
     if not config.optimizer.adapter_lr_factor:  # its gradients would cost time and count in the norm
         start.adapter.requires_grad_(False)
-    pairs = source.data.pairs(config.loop.epoch_of)
-    steps, per_epoch = total_steps(config.loop, pairs), steps_per_epoch(config.loop, pairs)
+    per_epoch = steps_per_epoch(config.loop, source.data.pairs(config.loop.epoch_of))
     return Phase(
         name=JOINT,
         stage=1 if config.alignment.steps else 0,
         module=JointObjective(start.adapter, start.joint, config.objective, config.augmentation, opened.teacher),
         batch=source.joint,
-        steps=steps,
+        steps=task.steps,
         accumulate=config.loop.accumulate,
         images=config.loop.batch_size * config.loop.accumulate,
         learning_rate=partial(
             learning_rate,
-            total_steps=steps,
+            total_steps=task.steps,
             steps_per_epoch=per_epoch,
             peak=config.optimizer.lr,
             config=config.optimizer,

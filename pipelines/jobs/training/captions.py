@@ -25,10 +25,6 @@ class Captions:
     dev: Sequence[CaptionedImage]
     blank: int = 0
 
-    def pairs(self, epoch_of: str) -> int:
-        """Pairs to train on per epoch, which visits each of the "captions" or of the "images" once."""
-        return len(self.trained) if epoch_of == "images" else sum(len(item.captions) for item in self.trained)
-
 
 def read_training_captions(inputs: TrainingInputs) -> Captions:
     """Read all caption files.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,23 +10,53 @@ from edje_index.progress import OnProgress
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
-    from edje_index.training.data.dataset import CaptionSet
-    from pipelines.jobs.training.mining import OpenMiner
+    from edje_index.training.config import NegativesConfig
+    from edje_index.training.data.dataset import DevCaptions
+    from pipelines.jobs.training.matching import MatchedCaptions, MiningModel
     from pipelines.jobs.training.start import StartModel
 
 
+@dataclass(frozen=True)
+class PreparedData:
+    """What a training reads beside features.
+
+    Attributes:
+        folder: holds a `TrainingData`.
+        temperature: temperature of the softmax over the mining model's similarities.
+        dev: dev captions and the embeddings of their images; None without dev captions.
+    """
+
+    folder: Path
+    temperature: float
+    dev: DevCaptions | None
+
+    def temperature_for(self, settings: NegativesConfig) -> float:
+        """Temperature of the draws; 0 takes the most similar."""
+        if settings.selection == "top":
+            return 0.0
+        return self.temperature if settings.temperature is None else settings.temperature
+
+
 def prepared_data(
-    folder: Path, start: StartModel, captions: CaptionSet, miner: OpenMiner, on_progress: OnProgress
-) -> Path:
-    """Make the `TrainingData` of `captions` in `folder` unless it exists; returns `folder`.
+    folder: Path, start: StartModel, matched: MatchedCaptions, mining: MiningModel, on_progress: OnProgress
+) -> PreparedData:
+    """Make the `TrainingData` of `matched` in `folder` unless it exists.
 
     Raises:
         UsageError: `folder` was made from other captions.
     """
-    from edje_index.training.data.dataset import TrainingData, prepare_data
+    from edje_index.bundles.bundle import ModelBundle
+    from edje_index.training.data.dataset import DevCaptions, Miner, TrainingData, prepare_data
+    from storage_formats.reading.embeddings import read_embeddings
 
+    features, dev = matched.features, None
+    image_embeddings = read_embeddings(mining.index.root, mining.index.manifest.spec, mining.rows)
+    if matched.dev is not None:
+        dev = DevCaptions(matched.dev, read_embeddings(features.root, features.manifest.spec, matched.dev.rows))
+    bundle = start.bundle if mining.bundle is None else ModelBundle.load(mining.bundle)
     if not folder.exists():
-        prepare_data(captions, start.bundle.joint.tokenizer, start.bundle.text, miner.miner, on_progress).save(folder)
-    if TrainingData.open(folder).images != len(captions.rows):
+        miner, tokenizer = Miner(bundle.text, image_embeddings), start.bundle.joint.tokenizer
+        prepare_data(matched.captions, tokenizer, start.bundle.text, miner, on_progress).save(folder)
+    if TrainingData.open(folder).images != len(matched.items):
         raise UsageError(f"{folder} was made from other captions; set run.dir to another folder")
-    return folder
+    return PreparedData(folder, 1 / float(bundle.clip.get_parameter("logit_scale").exp()), dev)

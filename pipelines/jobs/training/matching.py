@@ -1,18 +1,34 @@
-"""Which rows of the feature index hold the captioned images."""
+"""Which rows of the indexes hold the captioned images, and their views."""
 
 from __future__ import annotations
 
+import io
+import os
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from edje_index.images.inputs import display_path
+from pipelines.jobs.training.indexes import VIEW_FILES, VIEW_ROWS
+from pipelines.jobs.training.view_images import view_path
 from pipelines.progress.events import OnEvent, StatusMessage
+from storage_formats.atomic import write_bytes_atomic
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
+    from edje_index.captions.matching import MatchedRows
     from edje_index.captions.reading import CaptionedImage
+    from edje_index.training.config import TrainConfig
     from edje_index.training.data.dataset import CaptionSet
+    from edje_index.training.loop.task import TeacherTask, ViewTask
     from pipelines.jobs.training.captions import Captions
+    from pipelines.jobs.training.indexes import FurtherIndexes, ViewIndex
+    from pipelines.jobs.training.request import TrainingInputs
     from storage_formats.format.manifest import CommittedIndex
 
 
@@ -21,12 +37,14 @@ class MatchedCaptions:
     """Captioned images that have features.
 
     Attributes:
+        features: the feature index.
         items: the images to train on.
-        captions: their rows in the feature index and their captions.
+        captions: their rows in `features` and their captions.
         dev: the same for the dev captions; None without dev captions.
         left_out: number of images to train on without features, by reason, and of "blank-caption" captions.
     """
 
+    features: CommittedIndex
     items: Sequence[CaptionedImage]
     captions: CaptionSet
     dev: CaptionSet | None
@@ -37,31 +55,130 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
     """The captions whose images have features in `index`. Images that could not be decoded are left out.
 
     Raises:
-        UsageError: an image is not in the index at all.
+        UsageError: an image is not in the index at all, or all images to train on, or of the dev captions, are left
+            out.
     """
-    from edje_index.captions.matching import NAME_COLUMNS, NOT_IN_INDEX, match_items
-    from edje_index.training.data.dataset import CaptionSet
-    from storage_formats.format.rows import read_all_rows
+    from edje_index.captions.matching import NOT_IN_INDEX
 
-    table = read_all_rows(index, NAME_COLUMNS)
-    matches = [match_items(index.root, table, items) for items in (captions.trained, captions.dev) if items]
-    for matched, items in zip(matches, (captions.trained, captions.dev), strict=False):
-        if absent := matched.missing().get(NOT_IN_INDEX):
-            raise UsageError(
-                f"{absent:,} of {len(items):,} captioned images are not in {index.root}; build it from all images, "
-                "those of the dev captions included, or leave inputs.features out, and the features are computed"
-            )
-    left_out = matches[0].missing()
-    if left_out:
+    matched = _match(index, [*captions.trained, *captions.dev])
+    if absent := matched.missing().get(NOT_IN_INDEX):
+        raise UsageError(
+            f"{absent:,} of {len(matched.rows):,} captioned images are not in {index.root}; build it from all images, "
+            "those of the dev captions included, or leave inputs.features out, and the features are computed"
+        )
+    trained_rows, dev_rows = matched.split(len(captions.trained))
+    if left_out := trained_rows.missing():
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in left_out.items())
         on_event(StatusMessage(f"left out, without features: {reasons}"))
     if captions.blank:
         on_event(StatusMessage(f"left out, blank captions: {captions.blank:,}"))
         left_out = {**left_out, "blank-caption": captions.blank}
-    trained_items, trained_rows = matches[0].indexed(captions.trained)
-    trained = CaptionSet(trained_rows, [item.captions for item in trained_items])
-    dev = None
-    if captions.dev:
-        dev_items, dev_rows = matches[1].indexed(captions.dev)
-        dev = CaptionSet(dev_rows, [item.captions for item in dev_items])
-    return MatchedCaptions(trained_items, trained, dev, left_out)
+    trained_items, trained = _caption_set(trained_rows, captions.trained, "inputs.captions")
+    dev = _caption_set(dev_rows, captions.dev, "inputs.dev")[1] if captions.dev else None
+    return MatchedCaptions(index, trained_items, trained, dev, left_out)
+
+
+def _caption_set(
+    matched: MatchedRows, items: Sequence[CaptionedImage], setting: str
+) -> tuple[list[CaptionedImage], CaptionSet]:
+    """Those of `items` that have features, and their rows and captions."""
+    from edje_index.training.data.dataset import CaptionSet
+
+    kept, rows = matched.indexed(items)
+    if not kept:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in matched.missing().items())
+        raise UsageError(f"none of the {len(items):,} images of {setting} has features ({reasons}); check the files")
+    return kept, CaptionSet(rows, [item.captions for item in kept])
+
+
+@dataclass(frozen=True)
+class MiningModel:
+    """The embedding model that mines hard negatives.
+
+    Attributes:
+        bundle: its bundle; None for the frozen towers.
+        index: holds its embeddings.
+        rows: row of each image to train on in the index, int64 [n].
+    """
+
+    bundle: Path | None
+    index: CommittedIndex
+    rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class FurtherRows:
+    """The further indexes of a training, each with the rows of the images to train on.
+
+    Attributes:
+        mining: the mining model.
+        teacher: the teacher; None without one.
+        views: augmented views; None without them.
+    """
+
+    mining: MiningModel
+    teacher: TeacherTask | None
+    views: ViewTask | None
+
+
+def further_rows(
+    inputs: TrainingInputs, config: TrainConfig, indexes: FurtherIndexes, matched: MatchedCaptions, run_folder: Path
+) -> FurtherRows:
+    """Find the images to train on in further indexes. Workers read the rows from files in the run folder.
+
+    Raises:
+        UsageError: an index lacks an image or a view.
+    """
+    from edje_index.training.loop.task import TeacherTask, ViewTask
+
+    teacher = views = None
+    if inputs.teacher is not None and indexes.teacher is not None:
+        rows_file = run_folder / "teacher-rows.npy"
+        np.save(rows_file, _rows(indexes.teacher, matched))
+        teacher = TeacherTask(inputs.teacher.absolute(), indexes.teacher, rows_file)
+    if indexes.views is not None:
+        rows_file = run_folder / VIEW_ROWS
+        if not rows_file.exists():
+            rows = _view_rows(indexes.views, matched.items, config.augmentation.views)
+            content = io.BytesIO()
+            np.save(content, rows)
+            write_bytes_atomic(rows_file, content.getvalue())
+        shutil.rmtree(run_folder / VIEW_FILES, ignore_errors=True)
+        views = ViewTask(indexes.views.index, rows_file)
+    mining = MiningModel(inputs.miner, indexes.mining, _rows(indexes.mining, matched))
+    return FurtherRows(mining, teacher, views)
+
+
+def _rows(index: CommittedIndex, matched: MatchedCaptions) -> NDArray[np.int64]:
+    """Row of each image to train on in `index`, int64 [n]."""
+    if index is matched.features:
+        return matched.captions.rows
+    rows = _match(index, matched.items).rows
+    if missing := int((rows < 0).sum()):
+        raise UsageError(f"{index.root} lacks {missing:,} of the training images; build it from all of them")
+    return rows
+
+
+def _view_rows(views: ViewIndex, photos: Sequence[CaptionedImage], count: int) -> NDArray[np.int64]:
+    """Rows of `count` views of each photo, int64 [n, count]; -1 for a view that our own index lacks."""
+    view_items = [
+        replace(photo, path=view_path(views.files, display_path(os.fsencode(photo.path)), view))
+        for photo in photos
+        for view in range(count)
+    ]
+    rows = _match(views.index, view_items, allow_none=True).rows.reshape(-1, count)
+    lacking = int((rows < 0).any(axis=1).sum())
+    if lacking and views.is_given:
+        raise UsageError(
+            f"{views.index.root} lacks at least one of the {count} views of {lacking:,} of {len(photos):,} photos; "
+            "leave inputs.view_features out, and the views are computed"
+        )
+    return rows
+
+
+def _match(index: CommittedIndex, items: Sequence[CaptionedImage], *, allow_none: bool = False) -> MatchedRows:
+    from edje_index.captions.matching import NAME_COLUMNS, match_items
+    from storage_formats.format.rows import read_all_rows
+
+    table = read_all_rows(index, NAME_COLUMNS)
+    return match_items(index.root, table, items, allow_none=allow_none)

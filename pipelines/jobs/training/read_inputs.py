@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.jobs.training.captions import Captions, read_training_captions
@@ -37,16 +36,8 @@ def read_inputs(inputs: TrainingInputs) -> ReadInputs:
         UsageError: a file cannot be read, training and dev captions share images, or an index is missing.
         IncompleteIndexError, CorruptIndexError: an index cannot be used.
     """
-    return ReadInputs(
-        features=_open_index(inputs.features),
-        view_features=_open_index(inputs.view_features),
-        teacher_features=_open_index(inputs.teacher_features),
-        miner_features=_open_index(inputs.miner_features),
-        captions=read_training_captions(inputs),
-    )
-
-
-def _open_index(path: Path | None) -> CommittedIndex | None:
     from storage_formats.format.manifest import CommittedIndex
 
-    return None if path is None else CommittedIndex.open(path)
+    paths = (inputs.features, inputs.view_features, inputs.teacher_features, inputs.miner_features)
+    features, views, teacher, miner = [None if path is None else CommittedIndex.open(path) for path in paths]
+    return ReadInputs(read_training_captions(inputs), features, views, teacher, miner)

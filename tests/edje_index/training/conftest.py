@@ -14,6 +14,7 @@ from edje_index.training.config import TrainConfig, make_config
 from edje_index.training.data.batches import BatchSource, Features
 from edje_index.training.data.dataset import CaptionSet, Miner, TrainingData, prepare_data
 from edje_index.training.data.token_rows import SpecialTokens
+from edje_index.training.loop.schedule import total_steps
 from edje_index.training.loop.task import Runtime, TrainTask
 from edje_index.training.model.start_bundle import Origin, make_start
 from storage_formats.format.layout import IndexSpec
@@ -66,7 +67,8 @@ class Case:
             make_start(Origin(self.bundle), config.architecture, config.loop.seed).save(start)
         options = {"run_dir": run_dir, "device": "cpu", "checkpoint_every": 2, "log_every": 1, **(runtime or {})}
         features = CommittedIndex.open(self.features)
-        return TrainTask(config, Runtime(**options), "run", start, features, self.data, 0.1)
+        steps = total_steps(config.loop, TrainingData.open(self.data).pairs(config.loop.epoch_of))
+        return TrainTask(config, Runtime(**options), "run", start, features, self.data, temperature=0.1, steps=steps)
 
     def source(self, rank: int = 0, world: int = 1, **settings: object) -> BatchSource:
         bundle = ModelBundle.load(self.bundle)

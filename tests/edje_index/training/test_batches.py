@@ -147,7 +147,7 @@ def test_data_is_what_the_captions_say(case, tokenizer):
 
 def rows_of(batch, source, number):
     """(row in the index, caption tokens) of every row of a batch, told by its tensors alone."""
-    store = TokenStore.open(source.features._root)
+    store = TokenStore.open(source.features.index.root)
     blocks = {store.fetch([row]).tobytes(): row for row in range(len(store))}
     patches = batch.patches.view(torch.int16).numpy()
     images = [blocks[patches[at].tobytes()] for at in batch.image]
@@ -243,7 +243,7 @@ def test_a_batch_shows_photos_and_views_at_random(case):
     rows[:12] = [0, 1]
     rows[12:18, 0] = 0
     viewing = replace(source, views=ViewSource(source.features, rows))
-    store = TokenStore.open(source.features._root)
+    store = TokenStore.open(source.features.index.root)
     blocks = {store.fetch([row]).tobytes(): row for row in range(len(store))}
     shown: dict[int, set[int]] = {image: set() for image in range(IMAGES)}
     content = np.ones(1000, dtype=bool)

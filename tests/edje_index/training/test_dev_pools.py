@@ -41,7 +41,7 @@ def test_recalls_are_those_of_the_plain_computation(case, setting, pooled, bank)
         fitted = fit_pooled_similarity(adapter, bundle.joint, case.source(), 4)
         bundle = replace(bundle, pooled=fitted, info=None)
     if bank:
-        made = make_hubness_bank(adapter, bundle.pooled_vectors, case.source(), CommittedIndex.open(case.features), 10)
+        made = make_hubness_bank(adapter, bundle.pooled_vectors, case.source(), 10)
         bundle = replace(bundle, hubness_bank=made, info=None)
     # Late interaction of random tokens says nothing: a weight that is given makes it count.
     config = FittingConfig(dev_captions=1000, dev_pool=6, late_weight=3.0 if pooled else None)

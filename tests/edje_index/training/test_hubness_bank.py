@@ -23,7 +23,7 @@ def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
     if pooled:
         bundle = replace(bundle, pooled=fit_pooled_similarity(adapter, bundle.joint, source, 4), info=None)
     vectors = bundle.pooled_vectors
-    bank = make_hubness_bank(adapter, vectors, source, index, count, lambda *report: reports.append(report[1:]))
+    bank = make_hubness_bank(adapter, vectors, source, count, lambda *report: reports.append(report[1:]))
     data = source.data
     texts = [
         bundle.joint.tokenizer.tokenizer.decode(data.caption(at).tolist()) for at in range(len(data.text_embeddings))
@@ -48,5 +48,5 @@ def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
         assert pooled_vectors.codes.shape[1] == (4 if pooled else 0)
     total = min(count, 48) + min(count, 24)
     assert reports == ([(0, total), (min(count, 48), total)] if pooled else [])
-    again = make_hubness_bank(adapter, vectors, source, index, count)
+    again = make_hubness_bank(adapter, vectors, source, count)
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in bank.state_dict().items())

@@ -1,0 +1,274 @@
+"""The indexes that a training reads. Each is given, or built in the run folder from images that captions name."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edje_index.images.inputs import display_path
+from pipelines.jobs.training.view_images import write_views
+from pipelines.planning.config import BuildConfig
+from pipelines.progress.events import OnEvent, StatusMessage
+from pipelines.progress.stopping import ShouldStop
+from storage_formats.atomic import write_bytes_atomic
+from storage_formats.errors import EdjeError, UsageError
+
+if TYPE_CHECKING:
+    from edje_index.bundles.info import BundleInfo
+    from edje_index.captions.reading import CaptionedImage
+    from edje_index.training.config import TrainConfig
+    from pipelines.jobs.training.matching import MatchedCaptions
+    from pipelines.jobs.training.read_inputs import ReadInputs
+    from pipelines.jobs.training.request import RunSettings, TrainingInputs
+    from pipelines.jobs.training.start import StartModel
+    from storage_formats.format.manifest import CommittedIndex
+
+VIEW_INDEX = "views.edje"
+VIEW_FILES = "views"
+"""Folder of the cropped files, which are needed until the index is built and matched."""
+VIEW_ROWS = "view-rows.npy"
+
+
+@dataclass(frozen=True)
+class IndexBuilder:
+    """How this training builds indexes.
+
+    Attributes:
+        folder: the run folder.
+        run: hardware and engine.
+        dtype: type of matrix products.
+        on_event, should_stop: as for every job.
+    """
+
+    folder: Path
+    run: RunSettings
+    dtype: str
+    on_event: OnEvent
+    should_stop: ShouldStop
+
+    def build(self, name: str, model: Path, sources: tuple[str, ...], announcement: str) -> CommittedIndex:
+        """Build the index `name` with the bundle `model`, or finish it. Finished shards are kept.
+
+        Raises:
+            EdjeError: no image could be read.
+            JobStopped: `should_stop()` returned True.
+        """
+        from edje_index.models.devices import threads_kept
+        from pipelines.jobs.build import run_build
+        from pipelines.jobs.failed_inputs import FailedInputsError
+        from storage_formats.format.manifest import CommittedIndex
+
+        self.on_event(StatusMessage(announcement))
+        config = BuildConfig(
+            sources=sources,
+            out=self.folder / name,
+            model=model,
+            engine="ray" if self.run.distributed else "inline",
+            threads=self.run.threads,
+            device=self.run.device,
+            dtype=self.dtype,
+            address=self.run.address,
+            column=_path_column(sources),
+            max_failed=1.0,  # training has its own message about missing images
+        )
+        try:
+            with threads_kept():
+                run_build(config, self.on_event, self.should_stop)
+        except FailedInputsError as error:
+            raise EdjeError(
+                f"{error.problem}. Check the captions and inputs.images; then remove {self.folder} and train again"
+            ) from error
+        return CommittedIndex.open(config.out)
+
+
+def feature_index(
+    given: CommittedIndex | None, start: StartModel, items: Sequence[CaptionedImage], builder: IndexBuilder
+) -> CommittedIndex:
+    """The index of the frozen tower's features of `items`.
+
+    Raises:
+        UsageError: `given` was built by another tower.
+        JobStopped: the build was stopped; finished shards are kept.
+    """
+    if given is not None:
+        return _checked(given, start.accepted_features(), start.feature_adapter.kind)
+    sources = _image_sources(builder.folder / "features.edje.jsonl", items)
+    model = _feature_model(builder.folder, start)
+    return builder.build("features.edje", model, sources, "computing features of the frozen tower, once")
+
+
+@dataclass(frozen=True)
+class ViewIndex:
+    """An index of the features of augmented views.
+
+    Attributes:
+        index: the index.
+        files: the folder that held the cropped files when the index was built; their names follow from it.
+        is_given: whether another run built the index.
+    """
+
+    index: CommittedIndex
+    files: Path
+    is_given: bool
+
+
+@dataclass(frozen=True)
+class FurtherIndexes:
+    """The indexes of the same images that a training reads beside its features.
+
+    Attributes:
+        mining: embeddings of the mining model.
+        teacher: tokens of the teacher, or features for its adapter; None without a teacher.
+        views: features of augmented views; None without views.
+    """
+
+    mining: CommittedIndex
+    teacher: CommittedIndex | None
+    views: ViewIndex | None
+
+
+def further_indexes(
+    inputs: TrainingInputs,
+    given: ReadInputs,
+    config: TrainConfig,
+    start: StartModel,
+    matched: MatchedCaptions,
+    builder: IndexBuilder,
+) -> FurtherIndexes:
+    """Check the given indexes, and build those that are missing.
+
+    Raises:
+        UsageError: a given index was built by another model, or the teacher has a different tokenizer.
+        JobStopped: a build was stopped; finished shards are kept.
+    """
+    mining, teacher, views = matched.features, None, None
+    if inputs.miner is not None:
+        mining = _mining_index(inputs.miner, given.miner_features, matched.items, builder)
+    if inputs.teacher is not None:
+        teacher = _teacher_index(inputs.teacher, given.teacher_features or matched.features, start)
+    if config.augmentation.views:
+        views = _view_index(given.view_features, config, start, matched.items, builder)
+    return FurtherIndexes(mining, teacher, views)
+
+
+def _mining_index(
+    miner: Path, given: CommittedIndex | None, items: Sequence[CaptionedImage], builder: IndexBuilder
+) -> CommittedIndex:
+    """The index of the embeddings of `items` by the bundle `miner`."""
+    from edje_index.bundles.info import read_bundle_info
+
+    if given is not None:
+        return _checked(given, [read_bundle_info(miner).encoder_fingerprint], "embeddings of the mining model")
+    sources = _image_sources(builder.folder / "miner.edje.jsonl", items)
+    return builder.build("miner.edje", miner, sources, "computing embeddings of the mining model, once")
+
+
+def _teacher_index(teacher: Path, index: CommittedIndex, start: StartModel) -> CommittedIndex:
+    """`index`, after a check that it holds tokens of the bundle `teacher` or features for its adapter."""
+    from edje_index.bundles.info import read_bundle_info
+    from edje_index.models.adapter import AdapterConfig
+    from edje_index.training.model.start_bundle import feature_fingerprints
+
+    info = read_bundle_info(teacher)
+    assert start.bundle.info is not None
+    _check_tokenizers(teacher, start.bundle.info, info)
+    accepted = [info.encoder_fingerprint, *feature_fingerprints(info, AdapterConfig(**info.adapter))]
+    return _checked(index, accepted, "for the teacher")
+
+
+def _view_index(
+    given: CommittedIndex | None,
+    config: TrainConfig,
+    start: StartModel,
+    photos: Sequence[CaptionedImage],
+    builder: IndexBuilder,
+) -> ViewIndex:
+    """The index of the features of `augmentation.views` views of each photo."""
+    from storage_formats.format.layout import Layout
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.rows import read_shard_rows
+
+    if given is None:
+        files = builder.folder / VIEW_FILES
+        if (builder.folder / VIEW_ROWS).exists():  # the cropped files have been removed
+            return ViewIndex(CommittedIndex.open(builder.folder / VIEW_INDEX), files, is_given=False)
+        view_list = _crop(photos, files, config, start, builder)
+        model = _feature_model(builder.folder, start)
+        index = builder.build(VIEW_INDEX, model, (os.fspath(view_list),), "computing features of the views, once")
+        return ViewIndex(index, files, is_given=False)
+    _checked(given, start.accepted_features(), start.feature_adapter.kind)
+    first_uri = read_shard_rows(Layout(given.root), 0, ["uri"])["uri"][0].as_py()
+    return ViewIndex(given, Path(first_uri).parent, is_given=True)
+
+
+def _crop(
+    photos: Sequence[CaptionedImage], files: Path, config: TrainConfig, start: StartModel, builder: IndexBuilder
+) -> Path:
+    """Write the views of the photos to `files`; returns a list of them. If it is stopped, it starts again."""
+    from pipelines.sources import iter_all, open_sources
+
+    views, names = config.augmentation.views, {display_path(os.fsencode(photo.path)) for photo in photos}
+    sources = _image_sources(builder.folder / "viewed.jsonl", photos)
+    refs = (ref for ref in iter_all(open_sources(sources, _path_column(sources))) if ref.uri in names)
+    builder.on_event(StatusMessage(f"cropping {views} views of {len(names):,} photos"))
+    return write_views(refs, files, views, start.bundle.vision.image_size, config.loop.seed, builder.should_stop)
+
+
+def _feature_model(folder: Path, start: StartModel) -> Path:
+    """The bundle in the run folder that computes features. It is made if it is missing."""
+    from edje_index.models.adapter import build_adapter
+
+    model = folder / "features-model"
+    if not model.exists():
+        adapter = build_adapter(start.feature_adapter)
+        notes = "computes features to train on; it cannot re-rank"
+        replace(start.bundle, adapter=adapter, notes=notes, info=None).save(model)
+    return model
+
+
+def _image_sources(list_file: Path, items: Sequence[CaptionedImage]) -> tuple[str, ...]:
+    """Sources of the images of `items`: archives as they are, then `list_file` with all other files."""
+    paths = list(dict.fromkeys(str(item.path) for item in items))
+    archives = {path.partition("!")[0]: None for path in paths if ".tar!" in path}
+    files = [path for path in paths if ".tar!" not in path]
+    if not files:
+        return tuple(archives)
+    lines = "".join(json.dumps({"path": file}) + "\n" for file in files).encode()
+    if not list_file.exists() or list_file.read_bytes() != lines:
+        write_bytes_atomic(list_file, lines)
+    return (*archives, os.fspath(list_file))
+
+
+def _path_column(sources: Sequence[str]) -> str | None:
+    """Name of the column of paths in a list of sources that `_image_sources` returned."""
+    return "path" if sources[-1].endswith(".jsonl") else None
+
+
+def _checked(index: CommittedIndex, accepted: Sequence[str], content: str) -> CommittedIndex:
+    """`index`. Raises UsageError unless its encoder is one of the `accepted` fingerprints."""
+    encoder = index.manifest.model["fingerprint"]
+    if encoder not in accepted:
+        raise UsageError(
+            f"{index.root} does not hold the required features ({content}): its encoder fingerprint is {encoder}, but "
+            f"{' or '.join(accepted)} is required; leave the setting out, and the features are computed"
+        )
+    return index
+
+
+def _check_tokenizers(teacher: Path, student_info: BundleInfo, teacher_info: BundleInfo) -> None:
+    """Raise UsageError unless student and teacher read the same token ids."""
+    if student_info.canonical_captions != teacher_info.canonical_captions:
+        raise UsageError(
+            f"architecture.canonical_captions is {student_info.canonical_captions}, but the teacher {teacher} was "
+            f"trained with {teacher_info.canonical_captions}; set it to the teacher's value"
+        )
+    student, other = (info.files.get("joint/tokenizer.json") for info in (student_info, teacher_info))
+    if student is None or other is None or student["sha256"] != other["sha256"]:
+        raise UsageError(
+            f"the teacher {teacher} has a different tokenizer from the student; set inputs.language or inputs.init to "
+            "a model with the teacher's tokenizer"
+        )
