@@ -123,6 +123,19 @@ def test_cuda_without_a_device_is_refused(config, monkeypatch):
         plan(config(device="cuda"))
 
 
+def test_an_unknown_precision_is_refused_with_the_request(config):
+    with pytest.raises(UsageError, match="unknown precision 'fp3'"):
+        config(precisions=("bf16", "fp3"))
+
+
+def test_a_precision_that_does_not_fit_the_tokens_is_refused_and_leaves_nothing(config):
+    with pytest.raises(UsageError, match="mxfp8"):
+        plan(config(precisions=("mxfp8",)))
+    layout = Layout(config().out)
+    assert not layout.plan.exists()
+    assert not layout.inputs(0).parent.exists()
+
+
 @pytest.mark.parametrize("name", ["photo.jpg", "build/other"])
 def test_a_folder_with_other_things_in_it_is_refused(config, name):
     stranger = config().out / name
