@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from edje_index.models.joint_encoder import JointEncoder
     from edje_index.models.text_tower import TextTower
     from edje_index.models.vision_tower import VisionTower
+    from edje_index.search.client import Client, ServiceError
     from edje_index.search.hits import Hit, Hits
     from edje_index.search.late_interaction_search import LateInteractionSearch, TokenHit, max_sim
     from edje_index.search.token_index import TokenIndex
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "BundleInfo": "edje_index.bundles.info",
+    "Client": "edje_index.search.client",
     "DeviceFetcher": "edje_index.fetching.device_fetcher",
     "Evaluation": "edje_index.evaluation.results",
     "EvaluationConfig": "edje_index.evaluation.config",
@@ -53,6 +55,7 @@ _MODULES = {
     "ModelBundle": "edje_index.bundles.bundle",
     "ModelError": "edje_index.errors",
     "PublishedModel": "edje_index.bundles.published_checkpoint",
+    "ServiceError": "edje_index.search.client",
     "TextTower": "edje_index.models.text_tower",
     "TokenDataset": "edje_index.fetching.token_dataset",
     "TokenHit": "edje_index.search.late_interaction_search",
@@ -72,6 +75,7 @@ _MODULES = {
 
 __all__ = [
     "BundleInfo",
+    "Client",
     "DeviceFetcher",
     "Evaluation",
     "EvaluationConfig",
@@ -86,6 +90,7 @@ __all__ = [
     "ModelBundle",
     "ModelError",
     "PublishedModel",
+    "ServiceError",
     "TextTower",
     "TokenDataset",
     "TokenHit",

@@ -12,14 +12,17 @@ from storage_formats.errors import EdjeError
 
 EXTRAS_OF_MODULE = {
     "faiss": ("search", "build", "train"),
+    "fastapi": ("serve",),
     "h5py": ("bench",),
+    "httpx": ("serve",),
     "jinja2": ("search", "build", "train"),
     "lance": ("bench",),
     "lmdb": ("bench",),
     "matplotlib": ("search", "build", "train", "bench"),
     "onnx": ("towers", "demo"),
     "open_clip": ("search", "build", "train"),
-    "pydantic": ("train",),
+    "prometheus_client": ("serve",),
+    "pydantic": ("train", "serve"),
     "PIL": ("search", "build", "train"),
     "ray": ("build", "train"),
     "safetensors": ("search", "build", "train"),
@@ -27,6 +30,7 @@ EXTRAS_OF_MODULE = {
     "tensorstore": ("bench",),
     "torch": ("search", "build", "train"),
     "transformers": ("search", "build", "train"),
+    "uvicorn": ("serve",),
     "zarr": ("build", "bench"),
     "zarrs": ("bench",),
 }

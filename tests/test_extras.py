@@ -14,7 +14,13 @@ from storage_formats.extras import EXTRAS_OF_MODULE, MissingExtraError, missing_
 from tests.conftest import REPO
 
 INDEX = REPO / "tests" / "golden" / "release_0_1" / "index"
-DISTRIBUTIONS = {"faiss": "faiss-cpu", "open_clip": "open_clip_torch", "PIL": "pillow", "lance": "pylance"}
+DISTRIBUTIONS = {
+    "faiss": "faiss-cpu",
+    "open_clip": "open_clip_torch",
+    "PIL": "pillow",
+    "lance": "pylance",
+    "prometheus_client": "prometheus-client",
+}
 BLOCK = """
 import sys
 
@@ -67,7 +73,7 @@ def test_named_extras_install_the_module(module):
 
 def test_all_holds_every_extra_of_users():
     of_extras = requirements()
-    for extra in ("build", "search", "train", "bench", "towers"):
+    for extra in ("build", "search", "train", "bench", "towers", "serve"):
         assert of_extras[extra] <= of_extras["all"]
 
 

@@ -24,7 +24,9 @@ HOMES = {
     "open_clip": ["edje_index"],
     "transformers": ["edje_index"],
     "rich": ["pipelines"],
-    "pydantic": ["edje_index/training/config.py", "pipelines/jobs/training"],
+    "pydantic": ["edje_index/training/config.py", "pipelines/jobs/training", "pipelines/service"],
+    "fastapi": ["pipelines/service"],
+    "uvicorn": ["pipelines/service"],
     "matplotlib": ["edje_index/evaluation/plots.py", "edje_index/evaluation/figures.py", "benchmarks"],
 }
 

@@ -273,6 +273,10 @@ class TokenIndex:
         other = rows != row_id
         return self._plain_hits([Candidates(rows[other], similarities[other])], k)[0]
 
+    def fetch_blocks(self, row_ids: Sequence[int]) -> Blocks:
+        """The token blocks of `row_ids`, see `TokenStore.fetch`."""
+        return self._store.fetch(row_ids)
+
     def _reranker(self, score: str | ScoreWeights | None) -> Reranker:
         chosen = self._score if score is None else score
         return Reranker(self.root, self.manifest.spec, self.model, score=chosen)

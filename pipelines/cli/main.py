@@ -40,6 +40,7 @@ SECTIONS = {
     },
     "Search": {
         "search": "pipelines.cli.search:search",
+        "serve": "pipelines.cli.serve:serve",
     },
     "Train and measure": {
         "train": "pipelines.cli.train:train",

@@ -1,0 +1,191 @@
+"""Client of the HTTP service that `edje-index serve` runs."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.codecs import Blocks
+from storage_formats.errors import EdjeError
+from storage_formats.extras import name_missing_extra
+
+if TYPE_CHECKING:
+    from edje_index.search.hits import Hit
+
+Document = int | str | bytes
+"""A row id, the uri of a row, or the bytes of an image file."""
+
+
+class ServiceError(EdjeError):
+    """The service refused a request, or cannot be reached.
+
+    Attributes:
+        status: HTTP status; None if the service cannot be reached.
+        retry_after: seconds after which the request may be tried again; None if the service gave none.
+
+    Example:
+        >>> from edje_index import ServiceError
+        >>> ServiceError("64 requests are waiting", status=429, retry_after=2.0).status
+        429
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
+
+class Client:
+    """Searches and re-ranks over HTTP. Thread-safe; also a context manager that closes itself.
+
+    Args:
+        url: address of the service.
+        api_key: key to send, if the service needs one.
+        timeout: seconds until a request fails.
+        index: name of the index to use; None for the service's first.
+
+    Example:
+        >>> from edje_index import Client
+        >>> with Client("http://127.0.0.1:8000") as client:
+        ...     client.url  # client.search("a red canoe", k=5) asks the service
+        'http://127.0.0.1:8000'
+    """
+
+    @name_missing_extra("serve")
+    def __init__(
+        self, url: str, api_key: str | None = None, *, timeout: float = 60.0, index: str | None = None
+    ) -> None:
+        import httpx
+
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout)
+        self._index = index
+        self.url = url.rstrip("/")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def info(self) -> dict[str, Any]:
+        """The indexes, their precisions and scores, and the limits of a request."""
+        value: dict[str, Any] = self._json("GET", "/info")
+        return value
+
+    def search(
+        self, query: str | bytes, k: int = 10, pool: int = 100, *, rerank: bool = True, precision: str | None = None
+    ) -> list[Hit]:
+        """The `k` best images, best first.
+
+        Args:
+            query: a text, or the bytes of an image file to find similar images.
+            k: number of hits.
+            pool: number of candidates that are re-ranked.
+            rerank: False keeps the order of the embeddings.
+            precision: precision of the tokens; None for the first of the index.
+
+        Raises:
+            ServiceError: the service refused the request or cannot be reached.
+        """
+        from edje_index.search.hits import Hit
+
+        by = {"query": query} if isinstance(query, str) else {"image": _base64(query)}
+        body = {**by, "k": k, "pool": max(pool, k), "rerank": rerank, "precision": precision, "index": self._index}
+        names = ("row_id", "uri", "score", "embedding_score", "joint_score", "parts")
+        return [Hit(*(hit[name] for name in names)) for hit in self._json("POST", "/search", body)["hits"]]
+
+    def rerank(self, query: str, documents: Sequence[Document], top_n: int | None = None) -> list[tuple[int, float]]:
+        """(position in `documents`, score) of the documents, best first.
+
+        Raises:
+            ServiceError: the service refused the request or cannot be reached.
+        """
+        sent = [
+            {"image": _base64(document)} if isinstance(document, bytes) else _row(document) for document in documents
+        ]
+        body = {"query": query, "documents": sent, "top_n": top_n, "model": self._index}
+        results = self._json("POST", "/v2/rerank", body)["results"]
+        return [(result["index"], result["relevance_score"]) for result in results]
+
+    def embed(self, inputs: Sequence[str] | Sequence[bytes]) -> NDArray[np.float32]:
+        """Embeddings of texts, or of image files, float32 [n, embed_dim].
+
+        Raises:
+            ServiceError: the service refused the request or cannot be reached.
+        """
+        sent = [value if isinstance(value, str) else {"image": _base64(value)} for value in inputs]
+        return np.array(self._json("POST", "/embed", {"inputs": sent, "index": self._index}), dtype=np.float32)
+
+    def fetch(self, row_ids: Sequence[int], precision: str | None = None) -> Blocks:
+        """The token blocks of `row_ids`, bfloat16 [k, m, d], NaN for holes, as `TokenStore.fetch` returns them.
+
+        Raises:
+            ServiceError: the service refused the request or cannot be reached.
+        """
+        import pyarrow as pa
+
+        body = {"row_ids": list(row_ids), "precision": precision, "index": self._index}
+        table = pa.ipc.open_stream(io.BytesIO(self._send("POST", "/fetch", body))).read_all()
+        m, d = json.loads(table.schema.metadata[b"block_shape"])
+        blocks = np.full((len(table), m, d), np.nan, dtype=ml_dtypes.bfloat16)
+        for position, value in enumerate(table["block"].to_pylist()):
+            if value is not None:
+                blocks[position] = np.frombuffer(value, dtype=ml_dtypes.bfloat16).reshape(m, d)
+        return blocks
+
+    def thumbnail(self, row_id: int) -> bytes:
+        """A small JPEG of the photo of a row.
+
+        Raises:
+            ServiceError: the photo cannot be shown, or the service cannot be reached.
+        """
+        return self._send("GET", f"/thumbnails/{int(row_id)}", parameters={"index": self._index} if self._index else {})
+
+    def _json(self, method: str, path: str, body: Any = None) -> Any:
+        return json.loads(self._send(method, path, body))
+
+    def _send(self, method: str, path: str, body: Any = None, parameters: Mapping[str, str] | None = None) -> bytes:
+        import httpx
+
+        try:
+            answer = self._http.request(method, path, json=body, params=parameters)
+        except httpx.HTTPError as error:
+            raise ServiceError(f"cannot reach {self.url}: {error}") from error
+        if answer.is_success:
+            return answer.content
+        wait = answer.headers.get("Retry-After", "")
+        raise ServiceError(
+            _message(answer.content, answer.status_code),
+            status=answer.status_code,
+            retry_after=float(wait) if wait.isdecimal() else None,
+        )
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _row(document: int | str) -> dict[str, int | str]:
+    return {"uri": document} if isinstance(document, str) else {"row_id": int(document)}
+
+
+def _message(content: bytes, status: int) -> str:
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the service answered with status {status}"

@@ -1,0 +1,97 @@
+"""`edje-index serve`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from pipelines.cli.output import dtype_option, note, print_line
+from storage_formats.errors import UsageError
+from storage_formats.extras import name_missing_extra
+
+_KEYS_VARIABLE = "EDJE_API_KEYS"
+
+
+@click.command()
+@click.argument("indexes", metavar="INDEX...", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free port.")
+@click.option("--model", type=click.Path(path_type=Path), help="Model bundle.  [default: the one that built INDEX]")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Device of the model.",
+)
+@dtype_option
+@click.option(
+    "--api-keys",
+    "key_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help=f"File of API keys, one per line; or set {_KEYS_VARIABLE}.",
+)
+@click.option("--allowed-host", "hosts", multiple=True, help="Name that clients call the service by, repeatable.")
+@click.option(
+    "--queue", type=click.IntRange(1, 10_000), default=64, show_default=True, help="Requests that may wait; then 429."
+)
+@click.option(
+    "--deadline",
+    type=click.FloatRange(0.1, 3600),
+    default=30.0,
+    show_default=True,
+    help="Seconds until an answer; then 504.",
+)
+def serve(
+    indexes: tuple[Path, ...],
+    host: str,
+    port: int,
+    model: Path | None,
+    device: str,
+    dtype: str,
+    key_file: Path | None,
+    hosts: tuple[str, ...],
+    queue: int,
+    deadline: float,
+) -> None:
+    """Serve search and re-ranking of INDEX... over HTTP.
+
+    Prints the address when the service answers. SIGTERM and Ctrl-C end it after the requests that have arrived.
+    Requests can search, re-rank rows or pictures (in the dialects of text-embeddings-inference and Cohere), embed texts
+    and pictures, and fetch tokens; docs/serve.md describes them, and so does /openapi.json.
+
+    Whoever reaches the address can search and see thumbnails, so it is 127.0.0.1 unless you choose another one. Use API
+    keys, and a proxy with TLS, on a network.
+
+    \b
+    Examples:
+      edje-index serve photos.edje
+      edje-index serve photos.edje art.edje --port 9000
+      edje-index serve photos.edje --host 0.0.0.0 --api-keys keys.txt --allowed-host photos.example.org
+    """
+    with name_missing_extra("serve"):
+        from pipelines.service.indexes import open_indexes
+        from pipelines.service.server import address_of, listen, run_service
+    from pipelines.service.settings import Limits, ServiceSettings, hosts_to_answer, is_loopback
+
+    keys = _api_keys(key_file)
+    if not is_loopback(host) and not keys:
+        note(f"warning: every machine that reaches {host} can search and see thumbnails: use --api-keys")
+    settings = ServiceSettings(Limits(waiting=queue, deadline_seconds=deadline), keys, hosts_to_answer(host, hosts))
+    listener = listen(host, port)
+    with listener:
+        opened = open_indexes(indexes, model, device=device, dtype=dtype)
+        run_service(opened, settings, listener, lambda: print_line(address_of(listener)))
+
+
+def _api_keys(path: Path | None) -> tuple[str, ...]:
+    from pipelines.service.settings import read_api_key_file, read_api_keys
+
+    text = os.environ.get(_KEYS_VARIABLE)
+    if path is not None and text is not None:
+        raise UsageError(f"give --api-keys or {_KEYS_VARIABLE}, not both")
+    if path is not None:
+        return read_api_key_file(path)
+    return () if text is None else read_api_keys(text, _KEYS_VARIABLE)

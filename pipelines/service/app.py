@@ -1,0 +1,44 @@
+"""The application: routes, errors, and what runs while it is up."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from edje_index import __version__
+from pipelines.service.batching import Batcher
+from pipelines.service.errors import add_error_handlers
+from pipelines.service.guard import Guard
+from pipelines.service.indexes import ServedIndexes
+from pipelines.service.metrics import Metrics
+from pipelines.service.routes import router
+from pipelines.service.settings import ServiceSettings
+from pipelines.service.state import ServiceState
+
+
+def create_app(indexes: ServedIndexes, settings: ServiceSettings) -> ASGIApp:
+    """The service as an ASGI application.
+
+    Args:
+        indexes: the opened indexes.
+        settings: limits, keys and hosts.
+    """
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        batcher = Batcher(settings.limits, metrics.count_batch)
+        metrics.watch_queue(lambda: batcher.waiting)
+        app.state.service = ServiceState(indexes, settings.limits, metrics, batcher)
+        await batcher.start()
+        yield
+        await batcher.stop()
+
+    # The pages of FastAPI load scripts from a content network, so they are off; /openapi.json describes the routes.
+    app = FastAPI(title="edje-index", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.include_router(router)
+    add_error_handlers(app)
+    return Guard(app, settings, metrics)

@@ -1,0 +1,96 @@
+"""The documents of a re-ranking request: rows of the index, or pictures that come with the request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edje_index.search.requested_rows import requested_rows
+from pipelines.service.errors import ServiceError
+from pipelines.service.images import is_data_uri, picture_bytes
+from pipelines.service.schemas import Document, DocumentObject, ImageUrl
+from pipelines.service.settings import Limits
+from storage_formats.errors import RowIdError, UsageError
+
+_MAX_DIGITS = 15
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What to score, each with its position in the request.
+
+    Attributes:
+        rows: position to row id or uri.
+        pictures: position to the bytes of a picture.
+    """
+
+    rows: dict[int, int | str]
+    pictures: dict[int, bytes]
+
+
+def read_documents(documents: Sequence[Document], limits: Limits) -> Documents:
+    """Tell rows from pictures.
+
+    Raises:
+        ServiceError: 413, too many documents or pictures; 422, one of them is invalid.
+    """
+    if len(documents) > limits.documents:
+        raise ServiceError(413, f"{len(documents)} documents are over the limit of {limits.documents}")
+    rows: dict[int, int | str] = {}
+    pictures: dict[int, bytes] = {}
+    for position, document in enumerate(documents):
+        value = _value(document, position)
+        if isinstance(value, bytes):
+            pictures[position] = value
+        else:
+            rows[position] = value
+    if len(pictures) > limits.images:
+        raise ServiceError(413, f"{len(pictures)} pictures are over the limit of {limits.images}")
+    return Documents(rows, pictures)
+
+
+def resolve_rows(root: Path, documents: Documents) -> dict[int, int]:
+    """Position to row id. Looks uris up in the rows table, so it reads files.
+
+    Raises:
+        ServiceError: 422, no such row, or a row without tokens.
+    """
+    try:
+        row_ids = requested_rows(root, list(documents.rows.values()))
+    except (RowIdError, UsageError) as error:
+        hint = "; addresses are not fetched" if "://" in str(error) else ""
+        raise ServiceError(422, f"{error}{hint}") from error
+    return dict(zip(documents.rows, row_ids.tolist(), strict=True))
+
+
+def _value(document: Document, position: int) -> int | str | bytes:
+    if isinstance(document, DocumentObject):
+        return _object_value(document, position)
+    return document if isinstance(document, int) else _text_value(document)
+
+
+def _text_value(text: str) -> int | str | bytes:
+    """A picture, or a row: clients that send only texts write row ids in digits."""
+    if is_data_uri(text):
+        return picture_bytes(text)
+    if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS:
+        return int(text)
+    return text
+
+
+def _object_value(document: DocumentObject, position: int) -> int | str | bytes:
+    part = document.content[0] if document.content else None
+    if document.row_id is not None:
+        return document.row_id
+    if document.uri is not None:
+        return document.uri
+    text = document.text or (part.text if part else None)
+    if text is not None:
+        return _text_value(text)
+    picture = document.image or document.image_url or (part.image_url if part else None)
+    if isinstance(picture, ImageUrl):
+        picture = picture.url
+    if not picture:
+        raise ServiceError(422, f"document {position} has none of row_id, uri, text, image, image_url and content")
+    return picture_bytes(picture)

@@ -1,0 +1,162 @@
+"""The outermost layer of the service: limits on bodies and slow clients, the Host header, keys, and safe headers.
+
+It sees a request before anything of its body is read, and works for every route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pipelines.service.errors import ServiceError, error_response, overloaded
+from pipelines.service.metrics import Metrics
+from pipelines.service.settings import ServiceSettings
+
+OPEN_PATHS = frozenset({"/", "/app.js", "/style.css", "/favicon.svg", "/healthz"})
+"""Paths that need no key: the page itself, which holds no data, and the health check."""
+
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+
+class Guard:
+    """Wraps the application.
+
+    Args:
+        app: the application.
+        settings: limits, keys and hosts.
+        metrics: counts requests.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServiceSettings, metrics: Metrics) -> None:
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+        self._body_bytes = 0  # of all requests together
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(self._settings.limits.send_seconds, send)
+        started = time.perf_counter()
+        try:
+            await self._answer(scope, receive, exchange)
+        finally:
+            self._metrics.count_request(scope, exchange.status, time.perf_counter() - started)
+
+    async def _answer(self, scope: Scope, receive: Receive, exchange: _Exchange) -> None:
+        held = 0
+        try:
+            self._check(scope)
+            held = self._reserve(Headers(scope=scope))
+            body = await self._read_body(receive, held)
+        except ServiceError as error:
+            self._body_bytes -= held
+            response = error_response(error)
+            response.headers["Connection"] = "close"  # the rest of the body is not read
+            await response(scope, receive, exchange.send)
+            return
+        try:
+            await self._app(scope, _replay(body, receive), exchange.send)
+        finally:
+            self._body_bytes -= held
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        allowed = self._settings.allowed_hosts
+        if allowed and _host_name(headers.get("host", "")) not in allowed:
+            raise ServiceError(
+                421, "this service does not answer to the host of the request; the operator can allow it"
+            )
+        if self._settings.api_keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
+            raise ServiceError(401, "send an API key as 'Authorization: Bearer KEY'", {"WWW-Authenticate": "Bearer"})
+
+    def _has_key(self, headers: Headers) -> bool:
+        """Compares with every key, in a time that does not depend on which letters agree."""
+        scheme, _, sent = headers.get("authorization", "").partition(" ")
+        matches = [hmac.compare_digest(sent.strip().encode(), key.encode()) for key in self._settings.api_keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+    def _reserve(self, headers: Headers) -> int:
+        """Reserve memory for the body; one of unknown length counts as the largest."""
+        limits = self._settings.limits
+        length, chunked = headers.get("content-length"), "transfer-encoding" in headers
+        size = limits.body_bytes if chunked else int(length) if length and length.isdecimal() else 0
+        if size > limits.body_bytes:
+            raise ServiceError(413, f"the body has {size:,} bytes, over the limit of {limits.body_bytes:,}")
+        if size and self._body_bytes + size > limits.bodies_bytes:
+            raise overloaded("too many large requests at the same time; try again later", 1)
+        self._body_bytes += size
+        return size
+
+    async def _read_body(self, receive: Receive, held: int) -> bytes:
+        if not held:
+            return b""
+        limits = self._settings.limits
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ServiceError(400, "the client left before the end of its request")
+                    body += message.get("body", b"")
+                    if len(body) > limits.body_bytes:
+                        raise ServiceError(413, f"the body is over the limit of {limits.body_bytes:,} bytes")
+                    if not message.get("more_body"):
+                        return bytes(body)
+        except TimeoutError:
+            raise ServiceError(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
+
+
+class _Exchange:
+    """Sends an answer: adds the safe headers, and gives up on a client that does not read."""
+
+    def __init__(self, send_seconds: float, send: Send) -> None:
+        self._send = send
+        self._send_seconds = send_seconds
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            for name, value in _HEADERS.items():
+                headers.setdefault(name, value)
+            headers.setdefault("Cache-Control", "no-store")
+        async with asyncio.timeout(self._send_seconds):
+            await self._send(message)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that first gives the body that has been read."""
+    messages: Iterable[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def replay() -> Message:
+        for message in messages:
+            return message
+        return await receive()
+
+    return replay
+
+
+def _host_name(header: str) -> str:
+    """The name in a Host header, without the port; empty if it is invalid."""
+    try:
+        return (urlsplit(f"//{header}").hostname or "").lower()
+    except ValueError:
+        return ""

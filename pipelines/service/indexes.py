@@ -1,0 +1,127 @@
+"""The indexes that the service answers from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from edje_index.images.thumbnails import Thumbnail, read_thumbnails
+from edje_index.scoring.weights import TEXT_TO_IMAGE
+from edje_index.search.token_index import TokenIndex
+from pipelines.service.errors import ServiceError
+from storage_formats.errors import RowIdError, UsageError
+
+_WARM_UP_POOL = 32
+
+
+class ServedIndex:
+    """One index in every precision that it stores. Precisions are opened when they are first used.
+
+    Attributes:
+        name: the name that clients use.
+    """
+
+    def __init__(self, name: str, index: TokenIndex) -> None:
+        self.name = name
+        self._by_precision = {index.precision: index}
+        self._default = index
+        self._lock = threading.Lock()
+
+    def at(self, precision: str | None) -> TokenIndex:
+        """The index with the tokens of `precision`; None for the default.
+
+        Raises:
+            UsageError: the index does not hold the precision.
+        """
+        if precision is None:
+            return self._default
+        with self._lock:
+            if precision not in self._by_precision:
+                self._by_precision[precision] = self._default.with_precision(precision)
+            return self._by_precision[precision]
+
+    def warm_up(self) -> None:
+        """Load everything and run one search, so that the first request is as fast as later ones."""
+        _ = self._default.model.image_encoder
+        if self._default.manifest.counts.indexed:
+            self._default.search("a photo of a dog on a beach", 1, _WARM_UP_POOL)
+
+    def thumbnail(self, row_id: int) -> Thumbnail:
+        """The thumbnail of a row.
+
+        Raises:
+            ServiceError: 404, no such row.
+        """
+        try:
+            return read_thumbnails(self._default.root, [row_id])[0]
+        except RowIdError as error:
+            raise ServiceError(404, str(error)) from error
+
+    def describe(self) -> dict[str, Any]:
+        """What `/info` says of the index."""
+        manifest, model = self._default.manifest, self._default.model
+        weights = model.weights(TEXT_TO_IMAGE)
+        return {
+            "name": self.name,
+            "rows": manifest.spec.rows,
+            "indexed": manifest.counts.indexed,
+            "block_shape": list(manifest.spec.block_shape),
+            "embed_dim": manifest.spec.embed_dim,
+            "precisions": list(manifest.spec.precisions),
+            "precision": self._default.precision,
+            "encoder_fingerprint": model.info.encoder_fingerprint,
+            "bundle_fingerprint": model.fingerprint,
+            "trained": model.trained,
+            "score": weights.described(),
+            "weights": {part: weight for part, weight in weights.by_part().items() if weight},
+        }
+
+
+class ServedIndexes:
+    """The indexes by name, the default first."""
+
+    def __init__(self, indexes: Sequence[ServedIndex]) -> None:
+        self._by_name: Mapping[str, ServedIndex] = {index.name: index for index in indexes}
+        self.default = indexes[0]
+
+    def __iter__(self) -> Iterator[ServedIndex]:
+        return iter(self._by_name.values())
+
+    def get(self, name: str | None) -> ServedIndex:
+        """The index called `name`; None for the default.
+
+        Raises:
+            ServiceError: 404, there is none.
+        """
+        if name is None:
+            return self.default
+        if name not in self._by_name:
+            raise ServiceError(404, f"there is no such index; the indexes are: {', '.join(self._by_name)}")
+        return self._by_name[name]
+
+    def named_or_default(self, name: str | None) -> ServedIndex:
+        """The index called `name`, or the default: clients of other services send the names of their models."""
+        return self._by_name.get(name or "", self.default)
+
+
+def open_indexes(
+    paths: Sequence[Path], model: Path | None = None, *, device: str = "auto", dtype: str = "float32"
+) -> ServedIndexes:
+    """Open the indexes at `paths`. An index is called by the name of its directory without `.edje`.
+
+    Raises:
+        UsageError, ModelError, CorruptIndexError: as `TokenIndex.open`. UsageError also if two have the same name.
+    """
+    names = [path.resolve().name.removesuffix(".edje") or "index" for path in paths]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise UsageError(f"two indexes are called {repeated[0]!r}: clients choose by the name of the directory")
+    opened = [
+        ServedIndex(name, TokenIndex.open(path, model, device=device, dtype=dtype))
+        for name, path in zip(names, paths, strict=True)
+    ]
+    for index in opened:
+        index.warm_up()
+    return ServedIndexes(opened)

@@ -1,0 +1,249 @@
+"""The routes of the service."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.responses import PlainTextResponse
+
+from edje_index.search.hits import Hit
+from edje_index.search.ranks import RankedHit, embedding_order, rank_hits
+from pipelines.service import works
+from pipelines.service.arrow import ARROW_TYPE, blocks_as_arrow
+from pipelines.service.batching import Timing, Work
+from pipelines.service.documents import Documents, read_documents, resolve_rows
+from pipelines.service.errors import ServiceError, overloaded
+from pipelines.service.images import picture_bytes
+from pipelines.service.indexes import ServedIndex
+from pipelines.service.schemas import (
+    CohereAnswer,
+    CohereRerankRequest,
+    CohereResult,
+    Document,
+    EmbedRequest,
+    ErrorAnswer,
+    FetchRequest,
+    HitAnswer,
+    ImageInput,
+    SearchAnswer,
+    SearchRequest,
+    TeiRerankRequest,
+    TeiResult,
+    TimingAnswer,
+)
+from pipelines.service.state import ServiceState
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer} for status in (400, 401, 404, 408, 413, 421, 422, 429, 503, 504)
+}
+_MAX_ROW_ID = (1 << 53) - 1
+_THUMBNAIL_SECONDS = 3600  # in the browser's cache; the hash of a photo in the index does not change
+
+router = APIRouter(responses=_ERRORS)
+
+
+def _state(request: Request) -> ServiceState:
+    state = request.app.state.service
+    assert isinstance(state, ServiceState)
+    return state
+
+
+@router.get("/healthz")
+async def health() -> dict[str, str]:
+    """Answers once the indexes are open."""
+    return {"status": "ok"}
+
+
+@router.get("/info")
+async def info(request: Request) -> dict[str, Any]:
+    """The indexes, their precisions and scores, and the limits of a request."""
+    return _state(request).description
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Metrics in the format of Prometheus."""
+    return Response(_state(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.post("/search")
+async def search(request: Request, body: SearchRequest) -> SearchAnswer:
+    """Search by text, or for pictures similar to a picture or to a row."""
+    state = _state(request)
+    served = state.indexes.get(body.index)
+    index = await _in_thread(state, served.at, body.precision)
+    hits, timing = await state.batcher.submit(_search_work(state, index, body))
+    ranked: list[RankedHit] | None = None
+    if body.query is not None and body.rerank and body.embedding_order:
+        ranked = rank_hits(hits)
+    weights = index.model.weights("t2i", body.score or "bundle").by_part()
+    return SearchAnswer(
+        index=served.name,
+        precision=index.precision,
+        hits=[_ranked(hit) for hit in ranked[: body.k]] if ranked else _plain(hits),
+        by_embedding=[_ranked(hit) for hit in embedding_order(ranked)[: body.k]] if ranked else None,
+        weights={part: weight for part, weight in weights.items() if weight},
+        timing=_timing(timing),
+    )
+
+
+def _search_work(state: ServiceState, index: Any, body: SearchRequest) -> Work:
+    if body.row_id is not None:
+        return works.search_row(index, body.row_id, body.k)
+    if body.image is not None:
+        return works.search_picture(index, picture_bytes(body.image), body.k, state.limits.image_pixels)
+    assert body.query is not None
+    _check_query(state, body.query)
+    if body.pool > state.limits.pool:
+        raise ServiceError(422, f"pool {body.pool} is over the limit of {state.limits.pool}")
+    wanted = body.pool if body.embedding_order and body.rerank else body.k
+    return works.search_text(index, body.query, wanted, works.ScoreOptions(body.pool, body.rerank, body.score))
+
+
+@router.post("/rerank", response_model=list[TeiResult] | CohereAnswer, response_model_exclude_none=True)
+@router.post("/v1/rerank", response_model=list[TeiResult] | CohereAnswer, response_model_exclude_none=True)
+@router.post("/v2/rerank", response_model=list[TeiResult] | CohereAnswer, response_model_exclude_none=True)
+async def rerank(request: Request, body: TeiRerankRequest | CohereRerankRequest) -> list[TeiResult] | CohereAnswer:
+    """Score documents for a query, best first, in the dialect of text-embeddings-inference or of Cohere, Jina and vLLM.
+
+    Documents are rows of the index, by row id or uri, or pictures. Scores are those of the bundle: they order the
+    documents of one query and are not between 0 and 1.
+    """
+    state = _state(request)
+    if isinstance(body, TeiRerankRequest):
+        scores = await _rerank(state, state.indexes.default, body.query, body.texts)
+        texts = [text if isinstance(text, str) else None for text in body.texts]
+        return [
+            TeiResult(index=position, score=score, text=texts[position] if body.return_text else None)
+            for position, score in scores
+        ]
+    served = state.indexes.named_or_default(body.model)
+    scores = await _rerank(state, served, body.query, body.documents)
+    return CohereAnswer(
+        id=str(uuid.uuid4()),
+        model=served.name,
+        results=[
+            CohereResult(
+                index=position,
+                relevance_score=score,
+                document={"text": body.documents[position]}
+                if body.return_documents and isinstance(body.documents[position], str)
+                else None,
+            )
+            for position, score in scores[: body.top_n]
+        ],
+    )
+
+
+async def _rerank(
+    state: ServiceState, served: ServedIndex, query: str, documents: list[Document]
+) -> list[tuple[int, float]]:
+    """(position, score) of each document, best first; of equal scores the first document."""
+    _check_query(state, query)
+    index = served.at(None)
+    parsed: Documents = await _in_thread(state, read_documents, documents, state.limits)
+    scores: dict[int, float] = {}
+    if parsed.rows:
+        row_ids = await _in_thread(state, resolve_rows, index.root, parsed)
+        hits, _ = await state.batcher.submit(works.rerank_rows(index, query, sorted(set(row_ids.values()))))
+        of_row = {hit.row_id: hit.score for hit in hits}
+        scores |= {position: of_row[row_id] for position, row_id in row_ids.items()}
+    if parsed.pictures:
+        pictures = list(parsed.pictures.values())
+        work = works.score_pictures(index, query, pictures, state.limits.image_pixels)
+        values, _ = await state.batcher.submit(work)
+        scores |= dict(zip(parsed.pictures, values, strict=True))
+    return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
+
+
+@router.post("/embed")
+async def embed(request: Request, body: EmbedRequest) -> list[list[float]]:
+    """Embeddings of unit length, one per text or picture."""
+    state = _state(request)
+    inputs = body.inputs if isinstance(body.inputs, list) else [body.inputs]
+    texts = [value for value in inputs if isinstance(value, str)]
+    pictures = [picture_bytes(value.image) for value in inputs if isinstance(value, ImageInput)]
+    if len(inputs) > state.limits.documents or len(pictures) > state.limits.images:
+        raise ServiceError(413, f"the limits are {state.limits.documents} texts and {state.limits.images} pictures")
+    if texts and pictures:
+        raise ServiceError(422, "send either texts or pictures")
+    for text in texts:
+        _check_query(state, text)
+    if not inputs:
+        return []
+    index = state.indexes.get(body.index).at(None)
+    work = works.embed_texts(index, texts)
+    if pictures:
+        work = works.embed_pictures(index, pictures, state.limits.image_pixels)
+    embeddings, _ = await state.batcher.submit(work)
+    assert isinstance(embeddings, list)
+    return embeddings
+
+
+@router.post("/fetch", response_class=Response, responses={200: {"content": {ARROW_TYPE: {}}}})
+async def fetch(request: Request, body: FetchRequest) -> Response:
+    """Token blocks as an Arrow stream: `row_id`, and `block`, the bfloat16 bits of [m, d]; null for a hole."""
+    state = _state(request)
+    if len(body.row_ids) > state.limits.blocks:
+        raise ServiceError(413, f"{len(body.row_ids)} blocks are over the limit of {state.limits.blocks}")
+    served = state.indexes.get(body.index)
+    index = await _in_thread(state, served.at, body.precision)
+    return Response(await _in_thread(state, blocks_as_arrow, index, body.row_ids), media_type=ARROW_TYPE)
+
+
+@router.get("/thumbnails/{row_id}", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})
+async def thumbnail(
+    request: Request,
+    row_id: int = Path(ge=0, le=_MAX_ROW_ID),
+    index: str | None = Query(None, min_length=1, max_length=255),
+) -> Response:
+    """A small JPEG of the photo of a row; 404 with the reason if it cannot be shown."""
+    state = _state(request)
+    picture = await _in_thread(state, state.indexes.get(index).thumbnail, row_id)
+    if picture.jpeg is None:
+        raise ServiceError(404, f"row {row_id} has no thumbnail: {picture.problem}")
+    caching = {"Cache-Control": f"private, max-age={_THUMBNAIL_SECONDS}"}
+    return Response(picture.jpeg, media_type="image/jpeg", headers=caching)
+
+
+def _check_query(state: ServiceState, text: str) -> None:
+    if not text.strip():
+        raise ServiceError(422, "the query is empty")
+    if len(text) > state.limits.query_letters:
+        raise ServiceError(413, f"a text of {len(text)} letters is over the limit of {state.limits.query_letters}")
+
+
+async def _in_thread(state: ServiceState, function: Any, *arguments: Any) -> Any:
+    """Run a function that reads files, on one of few threads."""
+    limiter: CapacityLimiter = state.file_threads
+    if limiter.statistics().tasks_waiting >= state.limits.waiting:
+        raise overloaded("too many requests read files at the same time; try again later", 1)
+    return await to_thread.run_sync(function, *arguments, limiter=limiter)
+
+
+def _plain(hits: list[Hit]) -> list[HitAnswer]:
+    return [_answer(hit, rank, None) for rank, hit in enumerate(hits, 1)]
+
+
+def _ranked(ranked: RankedHit) -> HitAnswer:
+    return _answer(ranked.hit, ranked.rank, ranked.embedding_rank)
+
+
+def _answer(hit: Hit, rank: int, embedding_rank: int | None) -> HitAnswer:
+    return HitAnswer(
+        row_id=hit.row_id,
+        uri=hit.uri,
+        score=hit.score,
+        embedding_score=hit.embedding_score,
+        joint_score=hit.joint_score,
+        parts=dict(hit.parts),
+        rank=rank,
+        embedding_rank=embedding_rank,
+    )
+
+
+def _timing(timing: Timing) -> TimingAnswer:
+    return TimingAnswer(waited_ms=1000 * timing.waited, computed_ms=1000 * timing.computed, batch=timing.batch)

@@ -1,0 +1,186 @@
+"""Requests and answers of the service."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, model_validator
+
+_MAX_ROW_ID = 1 << 53  # the largest integer that every JSON reader keeps exactly
+_MAX_TEXT = 1 << 24
+
+RowId = Annotated[int, Field(ge=0, lt=_MAX_ROW_ID, strict=True)]
+Text = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
+Name = Annotated[str, Field(min_length=1, max_length=255)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SearchRequest(_Request):
+    """A search by exactly one of text, picture and row."""
+
+    query: Text | None = Field(None, description="The text to search for.")
+    image: Text | None = Field(None, description="A picture as base64 or data URI; finds similar pictures.")
+    row_id: RowId | None = Field(None, description="A row of the index; finds pictures similar to its picture.")
+    k: int = Field(10, ge=1, le=1000, description="Number of hits.")
+    pool: int = Field(100, ge=1, le=1000, description="Number of candidates that are re-ranked, at least k.")
+    rerank: bool = Field(True, description="False keeps the order of the embeddings.")
+    score: str | None = Field(None, max_length=200, description="Score to sort by; the default is the bundle's.")
+    index: Name | None = Field(None, description="Name of the index; the default is the first.")
+    precision: Name | None = Field(None, description="Precision of the tokens; the default is the index's first.")
+    embedding_order: bool = Field(False, description="Also return the first k hits in the order of the embeddings.")
+
+    @model_validator(mode="after")
+    def _check(self) -> SearchRequest:
+        if sum(value is not None for value in (self.query, self.image, self.row_id)) != 1:
+            raise ValueError("give exactly one of query, image and row_id")
+        if self.query is not None and not self.query.strip():
+            raise ValueError("the query is empty")
+        if self.pool < self.k:
+            raise ValueError(f"pool must be at least k, got pool {self.pool} and k {self.k}")
+        return self
+
+
+class HitAnswer(BaseModel):
+    """One hit."""
+
+    row_id: int
+    uri: str
+    score: float = Field(description="The final score, which the hits are sorted by.")
+    embedding_score: float = Field(description="Cosine similarity of the embeddings.")
+    joint_score: float | None
+    parts: dict[str, float] = Field(description="The parts of the score, not weighted.")
+    rank: int
+    embedding_rank: int | None = Field(description="Rank among the candidates by embedding, if it was requested.")
+
+
+class TimingAnswer(BaseModel):
+    """Where the time of a request went."""
+
+    waited_ms: float = Field(description="Time in the queue.")
+    computed_ms: float = Field(description="Time of the batch.")
+    batch: int = Field(description="Number of requests that shared the batch.")
+
+
+class SearchAnswer(BaseModel):
+    """The hits of a search, best first."""
+
+    index: str
+    precision: str
+    hits: list[HitAnswer]
+    by_embedding: list[HitAnswer] | None = None
+    weights: dict[str, float] = Field(description="Weight of each part of the score.")
+    timing: TimingAnswer
+
+
+class ImageUrl(BaseModel):
+    """A picture as the chat dialects send it; only data URIs are accepted."""
+
+    url: Text
+
+
+class ContentPart(BaseModel):
+    """One part of a document in the dialect of vLLM."""
+
+    type: Literal["text", "image_url"] = "text"
+    text: Text | None = None
+    image_url: ImageUrl | None = None
+
+
+class DocumentObject(BaseModel):
+    """A document as an object. Exactly one of its members is used, in the order below."""
+
+    row_id: RowId | None = None
+    uri: Text | None = None
+    text: Text | None = Field(None, description="A uri, a row id in digits, or a data URI.")
+    image: Text | None = Field(None, description="A picture as base64 or data URI.")
+    image_url: ImageUrl | str | None = None
+    content: list[ContentPart] | None = Field(None, max_length=1)
+
+
+Document = StrictInt | StrictStr | DocumentObject
+
+
+class TeiRerankRequest(BaseModel):
+    """Re-ranking in the dialect of Hugging Face text-embeddings-inference."""
+
+    query: Text
+    texts: list[Document] = Field(description="Row ids, uris of rows, or pictures as data URIs.")
+    return_text: bool = False
+    raw_scores: bool = False
+    truncate: bool | None = None
+    truncation_direction: str | None = None
+
+
+class CohereRerankRequest(BaseModel):
+    """Re-ranking in the dialect of Cohere, Jina and vLLM. `model` is the name of an index; others mean the default."""
+
+    query: Text
+    documents: list[Document] = Field(description="Row ids, uris of rows, or pictures.")
+    model: str | None = None
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool = False
+
+
+class TeiResult(BaseModel):
+    """The score of one text."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
+class CohereResult(BaseModel):
+    """The score of one document."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, Any] | None = None
+
+
+class CohereAnswer(BaseModel):
+    """The scores, best first."""
+
+    id: str
+    model: str
+    results: list[CohereResult]
+    meta: dict[str, Any] = Field(default_factory=lambda: {"api_version": {"version": "2"}})
+    usage: dict[str, int] = Field(default_factory=dict)
+
+
+class ImageInput(_Request):
+    """A picture to embed."""
+
+    image: Text
+
+
+class EmbedRequest(BaseModel):
+    """Texts or pictures to embed, in the dialect of Hugging Face text-embeddings-inference."""
+
+    inputs: Text | ImageInput | list[Text | ImageInput]
+    index: Name | None = None
+    truncate: bool | None = None
+    normalize: Literal[True] = Field(True, description="Embeddings always have unit length.")
+
+
+class FetchRequest(_Request):
+    """Rows whose token blocks are wanted."""
+
+    row_ids: list[RowId] = Field(min_length=1)
+    index: Name | None = None
+    precision: Name | None = None
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    code: str
+    message: str
+
+
+class ErrorAnswer(BaseModel):
+    """The one shape of every error."""
+
+    error: ErrorDetail

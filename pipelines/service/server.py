@@ -1,0 +1,86 @@
+"""Runs the service until a signal stops it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from pipelines.service.app import create_app
+from pipelines.service.connections import timed_protocol
+from pipelines.service.indexes import ServedIndexes
+from pipelines.service.settings import ServiceSettings
+from storage_formats.errors import UsageError
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at `host` and `port`; port 0 takes a free one.
+
+    Raises:
+        UsageError: the address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UsageError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"cannot listen at {host}:{port}: {error.strerror or error}; choose another port") from error
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL of the service at `listener`."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run_service(
+    indexes: ServedIndexes, settings: ServiceSettings, listener: socket.socket, on_ready: Callable[[], None]
+) -> None:
+    """Answer requests until SIGTERM or SIGINT; then answer those that have arrived, and return.
+
+    Args:
+        indexes: the opened indexes.
+        settings: limits, keys and hosts.
+        listener: from `listen`.
+        on_ready: called before the first request is answered.
+    """
+    limits = settings.limits
+    config = uvicorn.Config(
+        create_app(indexes, settings),
+        http=timed_protocol(limits.body_seconds),
+        loop="asyncio",
+        lifespan="on",
+        ws="none",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=limits.connections,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(limits.deadline_seconds) + 1,
+    )
+    with _signals_end_quietly():
+        on_ready()
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+@contextmanager
+def _signals_end_quietly() -> Iterator[None]:
+    """Uvicorn raises the signals that it has handled once more; a stop that was asked for is no failure."""
+    stops = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda *_: None) for number in stops}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,105 @@
+"""The works that requests give to the model. Each runs in the model's thread, for several requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from edje_index.search.query_image import encode_images
+from pipelines.service.batching import Work
+from pipelines.service.images import decode_picture
+
+if TYPE_CHECKING:
+    from edje_index.search.hits import Hit
+    from edje_index.search.token_index import TokenIndex
+
+_PAIRS_PER_IMAGE = 16  # a pass of the vision tower takes about as long as so many pairs
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """How candidates are re-ranked."""
+
+    pool: int
+    rerank: bool
+    score: str | None
+
+
+def search_text(index: TokenIndex, text: str, k: int, options: ScoreOptions) -> Work:
+    """The `k` best hits of a text."""
+    cost = options.pool * _tokens(index) if options.rerank else _tokens(index)
+    return Work(("search", id(index), options), cost, (text, k), partial(_search_texts, index, options))
+
+
+def _search_texts(index: TokenIndex, options: ScoreOptions, payloads: Sequence[tuple[str, int]]) -> list[list[Hit]]:
+    texts, counts = [text for text, _ in payloads], [k for _, k in payloads]
+    found = index.search(texts, max(counts), options.pool, rerank=options.rerank, score=options.score)
+    return [hits[:k] for hits, k in zip(found, counts, strict=True)]
+
+
+def search_picture(index: TokenIndex, data: bytes, k: int, max_pixels: int) -> Work:
+    """The `k` pictures most similar to the picture `data`."""
+
+    def run(payloads: Sequence[bytes]) -> list[list[Hit]]:
+        return [index.search_image(decode_picture(payload, max_pixels), k) for payload in payloads]
+
+    return Work(("image", id(index), k), _PAIRS_PER_IMAGE * _tokens(index), data, run)
+
+
+def search_row(index: TokenIndex, row_id: int, k: int) -> Work:
+    """The `k` pictures most similar to that of a row."""
+    return Work(("row", id(index), k), _tokens(index), row_id, lambda rows: [index.search_row(row, k) for row in rows])
+
+
+def rerank_rows(index: TokenIndex, text: str, row_ids: Sequence[int]) -> Work:
+    """The hits of chosen rows, best first."""
+
+    def run(payloads: Sequence[tuple[str, Sequence[int]]]) -> list[list[Hit]]:
+        return index.rerank_each([text for text, _ in payloads], [rows for _, rows in payloads])
+
+    return Work(("rerank", id(index)), len(row_ids) * _tokens(index), (text, row_ids), run)
+
+
+def score_pictures(index: TokenIndex, text: str, pictures: Sequence[bytes], max_pixels: int) -> Work:
+    """The score of each picture for a text."""
+
+    def run(payloads: Sequence[tuple[str, Sequence[bytes]]]) -> list[list[float]]:
+        return [
+            index.score_images(text, [decode_picture(data, max_pixels) for data in pictures])
+            for text, pictures in payloads
+        ]
+
+    cost = len(pictures) * _PAIRS_PER_IMAGE * _tokens(index)
+    return Work(("pictures", id(index)), cost, (text, pictures), run)
+
+
+def embed_texts(index: TokenIndex, texts: Sequence[str]) -> Work:
+    """The embedding of each text."""
+
+    def run(payloads: Sequence[Sequence[str]]) -> list[Any]:
+        every = iter(index.model.text.encode([text for texts in payloads for text in texts]).tolist())
+        return [list(islice(every, len(texts))) for texts in payloads]
+
+    return Work(("embed", id(index)), len(texts) * _tokens(index), texts, run)
+
+
+def embed_pictures(index: TokenIndex, pictures: Sequence[bytes], max_pixels: int) -> Work:
+    """The embedding of each picture."""
+
+    def run(payloads: Sequence[Sequence[bytes]]) -> list[Any]:
+        return [
+            encode_images(index.model.image_encoder, [decode_picture(data, max_pixels) for data in pictures])[
+                1
+            ].tolist()
+            for pictures in payloads
+        ]
+
+    cost = len(pictures) * _PAIRS_PER_IMAGE * _tokens(index)
+    return Work(("embed pictures", id(index)), cost, pictures, run)
+
+
+def _tokens(index: TokenIndex) -> int:
+    return index.manifest.spec.block_shape[0]

@@ -1,0 +1,86 @@
+"""A real service in a process of its own, on a free port of loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.command_line import command, environment
+
+_WITH_LIMITS = """
+import json, sys
+from pathlib import Path
+from pipelines.service.indexes import open_indexes
+from pipelines.service.server import address_of, listen, run_service
+from pipelines.service.settings import Limits, ServiceSettings
+
+limits = Limits(**json.loads(sys.argv[2]))
+with listen("127.0.0.1", 0) as listener:
+    run_service(open_indexes([Path(sys.argv[1])]), ServiceSettings(limits), listener,
+                lambda: print(address_of(listener), flush=True))
+"""
+
+
+@dataclass
+class Service:
+    """A running service."""
+
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and return the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+@contextmanager
+def serving(folder: Path, arguments: list[str], variables: dict[str, str] | None = None) -> Iterator[Service]:
+    log = folder / f"service-{time.monotonic_ns()}.log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=errors, text=True, env={**environment(), **(variables or {})}
+        )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert url.startswith("http://"), log.read_text()
+        yield Service(url, process, log)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+        process.stdout.close()
+    assert "Traceback" not in log.read_text()
+
+
+@contextmanager
+def serve(folder: Path, *arguments: str | Path, **variables: str) -> Iterator[Service]:
+    """`edje-index serve ARGUMENTS` on a free port."""
+    with serving(folder, command("serve", *arguments, "--port", "0"), variables) as service:
+        yield service
+
+
+@contextmanager
+def serve_with(folder: Path, index: Path, **limits: float) -> Iterator[Service]:
+    """A service with limits that no option sets."""
+    with serving(folder, [sys.executable, "-c", _WITH_LIMITS, str(index), json.dumps(limits)]) as service:
+        yield service
+
+
+def resident_bytes(process: int) -> int:
+    """Memory of a process."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

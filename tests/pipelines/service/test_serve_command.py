@@ -1,0 +1,202 @@
+"""`edje-index serve`: addresses, keys, signals, limits, and clients that are slow, large or many."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from PIL import Image
+
+from edje_index import Client, ServiceError
+from pipelines.service.settings import hosts_to_answer, is_loopback, read_api_keys
+from storage_formats.errors import UsageError
+from tests.pipelines.service.server import resident_bytes, serve, serve_with
+
+KEY = "a-key-of-enough-letters"
+
+
+def connect(service) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", service.port), timeout=30)
+
+
+def test_requests_need_a_key(index, tmp_path):
+    (tmp_path / "keys").write_text(f"# keys\n{KEY}\nanother-key-of-letters\n")
+    with serve(tmp_path, index, "--api-keys", tmp_path / "keys") as service:
+        for headers in ({}, {"Authorization": KEY}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": "Bearer"}):
+            answer = httpx.get(f"{service.url}/info", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unauthorized")
+        assert httpx.post(f"{service.url}/search", json={"query": "a"}).status_code == 401
+        assert httpx.get(f"{service.url}/thumbnails/0").status_code == 401
+        assert httpx.get(f"{service.url}/metrics").status_code == 401
+        assert httpx.get(f"{service.url}/healthz").json() == {"status": "ok"}
+        with Client(service.url, KEY) as client:
+            assert len(client.search("a dog", 2)) == 2
+    assert KEY not in service.log.read_text()
+
+
+@pytest.mark.slow
+def test_keys_come_from_the_environment(index, tmp_path):
+    with serve(tmp_path, index, EDJE_API_KEYS=KEY) as service:
+        assert httpx.get(f"{service.url}/info").status_code == 401
+        assert httpx.get(f"{service.url}/info", headers={"Authorization": f"bearer {KEY}"}).status_code == 200
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment", "short", "with a space in the middle of it", "ü" * 20])
+def test_invalid_keys_are_refused_and_not_shown(text):
+    with pytest.raises(UsageError, match=r"keys\.txt holds") as caught:
+        read_api_keys(text, "keys.txt")
+    assert not text or text not in str(caught.value)
+
+
+def test_addresses():
+    assert is_loopback("127.0.0.1")
+    assert is_loopback("::1")
+    assert not is_loopback("0.0.0.0")
+    assert not is_loopback("photos.example.org")
+    assert "localhost" in hosts_to_answer("127.0.0.1", [])
+    assert hosts_to_answer("0.0.0.0", []) == ()
+    assert "photos.example.org" in hosts_to_answer("0.0.0.0", ["Photos.example.org"])
+
+
+def test_wrong_use_is_refused(index, tmp_path, run):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, _, err = run("serve", index, "--port", taken.getsockname()[1])
+    assert (code, "Address already in use" in err) == (2, True)
+    assert "no index at" in run("serve", tmp_path / "none", "--port", "0")[2]
+    assert "two indexes are called 'photos'" in run("serve", index, index, "--port", "0")[2]
+    assert "cannot read API keys" in run("serve", index, "--api-keys", tmp_path / "none")[2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_lets_requests_finish(index, tmp_path, number):
+    with serve(tmp_path, index) as service:
+        with ThreadPoolExecutor(8) as pool, Client(service.url) as client:
+            client.search("a dog")
+            documents = [0, 1, 2, 3] * 250
+            answers = [pool.submit(client.rerank, f"{query} dogs", documents) for query in range(8)]
+            time.sleep(0.1)
+            assert service.stop(number) == 0
+            assert [len(answer.result()) for answer in answers] == [1000] * 8
+        assert service.log.read_text() == ""
+
+
+@pytest.mark.slow
+def test_large_bodies_are_refused_before_they_are_read(index, tmp_path):
+    with serve(tmp_path, index) as service:
+        httpx.post(f"{service.url}/search", json={"query": "a"})
+        before = resident_bytes(service.process.pid)
+        with connect(service) as client:
+            client.sendall(b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n")
+            assert client.recv(64).startswith(b"HTTP/1.1 413 ")
+        body = (b"x" * (1 << 20) for _ in range(64))
+        with contextlib.suppress(httpx.TransportError):  # the service hangs up while the client still sends
+            assert httpx.post(f"{service.url}/search", content=body).status_code == 413
+        assert resident_bytes(service.process.pid) - before < 48 << 20
+        assert httpx.get(f"{service.url}/healthz").status_code == 200
+
+
+def test_slow_clients_are_hung_up_on(index, tmp_path):
+    with serve_with(tmp_path, index, body_seconds=0.5) as service:
+        started = time.monotonic()
+        with (
+            connect(service) as silent,
+            connect(service) as header,
+            connect(service) as body,
+            connect(service) as again,
+        ):
+            header.sendall(b"GET /healthz HTTP/1.1\r\nHost: loc")
+            body.sendall(b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
+            again.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert again.recv(4096).startswith(b"HTTP/1.1 200 ")
+            assert again.recv(4096) == b'{"status":"ok"}'
+            again.sendall(b"GET /healthz HT")
+            assert silent.recv(64) == b""
+            assert header.recv(64) == b""
+            assert body.recv(64).startswith(b"HTTP/1.1 408 ")
+            with contextlib.suppress(ConnectionResetError):
+                assert again.recv(64) == b""
+        assert time.monotonic() - started < 10
+        assert httpx.get(f"{service.url}/healthz").status_code == 200
+
+
+@pytest.mark.slow
+def test_too_many_requests_are_refused_with_the_time_to_wait(index, tmp_path):
+    with (
+        serve_with(tmp_path, index, waiting=1) as service,
+        Client(service.url) as client,
+        ThreadPoolExecutor(16) as pool,
+    ):
+
+        def outcome(number: int) -> int | ServiceError:
+            try:
+                return len(client.rerank(f"{number} dogs", [0, 1, 2, 3] * 250))
+            except ServiceError as error:
+                return error
+
+        outcomes = list(pool.map(outcome, range(16)))
+        refused = [error for error in outcomes if isinstance(error, ServiceError)]
+        assert refused, "all were answered"
+        assert {error.status for error in refused} == {429}
+        assert all(error.retry_after is not None and error.retry_after >= 1 for error in refused)
+        assert [value for value in outcomes if value == 1000], "none was answered"
+        assert client.search("a dog", 1)
+
+
+@pytest.mark.slow
+def test_a_request_ends_at_its_deadline(index, tmp_path):
+    with serve_with(tmp_path, index, deadline_seconds=0.001) as service:
+        answer = httpx.post(f"{service.url}/rerank", json={"query": "a", "texts": ["0", "1"] * 400})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+@pytest.mark.slow
+def test_a_picture_with_too_many_pixels_is_refused(index, tmp_path):
+    out = io.BytesIO()
+    Image.new("1", (9000, 9000)).save(out, "PNG")  # 10 kB
+    with serve(tmp_path, index) as service:
+        httpx.post(f"{service.url}/search", json={"query": "a"})
+        before = resident_bytes(service.process.pid)
+        body = {"image": base64.b64encode(out.getvalue()).decode()}
+        answer = httpx.post(f"{service.url}/search", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
+        assert resident_bytes(service.process.pid) - before < 64 << 20
+
+
+@pytest.mark.slow
+def test_clients_that_leave_do_no_harm(index, tmp_path):
+    with serve(tmp_path, index) as service:
+        for _ in range(20):
+            with connect(service) as client:
+                body = b'{"query": "a dog", "texts": [' + b",".join([b'"1"'] * 500) + b"]}"
+                head = f"POST /rerank HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+                client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        garbage = [
+            b"\x16\x03\x01\x02\x00",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"A" * 200_000,
+            b"POST /search HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+        ]
+        for data in garbage:
+            with connect(service) as client:
+                try:
+                    client.sendall(data)
+                    client.recv(1024)
+                except OSError:
+                    pass
+        assert httpx.post(f"{service.url}/search", json={"query": "a dog"}, timeout=60).status_code == 200
+
+
+@pytest.mark.slow
+def test_many_thumbnails_at_once_take_few_threads(index, tmp_path):
+    with serve(tmp_path, index) as service, ThreadPoolExecutor(32) as pool:
+        answers = pool.map(lambda row: httpx.get(f"{service.url}/thumbnails/{row % 4}").status_code, range(200))
+        assert set(answers) == {200}
+        assert len(list(Path(f"/proc/{service.process.pid}/task").iterdir())) < 60

@@ -1,0 +1,320 @@
+"""A real service and a real client: every answer is compared with the library's."""
+
+from __future__ import annotations
+
+import base64
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from edje_index import Client, ServiceError, TokenIndex, TokenStore
+from edje_index.images.thumbnails import read_thumbnails
+from tests.conftest import same_bits
+from tests.pipelines.service.conftest import HOLE, ROWS
+
+_CLOSE = 5e-6  # the tiny model's scores of two photos differ by some 4e-5
+
+
+@pytest.fixture(scope="module")
+def library(index) -> TokenIndex:
+    return TokenIndex.open(index)
+
+
+@pytest.fixture
+def client(service):
+    with Client(service.url) as client:
+        yield client
+
+
+def photo(index, row: int) -> bytes:
+    return (index.parent / "photos" / f"{row:02d}.jpg").read_bytes()
+
+
+def same_hits(left, right) -> bool:
+    """Whether the rows are the same and the scores agree to float32 rounding."""
+    return [hit.row_id for hit in left] == [hit.row_id for hit in right] and np.allclose(
+        [[hit.score, hit.embedding_score] for hit in left],
+        [[hit.score, hit.embedding_score] for hit in right],
+        atol=_CLOSE,
+    )
+
+
+def test_search_gives_the_hits_of_the_library(client, library):
+    hits = client.search("a red canoe", k=4, pool=8)
+    expected = library.search("a red canoe", 4, 8)
+    assert same_hits(hits, expected)
+    assert [asdict(hit).keys() for hit in hits] == [asdict(hit).keys() for hit in expected]
+    assert [hit.uri for hit in hits] == [hit.uri for hit in expected]
+    assert same_hits(client.search("a red canoe", rerank=False), library.search("a red canoe", rerank=False))
+
+
+def test_search_in_another_precision(client, library):
+    rough = library.with_precision("nvfp4").search("a red canoe", 5)
+    assert same_hits(client.search("a red canoe", 5, precision="nvfp4"), rough)
+    assert not same_hits(client.search("a red canoe", 5), rough)
+
+
+def test_search_by_picture_and_by_row(client, library, index, http):
+    assert same_hits(client.search(photo(index, 7), k=3), library.search_image(photo(index, 7), 3))
+    answer = http.post("/search", json={"row_id": 7, "k": 3}).json()
+    assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in library.search_row(7, 3)]
+
+
+def test_search_returns_both_orders(http, library):
+    answer = http.post("/search", json={"query": "a dog", "k": 4, "pool": 9, "embedding_order": True}).json()
+    before = library.search("a dog", 4, rerank=False)
+    assert [hit["row_id"] for hit in answer["by_embedding"]] == [hit.row_id for hit in before]
+    assert [hit["embedding_rank"] for hit in answer["by_embedding"]] == [1, 2, 3, 4]
+    assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in library.search("a dog", 4, 9)]
+    assert [hit["rank"] for hit in answer["hits"]] == [1, 2, 3, 4]
+    assert answer["weights"] == {"logit": 1.0}
+    assert answer["timing"]["computed_ms"] > 0
+
+
+def test_the_dialect_of_tei(http, library):
+    texts = ["3", "0", f"{library.search('x', 1)[0].uri}"]
+    answer = http.post("/rerank", json={"query": "a dog", "texts": texts, "return_text": True}).json()
+    rows = [3, 0, library.search("x", 1)[0].row_id]
+    expected = {hit.row_id: hit.score for hit in library.rerank("a dog", rows)}
+    assert sorted(item["index"] for item in answer) == [0, 1, 2]
+    assert [item["score"] for item in answer] == sorted((item["score"] for item in answer), reverse=True)
+    for item in answer:
+        assert item["score"] == pytest.approx(expected[rows[item["index"]]], abs=_CLOSE)
+        assert item["text"] == texts[item["index"]]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_the_dialect_of_cohere(http, library, path):
+    body = {"model": "rerank-v3.5", "query": "a dog", "documents": ["3", "0", "9"], "top_n": 2}
+    answer = http.post(path, json=body).json()
+    expected = library.rerank("a dog", [3, 0, 9])[:2]
+    assert [[3, 0, 9][item["index"]] for item in answer["results"]] == [hit.row_id for hit in expected]
+    scores = [item["relevance_score"] for item in answer["results"]]
+    assert scores == pytest.approx([hit.score for hit in expected], abs=_CLOSE)
+    assert answer["id"]
+
+
+def test_rows_and_pictures_are_scored_together(client, library, index):
+    expected = {hit.row_id: hit.score for hit in library.rerank("a dog", [3, 7, 9])}
+    scores = dict(client.rerank("a dog", [3, photo(index, 7), str(index.parent / "photos" / "09.jpg")]))
+    assert scores == {position: pytest.approx(expected[row], abs=_CLOSE) for position, row in enumerate((3, 7, 9))}
+    assert abs(expected[3] - expected[7]) > 4 * _CLOSE
+
+
+def test_every_spelling_of_a_picture(http, index):
+    data = base64.b64encode(photo(index, 7)).decode()
+    uri = f"data:image/jpeg;base64,{data}"
+    documents = [
+        uri,
+        {"image": data},
+        {"image": uri},
+        {"image_url": uri},
+        {"image_url": {"url": uri}},
+        {"content": [{"type": "image_url", "image_url": {"url": uri}}]},
+        {"text": uri},
+    ]
+    results = http.post("/rerank", json={"query": "a dog", "documents": documents}).json()["results"]
+    assert len(results) == len(documents)
+    assert len({round(result["relevance_score"], 3) for result in results}) == 1
+
+
+def test_embed_texts_and_pictures(client, library, index):
+    np.testing.assert_allclose(client.embed(["a dog", "b"]), library.model.text.encode(["a dog", "b"]), atol=1e-5)
+    embedding = client.embed([photo(index, 7)])[0]
+    assert library.search_row(7, 1)
+    np.testing.assert_allclose(
+        library.search_image(photo(index, 7), 1)[0].embedding_score, embedding @ embedding, atol=1e-5
+    )
+
+
+def test_embed_in_the_dialect_of_tei(http):
+    one, many = (http.post("/embed", json={"inputs": inputs}).json() for inputs in ("a dog", ["a dog"]))
+    assert one == many
+    assert http.post("/embed", json={"inputs": []}).json() == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4"])
+def test_fetched_blocks_are_those_of_the_store(client, index, precision):
+    rows = [3, 0, HOLE, 3]
+    assert same_bits(client.fetch(rows, precision), TokenStore.open(index, precision).fetch(rows))
+
+
+def test_blocks_come_as_arrow(http):
+    answer = http.post("/fetch", json={"row_ids": [3, HOLE]})
+    table = pa.ipc.open_stream(answer.content).read_all()
+    assert table["row_id"].to_pylist() == [3, HOLE]
+    assert table["block"].null_count == 1
+    assert table.schema.metadata[b"block_shape"] == b"[4, 16]"
+
+
+def test_thumbnails_are_those_of_the_rows(client, index, http):
+    assert client.thumbnail(3) == read_thumbnails(index, [3])[0].jpeg
+    assert http.get("/thumbnails/3").headers["content-type"] == "image/jpeg"
+    hole = http.get(f"/thumbnails/{HOLE}")
+    assert hole.status_code == 404
+    assert "not-an-image" in hole.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("row", ["99", "-1", "1e3", "..%2F..%2Fetc%2Fpasswd", "%00", "3/../../etc/passwd", "9" * 400])
+def test_no_thumbnail_outside_the_index(http, row):
+    answer = http.get(f"/thumbnails/{row}")
+    assert answer.status_code in (404, 422)
+    assert set(answer.json()) == {"error"}
+
+
+def test_info_describes_the_index_and_the_limits(client, library):
+    value = client.info()
+    (index,) = value["indexes"]
+    assert (index["name"], index["rows"], index["indexed"]) == ("photos", ROWS, ROWS - 1)
+    assert index["precisions"] == ["bf16", "nvfp4"]
+    assert index["bundle_fingerprint"] == library.model.fingerprint
+    assert value["limits"]["pool"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/search", {}, 422, "exactly one of query, image and row_id"),
+        ("/search", {"query": "a", "row_id": 3}, 422, "exactly one of"),
+        ("/search", {"query": " "}, 422, "the query is empty"),
+        ("/search", {"query": "a", "k": 0}, 422, "k:"),
+        ("/search", {"query": "a", "k": 20, "pool": 10}, 422, "pool must be at least k"),
+        ("/search", {"query": "a", "pool": 10**9}, 422, "pool:"),
+        ("/search", {"query": "a", "klingon": 1}, 422, "klingon: Extra inputs"),
+        ("/search", {"query": "a" * 2001}, 413, "over the limit of 2000"),
+        ("/search", {"query": "a", "score": "beauty"}, 422, "unknown part 'beauty'"),
+        ("/search", {"query": "a", "score": "pooled"}, 422, "has no pooled similarity"),
+        ("/search", {"query": "a", "index": "other"}, 404, "the indexes are: photos"),
+        ("/search", {"query": "a", "precision": "fp2"}, 422, "does not hold precision 'fp2'"),
+        ("/search", {"row_id": 99}, 422, "row id 99 is out of range"),
+        ("/search", {"row_id": HOLE}, 422, "has no tokens"),
+        ("/search", {"row_id": 2**70}, 422, "row_id:"),
+        ("/search", {"image": "http://127.0.0.1/a.jpg"}, 422, "addresses are not fetched"),
+        ("/search", {"image": "file:///etc/passwd"}, 422, "addresses are not fetched"),
+        ("/search", {"image": "/etc/passwd"}, 422, "not valid base64"),
+        ("/search", {"image": "bm8gaW1hZ2U="}, 422, "cannot read a picture: not-an-image"),
+        ("/search", {"image": "data:image/png;base64,!"}, 422, "not valid base64"),
+        ("/rerank", {"query": "a"}, 422, "Field required"),
+        ("/rerank", {"query": "a", "texts": ["x.jpg"]}, 422, "has the uri 'x.jpg'"),
+        ("/rerank", {"query": "a", "texts": ["https://x/y.jpg"]}, 422, "addresses are not fetched"),
+        ("/rerank", {"query": "a", "texts": ["99"]}, 422, "out of range"),
+        ("/rerank", {"query": "a", "texts": ["0"] * 1001}, 413, "1001 documents"),
+        ("/rerank", {"query": "a", "documents": [{}]}, 422, "document 0 has none of"),
+        ("/rerank", {"query": "a", "documents": [{"image_url": "http://x"}]}, 422, "addresses are not fetched"),
+        ("/rerank", {"query": "a", "documents": [{"image": "AAAA"}] * 17}, 413, "17 pictures"),
+        ("/rerank", {"query": "", "documents": [1]}, 422, "query"),
+        ("/embed", {"inputs": [3]}, 422, "inputs"),
+        ("/embed", {"inputs": ["a", {"image": "AAAA"}]}, 422, "either texts or pictures"),
+        ("/embed", {"inputs": ["a"] * 1001}, 413, "the limits are"),
+        ("/fetch", {"row_ids": []}, 422, "row_ids"),
+        ("/fetch", {"row_ids": [99]}, 422, "out of range"),
+        ("/fetch", {"row_ids": [0] * 1001}, 413, "1001 blocks"),
+    ],
+)
+def test_invalid_requests_have_one_shape(http, path, body, status, message):
+    answer = http.post(path, json=body)
+    assert (answer.status_code, set(answer.json()), set(answer.json()["error"])) == (
+        status,
+        {"error"},
+        {"code", "message"},
+    ), answer.text
+    assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"query": NaN}',
+        b'{"query": "a", "k": ' + b"9" * 5000 + b"}",
+        b'"a"',
+        b"null",
+        b"",
+        b'{"query": "\\ud800"}',
+        b'{"query": "a\\u0000b", "k": 1e400}',
+    ],
+)
+def test_malformed_bodies_are_the_fault_of_the_client(http, body):
+    for path in ("/search", "/rerank", "/embed", "/fetch"):
+        answer = http.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code in (400, 422), (path, answer.text)
+        assert set(answer.json()) == {"error"}
+
+
+def test_unknown_paths_and_methods_have_the_shape(http):
+    assert http.get("/nothing").json()["error"]["code"] == "not_found"
+    assert http.delete("/search").json()["error"]["code"] == "method_not_allowed"
+
+
+def test_concurrent_requests_share_batches_and_get_their_own_answers(service, library):
+    queries = [f"{number} red canoes" for number in range(24)]
+    with Client(service.url) as client, ThreadPoolExecutor(24) as pool:
+        found = list(pool.map(lambda query: client.search(query, 3, 9), queries))
+        reranked = list(pool.map(lambda query: client.rerank(query, [3, 7, 9]), queries))
+    for query, hits, pairs in zip(queries, found, reranked, strict=True):
+        assert same_hits(hits, library.search(query, 3, 9))
+        expected = [hit.row_id for hit in library.rerank(query, [3, 7, 9])]
+        assert [[3, 7, 9][position] for position, _ in pairs] == expected
+    text = httpx.get(f"{service.url}/metrics").text
+    batches, requests = (
+        float(re.search(rf"^edje_batch_requests_{name} (\S+)$", text, re.MULTILINE)[1]) for name in ("count", "sum")
+    )
+    assert requests >= 48
+    assert batches < requests, "no two requests shared a batch"
+
+
+def test_metrics_cannot_be_flooded_with_labels(service):
+    for number in range(5):
+        httpx.get(f"{service.url}/unknown-{number}")
+        httpx.get(f"{service.url}/thumbnails/{number}")
+        httpx.request(f"X{number}", f"{service.url}/search")
+    text = httpx.get(f"{service.url}/metrics").text
+    assert 'route="/thumbnails/{row_id}"' in text
+    assert "unknown-" not in text
+    assert 'method="X' not in text
+
+
+def test_pages_are_offline_and_cannot_be_embedded(http):
+    for path in ("/docs", "/redoc"):
+        assert http.get(path).status_code == 404
+    paths = http.get("/openapi.json").json()["paths"]
+    assert {"/search", "/rerank", "/embed", "/fetch", "/thumbnails/{row_id}", "/healthz", "/info", "/metrics"} <= set(
+        paths
+    )
+    headers = http.get("/").headers
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert headers["x-content-type-options"] == "nosniff"
+    assert "server" not in headers
+
+
+def test_other_sites_get_no_access(http):
+    answer = http.get("/info", headers={"Origin": "https://evil.example"})
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+    assert http.options("/search", headers={"Origin": "https://evil.example"}).status_code == 405
+    plain = http.post("/search", content=b'{"query": "a"}', headers={"content-type": "text/plain"})
+    assert plain.status_code == 422, "a form of another site can send no search"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("evil.example", 421), ("127.0.0.1.evil.example:80", 421), ("[", 421), ("localhost:1", 200), ("[::1]:9", 200)],
+)
+def test_a_name_that_resolves_to_loopback_is_not_answered(http, host, status):
+    assert http.get("/info", headers={"Host": host}).status_code == status
+
+
+def test_the_client_reports_what_the_service_says(client):
+    with pytest.raises(ServiceError, match="does not hold precision") as caught:
+        client.search("a", precision="fp2")
+    assert caught.value.status == 422
+    with Client("http://127.0.0.1:9") as nobody, pytest.raises(ServiceError, match="cannot reach") as unreachable:
+        nobody.info()
+    assert unreachable.value.status is None
