@@ -29,6 +29,7 @@ from storage_formats.errors import EdjeError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, RowEntry, rows_table
+from storage_formats.writing.pieces import Piece, ShardPieces
 from storage_formats.writing.shard_writer import ShardWriter
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class StageProgress:
 
 
 class EncodingInterrupted(EdjeError):
-    """`should_stop` returned True; the attempt was removed."""
+    """`should_stop` returned True; a later call begins after the batches that were finished."""
 
 
 def encode_shard(
@@ -108,7 +109,7 @@ def encode_shard(
         should_stop: called before each batch.
 
     Raises:
-        EncodingInterrupted: `should_stop` returned True.
+        EncodingInterrupted: `should_stop` returned True. The finished batches are kept.
         TransientInputError: an input cannot be read or decoded for a reason that lies outside it.
         OSError: the index cannot be written. An input that is damaged or gone becomes a failed row instead.
     """
@@ -117,30 +118,52 @@ def encode_shard(
     first_row = task.spec.shard_rows(task.shard).start
     images = [_Image(ref, _row_entry(first_row + position, ref)) for position, ref in enumerate(refs)]
     entries = [image.entry for image in images]
+    pieces = ShardPieces(layout, task.spec, task.shard, task.plan)
     stages = dict.fromkeys(("wait", "encode", "write"), 0.0)
     with (
         ShardWriter(task.root, task.spec, task.shard) as writer,
         begin_attempt(layout, task.shard) as attempt,
         _decode_pool(task.decode_threads, one_at_a_time=attempt.careful) as pool,
     ):
-        done = 0
+        done = _restore(pieces, writer, entries)
         prepare = functools.partial(_prepare_watched, attempt, first_row, encoder, task.max_pixels)
-        for batch in _batches_ahead(task, images, prepare, pool):
+        for batch in _batches_ahead(task, images[done:], prepare, pool):
             if should_stop():
+                pieces.save()
                 raise EncodingInterrupted(f"stopped inside shard {task.shard}")
             with _timed(stages, "wait"):
                 ready = [image for image in (future.result() for future in batch) if image.pixels is not None]
-            if ready:
-                with _timed(stages, "encode"):
-                    tokens, embeddings = _encode(encoder, ready)
-                with _timed(stages, "write"):
-                    writer.put(np.array([image.entry.row_id - first_row for image in ready]), tokens, embeddings)
+            with _timed(stages, "encode"):
+                tokens, embeddings = _encode(encoder, ready) if ready else _no_blocks(task.spec)
+            with _timed(stages, "write"):
+                positions = np.array([image.entry.row_id - first_row for image in ready], dtype=np.int64)
+                writer.put(positions, tokens, embeddings)
+                pieces.add(Piece(done, entries[done : done + len(batch)], positions, tokens, embeddings))
             done += len(batch)
             on_progress(_progress(task.shard, entries, done, stages))
         with _timed(stages, "write"):
             table = rows_table(entries)
             read, decode = (sum(table[f"{stage}_seconds"].to_pylist()) for stage in ("read", "decode"))
-        return writer.commit(table, task.plan, {"read": read, "decode": decode, **stages})
+        receipt = writer.commit(table, task.plan, {"read": read, "decode": decode, **stages})
+    pieces.remove()
+    return receipt
+
+
+def _restore(pieces: ShardPieces, writer: ShardWriter, entries: list[RowEntry]) -> int:
+    """Take over the rows that an earlier attempt stored; returns their number, which is a whole number of batches."""
+    done = 0
+    for piece in pieces.read():
+        writer.put(piece.positions, piece.tokens, piece.embeddings)
+        entries[piece.start : piece.stop] = piece.entries
+        done = piece.stop
+    return done
+
+
+def _no_blocks(spec: IndexSpec) -> tuple[Blocks, NDArray[np.float32]]:
+    """Tokens [0, m, d] and embeddings [0, embed_dim]."""
+    import ml_dtypes
+
+    return np.empty((0, *spec.block_shape), ml_dtypes.bfloat16), np.empty((0, spec.embed_dim), np.float32)
 
 
 @contextlib.contextmanager

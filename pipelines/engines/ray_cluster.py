@@ -92,7 +92,7 @@ class RayCluster:
             with contextlib.suppress(psutil.NoSuchProcess):
                 name = daemon.name()
                 if name in ("raylet", "gcs_server") and daemon.status() == psutil.STATUS_ZOMBIE:
-                    raise RayDied(f"Ray ended during the run: its {name} process is gone; finished work is kept")
+                    raise RayDied(f"Ray ended during the run: its {name} process is gone")
 
 
 @contextlib.contextmanager

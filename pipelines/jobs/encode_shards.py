@@ -17,6 +17,7 @@ from pipelines.progress.events import OnEvent, PlanReady
 from pipelines.progress.meter import ShardState
 from pipelines.progress.stopping import ShouldStop
 from storage_formats.cpus import usable_cpus
+from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
     from edje_index.indexing.shard_encoding import ShardTask, StageProgress
@@ -35,6 +36,7 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
         OSError: the index cannot be written.
     """
     from storage_formats.writing.begin import begin_index, clear_staging
+    from storage_formats.writing.pieces import rows_in_pieces
 
     plan, settings, workers = prepared.plan, prepared.plan.settings, prepared.workers
     job = ShardJob(
@@ -46,6 +48,7 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
         make_task=functools.partial(_shard_task, prepared),
         state_of_report=_state_of_report,
         state_of_receipt=_state_of_receipt,
+        rows_in_pieces=functools.partial(rows_in_pieces, Layout(plan.root)),
         on_receipt=FailureLimit(plan, config.max_failed),
     )
     gpus = 1 if settings.device == "cuda" else 0

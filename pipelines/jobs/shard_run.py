@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from pipelines.jobs.failed_inputs import FailedInputsError
 from pipelines.progress.events import OnEvent
 from pipelines.progress.meter import ShardMeter, ShardState
 from pipelines.progress.stopping import JobStopped, ShouldStop
+from pipelines.progress.wording import counted
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import IndexSpec
 
@@ -36,6 +37,7 @@ class ShardJob:
         make_task: the task of a shard.
         state_of_report: the shard and its state, from a progress report of a worker.
         state_of_receipt: the state of a finished shard.
+        rows_in_pieces: number of rows that are stored for unfinished shards; the argument is the finished shards.
         on_receipt: called with every receipt, those of earlier runs included; may raise FailedInputsError.
     """
 
@@ -45,6 +47,7 @@ class ShardJob:
     make_task: Callable[[int], Task]
     state_of_report: Callable[[Any], tuple[int, ShardState]]
     state_of_receipt: Callable[[ShardReceipt], ShardState]
+    rows_in_pieces: Callable[[Container[int]], int] = lambda finished_shards: 0
     on_receipt: Callable[[ShardReceipt], None] = lambda receipt: None
 
 
@@ -75,7 +78,7 @@ def run_shards(
     started = time.monotonic()
     receipts = dict(earlier)
     missing = [shard for shard in range(job.spec.shards) if shard not in earlier]
-    with _stopped_by_errors(job.spec, receipts):
+    with _stopped_by_errors(job, receipts):
         meter = ShardMeter(job.activity, job.spec.rows, job.spec.shards)
         for receipt in earlier.values():  # the times of earlier runs do not count
             meter.finish(receipt.shard, replace(job.state_of_receipt(receipt), stage_seconds={}))
@@ -101,15 +104,17 @@ def run_shards(
 
 
 @contextlib.contextmanager
-def _stopped_by_errors(spec: IndexSpec, receipts: Receipts) -> Iterator[None]:
-    """Turn errors that a second run may not meet into JobStopped, with the number of finished shards."""
+def _stopped_by_errors(job: ShardJob, receipts: Receipts) -> Iterator[None]:
+    """Turn errors that a second run may not meet into JobStopped, which says how much is kept."""
     try:
         yield
     except (UsageError, EngineUnavailableError, FailedInputsError):
         raise
     except (EdjeError, OSError) as error:
-        finished = f"{len(receipts)} of {spec.shards} shards are finished"
-        raise JobStopped(f"{describe_error(error)}; {finished}") from error
+        rows = sum(receipt.rows for receipt in receipts.values()) + job.rows_in_pieces(receipts)
+        kept = f"{rows:,} of {counted(job.spec.rows, 'row')} are kept"
+        shards = f"{len(receipts):,} of {counted(job.spec.shards, 'shard')} are finished"
+        raise JobStopped(f"{describe_error(error)}; {kept}, {shards}") from error
 
 
 def _failure(failure: TaskFailure) -> EdjeError:

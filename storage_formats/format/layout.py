@@ -152,6 +152,9 @@ class Layout:
     def attempt(self, shard: int) -> Path:
         return self.build / "attempts" / f"{shard:08d}.json"
 
+    def pieces(self, shard: int) -> Path:
+        return self.build / "pieces" / f"{shard:08d}"
+
     def relative(self, path: Path) -> str:
         """`path` relative to the root, with forward slashes, as manifests store it."""
         return path.relative_to(self.root).as_posix()

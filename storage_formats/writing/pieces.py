@@ -1,0 +1,172 @@
+"""Pieces of a shard that takes long: its finished rows are stored every minute, and an attempt begins after them.
+
+A shard that is finished within a minute has no pieces. They are private to the build, in `build/pieces/<shard>/`: one
+Parquet file for the positions [start, stop), named after them, with the columns of the rows table, the blocks and
+the embeddings, followed by a CRC-32C. Blocks are stored in bfloat16, as the model returns them.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import time
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from storage_formats.atomic import write_bytes_atomic
+from storage_formats.codecs import Blocks
+from storage_formats.errors import CorruptIndexError
+from storage_formats.format.checksum import crc32c
+from storage_formats.format.index_files import read_index_file
+from storage_formats.format.layout import CRC_BYTES, IndexSpec, Layout
+from storage_formats.format.parquet import read_table
+from storage_formats.format.rows import ROW_SCHEMA, RowEntry, rows_table
+
+PIECE_SECONDS = 60.0
+"""A killed build loses at most the work of this time and one batch, per worker."""
+
+_MAX_BYTES = 256 << 20  # of blocks in memory; a large shard on a fast GPU is stored earlier
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Finished rows of a shard.
+
+    Attributes:
+        start: position of the first one.
+        entries: their lines of the rows table.
+        positions: [k], positions in the shard of those that have a block.
+        tokens: ml_dtypes.bfloat16 [k, m, d].
+        embeddings: float32 [k, embed_dim].
+    """
+
+    start: int
+    entries: Sequence[RowEntry]
+    positions: NDArray[np.int64]
+    tokens: Blocks
+    embeddings: NDArray[np.float32]
+
+    @property
+    def stop(self) -> int:
+        """The position after the last row."""
+        return self.start + len(self.entries)
+
+
+class ShardPieces:
+    """The pieces of one shard. One attempt at a time uses them.
+
+    Args:
+        layout: the index.
+        spec: its shape.
+        shard: shard number.
+        plan: fingerprint of the build plan; pieces of another plan do not count.
+    """
+
+    def __init__(self, layout: Layout, spec: IndexSpec, shard: int, plan: str) -> None:
+        self._layout, self._spec, self._shard, self._plan = layout, spec, shard, plan
+        self._pending: list[Piece] = []
+        self._saved_at = time.monotonic()
+
+    def read(self) -> Iterator[Piece]:
+        """Yield the stored pieces from position 0 on, up to the first that is missing or damaged; remove the others."""
+        rows, stop = len(self._spec.shard_rows(self._shard)), 0
+        files = _piece_files(self._layout, self._shard)
+        paths = {_positions_of(path)[0]: path for path in files}
+        while path := paths.get(stop):
+            piece = self._read(path)
+            if piece is None or not stop < piece.stop <= rows:
+                break
+            yield piece
+            stop = piece.stop
+        for path in files:
+            if _positions_of(path)[1] > stop:
+                path.unlink(missing_ok=True)
+
+    def add(self, piece: Piece) -> None:
+        """Add a finished batch, which follows the one before. Stores all that were added if it is time to."""
+        self._pending.append(piece)
+        due = time.monotonic() - self._saved_at >= PIECE_SECONDS
+        if due or sum(piece.tokens.nbytes for piece in self._pending) > _MAX_BYTES:
+            self.save()
+
+    def save(self) -> None:
+        """Store the batches that were added since the last call, durably."""
+        self._saved_at = time.monotonic()
+        if not self._pending:
+            return
+        start, stop = self._pending[0].start, self._pending[-1].stop
+        table = pa.concat_tables([self._table(piece) for piece in self._pending])
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer, compression="none", use_dictionary=False, write_statistics=False)
+        data = buffer.getvalue()
+        path = self._layout.pieces(self._shard) / f"{start:08d}-{stop:08d}"
+        write_bytes_atomic(path, data + self._checksum(data))
+        self._pending.clear()
+
+    def remove(self) -> None:
+        """Remove the stored pieces."""
+        shutil.rmtree(self._layout.pieces(self._shard), ignore_errors=True)
+
+    def _checksum(self, data: bytes) -> bytes:
+        """CRC-32C over the fingerprint of the plan and `data`."""
+        return crc32c(data, crc32c(self._plan.encode())).to_bytes(CRC_BYTES, "little")
+
+    def _table(self, piece: Piece) -> pa.Table:
+        columns = rows_table(piece.entries)
+        for name, values in (("tokens", piece.tokens), ("embedding", piece.embeddings)):
+            records: list[bytes | None] = [None] * len(piece.entries)
+            for position, value in zip(piece.positions, values, strict=True):
+                records[position - piece.start] = value.tobytes()
+            columns = columns.append_column(name, pa.array(records, pa.binary()))
+        return columns
+
+    def _read(self, path: Path) -> Piece | None:
+        """The piece at `path`; None if it is damaged or belongs to another plan."""
+        start, stop = _positions_of(path)
+        try:
+            content = read_index_file(self._layout.root, path)
+            data, checksum = content[:-CRC_BYTES], content[-CRC_BYTES:]
+            if checksum != self._checksum(data):
+                return None
+            table = read_table(data)
+            if len(table) != stop - start:
+                return None
+            entries = [RowEntry(**row) for row in table.select(ROW_SCHEMA.names).to_pylist()]
+            has_block = np.array(table["tokens"].is_valid())
+            tokens = b"".join(table["tokens"].drop_null().to_pylist())
+            embeddings = b"".join(table["embedding"].drop_null().to_pylist())
+            count = int(has_block.sum())
+            return Piece(
+                start,
+                entries,
+                start + np.flatnonzero(has_block),
+                np.frombuffer(tokens, ml_dtypes.bfloat16).reshape(count, *self._spec.block_shape),
+                np.frombuffer(embeddings, "<f4").reshape(count, self._spec.embed_dim),
+            )
+        except (OSError, CorruptIndexError, ValueError, TypeError, KeyError, pa.ArrowException):
+            return None
+
+
+def rows_in_pieces(layout: Layout, finished_shards: Container[int]) -> int:
+    """Number of rows in the pieces of all shards but `finished_shards`."""
+    folders = [layout.pieces(0).parent] if layout.pieces(0).parent.is_dir() else []
+    shards = (int(path.name) for folder in folders for path in folder.iterdir() if path.name.isdigit())
+    files = (path for shard in shards if shard not in finished_shards for path in _piece_files(layout, shard))
+    return sum(stop - start for start, stop in map(_positions_of, files))
+
+
+def _piece_files(layout: Layout, shard: int) -> list[Path]:
+    """Files of pieces; without those that were being written when a process died."""
+    return sorted(layout.pieces(shard).glob("[0-9]*-[0-9]*"))
+
+
+def _positions_of(path: Path) -> tuple[int, int]:
+    start, _, stop = path.name.partition("-")
+    return int(start), int(stop)
