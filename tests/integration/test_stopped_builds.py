@@ -81,7 +81,7 @@ def test_a_killed_raylet_is_one_message_that_says_what_is_kept(case, tmp_path):
     assert time.monotonic() - killed < 60
     assert (process.returncode, out) == (1, "")
     assert "error: Ray ended during the run: its raylet process is gone; " in err
-    assert err.count("raylet") == 1, "no messages of Ray itself"
+    assert "(raylet)" not in err, "no messages of Ray itself"
     rows, finished, shards, resume = KEPT.search(err).groups()
     assert int(rows.replace(",", "")) >= 100 * int(finished) > 0
     assert shards == "40"
