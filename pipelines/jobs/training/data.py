@@ -22,7 +22,7 @@ class PreparedData:
 
     Attributes:
         folder: holds a `TrainingData`.
-        temperature: temperature of the softmax over the mining model's similarities.
+        temperature: temperature of the softmax that mines negatives; 0 takes the most similar.
         dev: dev captions and the embeddings of their images; None without dev captions.
     """
 
@@ -30,15 +30,14 @@ class PreparedData:
     temperature: float
     dev: DevCaptions | None
 
-    def temperature_for(self, settings: NegativesConfig) -> float:
-        """Temperature of the draws; 0 takes the most similar."""
-        if settings.selection == "top":
-            return 0.0
-        return self.temperature if settings.temperature is None else settings.temperature
-
 
 def prepared_data(
-    folder: Path, start: StartModel, matched: MatchedCaptions, mining: MiningModel, on_progress: OnProgress
+    folder: Path,
+    start: StartModel,
+    matched: MatchedCaptions,
+    mining: MiningModel,
+    settings: NegativesConfig,
+    on_progress: OnProgress,
 ) -> PreparedData:
     """Make the `TrainingData` of `matched` in `folder` unless it exists.
 
@@ -59,4 +58,7 @@ def prepared_data(
         prepare_data(matched.captions, tokenizer, start.bundle.text, miner, on_progress).save(folder)
     if TrainingData.open(folder).images != len(matched.items):
         raise UsageError(f"{folder} was made from other captions; set run.dir to another folder")
-    return PreparedData(folder, 1 / float(bundle.clip.get_parameter("logit_scale").exp()), dev)
+    temperature = 0.0 if settings.selection == "top" else settings.temperature
+    if temperature is None:
+        temperature = 1 / float(bundle.clip.get_parameter("logit_scale").exp())
+    return PreparedData(folder, temperature, dev)

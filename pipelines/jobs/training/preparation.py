@@ -50,7 +50,7 @@ def prepare_training(
     indexes = further_indexes(inputs, given, config, start, matched, builder)
     rows = further_rows(inputs, config, indexes, matched, folder)
     progress = stoppable_progress(on_event, should_stop)
-    data = prepared_data(folder / "data", start, matched, rows.mining, progress)
+    data = prepared_data(folder / "data", start, matched, rows.mining, config.negatives, progress)
     task = TrainTask(
         config=config,
         runtime=worker_runtime(request.run),
@@ -58,7 +58,7 @@ def prepare_training(
         start=start.path,
         features=features,
         data=data.folder,
-        temperature=data.temperature_for(config.negatives),
+        temperature=data.temperature,
         steps=steps,
         teacher=rows.teacher,
         new_adapter=start.new_adapter,
