@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from edje_index.scoring.weights import BUNDLE_SCORE
 from pipelines.cli.output import dtype_option, json_option, note, print_json, print_line
 from pipelines.cli.score_option import score_option
+from pipelines.cli.search_queries import hint_at_image, prompt_for_queries, read_queries
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,15 +23,40 @@ if TYPE_CHECKING:
     from edje_index.search.token_index import TokenIndex
 
 _POSITIVE = click.IntRange(min=1)
+_QUERIES_AT_ONCE = 64  # their hits appear together
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What to search for, and how to answer."""
+
+    k: int
+    pool: int
+    score: str
+    rerank: bool
+    html: Path | None
+    open_page: bool
+    as_json: bool
 
 
 @click.command()
 @click.argument("index", type=click.Path(path_type=Path))
-@click.argument("text")
+@click.argument("text", required=False)
+@click.option(
+    "--queries",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File of queries instead of TEXT: one per line, or a .jsonl file of objects with `query`.",
+)
+@click.option(
+    "--image",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Photo instead of TEXT: find the images with the nearest embeddings.",
+)
 @click.option("-k", "k", type=_POSITIVE, default=10, show_default=True, help="Number of hits.")
 @click.option("--pool", type=_POSITIVE, default=100, show_default=True, help="Number of candidates to re-rank.")
 @score_option
 @click.option("--rerank/--no-rerank", default=True, help="Re-rank the candidates, or keep the order of the embeddings.")
+@click.option("--precision", help="Precision of the tokens to re-rank with.  [default: the first that INDEX holds]")
 @click.option("--model", type=click.Path(path_type=Path), help="Model bundle.  [default: the one that built INDEX]")
 @click.option(
     "--device",
@@ -48,26 +75,24 @@ _POSITIVE = click.IntRange(min=1)
 @json_option
 def search(
     index: Path,
-    text: str,
-    k: int,
-    pool: int,
-    score: str,
-    rerank: bool,
+    text: str | None,
+    queries: Path | None,
+    image: Path | None,
+    precision: str | None,
     model: Path | None,
     device: str,
     dtype: str,
-    html: Path | None,
-    open_page: bool,
-    as_json: bool,
+    **options: Any,
 ) -> None:
-    """Find the images that match TEXT best.
+    """Find the images that match TEXT best. Without a query, on a terminal, ask for queries.
 
     The candidates are the rows whose embeddings are nearest to that of TEXT. The tokens of the candidates are fetched,
     and the candidates are sorted by the final score, a weighted sum of parts. The model bundle holds the weights;
     --score replaces them. An imported checkpoint scores by the joint encoder's logit alone, as published.
 
     With --json each hit has `score`, its unweighted `parts`, `embedding_score` (cosine similarity of the embeddings)
-    and `joint_score` (weighted logit, late interaction and pooled similarity).
+    and `joint_score` (weighted logit, late interaction and pooled similarity). With --queries it prints one JSON object
+    per query, on one line each.
 
     \b
     Examples:
@@ -76,9 +101,15 @@ def search(
       edje-index search photos.edje "a red car" --score logit
       edje-index search photos.edje "a red car" --score logit=1,embedding=20
       edje-index search photos.edje "a red car" --no-rerank
+      edje-index search photos.edje "a red car" --precision fp8
       edje-index search photos.edje "a red car" --html car.html --open
+      edje-index search photos.edje --queries queries.txt --json
+      edje-index search photos.edje --image car.jpg
     """
-    _check(k, pool, rerank=rerank, score=score, html=html, open_page=open_page)
+    request = _Request(**options)
+    _check(request)
+    _check_query(request, text=text, queries=queries, image=image)
+    batches = [[text]] if text is not None else _batches(queries)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # one query: threads that spin between products cost more
     from storage_formats.format.manifest import Manifest
 
@@ -86,42 +117,84 @@ def search(
     from edje_index.search.token_index import TokenIndex
 
     started = time.perf_counter()
-    opened = TokenIndex.open(index, model, device=device, dtype=dtype, score=score)
-    loaded = time.perf_counter()
+    opened = TokenIndex.open(index, model, precision=precision, device=device, dtype=dtype, score=request.score)
+    loading = time.perf_counter() - started
     if not trained:
         note("note: this model is untrained: the order of these hits has no meaning")
-    pool = max(pool, k)
-    candidates = opened.search(text, pool if html else k, pool, rerank=rerank)
-    hits = candidates[:k]
-    timings = {"load index and model": loaded - started, "search": time.perf_counter() - loaded}
-    if html is not None:
-        _write_page(html, opened, candidates, k=k, query=text, score=score, timings=timings)
-        note(f"page: {html}")
-        if open_page:
-            click.launch(str(html.resolve()))
-    if as_json:
-        print_json({"query": text, "hits": [asdict(hit) for hit in hits]})
-    else:
-        _print(hits)
-        if rerank:
-            note(_explanation(opened.model.weights("t2i", score)))
+    if image is not None:
+        _show(str(image), opened.search_image(image, request.k), request, heading=False)
+        return
+    for batch in batches:
+        _answer(opened, batch, request, loading, heading=text is None)
+    if request.rerank and not request.as_json:
+        note(_explanation(opened.model.weights("t2i", request.score)))
 
 
-def _check(k: int, pool: int, *, rerank: bool, score: str, html: Path | None, open_page: bool) -> None:
+def _batches(queries: Path | None) -> Iterable[list[str]]:
+    """The queries of a file, many at once because that is faster; or those of a prompt, one by one."""
+    if queries is None:
+        return ([query] for query in prompt_for_queries())
+    texts = read_queries(queries)
+    return [texts[start : start + _QUERIES_AT_ONCE] for start in range(0, len(texts), _QUERIES_AT_ONCE)]
+
+
+def _answer(opened: TokenIndex, texts: list[str], request: _Request, loading: float, *, heading: bool) -> None:
+    """Search for `texts` and print the hits of each."""
+    for text in texts:
+        hint_at_image(text)
+    started = time.perf_counter()
+    pool = max(request.pool, request.k)
+    results = opened.search(texts, pool if request.html else request.k, pool, rerank=request.rerank)
+    timings = {"load index and model": loading, "search": time.perf_counter() - started}
+    for text, candidates in zip(texts, results, strict=True):
+        if request.html is not None:
+            _write_page(request.html, opened, candidates, request=request, query=text, timings=timings)
+        _show(text, candidates[: request.k], request, heading=heading)
+
+
+def _show(query: str, hits: list[Hit], request: _Request, *, heading: bool) -> None:
+    if request.as_json:
+        print_json({"query": query, "hits": [asdict(hit) for hit in hits]})
+        return
+    if heading:
+        print_line(f"query: {query}")
+    _print(hits)
+
+
+def _check_query(request: _Request, *, text: str | None, queries: Path | None, image: Path | None) -> None:
+    """Refuse several kinds of query at once, and options that do not apply to a kind."""
+    if sum(query is not None for query in (text, queries, image)) > 1:
+        raise UsageError("give one of TEXT, --queries and --image")
+    if request.html is not None and text is None:
+        raise UsageError("--html shows the hits of one TEXT: leave it out, or give TEXT")
+    if image is not None and request.score != BUNDLE_SCORE:
+        raise UsageError("--score weighs parts that compare a text with an image: leave it out with --image")
+
+
+def _check(request: _Request) -> None:
     """Refuse options that contradict each other."""
-    if rerank and pool < k:
-        raise UsageError(f"--pool {pool} is smaller than -k {k}: only candidates in the pool can become hits")
-    if not rerank and score != BUNDLE_SCORE:
+    if request.rerank and request.pool < request.k:
+        raise UsageError(
+            f"--pool {request.pool} is smaller than -k {request.k}: only candidates in the pool can become hits"
+        )
+    if not request.rerank and request.score != BUNDLE_SCORE:
         raise UsageError("--score has no effect with --no-rerank: leave one of them out")
-    if html is not None and not rerank:
+    if request.html is not None and not request.rerank:
         raise UsageError("--html compares the orders before and after re-ranking: leave out --no-rerank")
-    if open_page and html is None:
+    if request.open_page and request.html is None:
         raise UsageError("--open needs the file to write: add --html FILE")
 
 
 def _write_page(
-    path: Path, opened: TokenIndex, candidates: list[Hit], *, k: int, query: str, score: str, timings: dict[str, float]
+    path: Path,
+    opened: TokenIndex,
+    candidates: list[Hit],
+    *,
+    request: _Request,
+    query: str,
+    timings: dict[str, float],
 ) -> None:
+    """Write the page of --html, and open it if that is asked for."""
     from pipelines.pages.search_page import SearchContext, search_page
     from storage_formats.atomic import write_bytes_atomic
 
@@ -129,11 +202,14 @@ def _write_page(
         root=opened.root,
         query=query,
         precision=opened.precision,
-        weights=opened.model.weights("t2i", score),
+        weights=opened.model.weights("t2i", request.score),
         trained=opened.model.trained,
         timings=timings,
     )
-    write_bytes_atomic(path, search_page(candidates, k, context).encode())
+    write_bytes_atomic(path, search_page(candidates, request.k, context).encode())
+    note(f"page: {path}")
+    if request.open_page:
+        click.launch(str(path.resolve()))
 
 
 def _explanation(weights: ScoreWeights) -> str:

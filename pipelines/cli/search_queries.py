@@ -1,0 +1,80 @@
+"""Where the queries of `edje-index search` come from: a file, or a prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipelines.cli.output import note
+from storage_formats.errors import UsageError
+
+_PROMPT = "query> "
+
+
+def read_queries(file: Path) -> list[str]:
+    """The queries of a file in order: one text per line, or in a .jsonl file one object with `query` per line.
+
+    Blank lines are left out.
+
+    Raises:
+        UsageError: the file cannot be read, a line is not such an object, or there is no query.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read --queries {file}: {getattr(error, 'strerror', None) or error}") from error
+    is_json = file.suffix == ".jsonl"
+    queries = [
+        _query_of(line, f"line {number} of --queries {file}") if is_json else line.strip()
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not queries:
+        raise UsageError(f"--queries {file} holds no query: write one per line")
+    return queries
+
+
+def _query_of(line: str, place: str) -> str:
+    try:
+        query = json.loads(line)["query"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f'{place} is not an object with "query": {line[:80]!r}') from error
+    if not isinstance(query, str) or not query.strip():
+        raise UsageError(f"{place} must have a text as its query, got {query!r}")
+    return query
+
+
+def prompt_for_queries() -> Iterator[str]:
+    """The queries that a person types, until an empty line or the end of the input.
+
+    Raises:
+        UsageError: nobody can type, because the input or the output is no terminal.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("no query: give TEXT, --queries FILE or --image PHOTO")
+    note("type a query; an empty line ends")
+    while query := _typed():
+        yield query
+
+
+def _typed() -> str:
+    try:
+        return input(_PROMPT).strip()
+    except EOFError:
+        return ""
+
+
+def hint_at_image(text: str) -> None:
+    """Ask on standard error whether --image was meant, if `text` is the path of an image file."""
+    from edje_index.images.headers import HEAD_BYTES, image_format
+
+    try:
+        path = Path(text)
+        with path.open("rb") as file:
+            is_image = path.is_file() and image_format(file.read(HEAD_BYTES)) is not None
+    except (OSError, ValueError):  # a text is seldom a path
+        return
+    if is_image:
+        note(f"note: {text} is an image file, but it is searched for as a text: did you mean --image {text}?")
