@@ -26,6 +26,7 @@ EXTRAS_OF_MODULE = {
     "PIL": ("search", "build", "train"),
     "ray": ("build", "train"),
     "safetensors": ("search", "build", "train"),
+    "scipy": ("search", "build", "train"),
     "tensorboard": ("train",),
     "tensorstore": ("bench",),
     "torch": ("search", "build", "train"),

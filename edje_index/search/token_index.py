@@ -28,6 +28,7 @@ from storage_formats.token_store import TokenStore
 if TYPE_CHECKING:
     from PIL import Image
 
+    from edje_index.bundles.info import BundleInfo
     from edje_index.search.search_model import SearchModel
 
 
@@ -367,8 +368,18 @@ def load_search_model(
     Raises:
         ModelError: the bundle is missing, or it did not build this index.
     """
-    from edje_index.bundles.info import read_bundle_info
     from edje_index.search.search_model import SearchModel
+
+    return SearchModel(matching_bundle(root, manifest, model), device=device, dtype=dtype)
+
+
+def matching_bundle(root: str | Path, manifest: Manifest, model: str | Path | None = None) -> BundleInfo:
+    """The description of the bundle at `model`, or of the one that built the index at `root`, without its weights.
+
+    Raises:
+        ModelError: the bundle is missing, or it did not build this index.
+    """
+    from edje_index.bundles.info import read_bundle_info
 
     path = recorded_bundle(root, manifest) if model is None else Path(model)
     info = read_bundle_info(path)
@@ -378,4 +389,4 @@ def load_search_model(
             f"the bundle {path} did not build {root}: the encoder fingerprint is {info.encoder_fingerprint} in the "
             f"bundle and {built_by} in the index; name the bundle that built the index"
         )
-    return SearchModel(info, device=device, dtype=dtype)
+    return info

@@ -41,6 +41,7 @@ SECTIONS = {
     "Search": {
         "search": "pipelines.cli.search:search",
         "serve": "pipelines.cli.serve:serve",
+        "explain": "pipelines.cli.explain:explain",
     },
     "Train and measure": {
         "train": "pipelines.cli.train:train",

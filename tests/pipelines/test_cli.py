@@ -48,7 +48,7 @@ def test_the_help_lists_commands_under_headings_and_no_old_names(run):
     sections = listed_commands(run("--help")[1])
     assert {heading: sections[heading] for heading in SECTIONS} == {
         "Index": ["build", "import-arrays", "quantize", "verify", "info", "failures", "report"],
-        "Search": ["search", "serve"],
+        "Search": ["search", "serve", "explain"],
         "Train and measure": ["train", "eval"],
         "Models": ["model"],
         "Benchmarks": ["bench"],

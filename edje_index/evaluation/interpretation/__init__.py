@@ -1,0 +1,1 @@
+"""What stored tokens mean: their nearest words, and their alignment with captions, as in the paper's appendix."""

@@ -1,0 +1,239 @@
+"""Explains an index: nearest words of its tokens, and their alignment with captions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from edje_index.bundles.info import JOINT_FOLDER, verify_files
+from edje_index.bundles.scorer_parts import load_scorer
+from edje_index.captions.matching import NAME_COLUMNS, match_items
+from edje_index.captions.reading import CaptionedImage, read_captions
+from edje_index.errors import ModelError
+from edje_index.evaluation.interpretation.alignment import (
+    Distribution,
+    PairedTest,
+    alignment_scores,
+    distributions,
+    paired_test,
+)
+from edje_index.evaluation.interpretation.nearest_words import Vocabulary, WordCounts, count_words
+from edje_index.models.joint_scorer import JointScorer
+from edje_index.progress import OnProgress
+from edje_index.search.token_index import matching_bundle
+from storage_formats.errors import UsageError
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import INDEXED, read_all_rows
+from storage_formats.token_store import TokenStore
+
+DEFAULT_SAMPLE = 1000
+DEFAULT_ROWS = 6
+_BATCH = 64
+
+
+@dataclass(frozen=True)
+class ExplainedIndex:
+    """An index to explain.
+
+    Attributes:
+        root: the index.
+        model: bundle; None takes the one that built it.
+        precision: precision of the tokens; None takes the first that it holds.
+    """
+
+    root: Path
+    model: Path | None = None
+    precision: str | None = None
+
+
+@dataclass(frozen=True)
+class ExplainedRow:
+    """The nearest words of one image's tokens."""
+
+    row_id: int
+    uri: str
+    words: WordCounts
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Alignment scores of captioned images.
+
+    Attributes:
+        edges: edges of the histograms.
+        first: of the index.
+        second: of the index to compare with; None without one.
+        test: of the second against the first; None without one.
+        left_out: captions without content words.
+    """
+
+    edges: tuple[float, ...]
+    first: Distribution
+    second: Distribution | None
+    test: PairedTest | None
+    left_out: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the tokens of an index say.
+
+    Attributes:
+        root: the index.
+        precision: precision of the tokens.
+        trained: False if the model has random weights.
+        rows: the explained rows.
+        sample: number of rows in `words`.
+        words: nearest words of the tokens of a random sample of rows.
+        alignment: None without captions.
+        against: the index of `alignment.second`.
+    """
+
+    root: Path
+    precision: str
+    trained: bool
+    rows: tuple[ExplainedRow, ...]
+    sample: int
+    words: WordCounts
+    alignment: Alignment | None
+    against: Path | None
+
+
+def explain_index(
+    index: ExplainedIndex,
+    row_ids: Sequence[int] = (),
+    *,
+    sample: int = DEFAULT_SAMPLE,
+    captions: Captions | None = None,
+    on_progress: OnProgress = lambda activity, done, total: None,
+) -> Explanation:
+    """Explain rows of an index, and a random sample of all rows.
+
+    Args:
+        index: the index.
+        row_ids: rows to explain; by default the first of the sample.
+        sample: rows of the frequency table.
+        captions: captions to measure the alignment with.
+        on_progress: may raise to stop.
+
+    Raises:
+        UsageError: no such row, or no caption matches.
+        ModelError: the bundle is missing or did not build the index, or its tokens are not in the space of words.
+    """
+    opened = _Opened.of(index)
+    table = read_all_rows(opened.index, ("row_id", "uri", "status"))
+    indexed = np.array(table["row_id"])[np.array(table["status"]) == INDEXED]
+    if unknown := sorted(set(row_ids) - set(indexed.tolist())):
+        raise UsageError(f"{index.root} has no tokens of row {unknown[0]}")
+    if not len(indexed):
+        raise UsageError(f"{index.root} has no tokens: all of its inputs failed")
+    sampled = np.sort(np.random.default_rng(0).permutation(indexed)[:sample])
+    shown = np.array(row_ids or sampled[:DEFAULT_ROWS], dtype=np.int64)
+    alignment = None if captions is None else _alignment(opened, captions, on_progress)
+    vocabulary = Vocabulary(opened.joint)
+    nearest = [*opened.nearest(vocabulary, sampled, on_progress)]
+    rows = [
+        ExplainedRow(int(row), str(table["uri"][int(row)]), count_words(vocabulary, ids.tolist()))
+        for row, ids in zip(shown, np.concatenate([*opened.nearest(vocabulary, shown, on_progress)]), strict=True)
+    ]
+    return Explanation(
+        root=index.root,
+        precision=opened.store.precision,
+        trained=opened.trained,
+        rows=tuple(rows),
+        sample=len(sampled),
+        words=count_words(vocabulary, np.concatenate(nearest).ravel().tolist()),
+        alignment=alignment,
+        against=None if captions is None or captions.against is None else captions.against.root,
+    )
+
+
+@dataclass(frozen=True)
+class Captions:
+    """Captions to measure alignment with.
+
+    Attributes:
+        path, images, split: as in `edje_index.captions.reading.read_captions`.
+        against: another index of the same images to compare with; None for no comparison.
+    """
+
+    path: Path
+    images: Path | None = None
+    split: str | None = None
+    against: ExplainedIndex | None = None
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """An index with its tokens and the joint encoder that reads them."""
+
+    index: CommittedIndex
+    store: TokenStore
+    joint: JointScorer
+    trained: bool
+
+    @classmethod
+    def of(cls, source: ExplainedIndex) -> _Opened:
+        index = CommittedIndex.open(source.root)
+        info = matching_bundle(source.root, index.manifest, source.model)
+        verify_files(info, [name for name in info.files if name.startswith(JOINT_FOLDER)])
+        joint = load_scorer(info, torch.float32, torch.device("cpu"))
+        store = TokenStore.open(source.root, source.precision or index.manifest.spec.precisions[0])
+        if store.block_shape[1] != joint.width:
+            raise ModelError(
+                f"{source.root} stores features of width {store.block_shape[1]}, not tokens in the space of the "
+                f"joint encoder's words, which has width {joint.width}: explain an index that a trained bundle built"
+            )
+        return cls(index, store, joint, info.trained)
+
+    def nearest(
+        self, vocabulary: Vocabulary, rows: NDArray[np.int64], on_progress: OnProgress
+    ) -> list[NDArray[np.int64]]:
+        """Token ids of the nearest words of `rows` [k], in parts [b, m]."""
+        parts = []
+        for start in range(0, len(rows), _BATCH):
+            on_progress("looking up nearest words, images", start, len(rows))
+            parts.append(vocabulary.nearest(self.store.fetch(rows[start : start + _BATCH])))
+        return parts
+
+    def matched(self, items: Sequence[CaptionedImage]) -> NDArray[np.int64]:
+        """Row of each of `items`, int64 [n]; -1 for an image without tokens."""
+        return match_items(self.index.root, read_all_rows(self.index, NAME_COLUMNS), items).rows
+
+    def scores(
+        self, items: Sequence[CaptionedImage], rows: NDArray[np.int64], on_progress: OnProgress
+    ) -> NDArray[np.float64]:
+        """S of all captions of `items`, whose images have the rows `rows`."""
+        parts = []
+        for start in range(0, len(items), _BATCH):
+            on_progress("measuring alignment, images", start, len(items))
+            blocks = self.store.fetch(rows[start : start + _BATCH])
+            for item, block in zip(items[start : start + _BATCH], blocks, strict=True):
+                parts.append(alignment_scores(self.joint, item.captions, block))
+        return np.concatenate(parts)
+
+
+def _alignment(opened: _Opened, captions: Captions, on_progress: OnProgress) -> Alignment:
+    items = read_captions(captions.path, captions.images, captions.split)
+    indexes = [opened] if captions.against is None else [opened, _Opened.of(captions.against)]
+    rows = [each.matched(items) for each in indexes]
+    used = np.logical_and.reduce([each >= 0 for each in rows])
+    kept = [item for item, keep in zip(items, used, strict=True) if keep]
+    if not kept:
+        raise UsageError("no captioned image is in both indexes")
+    scores = [each.scores(kept, row[used], on_progress) for each, row in zip(indexes, rows, strict=True)]
+    has_words = np.logical_and.reduce([~np.isnan(values) for values in scores])
+    counted = [values[has_words] for values in scores]
+    edges, made = distributions(*counted)
+    return Alignment(
+        edges=edges,
+        first=made[0],
+        second=made[1] if len(made) > 1 else None,
+        test=paired_test(counted[0], counted[1]) if len(counted) > 1 else None,
+        left_out=int((~has_words).sum()),
+    )

@@ -1,0 +1,97 @@
+"""`edje-index explain`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipelines.cli.output import json_option, note, print_json, print_line, quiet_option
+from storage_formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from edje_index.evaluation.interpretation.explain import Explanation
+
+_PATH = click.Path(path_type=Path)
+_FREQUENT = 10
+
+
+@click.command()
+@click.argument("index", type=_PATH)
+@click.argument("rows", metavar="[ROW]...", nargs=-1, type=click.IntRange(min=0))
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default="explain.html",
+    show_default=True,
+    help="The page.",
+)
+@click.option("--model", type=_PATH, help="Model bundle.  [default: the one that built INDEX]")
+@click.option("--precision", metavar="NAME", help="Precision of the tokens.  [default: the first that INDEX holds]")
+@click.option(
+    "--sample", type=click.IntRange(min=1), default=1000, show_default=True, help="Images in the table of words."
+)
+@click.option("--captions", type=_PATH, help="Captions of the images, to measure their alignment with the tokens.")
+@click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: that of --captions]")
+@click.option("--split", metavar="NAME", help="Split of the captions.  [default: all]")
+@click.option(
+    "--against", metavar="INDEX[=MODEL]", help="Index of the same images, to compare the alignment by a paired t-test."
+)
+@quiet_option
+@json_option
+def explain(index: Path, rows: tuple[int, ...], out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Write an HTML page that shows what the tokens of INDEX mean.
+
+    The page shows the pictures of the given rows, or of some, beside the words of the language model that are nearest
+    to their tokens; the most frequent words of a sample of images; and the share of special and unused tokens. With
+    --captions it also shows how well caption words align with the tokens. It needs no other file and loads nothing.
+
+    \b
+    Examples:
+      edje-index explain photos.edje
+      edje-index explain photos.edje 17 230 --precision nvfp4 --out words.html
+      edje-index explain local.edje --captions dataset_flickr30k.json --split test --against m64.edje
+    """
+    captions, images, split, against = (options[name] for name in ("captions", "images", "split", "against"))
+    if captions is None and (images or split or against):
+        raise UsageError("--images, --split and --against need --captions")
+    from edje_index.evaluation.interpretation.explain import Captions, ExplainedIndex, explain_index
+    from pipelines.pages.explain_page import explain_page
+    from pipelines.progress.display import progress_display
+    from pipelines.progress.events import progress_callback
+    from storage_formats.atomic import write_bytes_atomic
+
+    other = None
+    if against is not None:
+        root, _, model = against.partition("=")
+        other = ExplainedIndex(Path(root), Path(model) if model else None)
+    chosen = None if captions is None else Captions(captions, images, split, other)
+    source = ExplainedIndex(index, options["model"], options["precision"])
+    with progress_display(quiet=quiet) as on_event:
+        explanation = explain_index(
+            source, rows, sample=options["sample"], captions=chosen, on_progress=progress_callback(on_event)
+        )
+    write_bytes_atomic(out, explain_page(explanation).encode())
+    note(f"page: {out}")
+    if as_json:
+        print_json({**asdict(explanation), "root": str(explanation.root), "against": against, "page": str(out)})
+    else:
+        _print(explanation)
+
+
+def _print(explanation: Explanation) -> None:
+    words = explanation.words
+    frequent = ", ".join(f"{word} {count:,}" for word, count in words.words[:_FREQUENT])
+    print_line(f"{explanation.sample:,} images, {words.tokens:,} tokens: {frequent}")
+    print_line(f"special tokens {words.special / words.tokens:.1%}, unused tokens {words.unused / words.tokens:.1%}")
+    alignment = explanation.alignment
+    if alignment is None:
+        return
+    for name, scores in ((explanation.root, alignment.first), (explanation.against, alignment.second)):
+        if scores is not None:
+            print_line(f"alignment S of {name}: {scores.mean:.4f} +- {scores.deviation:.4f}, {scores.pairs:,} pairs")
+    if alignment.test is not None:
+        test = alignment.test
+        print_line(f"paired t-test: t {test.t:.2f}, p {test.p:.1e}, effect size {test.effect_size:.2f}")

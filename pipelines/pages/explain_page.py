@@ -1,0 +1,92 @@
+"""The page of `explain`: pictures with the nearest words of their tokens, frequencies, and alignment with captions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edje_index.images.thumbnails import Thumbnail, read_thumbnails
+from pipelines.pages.rendering import render
+from pipelines.pages.search_page import short_name
+
+if TYPE_CHECKING:
+    from edje_index.evaluation.interpretation.explain import Alignment, Explanation
+    from edje_index.evaluation.interpretation.nearest_words import WordCounts
+
+MAX_FREQUENT = 50
+_CLOUD_WORDS = 64
+_SMALLEST, _SPAN = 0.8, 1.8  # font size in rem of the rarest word of a picture, and what the most frequent adds
+
+
+@dataclass(frozen=True)
+class _Word:
+    text: str
+    count: int
+    tokens: int
+    size: float
+
+
+@dataclass(frozen=True)
+class _Row:
+    row_id: int
+    name: str
+    thumbnail: Thumbnail
+    counts: WordCounts
+    words: Sequence[_Word]
+
+
+@dataclass(frozen=True)
+class _Page:
+    """The values of the template."""
+
+    index: str
+    against: str
+    precision: str
+    trained: bool
+    rows: Sequence[_Row]
+    sample: int
+    counts: WordCounts
+    frequent: Sequence[tuple[str, int]]
+    alignment: Alignment | None
+    bars: Sequence[Sequence[float]]
+
+
+def explain_page(explanation: Explanation) -> str:
+    """The HTML page of an explanation."""
+    thumbnails = read_thumbnails(explanation.root, [row.row_id for row in explanation.rows])
+    rows = [
+        _Row(row.row_id, short_name(row.uri), thumbnail, row.words, _cloud(row.words))
+        for row, thumbnail in zip(explanation.rows, thumbnails, strict=True)
+    ]
+    page = _Page(
+        index=str(explanation.root),
+        against=str(explanation.against),
+        precision=explanation.precision,
+        trained=explanation.trained,
+        rows=rows,
+        sample=explanation.sample,
+        counts=explanation.words,
+        frequent=explanation.words.words[:MAX_FREQUENT],
+        alignment=explanation.alignment,
+        bars=_bars(explanation.alignment),
+    )
+    return render("explain.html", page=page)
+
+
+def _cloud(counts: WordCounts) -> list[_Word]:
+    """Words whose size grows with the root of their frequency, so that their area grows with it."""
+    most = counts.words[0][1]
+    return [
+        _Word(text, count, counts.tokens, _SMALLEST + _SPAN * ((count - 1) / max(1, most - 1)) ** 0.5)
+        for text, count in counts.words[:_CLOUD_WORDS]
+    ]
+
+
+def _bars(alignment: Alignment | None) -> list[list[float]]:
+    """Heights between 0 and 100 of each bin, of one or two histograms."""
+    if alignment is None:
+        return []
+    counts = [alignment.first.counts] + ([alignment.second.counts] if alignment.second else [])
+    highest = max(map(max, counts))
+    return [[100 * count / highest for count in bin_counts] for bin_counts in zip(*counts, strict=True)]

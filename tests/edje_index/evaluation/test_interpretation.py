@@ -1,0 +1,145 @@
+"""Nearest words and alignment of tokens, against NumPy and SciPy."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from scipy.spatial.distance import cdist
+
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.scorer_parts import load_scorer
+from edje_index.evaluation.interpretation.alignment import alignment_scores, distributions, paired_test
+from edje_index.evaluation.interpretation.caption_words import content_words
+from edje_index.evaluation.interpretation.nearest_words import Vocabulary, count_words
+from edje_index.models.bf16 import to_bf16_array
+from edje_index.models.joint_scorer import JointScorer
+from storage_formats.codecs import codec
+from storage_formats.errors import UsageError
+
+CAPTIONS = [
+    "A child playing in the ocean.",
+    "Two dogs, running!",
+    "the of and",
+    "",
+    "The dog's owner doesn't see the DOGS.",
+    "snow snow snow",
+]
+
+
+@pytest.fixture
+def joint(tiny_model: ModelBundle, tmp_path: Path) -> JointScorer:
+    """The tiny joint encoder with words of different lengths."""
+    words = tiny_model.joint.text_embeddings.weight
+    with torch.no_grad():
+        words.mul_(torch.linspace(0.1, 5, len(words))[:, None])
+    return load_scorer(tiny_model.save(tmp_path / "model"), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("caption", "words"),
+    [
+        ("A child playing in the ocean.", "child playing ocean"),
+        ("“It’s” a Dog—and 2 cats, isn't it?", "dogand 2 cats"),
+        ("The of AND.", ""),
+        ("Café; naïve", "café naïve"),
+    ],
+)
+def test_content_words(caption, words):
+    assert content_words(caption) == words
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_alignment_is_the_mean_of_the_largest_cosines(joint, seed):
+    """As the paper defines it: no mean is subtracted, a word that occurs twice counts twice."""
+    block = torch.randn(9, 16, generator=torch.Generator().manual_seed(seed))
+    scores = alignment_scores(joint, CAPTIONS, block)
+    words = joint.word_vectors.double().numpy()
+    for caption, score in zip(CAPTIONS, scores, strict=True):
+        ids = joint.tokenizer.tokenizer.encode(content_words(caption), add_special_tokens=False).ids
+        if not ids:
+            assert np.isnan(score)
+            continue
+        similarities = 1 - cdist(words[ids], block.double().numpy(), "cosine")
+        assert score == pytest.approx(similarities.max(axis=1).mean(), abs=1e-9)
+    assert np.isnan(scores).tolist() == [False, False, True, True, False, False]
+
+
+def test_the_paired_test_is_scipys(joint):
+    rng = np.random.default_rng(4)
+    first = rng.normal(0.24, 0.05, 400)
+    second = first + rng.normal(0.004, 0.03, 400)
+    result = paired_test(first, second)
+    expected = stats.ttest_1samp(second - first, 0.0)
+    assert result.t == pytest.approx(expected.statistic, rel=1e-6)
+    assert result.p == pytest.approx(expected.pvalue, rel=1e-6)
+    differences = [b - a for a, b in zip(first.tolist(), second.tolist(), strict=True)]
+    mean = sum(differences) / 400
+    deviation = (sum((value - mean) ** 2 for value in differences) / 399) ** 0.5
+    assert result.effect_size == pytest.approx(mean / deviation, rel=1e-9)
+    assert result.t == pytest.approx(mean / deviation * 400**0.5, rel=1e-9)
+    assert 2 * stats.t.sf(abs(result.t), 399) == pytest.approx(result.p, rel=1e-6)
+    assert paired_test(second, first).t == pytest.approx(-result.t)
+    with pytest.raises(UsageError, match="the same alignment scores"):
+        paired_test(first, first)
+
+
+def test_the_papers_figures_agree_with_each_other():
+    """d = 0.39 with 5,000 pairs has a p near 3e-153, so the effect size is that of paired differences."""
+    rng = np.random.default_rng(0)
+    differences = rng.normal(size=5000)
+    differences = (differences - differences.mean()) / differences.std(ddof=1) + 0.389
+    result = paired_test(np.zeros(5000), differences)
+    assert result.effect_size == pytest.approx(0.389)
+    assert -156 < np.log10(result.p) < -150
+
+
+def test_histograms_have_common_edges():
+    rng = np.random.default_rng(1)
+    first, second = rng.normal(size=300), rng.normal(1, 2, 300)
+    edges, made = distributions(first, second)
+    for values, distribution in zip((first, second), made, strict=True):
+        assert distribution.pairs == sum(distribution.counts) == 300
+        assert distribution.mean == pytest.approx(np.mean(values))
+        assert distribution.deviation == pytest.approx(stats.tstd(values))
+        expected = [sum(low <= v < high for v in values) for low, high in itertools.pairwise(edges)]
+        expected[-1] += sum(v == edges[-1] for v in values)
+        assert list(distribution.counts) == expected
+    with pytest.raises(UsageError, match="at least two captions"):
+        distributions(np.array([0.1]))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4", "sign1"])
+def test_nearest_words_are_those_of_the_plain_computation(joint, precision):
+    stored = codec(precision, (40, 16))
+    blocks = to_bf16_array(torch.randn(33, 40, 16, generator=torch.Generator().manual_seed(2)))
+    decoded = stored.decode(stored.encode(blocks))
+    words = joint.word_vectors.double().numpy()
+    # scipy gives NaN for the vector of [PAD], which is 0
+    allowed = [i for i in range(len(words)) if i != joint.tokenizer.image_token_id]
+    distances = cdist(decoded.astype(np.float64).reshape(-1, 16), words[allowed], "cosine")
+    nearest = Vocabulary(joint).nearest(decoded)
+    chosen = 1 - cdist(decoded.astype(np.float64).reshape(-1, 16), words, "cosine")
+    chosen = chosen[np.arange(len(chosen)), nearest.ravel()]
+    np.testing.assert_allclose(chosen, 1 - np.nanmin(distances, axis=1), atol=1e-6)
+    assert nearest.shape == (33, 40)
+    assert joint.tokenizer.image_token_id not in nearest
+
+
+def test_words_are_counted_with_the_shares_of_special_and_unused_ones(joint):
+    vocabulary = Vocabulary(joint)
+    often, once, separator = 100, 101, joint.tokenizer.special_id("sep_token")
+    vocabulary._words[7] = "[unused80]"  # the tiny vocabulary has none
+    counts = count_words(vocabulary, [often, 7, once, often, separator, 7, often])
+    assert set(counts.words) == {
+        (vocabulary.word(often), 3),
+        ("[unused80]", 2),
+        ("[SEP]", 1),
+        (vocabulary.word(once), 1),
+    }
+    assert [count for _, count in counts.words] == [3, 2, 1, 1]
+    assert (counts.tokens, counts.special, counts.unused) == (7, 1, 2)

@@ -1,0 +1,124 @@
+"""The page of `explain`, read back by an HTML parser that this project did not write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edje_index.bundles.bundle import ModelBundle
+from pipelines import build_index, quantize_index
+from storage_formats.token_store import TokenStore
+from tests.pipelines.conftest import write_photo
+from tests.pipelines.pages.test_search_page import Page
+
+HOSTILE = "<img src=x onerror=alert(1)>.jpg"
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, tiny_bundle) -> Path:
+    """Photos with captions, their index with two precisions, and one built by another model."""
+    from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
+
+    folder = tmp_path_factory.mktemp("explain")
+    names = [*(f"{seed}.jpg" for seed in range(6)), HOSTILE]
+    for seed, name in enumerate(names):
+        write_photo(folder / "photos" / name, seed)
+    (folder / "photos" / "broken.jpg").write_bytes(b"nothing")
+    build_index(folder / "photos", folder / "photos.edje", tiny_bundle, engine="inline", threads=1)
+    quantize_index(folder / "photos.edje", ["sign1"])
+    create_untrained_bundle(folder / "other", seed=5, sizes=TINY)
+    build_index(folder / "photos", folder / "other.edje", folder / "other", engine="inline", threads=1)
+    texts = ["a red dog", "two cats run", "the", "snow and water"]
+    lines = [{"image": name, "captions": texts[at % 3 :]} for at, name in enumerate(names)]
+    (folder / "captions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def explained(case, run, tmp_path, *arguments: object) -> tuple[Page, dict]:
+    out = tmp_path / "page.html"
+    code, printed, err = run("explain", case / "photos.edje", *arguments, "--out", out, "--quiet", "--json")
+    assert code == 0, err
+    return Page(out.read_text()), json.loads(printed)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "sign1"])
+def test_rows_show_their_picture_and_the_words_of_their_tokens(case, run, tmp_path, tiny_bundle, precision):
+    page, result = explained(case, run, tmp_path, "4", "1", "--precision", precision)
+    assert [row["row_id"] for row in result["rows"]] == [4, 1]
+    assert len([tag for tag, _ in page.tags if tag == "img"]) == 2
+    joint = ModelBundle.load(tiny_bundle).joint
+    words = joint.text_embeddings.weight.detach().double().numpy()
+    words = words / np.linalg.norm(words, axis=1, keepdims=True).clip(min=1e-12)  # [PAD] has length 0
+    words[joint.tokenizer.image_token_id] = 0
+    blocks = TokenStore.open(case / "photos.edje", precision).fetch([4, 1]).astype(np.float64)
+    for block, row in zip(blocks, result["rows"], strict=True):
+        nearest = [int(np.argmax(words @ token)) for token in block]
+        expected = sorted(map(joint.tokenizer.tokenizer.id_to_token, nearest))
+        assert sorted(word for word, count in row["words"]["words"] for _ in range(count)) == expected
+    text = " ".join(page.text)
+    assert all(word in text for word, _ in result["rows"][0]["words"]["words"])
+    assert f"{precision} tokens" in text
+    assert result["words"]["tokens"] == 7 * 4
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_escapes_names(case, run, tmp_path):
+    page, _ = explained(case, run, tmp_path, "--captions", case / "captions.jsonl", "--images", case / "photos")
+    assert all(reference.startswith("data:image/jpeg;base64,") for reference in page.references())
+    assert len(page.references()) == 6
+    page, _ = explained(case, run, tmp_path, *(str(row) for row in range(8) if row not in _holes(case)))
+    assert HOSTILE in " ".join(page.text)
+    assert not [attributes for _, attributes in page.tags if "onerror" in attributes]
+
+
+def _holes(case: Path) -> set[int]:
+    from storage_formats.format.rows import read_rows
+
+    table = read_rows(case / "photos.edje", None, ["row_id", "status"]).to_pylist()
+    return {row["row_id"] for row in table if row["status"] != "indexed"}
+
+
+def test_alignment_is_compared_pair_by_pair(case, run, tmp_path):
+    captions = ["--captions", case / "captions.jsonl", "--images", case / "photos"]
+    page, result = explained(case, run, tmp_path, *captions, "--against", f"{case}/other.edje={case}/other")
+    alignment = result["alignment"]
+    assert alignment["first"]["pairs"] == alignment["second"]["pairs"]
+    assert alignment["left_out"] == 7, "the captions 'the' have no content word"
+    assert alignment["test"]["difference"] == pytest.approx(alignment["second"]["mean"] - alignment["first"]["mean"])
+    bars = [attributes for tag, attributes in page.tags if tag == "rect"]
+    assert len(bars) == 2 * 30
+    assert max(float(bar["height"]) for bar in bars) == 100
+    assert f"t = {alignment['test']['t']:.2f}" in " ".join(page.text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["99"], "has no tokens of row 99"),
+        (["--split", "x"], "--images, --split and --against need --captions"),
+        (["--precision", "fp8"], "fp8"),
+        (["--model", "OTHER"], "did not build"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused(case, run, tmp_path, arguments, words):
+    given = [case / "other" if argument == "OTHER" else argument for argument in arguments]
+    code, _, err = run("explain", case / "photos.edje", *given, "--out", tmp_path / "page.html", "--quiet")
+    assert code != 0
+    assert words in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_photo_that_is_gone_still_has_words(case, run, tmp_path):
+    _, result = explained(case, run, tmp_path, "0")
+    photo = Path(result["rows"][0]["uri"])
+    content = photo.read_bytes()
+    try:
+        photo.unlink()
+        page, result = explained(case, run, tmp_path, "0")
+    finally:
+        photo.write_bytes(content)
+    assert "missing: no such file" in " ".join(page.text)
+    assert result["rows"][0]["words"]["tokens"] == 4
