@@ -138,8 +138,9 @@ def describe_result(result: TrainResult) -> list[str]:
 def _describe_choice(candidates: str, choice: dict[str, Any]) -> str:
     """Recall of `candidates` ("images" or "captions") with the fitted weights."""
     queries = "images" if candidates == "captions" else "captions"
+    held_out = choice["held_out_recall"]
+    cross_validated = "" if held_out is None else f"final {held_out:.1%} with weights fitted to other images, "
     return (
         f"R@1 of {candidates} for {choice['queries']:,} dev {queries}, pool {choice['pool']}: embeddings "
-        f"{choice['embedding_recall']:.1%}, final {choice['held_out_recall']:.1%} with weights fitted to other images, "
-        f"{choice['recall']:.1%} with weights fitted to the same"
+        f"{choice['embedding_recall']:.1%}, {cross_validated}{choice['recall']:.1%} with weights fitted to the same"
     )

@@ -11,7 +11,7 @@ import pytest
 from edje_index.training.config import TrainConfig, groups, make_config
 from edje_index.training.presets import PRESETS
 from pipelines.cli import main
-from pipelines.cli.train import train
+from pipelines.cli.train import describe_result, train
 from pipelines.cli.train_settings import (
     TrainSettings,
     describe_settings,
@@ -22,6 +22,7 @@ from pipelines.cli.train_settings import (
     settings_json,
 )
 from pipelines.jobs.training.request import check_request
+from pipelines.jobs.training.result import TrainResult
 from storage_formats.errors import UsageError
 
 REQUIRED = {"captions": (Path("a.jsonl"),), "out": Path("out"), "model": Path("model")}
@@ -192,3 +193,13 @@ def test_the_command_of_the_model_card_means_what_its_options_meant():
     assert PRESETS["small-data"] == {**shipped, "loop": {"steps": 400, "batch_size": 32, "epoch_of": "images"}}
     assert request.inputs.vision == "local-dir:dual"
     assert isinstance(config, TrainConfig)
+
+
+def test_the_recall_of_a_single_dev_image_is_described_without_cross_validation():
+    choice = {"queries": 5, "pool": 1, "embedding_recall": 1.0, "held_out_recall": None, "recall": 1.0}
+    result = TrainResult(
+        "model", "f" * 64, "e" * 64, images=6, captions=6, left_out={}, steps=2, seconds=1.5, dev={"images": choice}
+    )
+    assert describe_result(result)[-1] == (
+        "R@1 of images for 5 dev captions, pool 1: embeddings 100.0%, 100.0% with weights fitted to the same"
+    )
