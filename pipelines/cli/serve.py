@@ -56,7 +56,7 @@ def serve(
     queue: int,
     deadline: float,
 ) -> None:
-    """Serve search and re-ranking of INDEX... over HTTP.
+    """Serve search and re-ranking of INDEX... over HTTP, with a page for the browser.
 
     Prints the address when the service answers. SIGTERM and Ctrl-C end it after the requests that have arrived.
     Requests can search, re-rank rows or pictures (in the dialects of text-embeddings-inference and Cohere), embed texts

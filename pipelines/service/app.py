@@ -1,11 +1,13 @@
-"""The application: routes, errors, and what runs while it is up."""
+"""The application: routes, the page, errors, and what runs while it is up."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from fastapi import FastAPI
+from fastapi.responses import FileResponse
 from starlette.types import ASGIApp
 
 from edje_index import __version__
@@ -17,6 +19,9 @@ from pipelines.service.metrics import Metrics
 from pipelines.service.routes import router
 from pipelines.service.settings import ServiceSettings
 from pipelines.service.state import ServiceState
+
+_STATIC = Path(__file__).parent / "static"
+_FILES = {"/": "index.html", "/app.js": "app.js", "/style.css": "style.css", "/favicon.svg": "favicon.svg"}
 
 
 def create_app(indexes: ServedIndexes, settings: ServiceSettings) -> ASGIApp:
@@ -40,5 +45,14 @@ def create_app(indexes: ServedIndexes, settings: ServiceSettings) -> ASGIApp:
     # The pages of FastAPI load scripts from a content network, so they are off; /openapi.json describes the routes.
     app = FastAPI(title="edje-index", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(router)
+    for path, name in _FILES.items():
+        _add_file(app, path, name)
     add_error_handlers(app)
     return Guard(app, settings, metrics)
+
+
+def _add_file(app: FastAPI, path: str, name: str) -> None:
+    async def file() -> FileResponse:
+        return FileResponse(_STATIC / name)
+
+    app.get(path, include_in_schema=False)(file)

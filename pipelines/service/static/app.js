@@ -1,0 +1,328 @@
+// The page of the service. It asks only the service that it came from, and shows all text as text.
+"use strict";
+
+const byId = (id) => document.getElementById(id);
+const HITS = 12;
+const PICTURE_SIDE = 1024; // a picture is made smaller before it is sent
+const PART_NAMES = {
+  logit: "logit",
+  late: "late interaction",
+  pooled: "pooled similarity",
+  embedding: "embedding similarity",
+  hubness: "hubness correction",
+};
+
+let indexes = [];
+let picture = null; // a data URI
+let shown = null; // the latest answer, with what was asked
+let running = null; // AbortController of the search that runs
+
+function key() {
+  return sessionStorage.getItem("edje-key");
+}
+
+async function ask(path, options = {}) {
+  const headers = new Headers(options.headers);
+  if (key()) headers.set("Authorization", `Bearer ${key()}`);
+  const answer = await fetch(path, { ...options, headers });
+  if (answer.ok) return answer;
+  if (answer.status === 401) byId("key-form").hidden = false;
+  let message = `the service answered with status ${answer.status}`;
+  try {
+    message = (await answer.json()).error.message;
+  } catch {
+    // not an answer of this service
+  }
+  throw new Error(message);
+}
+
+function say(text, isError = false) {
+  byId("status").textContent = text;
+  byId("status").classList.toggle("error", isError);
+}
+
+function fill(select, names, field) {
+  select.replaceChildren(...names.map((name) => new Option(name, name)));
+  field.hidden = names.length < 2;
+}
+
+function chosenIndex() {
+  return indexes.find((index) => index.name === byId("index").value) ?? indexes[0];
+}
+
+function showIndex() {
+  const index = chosenIndex();
+  fill(byId("precision"), index.precisions, byId("precision-field"));
+  const pool = byId("pool");
+  pool.max = Math.min(500, Math.max(10, Math.ceil(index.indexed / 10) * 10));
+  byId("pool-value").textContent = pool.value;
+  byId("about").textContent =
+    `${index.indexed.toLocaleString("en")} photos in ${index.name}.` +
+    (index.trained ? "" : " The model is untrained: the order has no meaning.");
+  byId("formula").textContent =
+    `Score = ${index.score}. It orders the hits of one query and cannot be compared between queries.`;
+}
+
+async function start() {
+  try {
+    indexes = (await (await ask("/info")).json()).indexes;
+  } catch (error) {
+    say(error.message, true);
+    return;
+  }
+  byId("key-form").hidden = true;
+  fill(byId("index"), indexes.map((index) => index.name), byId("index-field"));
+  showIndex();
+  readAddress();
+}
+
+// The address of the page holds the search, so that it can be shared.
+
+function readAddress() {
+  const parameters = new URLSearchParams(location.search);
+  const names = indexes.map((index) => index.name);
+  if (names.includes(parameters.get("index"))) byId("index").value = parameters.get("index");
+  showIndex();
+  if (chosenIndex().precisions.includes(parameters.get("precision"))) {
+    byId("precision").value = parameters.get("precision");
+  }
+  const pool = Number(parameters.get("pool"));
+  if (Number.isInteger(pool) && pool >= 10) byId("pool").value = pool;
+  byId("pool-value").textContent = byId("pool").value;
+  byId("query").value = parameters.get("q") ?? "";
+  const row = parameters.get("row");
+  if (row !== null && /^\d{1,15}$/.test(row)) search({ row_id: Number(row) }, false);
+  else if (byId("query").value.trim()) search({ query: byId("query").value }, false);
+}
+
+function writeAddress(what) {
+  const parameters = new URLSearchParams();
+  if (what.query !== undefined) parameters.set("q", what.query);
+  if (what.row_id !== undefined) parameters.set("row", what.row_id);
+  if (indexes.length > 1) parameters.set("index", chosenIndex().name);
+  if (chosenIndex().precisions.length > 1) parameters.set("precision", byId("precision").value);
+  if (what.query !== undefined) parameters.set("pool", byId("pool").value);
+  const text = parameters.toString();
+  if (`?${text}` !== location.search) history.pushState(null, "", text ? `?${text}` : location.pathname);
+}
+
+async function search(what, remember = true) {
+  running?.abort();
+  const mine = (running = new AbortController());
+  const pool = Number(byId("pool").value);
+  const precision = byId("precision").value;
+  const body = { ...what, k: Math.min(HITS, pool), pool, precision, index: chosenIndex().name };
+  if (what.query !== undefined) body.embedding_order = true;
+  say("Searching ...");
+  byId("orders").classList.add("busy");
+  const started = performance.now();
+  try {
+    const answer = await ask("/search", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(body),
+      signal: mine.signal,
+    });
+    const result = await answer.json();
+    if (remember && what.image === undefined) writeAddress(what);
+    show(result, what, performance.now() - started);
+  } catch (error) {
+    if (error.name !== "AbortError") say(error.message, true);
+  } finally {
+    if (running === mine) byId("orders").classList.remove("busy");
+  }
+}
+
+function show(result, what, milliseconds) {
+  const isRanked = Array.isArray(result.by_embedding);
+  byId("orders").hidden = false;
+  byId("orders").classList.toggle("single", !isRanked);
+  byId("before-section").hidden = !isRanked;
+  const like = what.row_id === undefined ? "the picture" : `row ${what.row_id}`;
+  byId("after-title").textContent = isRanked ? `Re-ranked with ${result.precision} tokens` : `Similar photos to ${like}`;
+  byId("before").replaceChildren(...(result.by_embedding ?? []).map((hit) => card(hit, result, "before")));
+  byId("after").replaceChildren(...result.hits.map((hit) => card(hit, result, isRanked ? "after" : "single")));
+  byId("share").hidden = what.image !== undefined;
+  const timing = result.timing;
+  const network = Math.max(0, milliseconds - timing.waited_ms - timing.computed_ms);
+  say(
+    `${result.hits.length} hits in ${Math.round(milliseconds)} ms: ${Math.round(timing.waited_ms)} ms in the queue, ` +
+      `${Math.round(timing.computed_ms)} ms search and re-ranking, ${Math.round(network)} ms network.`,
+  );
+  byId("changes").textContent = isRanked ? changes(result, what) : "";
+  shown = { what, result };
+}
+
+function changes(result, what) {
+  const before = new Set(result.by_embedding.map((hit) => hit.row_id));
+  const entered = result.hits.filter((hit) => !before.has(hit.row_id)).length;
+  const stayed = result.hits.filter((hit) => hit.rank === hit.embedding_rank).length;
+  let text = `Re-ranking kept ${stayed} of ${result.hits.length} in place and brought ${entered} from further down.`;
+  const last = shown?.result;
+  if (last && shown.what.query === what.query && last.index === result.index && last.precision !== result.precision) {
+    const known = last.hits.map((hit) => hit.row_id);
+    const moved = result.hits.filter((hit, position) => known[position] !== hit.row_id).length;
+    text += ` With ${result.precision} instead of ${last.precision}, ${moved} of ${result.hits.length} ranks hold another photo.`;
+  }
+  return text;
+}
+
+function card(hit, result, kind) {
+  const item = byId("hit").content.firstElementChild.cloneNode(true);
+  const name = hit.uri.split("!").pop().split("/").pop() || hit.uri;
+  const inside = (selector) => item.querySelector(selector);
+  inside(".rank").textContent = kind === "before" ? hit.embedding_rank : hit.rank;
+  inside(".name").textContent = name;
+  inside(".name").title = hit.uri;
+  inside(".facts").textContent = `row ${hit.row_id}, cosine ${hit.embedding_score.toFixed(4)}`;
+  inside("img").alt = name;
+  loadPicture(inside("img"), hit.row_id, result.index);
+  if (kind !== "single") showMovement(inside(".movement"), hit, kind);
+  if (kind === "after") showParts(inside(".parts"), hit, result.weights);
+  const similar = inside(".similar");
+  similar.setAttribute("aria-label", `More like this: ${name}`);
+  similar.addEventListener("click", () => {
+    byId("query").value = "";
+    search({ row_id: hit.row_id });
+    scrollTo({ top: 0 });
+  });
+  return item;
+}
+
+function showMovement(element, hit, kind) {
+  const moved = hit.embedding_rank - hit.rank;
+  const badge = document.createElement("span");
+  badge.className = moved > 0 ? "up" : moved < 0 ? "down" : "soft";
+  badge.textContent = moved > 0 ? `▲ up ${moved}` : moved < 0 ? `▼ down ${-moved}` : "= stays";
+  element.append(kind === "before" ? `re-ranked to ${hit.rank} ` : `by embedding ${hit.embedding_rank} `, badge);
+}
+
+function showParts(details, hit, weights) {
+  details.hidden = false;
+  details.querySelector("summary").textContent = `score ${hit.score.toFixed(2)}`;
+  const rows = Object.entries(hit.parts).map(([part, value]) => {
+    const row = document.createElement("tr");
+    const name = document.createElement("th");
+    name.scope = "row";
+    name.textContent = PART_NAMES[part] ?? part;
+    row.append(name);
+    for (const [text, style] of [[value.toFixed(4), ""], [`x ${Number((weights[part] ?? 0).toPrecision(4))}`, "weight"]]) {
+      const cell = row.insertCell();
+      cell.textContent = text;
+      cell.className = style;
+    }
+    return row;
+  });
+  details.querySelector("tbody").replaceChildren(...rows);
+}
+
+async function loadPicture(image, rowId, index) {
+  const path = `/thumbnails/${rowId}?index=${encodeURIComponent(index)}`;
+  image.addEventListener("error", () => replacePicture(image), { once: true });
+  if (!key()) {
+    image.src = path;
+    return;
+  }
+  try {
+    const url = URL.createObjectURL(await (await ask(path)).blob());
+    image.addEventListener("load", () => URL.revokeObjectURL(url), { once: true });
+    image.src = url;
+  } catch {
+    replacePicture(image);
+  }
+}
+
+function replacePicture(image) {
+  const note = document.createElement("div");
+  note.className = "missing";
+  note.textContent = "The photo cannot be shown";
+  image.replaceWith(note);
+}
+
+async function usePicture(file) {
+  try {
+    picture = await shrink(file);
+  } catch {
+    picture = await readAsIs(file); // a format that the browser does not know
+  }
+  byId("query").value = "";
+  search({ image: picture });
+}
+
+async function shrink(file) {
+  const bitmap = await createImageBitmap(file);
+  const scale = Math.min(1, PICTURE_SIDE / Math.max(bitmap.width, bitmap.height));
+  const canvas = document.createElement("canvas");
+  canvas.width = Math.max(1, Math.round(bitmap.width * scale));
+  canvas.height = Math.max(1, Math.round(bitmap.height * scale));
+  canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/jpeg", 0.92);
+}
+
+function readAsIs(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => resolve(reader.result.replace(/^data:[^,]*,/, "data:application/octet-stream;base64,")));
+    reader.addEventListener("error", () => reject(reader.error));
+    reader.readAsDataURL(file);
+  });
+}
+
+function searchAgain() {
+  if (byId("query").value.trim()) search({ query: byId("query").value.trim() });
+  else if (shown) search(shown.what);
+}
+
+byId("search").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const query = byId("query").value.trim();
+  if (query) search({ query });
+  else say("Write a query, or choose a picture.");
+});
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("edje-key", byId("key").value.trim());
+  byId("key").value = "";
+  say("");
+  start();
+});
+byId("pool").addEventListener("input", () => (byId("pool-value").textContent = byId("pool").value));
+byId("pool").addEventListener("change", searchAgain);
+byId("precision").addEventListener("change", searchAgain);
+byId("index").addEventListener("change", () => {
+  shown = null;
+  showIndex();
+  searchAgain();
+});
+byId("picture").addEventListener("change", (event) => event.target.files[0] && usePicture(event.target.files[0]));
+byId("copy").addEventListener("click", async () => {
+  try {
+    await navigator.clipboard.writeText(location.href);
+    say("The link is copied.");
+  } catch {
+    say(`The link: ${location.href}`); // pages without TLS may not write to the clipboard
+  }
+});
+addEventListener("dragover", (event) => {
+  event.preventDefault();
+  byId("drop").classList.add("over");
+});
+addEventListener("dragleave", () => byId("drop").classList.remove("over"));
+addEventListener("drop", (event) => {
+  event.preventDefault();
+  byId("drop").classList.remove("over");
+  const file = event.dataTransfer.files[0];
+  if (file) usePicture(file);
+});
+addEventListener("keydown", (event) => {
+  const isWriting = event.target instanceof HTMLElement && event.target.matches("input[type=search], input[type=password]");
+  if (event.key === "/" && !isWriting && !event.ctrlKey && !event.metaKey && !event.altKey) {
+    event.preventDefault();
+    byId("query").focus();
+  } else if (event.key === "Escape") {
+    byId("query").value = "";
+    byId("query").focus();
+  }
+});
+addEventListener("popstate", readAddress);
+start();
