@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from edje_index.errors import ModelError
+from storage_formats.format.index_files import open_regular
+
+_MAX_DESCRIPTION_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,10 @@ def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int
         ModelError: the file is missing or unreadable, or it has a different format or version.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with os.fdopen(open_regular(path), "rb") as file:
+            if os.fstat(file.fileno()).st_size > _MAX_DESCRIPTION_BYTES:
+                raise ModelError(f"{path} is larger than any description of a {kind}; restore the file")
+            content = json.loads(file.read())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ModelError(f"{path.parent} is not a {kind}: it holds no {path.name}") from error
     except (OSError, ValueError, RecursionError) as error:

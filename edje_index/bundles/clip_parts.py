@@ -7,14 +7,16 @@ import torch
 from edje_index.bundles.info import VISION_FOLDER, VISION_WEIGHTS, BundleInfo
 from edje_index.models.clip_config import HF_TEXT_FOLDER, ClipConfig
 from edje_index.models.clip_model import build_clip
+from edje_index.models.size_limit import limited_by
 from edje_index.models.text_tower import TextTower, text_tokenizer
 from edje_index.models.weights import assign_weights, read_weights
 
 
 def load_clip(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
     """The frozen open_clip model of a bundle."""
-    clip = build_clip(config, info.path / VISION_FOLDER / HF_TEXT_FOLDER if config.hf_text_name else None)
     weights = info.path / VISION_WEIGHTS
+    with limited_by(weights):
+        clip = build_clip(config, info.path / VISION_FOLDER / HF_TEXT_FOLDER if config.hf_text_name else None)
     assign_weights(clip, read_weights(weights), str(weights))
     return clip.requires_grad_(False)
 

@@ -7,6 +7,7 @@ from edje_index.errors import ModelError
 from edje_index.models.adapter import Adapter, AdapterConfig, build_adapter
 from edje_index.models.clip_config import ClipConfig, read_clip_config
 from edje_index.models.clip_model import build_visual
+from edje_index.models.size_limit import limited_by
 from edje_index.models.vision_tower import VisionTower, vision_tower
 from edje_index.models.weights import assign_weights, read_weights
 
@@ -14,8 +15,9 @@ from edje_index.models.weights import assign_weights, read_weights
 def load_visual(info: BundleInfo) -> tuple[VisionTower, ClipConfig]:
     """The vision tower of a bundle. The weights of the text tower are not read."""
     config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
-    visual = build_visual(config)
     weights = info.path / VISION_WEIGHTS
+    with limited_by(weights):
+        visual = build_visual(config)
     assign_weights(visual, read_weights(weights, prefix="visual."), str(weights))
     return vision_tower(visual), config
 
@@ -26,7 +28,8 @@ def load_adapter(info: BundleInfo) -> Adapter:
         config = AdapterConfig(**info.adapter)
     except TypeError as error:
         raise ModelError(f"{info.path / INFO_FILE} describes an unknown adapter: {error}") from error
-    adapter = build_adapter(config)
     weights = info.path / ADAPTER_WEIGHTS
+    with limited_by(weights):
+        adapter = build_adapter(config)
     assign_weights(adapter, read_weights(weights), str(weights))
     return adapter.requires_grad_(False)

@@ -9,6 +9,7 @@ from edje_index.bundles.scorer_parts import POOLED, load_pooled_similarity
 from edje_index.filesystem import write_json
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import load_joint_tokenizer
+from edje_index.models.size_limit import limited_by
 from edje_index.models.weights import assign_weights, distinct_tensors, read_weights, save_tensors
 from edje_index.scoring.pooled_similarity import PooledSimilarity
 
@@ -16,8 +17,9 @@ from edje_index.scoring.pooled_similarity import PooledSimilarity
 def load_joint_encoder(info: BundleInfo) -> tuple[JointEncoder, PooledSimilarity | None]:
     """The joint encoder of a bundle, and its pooled similarity if it has one."""
     tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER, canonical=info.canonical_captions)
-    joint = JointEncoder(bert_config(info.path / JOINT_CONFIG), tokenizer, int(info.joint["text_embed_dim"]))
     path = info.path / JOINT_WEIGHTS
+    with limited_by(path):
+        joint = JointEncoder(bert_config(info.path / JOINT_CONFIG), tokenizer, int(info.joint["text_embed_dim"]))
     state = {name: tensor for name, tensor in read_weights(path).items() if not name.startswith(POOLED)}
     assign_weights(joint, state, str(path))
     return joint, load_pooled_similarity(info, joint.width)

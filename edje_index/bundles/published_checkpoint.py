@@ -18,6 +18,7 @@ from edje_index.errors import ModelError
 from edje_index.models.adapter import COMPRESSED, LOCAL, Adapter, AdapterConfig, build_adapter
 from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.models.joint_inputs import load_joint_tokenizer
+from edje_index.models.size_limit import limited_by
 from edje_index.models.weights import State, assign_weights, read_checkpoint
 
 ADAPTER_PREFIX = "vision_projection."
@@ -88,8 +89,9 @@ class PublishedCheckpoint:
 
     def model(self, tokenizer_dir: Path, *, vision_heads: int, layer_norm_eps: float) -> PublishedModel:
         """Adapter and joint encoder. Arguments as for `load_published_checkpoint`."""
-        joint = _joint_encoder(self.weights, tokenizer_dir, str(self.path))
-        adapter = _adapter(self.weights, joint, vision_heads, layer_norm_eps, str(self.path))
+        with limited_by(self.path):
+            joint = _joint_encoder(self.weights, tokenizer_dir, str(self.path))
+            adapter = _adapter(self.weights, joint, vision_heads, layer_norm_eps, str(self.path))
         return PublishedModel(adapter.requires_grad_(False), joint)
 
 

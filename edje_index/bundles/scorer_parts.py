@@ -13,6 +13,7 @@ from edje_index.models.bert import BertShape
 from edje_index.models.joint_inputs import load_joint_tokenizer
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.models.safety import read_configuration
+from edje_index.models.size_limit import limited_by
 from edje_index.models.weights import assign_weights, read_weights
 from edje_index.scoring.hubness import HubnessBank
 from edje_index.scoring.pooled_similarity import PooledSimilarity
@@ -34,8 +35,9 @@ def load_pooled_similarity(info: BundleInfo, width: int) -> PooledSimilarity | N
     sizes = info.pooled_similarity
     if sizes is None:
         return None
-    pooled = PooledSimilarity(width, **sizes)
     path = info.path / JOINT_WEIGHTS
+    with limited_by(path):
+        pooled = PooledSimilarity(width, **sizes)
     assign_weights(pooled, read_weights(path, prefix=POOLED), str(path))
     return pooled
 

@@ -7,6 +7,7 @@ under ``attn_implementation``. timm downloads models with names like ``hf-hub:OR
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -16,6 +17,8 @@ from edje_index.errors import ModelError
 CODE_SUFFIXES = frozenset({".dll", ".pickle", ".pkl", ".py", ".pyc", ".so"})
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines", "trust_remote_code"})
 IMPLEMENTATION_KEYS = frozenset({"_attn_implementation", "attn_implementation", "experts_implementation"})
+WEIGHT_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".safetensors"})
+MAX_TEXT_BYTES = 256 << 20  # tokenizers of 256,000 words take 35 MB
 TOKENIZER_CLASSES = frozenset({
     "BertTokenizer", "CLIPTokenizer", "DistilBertTokenizer", "GemmaTokenizer", "M2M100Tokenizer", "MPNetTokenizer",
     "NllbTokenizer", "PreTrainedTokenizer", "RobertaTokenizer", "SiglipTokenizer", "T5Tokenizer", "TokenizersBackend",
@@ -31,17 +34,34 @@ def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
         files: names of its files, as ``bundle.json`` lists them.
 
     Raises:
-        ModelError: the bundle does one of these.
+        ModelError: the bundle does one of these, or holds a FIFO, a device or a very large text file.
     """
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
             raise ModelError(f"the bundle {folder} lists the file {name!r}, which is outside its folder: do not use it")
     for file in sorted(folder.rglob("*")):
+        _check_kind(file)
         if file.suffix in CODE_SUFFIXES:
             raise ModelError(f"{file} is code, and a bundle holds only data: remove it, or do not use the bundle")
         if file.name.endswith("config.json") and file.is_file():
             read_configuration(file)
+
+
+def _check_kind(file: Path) -> None:
+    """Refuse what never ends when it is read (a FIFO or a device), and large files other than weights."""
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror}; restore the file, or do not use the bundle") from error
+    if stat.S_ISDIR(status.st_mode):
+        return
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{file} is not a regular file: remove it, or do not use the bundle")
+    if file.suffix not in WEIGHT_SUFFIXES and status.st_size > MAX_TEXT_BYTES:
+        raise ModelError(
+            f"{file} has {status.st_size} bytes, more than a configuration or tokenizer can have: do not use the bundle"
+        )
 
 
 def read_configuration(file: Path) -> dict[str, Any]:

@@ -50,7 +50,12 @@ def read_weights(path: Path, prefix: str = "") -> State:
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
             return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch, which maps the file, raises RuntimeError
+    except (
+        MemoryError,
+        OSError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # torch, which maps the file, raises RuntimeError
         raise ModelError(f"cannot read the weights {path}: {error}; restore the file or write it again") from error
 
 

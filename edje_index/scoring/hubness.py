@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from edje_index.models.size_limit import limited_by
 from edje_index.models.weights import assign_weights, read_weights, save_weights
 from edje_index.scoring.weights import TEXT_TO_IMAGE, HubnessSimilarity
 
@@ -78,7 +79,8 @@ class HubnessBank(nn.Module):
     @classmethod
     def load(cls, path: Path, embed_dim: int, sizes: Mapping[str, int]) -> HubnessBank:
         """Read the bank of `sizes` that :meth:`save` wrote. Raises ModelError if the file does not fit them."""
-        bank = cls(embed_dim=embed_dim, **sizes)
+        with limited_by(path):
+            bank = cls(embed_dim=embed_dim, **sizes)
         assign_weights(bank, read_weights(path), str(path))
         return bank
 

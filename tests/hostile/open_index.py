@@ -14,7 +14,7 @@ from storage_formats import EdjeError, Manifest, TokenStore, read_rows, verify_i
 from storage_formats.format.layout import Layout
 from storage_formats.reading.embeddings import read_embeddings, read_shard_embeddings
 
-ADDRESS_SPACE = 4 << 30
+ADDRESS_SPACE = 1 << 30
 
 
 def outcome(action: Callable[[], Any]) -> Any:

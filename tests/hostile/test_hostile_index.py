@@ -36,7 +36,8 @@ def layout(tmp_path):
 def opened(layout: Layout) -> dict[str, Any]:
     """What each way to open the index gives, in a process of its own."""
     command = [sys.executable, "-m", "tests.hostile.open_index", str(layout.root)]
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(REPO), **one_thread}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=REPO, env=environment)
     assert done.returncode == 0, done.stderr
     outcomes: dict[str, Any] = json.loads(done.stdout)

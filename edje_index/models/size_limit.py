@@ -1,0 +1,86 @@
+"""Sizes in a model's configuration, compared with its weights before memory is taken for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from edje_index.errors import ModelError
+
+_FACTORIES = frozenset({
+    torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randint,
+    torch.randn, torch.tril, torch.triu, torch.zeros,
+})  # fmt: skip
+_ELEMENTS_PER_BYTE = 1  # weights take at least 2 bytes per element; some models make a tensor twice
+_SPARE_ELEMENTS = 16 << 20  # masks and other tensors that are not stored
+_TENSOR_BYTES = 16  # a stored tensor takes more, because its name is stored too
+_SPARE_TENSORS = 10_000
+
+
+class ModelTooLargeError(ModelError):
+    """A configuration describes a larger model than the file of its weights can hold."""
+
+
+@contextmanager
+def limited_by(weights: Path) -> Iterator[None]:
+    """Build a module inside this context only as large as the file of its weights allows.
+
+    A configuration of a few bytes can ask for any amount of memory. Only the tensors that the calling thread makes
+    are counted.
+
+    Raises:
+        ModelTooLargeError: the module needs more elements or tensors than the file can hold.
+        ModelError: the file is missing, a value of the configuration is not possible, or there is too little memory.
+    """
+    try:
+        length = weights.stat().st_size
+        with _Budget(weights, length):
+            yield
+    except OSError as error:
+        raise ModelError(f"cannot read the weights {weights}: {error.strerror}; restore the file") from error
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ModelError(f"cannot build the model for the weights {weights}: {reason}") from error
+
+
+class _Budget(TorchFunctionMode):
+    def __init__(self, weights: Path, length: int) -> None:
+        super().__init__()
+        self._weights = weights
+        self._length = length
+        self._elements = _ELEMENTS_PER_BYTE * length + _SPARE_ELEMENTS
+        self._tensors = length // _TENSOR_BYTES + _SPARE_TENSORS
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func in _FACTORIES:
+            self._tensors -= 1
+            self._elements -= _elements(func, args, options)
+            if min(self._tensors, self._elements) < 0:
+                raise ModelTooLargeError(
+                    f"the configuration describes a larger model than {self._weights} can hold with its "
+                    f"{self._length} bytes: do not use the bundle, or restore the file"
+                )
+        return func(*args, **options)
+
+
+def _elements(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> int:
+    """Number of elements that the call makes, without making them."""
+    if any(isinstance(value, torch.Tensor) for value in args):
+        return max(value.numel() for value in args if isinstance(value, torch.Tensor))
+    shape = options.get("size", args[0] if args and isinstance(args[0], Sequence) else None)
+    if shape is not None:
+        return math.prod(int(value) for value in shape)
+    return int(func(*args, **{**options, "device": "meta"}).numel())
