@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import EngineUnavailableError, describe_error
-from pipelines.engines.ray_cluster import connected_ray
+from pipelines.engines.ray_cluster import RayDied, connected_ray
 from pipelines.progress.stopping import JobStopped
 from storage_formats.errors import EdjeError, UsageError
 
@@ -35,7 +35,7 @@ def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Ca
     """Train `task` on `runtime.workers` processes, which communicate by NCCL if each has a GPU, else by Gloo.
 
     Raises:
-        JobStopped: `should_stop()` returned true; the last checkpoint holds all finished steps.
+        JobStopped: `should_stop()` returned true, and the last checkpoint holds all finished steps; or Ray died.
         UsageError: the cluster has too little room.
         EdjeError: Ray, or the training on it, failed; the message says why.
     """
@@ -54,6 +54,8 @@ def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Ca
                 if should_stop():
                     stop_file.touch()
                 records_shown = _show_new_record(task.runtime.run_dir, records_shown, on_record)
+    except RayDied as died:
+        raise JobStopped(f"{died}; the last checkpoint is kept") from died
     except EngineUnavailableError as unavailable:  # no other engine can train on several workers
         raise EdjeError(str(unavailable)) from unavailable.__cause__
     finally:

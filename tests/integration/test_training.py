@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -459,3 +460,17 @@ def test_two_workers_train_one_model(case, tmp_path):
         assert other["itm"] == pytest.approx(one["itm"], abs=1e-4)
         assert other["recovery"] == pytest.approx(one["recovery"], abs=1e-4)
     assert not (tmp_path / "two.run" / "ray").exists()
+
+
+@pytest.mark.slow
+def test_a_training_whose_ray_is_killed_says_how_to_go_on(case, tmp_path):
+    arguments = [*training(case, tmp_path / "out"), "--steps", "60", "--workers", "2"]
+    process = start(arguments)
+    wait_for_steps(process, tmp_path / "out.run", 1)
+    next(child for child in psutil.Process(process.pid).children(recursive=True) if child.name() == "raylet").kill()
+    _, error = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert (
+        "error: Ray ended during the run: its raylet process is gone; the last checkpoint is kept. To resume: " in error
+    )
+    assert run_process(*arguments)["steps"] == 60

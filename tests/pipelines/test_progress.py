@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 
+from pipelines.cli.output import running_job
 from pipelines.progress.display import LiveDisplay, LogDisplay, describe_plan, describe_progress, progress_display
 from pipelines.progress.events import PlanReady, Progress, ShardCounts, StatusMessage, progress_callback
 
@@ -114,3 +115,10 @@ def test_quiet_shows_nothing():
         with progress_display(quiet=True, stream=stream) as on_event:
             on_event(PLAN)
         assert stream.getvalue() == ""
+
+
+def test_what_libraries_print_during_a_job_does_not_damage_its_result(capsys):
+    with running_job(quiet=True):
+        print("a worker died")
+    print('{"rows": 3}')
+    assert capsys.readouterr() == ('{"rows": 3}\n', "a worker died\n")
