@@ -24,7 +24,7 @@ SCHEMAS = ("hf-hub:", LOCAL_DIR)
 _MAX_LISTED_TAGS = 8
 
 
-def load_clip(vision: str, pretrained: str | None) -> tuple[torch.nn.Module, ClipConfig]:
+def load_clip(vision: str, pretrained: str | None, *, untrained: bool = False) -> tuple[torch.nn.Module, ClipConfig]:
     """Load an open_clip model with its weights.
 
     Args:
@@ -32,6 +32,7 @@ def load_clip(vision: str, pretrained: str | None) -> tuple[torch.nn.Module, Cli
             ``:WEIGHTS_FILE``; or ``hf-hub:ORG/REPO``; or ``local-dir:FOLDER``.
         pretrained: the tag or weights file, if ``vision`` does not hold it. If neither does and the model has only one
             tag, that tag is used.
+        untrained: random weights instead; `vision` is a name that open_clip knows.
 
     Raises:
         HubUnreachableError: the weights are not in the local cache and cannot be downloaded.
@@ -41,12 +42,17 @@ def load_clip(vision: str, pretrained: str | None) -> tuple[torch.nn.Module, Cli
     folder = Path(name.removeprefix(LOCAL_DIR))
     if name.startswith(LOCAL_DIR) and (folder / HF_TEXT_FOLDER).is_dir():
         return _load_folder(folder)
-    if not name.startswith(SCHEMAS):
+    if untrained:
+        _check_untrained(name, tag)
+    elif not name.startswith(SCHEMAS):
         tag = _resolve_tag(name, tag)
     try:
         with hub_access():
             model = open_clip.create_model(
-                name, pretrained=tag, require_pretrained=True, force_preprocess_cfg=_preprocess_for_file(name, tag)
+                name,
+                pretrained=tag,
+                require_pretrained=not untrained,
+                force_preprocess_cfg=_preprocess_for_file(name, "" if untrained else tag),
             )
             model_config = open_clip.get_model_config(name)
     except Exception as error:
@@ -76,12 +82,22 @@ def _split_name(vision: str, pretrained: str | None) -> tuple[str, str | None]:
     return name.replace("/", "-"), tag or pretrained
 
 
-def _resolve_tag(name: str, tag: str | None) -> str:
+def _check_untrained(name: str, tag: str | None) -> None:
+    if tag is not None or name.startswith(SCHEMAS):
+        raise ModelError(f"a model with random weights is a name of open_clip without weights, not {name}:{tag}")
+    _check_name(name)
+
+
+def _check_name(name: str) -> None:
     if open_clip.get_model_config(name) is None:
         raise ModelError(
             f"open_clip {open_clip.__version__} knows no model {name!r}; "
             "see open_clip.list_models(), or give hf-hub:ORG/REPO or local-dir:FOLDER"
         )
+
+
+def _resolve_tag(name: str, tag: str | None) -> str:
+    _check_name(name)
     tags = open_clip.list_pretrained_tags_by_model(name)
     if tag is None and len(tags) == 1:
         return str(tags[0])

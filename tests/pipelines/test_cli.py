@@ -58,7 +58,7 @@ def test_the_help_lists_commands_under_headings_and_no_old_names(run):
 
 def test_the_model_group_lists_its_commands(run):
     sections = listed_commands(run("model", "--help")[1])
-    assert sections["Bundles"] == ["show", "init", "import", "pack", "unpack"]
+    assert sections["Bundles"] == ["show", "init", "from-open-clip", "import", "pack", "unpack"]
     assert sections["Towers"] == ["fetch-towers", "train-embedding"]
 
 

@@ -10,6 +10,7 @@ SECTIONS = {
     "Bundles": {
         "show": "pipelines.cli.models.show:show",
         "init": "pipelines.cli.models.init_model:init_model",
+        "from-open-clip": "pipelines.cli.models.from_open_clip:from_open_clip",
         "import": "pipelines.cli.models.import_checkpoint:import_checkpoint",
         "pack": "pipelines.cli.models.packing:pack",
         "unpack": "pipelines.cli.models.packing:unpack",

@@ -1,0 +1,95 @@
+"""Image-to-text search: the texts that describe a row of an index best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from edje_index.scoring.final_score import FinalScore
+from edje_index.scoring.parts import Pairs, reads_tokens
+from edje_index.scoring.weights import BUNDLE_SCORE, IMAGE_TO_TEXT, ScoreWeights
+from edje_index.search.reranking import check_reranks
+from storage_formats.errors import UsageError
+from storage_formats.reading.embeddings import read_embeddings
+
+if TYPE_CHECKING:
+    from edje_index.search.token_index import TokenIndex
+
+
+@dataclass(frozen=True)
+class TextHit:
+    """One result of an image-to-text search.
+
+    Attributes:
+        position: position of the text among those that were given.
+        text: the text.
+        score: the final score, which hits are sorted by.
+        embedding_score: cosine similarity of the embeddings of the image and the text.
+        parts: the parts of the final score by name, not weighted.
+    """
+
+    position: int
+    text: str
+    score: float
+    embedding_score: float
+    parts: Mapping[str, float]
+
+
+def search_texts(
+    index: TokenIndex,
+    row_id: int,
+    texts: Sequence[str],
+    *,
+    k: int = 10,
+    pool: int = 100,
+    score: str | ScoreWeights = BUNDLE_SCORE,
+) -> list[TextHit]:
+    """The `k` of `texts` that describe the image of a row best, best first.
+
+    The `pool` texts nearest by embedding are re-ranked by the final score of image-to-text search.
+
+    Args:
+        index: the index.
+        row_id: the row of the image.
+        texts: candidates.
+        k: number of hits.
+        pool: number of candidates that are re-ranked; at least `k`.
+        score: the score to sort by, see `edje_index.scoring.weights.parse_score`.
+
+    Raises:
+        UsageError: no or blank texts, `k` or `pool` out of range, an invalid `score`, or a row without an embedding.
+        ModelError: the bundle lacks a part of the score, or the score needs tokens and the bundle stores features.
+    """
+    if not texts or not all(text.strip() for text in texts):
+        raise UsageError("image-to-text search needs texts that are not blank")
+    if k < 1 or pool < k:
+        raise UsageError(f"need 1 <= k <= pool, got k = {k}, pool = {pool}")
+    weights = index.model.weights(IMAGE_TO_TEXT, score)
+    final = FinalScore.of(weights)
+    image = read_embeddings(index.root, index.manifest.spec, np.array([row_id]))[0]
+    if np.isnan(image).any():
+        raise UsageError(f"row {row_id} of {index.root} has no embedding: its image failed or is a duplicate")
+    embeddings = index.model.text.encode(list(texts))
+    similarities = embeddings @ image
+    nearest = np.argsort(-similarities, kind="stable")[:pool]
+    tokens = None
+    if reads_tokens(final.parts, IMAGE_TO_TEXT):
+        check_reranks(index.model)
+        tokens = np.repeat(index.fetch_blocks([row_id]), len(nearest), axis=0)
+    captions = [texts[position] for position in nearest]
+    pairs = Pairs(captions, tokens, similarities[nearest], embeddings[nearest])
+    values = final.compute(index.model.parts(IMAGE_TO_TEXT, weights), pairs)
+    scores = final.sum(values)
+    return [
+        TextHit(
+            position=int(nearest[at]),
+            text=texts[nearest[at]],
+            score=float(scores[at]),
+            embedding_score=float(similarities[nearest[at]]),
+            parts={part: float(part_values[at]) for part, part_values in values.items()},
+        )
+        for at in np.argsort(-scores, kind="stable")[:k]
+    ]

@@ -1,0 +1,38 @@
+"""`edje-index model from-open-clip`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipelines.cli.models.bundle_report import report_bundle
+from pipelines.cli.output import json_option, note
+
+_DIRECTORY = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("tower", metavar="MODEL[:PRETRAINED]")
+@click.option("--out", required=True, type=_DIRECTORY, help="New directory for the bundle.")
+@click.option("--text-tokenizer", type=_DIRECTORY, help="Tokenizer of the text tower, if it cannot be downloaded.")
+@click.option("--random", "untrained", is_flag=True, help="Random weights, to try commands without a download.")
+@json_option
+def from_open_clip(tower: str, out: Path, text_tokenizer: Path | None, untrained: bool, as_json: bool) -> None:
+    """Make a bundle of plain open_clip towers, which searches by embedding alone.
+
+    MODEL is NAME, hf-hub:ORG/REPO or local-dir:DIR; PRETRAINED is a tag of open_clip or a file of weights. Use the
+    bundle for the embedding-only rows of 'eval', and with 'train --set inputs.miner=BUNDLE' to mine hard negatives with
+    another model. Its indexes store one patch per image and cannot be re-ranked.
+
+    \b
+    Examples:
+      edje-index model from-open-clip ViT-L-16-SigLIP2-384:webli --out siglip2
+      edje-index model from-open-clip ViT-B-16:/weights/vit.safetensors --out clip
+    """
+    from edje_index.bundles.open_clip_bundle import bundle_of_open_clip
+
+    info = bundle_of_open_clip(tower, out, text_tokenizer_dir=text_tokenizer, untrained=untrained)
+    if untrained:
+        note("note: the weights of this model are untrained; the order of search results will have no meaning")
+    report_bundle(info, as_json=as_json)

@@ -1,0 +1,126 @@
+"""Bundles of plain open_clip towers: from a name, a file or a folder, built, searched, evaluated and mined with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+
+from edje_index import TokenIndex, evaluate
+from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.open_clip_bundle import bundle_of_open_clip
+from edje_index.errors import ModelError
+from edje_index.evaluation.config import EvaluationConfig
+from edje_index.models.weights import save_weights
+from edje_index.search.image_to_text import search_texts
+from pipelines import build_index
+from storage_formats.errors import UsageError
+from storage_formats.reading.embeddings import read_embeddings
+from tests.edje_index.towers import clip_config, random_clip
+from tests.pipelines.conftest import write_photo
+
+TEXTS = ["a red dog", "a canoe on a lake", "two people walk", "snow", "the city at night", "a bicycle"]
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An open_clip folder with random weights."""
+    folder = tmp_path_factory.mktemp("open-clip")
+    config = clip_config()
+    config.write(folder)
+    save_weights(random_clip(config), folder / "open_clip_model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory, tower: Path) -> Path:
+    """Photos with captions, indexed with the bundle of the folder."""
+    folder = tmp_path_factory.mktemp("plain")
+    info = bundle_of_open_clip(f"local-dir:{tower}", folder / "model")
+    assert (info.block_shape, info.embed_dim, info.trained) == ((1, 32), 24, True)
+    for seed in range(6):
+        write_photo(folder / "photos" / f"{seed}.jpg", seed)
+    build_index(folder / "photos", folder / "photos.edje", folder / "model", engine="inline", threads=1)
+    lines = [{"image": f"{seed}.jpg", "caption": TEXTS[seed]} for seed in range(6)]
+    (folder / "captions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "photos.edje"
+
+
+def similarities(index: Path, tower: Path) -> np.ndarray:
+    """Of TEXTS with the rows, by open_clip's own functions for the texts."""
+    clip = random_clip(clip_config())
+    with torch.inference_mode():
+        texts = clip.encode_text(open_clip.tokenizer.SimpleTokenizer(context_length=16)(TEXTS), normalize=True)
+    opened = TokenIndex.open(index)
+    return texts.numpy() @ read_embeddings(index, opened.manifest.spec, np.arange(6)).T
+
+
+def test_search_follows_the_embeddings_without_tokens(index: Path, tower: Path) -> None:
+    expected = similarities(index, tower)
+    opened = TokenIndex.open(index)
+    for text, row in zip(TEXTS, expected, strict=True):
+        hits = opened.search(text, k=3, pool=6)
+        assert [hit.row_id for hit in hits] == np.argsort(-row)[:3].tolist()
+        assert [hit.score for hit in hits] == pytest.approx(np.sort(row)[::-1][:3], abs=1e-5)
+    with pytest.raises(ModelError, match="stores features"):
+        opened.search("a dog", score="logit")
+
+
+def test_an_evaluation_measures_the_embeddings(index: Path, tower: Path) -> None:
+    config = EvaluationConfig(((index, None),), index.parent / "captions.jsonl", index.parent / "photos", resamples=0)
+    expected = similarities(index, tower)
+    for result in evaluate(config).results:
+        ranks = (expected if result.direction == "t2i" else expected.T).argmax(axis=1)
+        assert result.recall[1].value == pytest.approx(100 * float((ranks == np.arange(6)).mean()))
+
+
+def test_texts_are_ranked_for_an_image(index: Path, tower: Path) -> None:
+    expected = similarities(index, tower)
+    opened = TokenIndex.open(index)
+    for row in range(6):
+        hits = search_texts(opened, row, TEXTS, k=6)
+        assert [hit.position for hit in hits] == np.argsort(-expected[:, row]).tolist()
+        assert [hit.text for hit in hits] == [TEXTS[hit.position] for hit in hits]
+
+
+def test_texts_are_re_ranked_by_the_joint_encoder(tmp_path: Path, tiny_bundle: Path) -> None:
+    for seed in range(3):
+        write_photo(tmp_path / "photos" / f"{seed}.jpg", seed)
+    build_index(tmp_path / "photos", tmp_path / "photos.edje", tiny_bundle, engine="inline", threads=1)
+    opened, bundle = TokenIndex.open(tmp_path / "photos.edje"), ModelBundle.load(tiny_bundle)
+    texts = bundle.text.encode(TEXTS) @ read_embeddings(opened.root, opened.manifest.spec, np.array([1]))[0]
+    pool = np.argsort(-texts, kind="stable")[:4]
+    logits = bundle.joint.score([TEXTS[at] for at in pool], np.repeat(opened.fetch_blocks([1]), 4, axis=0)).numpy()
+    hits = search_texts(opened, 1, TEXTS, k=3, pool=4)
+    assert [hit.position for hit in hits] == pool[np.argsort(-logits)][:3].tolist()
+    assert [hit.score for hit in hits] == pytest.approx(np.sort(logits)[::-1][:3], abs=1e-5)
+    for arguments in ({"k": 0}, {"k": 5, "pool": 4}):
+        with pytest.raises(UsageError, match="1 <= k <= pool"):
+            search_texts(opened, 1, TEXTS, **arguments)
+    with pytest.raises(UsageError, match="not blank"):
+        search_texts(opened, 1, ["a", " "])
+
+
+def test_weights_from_a_file_and_random_ones(tmp_path: Path) -> None:
+    model = open_clip.create_model("ViT-B-32", pretrained=None)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    bundle_of_open_clip(f"ViT-B-32:{tmp_path}/weights.pt", tmp_path / "file")
+    loaded = ModelBundle.load(tmp_path / "file")
+    assert torch.equal(loaded.clip.visual.conv1.weight, model.visual.conv1.weight)
+    random = bundle_of_open_clip("ViT-B-32", tmp_path / "random", untrained=True)
+    assert (random.trained, random.block_shape, random.embed_dim) == (False, (1, 768), 512)
+    assert random.files == bundle_of_open_clip("ViT-B-32", tmp_path / "again", untrained=True).files
+
+
+@pytest.mark.parametrize(
+    ("vision", "message"),
+    [("Nope", "knows no model 'Nope'"), ("ViT-B-32:openai", "name of open_clip without weights"),
+     ("local-dir:/x", "name of open_clip without weights")],
+)  # fmt: skip
+def test_random_weights_need_a_name(tmp_path: Path, vision: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        bundle_of_open_clip(vision, tmp_path / "out", untrained=True)
