@@ -168,7 +168,7 @@ def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
         raise UsageError(f"{index} has no nearest-neighbour index, so it cannot be searched: build one from images")
     path = bench.model or recorded_bundle(index, manifest)
     model = SearchModel(read_bundle_info(path), device=bench.device, dtype=bench.dtype)
-    ann, reranker = AnnIndex(index), Reranker(index, manifest.spec, model, score=bench.score)
+    ann, reranker = AnnIndex.open(index), Reranker(index, manifest.spec, model, score=bench.score)
     precision = manifest.spec.precisions[0]
     stages: dict[str, list[float]] = {"text": [], "nearest": [], "fetch": [], "score": []}
     with TokenStore.open(index, precision) as store:

@@ -9,23 +9,41 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelines.api import build_index, quantize_index, train
+    from pipelines.api import append_index, build_index, delete_rows, quantize_index, train
+    from pipelines.jobs.append import AppendResult
     from pipelines.jobs.build_result import BuildResult
     from pipelines.jobs.quantize import QuantizeResult
+    from pipelines.jobs.snapshots import DeleteResult
     from pipelines.jobs.training.result import TrainResult
     from pipelines.progress.stopping import JobStopped
 
 _MODULES = {
+    "AppendResult": "pipelines.jobs.append",
     "BuildResult": "pipelines.jobs.build_result",
+    "DeleteResult": "pipelines.jobs.snapshots",
     "JobStopped": "pipelines.progress.stopping",
     "QuantizeResult": "pipelines.jobs.quantize",
     "TrainResult": "pipelines.jobs.training.result",
+    "append_index": "pipelines.api",
     "build_index": "pipelines.api",
+    "delete_rows": "pipelines.api",
     "quantize_index": "pipelines.api",
     "train": "pipelines.api",
 }
 
-__all__ = ["BuildResult", "JobStopped", "QuantizeResult", "TrainResult", "build_index", "quantize_index", "train"]
+__all__ = [
+    "AppendResult",
+    "BuildResult",
+    "DeleteResult",
+    "JobStopped",
+    "QuantizeResult",
+    "TrainResult",
+    "append_index",
+    "build_index",
+    "delete_rows",
+    "quantize_index",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from storage_formats.extras import name_missing_extra
 
 if TYPE_CHECKING:
+    from pipelines.jobs.append import AppendResult
     from pipelines.jobs.build_result import BuildResult
     from pipelines.jobs.quantize import QuantizeResult
+    from pipelines.jobs.snapshots import DeleteResult
     from pipelines.jobs.training.result import TrainResult
     from pipelines.progress.events import Event, OnEvent
     from pipelines.progress.stopping import ShouldStop
@@ -120,6 +122,73 @@ def quantize_index(
 
     engine = open_engine("inline" if workers is None else "ray", workers)
     return run_quantize(QuantizeConfig(Path(index), tuple(to), tuple(drop), source), engine, on_event)
+
+
+@name_missing_extra("build")
+def append_index(
+    index: str | Path,
+    sources: str | Path | Sequence[str | Path],
+    *,
+    model: str | Path | None = None,
+    engine: Literal["ray", "inline"] = "ray",
+    workers: int | None = None,
+    on_event: OnEvent = _ignore,
+) -> AppendResult:
+    """Index the images that an index does not hold yet, as `edje-index append` does. The same call resumes it.
+
+    Args:
+        index: directory of the index, whose rows keep their ids.
+        sources: as in `build_index`. Images whose content the index holds are left out.
+        model: directory of the model bundle; None takes the one that built the index.
+        engine: "ray" or "inline".
+        workers: worker processes; None chooses by the machine.
+        on_event: as in `build_index`.
+
+    Raises:
+        UsageError, ModelError: the request is invalid.
+        JobStopped: the append stopped before its end; the same call resumes it.
+        EdjeError: another process is working on the index, or no new image could be indexed.
+        MissingExtraError: a package of the extra `build` is not installed.
+
+    Example:
+        >>> from pipelines import append_index
+        >>> result = append_index("photos.edje", "photos", engine="inline")
+        >>> result.indexed, result.duplicates
+        (0, 6)
+    """
+    from pipelines.jobs.append import run_append
+    from pipelines.planning.config import AppendConfig
+
+    names = [sources] if isinstance(sources, str | Path) else sources
+    bundle = None if model is None else Path(model)
+    config = AppendConfig(Path(index), tuple(map(str, names)), bundle, engine=engine, workers=workers)
+    return run_append(config, on_event)
+
+
+def delete_rows(
+    index: str | Path, rows: Sequence[int] = (), *, uri: str | None = None, dry_run: bool = False
+) -> DeleteResult:
+    """Delete rows of an index, as `edje-index delete` does. The other rows keep their ids.
+
+    Args:
+        index: directory of the index.
+        rows: row ids.
+        uri: a shell pattern; rows whose uri matches it are deleted too.
+        dry_run: change nothing.
+
+    Raises:
+        UsageError: there is no index, a row id is not valid, or nothing is named.
+        EdjeError: another process is working on the index.
+
+    Example:
+        >>> from pipelines import delete_rows
+        >>> result = delete_rows("photos.edje", rows=[1, 3])
+        >>> result.deleted, result.left, result.snapshot
+        ((1, 3), 4, 1)
+    """
+    from pipelines.jobs.snapshots import run_delete
+
+    return run_delete(Path(index), rows, uri, dry_run=dry_run)
 
 
 @name_missing_extra("train")

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from storage_formats.codecs import codec, precisions
-    from storage_formats.errors import CorruptIndexError, EdjeError, IncompleteIndexError, RowIdError, UsageError
+    from storage_formats.errors import (
+        CorruptIndexError,
+        DeletedRowError,
+        EdjeError,
+        IncompleteIndexError,
+        RowIdError,
+        UsageError,
+    )
     from storage_formats.extras import MissingExtraError
     from storage_formats.format.layout import IndexSpec
     from storage_formats.format.manifest import Manifest
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "CorruptIndexError": "storage_formats.errors",
+    "DeletedRowError": "storage_formats.errors",
     "EdjeError": "storage_formats.errors",
     "IncompleteIndexError": "storage_formats.errors",
     "IndexWriter": "storage_formats.writing.index_writer",
@@ -42,6 +50,7 @@ _MODULES = {
 
 __all__ = [
     "CorruptIndexError",
+    "DeletedRowError",
     "EdjeError",
     "IncompleteIndexError",
     "IndexSpec",

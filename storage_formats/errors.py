@@ -64,6 +64,32 @@ class RowIdError(UsageError, IndexError):
     """
 
 
+class DeletedRowError(RowIdError):
+    """A row was deleted. This error is also an `IndexError`.
+
+    Attributes:
+        row_ids: the requested rows that are deleted.
+
+    Example:
+        >>> from pipelines import delete_rows
+        >>> from storage_formats import DeletedRowError, TokenStore
+        >>> _ = delete_rows("pages.edje", rows=[2])
+        >>> try:
+        ...     TokenStore.open("pages.edje").fetch([1, 2])
+        ... except DeletedRowError as error:
+        ...     print(error)
+        row 2 was deleted; an earlier snapshot of the index may still hold it
+    """
+
+    def __init__(self, row_ids: tuple[int, ...]) -> None:
+        others = f" and {len(row_ids) - 1} more were" if len(row_ids) > 1 else " was"
+        super().__init__(
+            f"row {row_ids[0]}{others} deleted; an earlier snapshot of the index may still hold "
+            f"{'them' if len(row_ids) > 1 else 'it'}"
+        )
+        self.row_ids = row_ids
+
+
 class IncompleteIndexError(EdjeError):
     """The index is not finished. The same build command resumes a build; an `IndexWriter` has to start again.
 

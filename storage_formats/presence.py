@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.shard_table import read_shard_table
+from storage_formats.format.shard_table import read_shard_tables
 
 _PROBLEMS_SHOWN = 3
 
@@ -34,7 +34,7 @@ def _problems(index: CommittedIndex) -> Iterator[str]:
     for path in layout.zarr_files(index.manifest.spec.precisions):
         if not path.is_file():
             yield f"{layout.relative(path)} is missing"
-    lines = read_shard_table(index.root, index.manifest.shard_table)
+    lines = read_shard_tables(index.root, index.manifest.shard_tables)
     for file in (*(file for _, file in lines), *index.manifest.ann_files):
         try:
             status = os.stat(layout.root / file.path)

@@ -7,6 +7,7 @@ import functools
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
@@ -14,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs import Blocks, Codec, Records, codec
+from storage_formats.codecs import Blocks, Codec, Records, codec, fill_record
 from storage_formats.codecs.base import check_out
 from storage_formats.errors import UsageError
-from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.tombstones import Tombstones, live_rows, read_tombstones, rows_in_use
 from storage_formats.reading.base import Batch, DestinationFactory
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Checker, block_destinations, read_batch, record_destinations
@@ -56,28 +57,22 @@ class TokenStore:
     def __init__(
         self, index: CommittedIndex, precision: str = "bf16", engine: str = "auto", *, verify_reads: bool = True
     ) -> None:
-        self._spec = index.manifest.spec
-        if precision not in self._spec.precisions:
-            held = ", ".join(self._spec.precisions)
-            raise UsageError(f"the index at {index.root} does not hold precision '{precision}'; it holds: {held}")
-        self._codec: Codec = codec(precision, self._spec.block_shape)
-        layout = Layout(index.root)
-        path = functools.partial(_shard_path, layout, self._codec)
-        checksum_path = functools.partial(layout.checksums, precision)
-        committed = CommittedFiles(layout, index.manifest.shard_table, checksum_path)
-        self._checksums = (
-            BlockChecksums(layout.root, checksum_path, committed, token_path=path, shard_rows=self._spec.shard_rows)
-            if verify_reads
-            else None
-        )
-        files = StoreFiles(path, self._codec.record_bytes, self._spec.shard_size, self._spec.rows)
-        files.check_lengths()
-        self._engines = ReadEngines(files, engine)
+        self._codec: Codec = _held_codec(index, precision)
+        self._path = functools.partial(_shard_path, Layout(index.root), self._codec)
+        self._verify_reads = verify_reads
+        self._view = self._view_of(index)
+        self._engines = ReadEngines(self._view.files, engine)
         self.precision = precision
 
     @classmethod
     def open(
-        cls, root: str | Path, precision: str = "bf16", engine: str = "auto", *, verify_reads: bool = True
+        cls,
+        root: str | Path,
+        precision: str = "bf16",
+        engine: str = "auto",
+        *,
+        snapshot: int | None = None,
+        verify_reads: bool = True,
     ) -> TokenStore:
         """Open the store of the index at `root`.
 
@@ -86,11 +81,14 @@ class TokenStore:
             precision: a precision that the index holds. Blocks are bfloat16 in every precision.
             engine: read engine, one of `storage_formats.reading.engines()`. `auto` selects an engine for each read
                 by the state of the page cache.
+            snapshot: number of an earlier snapshot to read; None reads the current one. The store keeps reading the
+                snapshot that it opened, whatever changes the index, until `refresh`.
             verify_reads: compare the CRC-32C of every block that is read with the stored one, and the stored ones of
                 each shard with the shard table.
 
         Raises:
-            UsageError: there is no index at `root`, it does not hold `precision`, or `engine` does not work here.
+            UsageError: there is no index at `root`, it has no such `snapshot` or does not hold `precision`, or `engine`
+                does not work here.
             IncompleteIndexError: the build of the index has not finished.
             CorruptIndexError: `index.json` is damaged, or the first or last shard file has another length than it says.
 
@@ -101,11 +99,46 @@ class TokenStore:
             >>> len(store), store.block_shape, store.precision
             (10, (4, 8), 'bf16')
         """
-        return cls(CommittedIndex.open(root), precision, engine, verify_reads=verify_reads)
+        return cls(CommittedIndex.open(root, snapshot), precision, engine, verify_reads=verify_reads)
+
+    def refresh(self) -> int:
+        """Read the current snapshot of the index from now on, and return its number.
+
+        Raises:
+            UsageError: the index does not hold the precision any more, or another index is in its place.
+            CorruptIndexError: as `open`.
+
+        Example:
+            >>> from pipelines import delete_rows
+            >>> from storage_formats import TokenStore
+            >>> store = TokenStore.open("photos.edje")
+            >>> _ = delete_rows("photos.edje", rows=[2])
+            >>> store.fetch([2]).shape
+            (1, 4, 16)
+            >>> store.refresh()
+            1
+        """
+        before, index = self._view.index.manifest, CommittedIndex.open(self._view.index.root)
+        if (before.plan, before.spec.shard_size) != (index.manifest.plan, index.manifest.spec.shard_size):
+            raise UsageError(f"{index.root} is another index than the one that was opened; open it again")
+        _held_codec(index, self.precision)
+        self._view = self._view_of(index)
+        return index.manifest.snapshot.number
+
+    def row_ids(self) -> NDArray[np.int64]:
+        """Row ids of all inputs that are not deleted, ascending; failed inputs and duplicates included.
+
+        Example:
+            >>> from storage_formats import TokenStore
+            >>> from storage_formats.example import example_index
+            >>> TokenStore.open(example_index()).row_ids()
+            array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+        """
+        return live_rows(self._view.index)
 
     def __len__(self) -> int:
-        """Number of rows, holes included."""
-        return self._spec.rows
+        """Number of row ids, those of holes and deleted rows included."""
+        return self._view.index.manifest.spec.rows
 
     @property
     def record_bytes(self) -> int:
@@ -115,7 +148,7 @@ class TokenStore:
     @property
     def block_shape(self) -> tuple[int, int]:
         """(m, d), tokens per block and values per token."""
-        return self._spec.block_shape
+        return self._codec.block_shape
 
     @overload
     def fetch(self, row_ids: RowIds, out: Blocks | None = None) -> Blocks: ...
@@ -127,16 +160,17 @@ class TokenStore:
         """Read the blocks of `row_ids`, in their order.
 
         Args:
-            row_ids: [k], 0 <= id < len(self), in any order; duplicates are allowed.
+            row_ids: [k], 0 <= id < len(self), in any order; duplicates are allowed. See `row_ids`.
             out: bfloat16 [k, m, d], C-contiguous, to read into. Memory from `empty` is fastest. None allocates it.
             as_torch: return a torch.bfloat16 tensor. It shares memory with `out`, if that is given.
 
         Returns:
-            ml_dtypes.bfloat16 [k, m, d], or a tensor of that shape. The block of a hole (a failed or duplicate input)
-            is all NaN; see `holes`.
+            ml_dtypes.bfloat16 [k, m, d], or a tensor of that shape. The block of a hole (a failed or duplicate input,
+            or a row id that no input has) is all NaN; see `holes`.
 
         Raises:
             RowIdError: a row id is out of range. It is an `IndexError`.
+            DeletedRowError: a row was deleted. It is a `RowIdError`.
             UsageError: `row_ids` is not a flat sequence of integers, `out` has a different shape or type, or PyTorch is
                 not installed.
             CorruptIndexError: a shard file is missing or too short, or a block is damaged. Its `row_ids` are rows whose
@@ -154,10 +188,12 @@ class TokenStore:
             >>> store.fetch([5, 6], as_torch=True).dtype
             torch.bfloat16
         """
-        ids = check_row_ids(row_ids, len(self))
+        view = self._view
+        ids = view.checked(row_ids)
         out = self.empty(len(ids)) if out is None else check_out(out, len(ids), self.block_shape)
         if len(ids):
-            self._read(ids, block_destinations(self._codec, out, self._engines.buffers, self._checker), out)
+            destinations = block_destinations(self._codec, out, self._engines.buffers, view.checker)
+            self._read(view.batch(ids), destinations, out, hole=np.array(np.nan, dtype=out.dtype))
         if not as_torch:
             return out
         from storage_formats.torch_conversion import to_tensor
@@ -184,7 +220,8 @@ class TokenStore:
             >>> TokenStore.open(example_index(), "fp8").fetch_records([2, 4]).shape
             (2, 36)
         """
-        ids = check_row_ids(row_ids, len(self))
+        view = self._view
+        ids = view.checked(row_ids)
         shape = (len(ids), self._codec.record_bytes)
         if out is None:
             out = aligned_bytes(shape[0] * shape[1]).reshape(shape)
@@ -194,7 +231,7 @@ class TokenStore:
                 f"got {out.dtype} {list(out.shape)}"
             )
         if len(ids):
-            self._read(ids, record_destinations(out, self._checker), out)
+            self._read(view.batch(ids), record_destinations(out, view.checker), out, hole=fill_record(self._codec)[0])
         return out
 
     def empty(self, count: int) -> Blocks:
@@ -227,9 +264,9 @@ class TokenStore:
             >>> from storage_formats.example import example_index
             >>> TokenStore.open(example_index()).prefetch([0, 1, 2])
         """
-        ids = check_row_ids(row_ids, len(self))
-        if len(ids):
-            self._engines.announce(self._batch(ids)[0])
+        requested = self._view.batch(self._view.checked(row_ids))
+        if len(requested.batch):
+            self._engines.announce(requested.batch)
 
     def iter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> Iterator[Blocks]:
         """Iterate over the blocks of each batch of row ids; the next batches are read in the background.
@@ -292,8 +329,8 @@ class TokenStore:
     def close(self) -> None:
         """Close the shard files and free memory. The store can be used again afterwards."""
         self._engines.close()
-        if self._checksums is not None:
-            self._checksums.close()
+        if self._view.checksums is not None:
+            self._view.checksums.close()
 
     def __enter__(self) -> Self:
         return self
@@ -303,27 +340,84 @@ class TokenStore:
     ) -> None:
         self.close()
 
-    @property
-    def _checker(self) -> Checker | None:
-        return None if self._checksums is None else self._checksums.check
+    def _view_of(self, index: CommittedIndex) -> _View:
+        files = StoreFiles(self._path, self._codec.record_bytes, index.manifest.spec)
+        files.check_lengths()
+        checksum_path = functools.partial(Layout(index.root).checksums, self._codec.name)
+        checksums = BlockChecksums(index, checksum_path, self._path) if self._verify_reads else None
+        return _View(index, files, read_tombstones(index), checksums)
 
-    def _read(self, ids: NDArray[np.int64], destinations: DestinationFactory, out: NDArray[Any]) -> None:
-        """Read each distinct row once, and copy the rows of `out` [k, ...] for duplicate ids."""
-        batch, duplicates, originals = self._batch(ids)
-        for engine, part in self._engines.split(batch):
-            read_batch(engine, part, destinations)
-        if len(duplicates):
+    def _read(
+        self, requested: _Requested, destinations: DestinationFactory, out: NDArray[Any], *, hole: NDArray[Any]
+    ) -> None:
+        """Read each distinct row once, copy the rows of `out` [k, ...] for duplicate ids, and fill in holes."""
+        if len(requested.batch):
+            for engine, part in self._engines.split(requested.batch):
+                read_batch(engine, part, destinations)
+        if len(requested.duplicates):
             size, start = out.strides[0], out.ctypes.data
-            copy_memory(start + originals * size, start + duplicates * size, size)
+            copy_memory(start + requested.originals * size, start + requested.duplicates * size, size)
+        if len(requested.unused):
+            out[requested.unused] = hole
 
-    def _batch(self, ids: NDArray[np.int64]) -> tuple[Batch, NDArray[np.int64], NDArray[np.int64]]:
-        """(batch of distinct rows, indices into `ids` of duplicates, indices of their first occurrences)."""
+
+@dataclass(frozen=True)
+class _Requested:
+    """The rows of one call.
+
+    Attributes:
+        batch: the distinct rows that have files.
+        duplicates: indices into the request of repeated ids.
+        originals: indices of their first occurrences.
+        unused: indices of row ids that no segment uses.
+    """
+
+    batch: Batch
+    duplicates: NDArray[np.int64]
+    originals: NDArray[np.int64]
+    unused: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _View:
+    """What a store reads: one snapshot of the index."""
+
+    index: CommittedIndex
+    files: StoreFiles
+    deleted: Tombstones
+    checksums: BlockChecksums | None
+
+    @property
+    def checker(self) -> Checker | None:
+        return None if self.checksums is None else self.checksums.check
+
+    def checked(self, row_ids: RowIds) -> NDArray[np.int64]:
+        """`row_ids` as an array. Raises RowIdError, DeletedRowError, UsageError."""
+        ids = check_row_ids(row_ids, self.index.manifest.spec.rows)
+        self.deleted.refuse(ids)
+        return ids
+
+    def batch(self, ids: NDArray[np.int64]) -> _Requested:
+        spec = self.index.manifest.spec
         order = np.argsort(ids, kind="stable")
-        is_first = np.concatenate([[True], np.diff(ids[order]) > 0])
+        unused = np.empty(0, dtype=np.int64)
+        if spec.segments:
+            used = rows_in_use(ids[order], spec)
+            order, unused = order[used], order[~used]
+        is_first = np.diff(ids[order], prepend=-1) > 0
         first_indices = order[is_first]
-        shards, positions = np.divmod(ids[first_indices], self._spec.shard_size)
+        shards, positions = np.divmod(ids[first_indices], spec.shard_size)
         originals = first_indices[np.cumsum(is_first) - 1][~is_first]
-        return Batch(shards, positions, first_indices), order[~is_first], originals
+        return _Requested(Batch(shards, positions, first_indices), order[~is_first], originals, unused)
+
+
+def _held_codec(index: CommittedIndex, precision: str) -> Codec:
+    """The codec of a precision. Raises UsageError if the index does not hold it."""
+    spec = index.manifest.spec
+    if precision not in spec.precisions:
+        held = ", ".join(spec.precisions)
+        raise UsageError(f"the index at {index.root} does not hold precision '{precision}'; it holds: {held}")
+    return codec(precision, spec.block_shape)
 
 
 def _shard_path(layout: Layout, token_codec: Codec, shard: int) -> Path:

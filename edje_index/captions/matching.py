@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from edje_index.captions.reading import CaptionedImage
@@ -20,6 +21,7 @@ from storage_formats.errors import UsageError
 from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED
 
 NOT_IN_INDEX = "not-in-index"
+DELETED = "deleted"
 NAME_COLUMNS = ("row_id", "uri", "uri_raw", "status", "reason", "duplicate_of")
 """Columns of the rows table that matching needs."""
 
@@ -30,7 +32,8 @@ class MatchedRows:
 
     Attributes:
         rows: row ids, int64 [n]; -1 for an item without a row.
-        reasons: why an item has no row: "not-in-index", or the reason of its failed row; None if it has a row.
+        reasons: why an item has no row: "not-in-index", the reason of its failed row, or "deleted" for a duplicate of a
+            deleted row; None if it has a row.
     """
 
     rows: NDArray[np.int64]
@@ -61,7 +64,7 @@ def match_items(
 
     Args:
         root: the index, for messages.
-        table: all its rows with the columns `NAME_COLUMNS`, see `storage_formats.format.rows.read_all_rows`.
+        table: its rows with the columns `NAME_COLUMNS`, see `storage_formats.format.rows.read_all_rows`.
         items: captioned images.
         allow_none: whether to return even if no item is in the index.
 
@@ -123,13 +126,19 @@ def _row_name(
 
 def _follow_duplicates(table: pa.Table, duplicates: dict[int, list[_Match]]) -> None:
     """Give duplicates the row of their original, or the reason it failed."""
-    originals = table.select(["row_id", "status", "reason"]).take(pa.array(sorted(duplicates), pa.int64()))
-    for row in originals.to_pylist():
-        for match in duplicates[row["row_id"]]:
-            if row["status"] == FAILED:
-                match.reason = row["reason"]
+    originals = table.select(["row_id", "status", "reason"]).filter(
+        pc.is_in(table["row_id"], pa.array(sorted(duplicates), pa.int64()))
+    )
+    by_row = {row["row_id"]: row for row in originals.to_pylist()}
+    for row_id, matches in duplicates.items():
+        original = by_row.get(row_id)
+        for match in matches:
+            if original is None:
+                match.reason = DELETED
+            elif original["status"] == FAILED:
+                match.reason = original["reason"]
             else:
-                match.row_id = row["row_id"]
+                match.row_id = row_id
 
 
 def _resolved(name: bytes) -> bytes:

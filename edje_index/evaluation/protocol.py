@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from edje_index.captions.matching import MatchedRows
 from edje_index.captions.reading import CaptionedImage
-from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import Manifest
-from storage_formats.format.rows import INDEXED, read_shard_rows
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import INDEXED, read_all_rows
 
 Ints = NDArray[np.int64]
 OTHER = -1
@@ -86,11 +86,7 @@ def full_set(
 
 
 def indexed_rows(root: str | Path) -> Ints:
-    """Row ids of all images of an index, ascending, without holes and duplicates."""
-    layout, spec = Layout(Path(root)), Manifest.load(root).spec
-    parts = []
-    for shard in range(spec.shards):
-        table = read_shard_rows(layout, shard, ["row_id", "status"])
-        statuses = np.array(table["status"].to_pylist())
-        parts.append(table["row_id"].to_numpy()[statuses == INDEXED])
-    return np.concatenate(parts).astype(np.int64)
+    """Row ids of all images of an index, ascending, without holes, duplicates and deleted rows."""
+    table = read_all_rows(CommittedIndex.open(root), ["row_id", "status"])
+    rows: Ints = table.filter(pc.equal(table["status"], INDEXED))["row_id"].to_numpy()
+    return rows

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -19,11 +20,12 @@ from edje_index.indexing.faiss_file import FaissFileError, FaissShape, check_fai
 from storage_formats.atomic import fsync_path, fsync_paths, naming
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.checksum import crc32c_stream
+from storage_formats.format.checksum import crc32c_file, crc32c_stream
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.shard_table import FileEntry
+from storage_formats.format.tombstones import read_tombstones
 from storage_formats.reading.embeddings import IndexedEmbeddings
 
 FLAT_LIMIT = 100_000
@@ -57,10 +59,14 @@ def add_ann(root: str | Path) -> Manifest:
         UsageError, IncompleteIndexError, CorruptIndexError: as `Manifest.load`.
         MissingExtraError: FAISS is not installed.
     """
-    manifest = Manifest.load(root)
+    manifest, layout = Manifest.load(root), Layout(Path(root))
     with name_missing_extra("search"):
-        changed = replace(manifest, ann=build_ann(root, manifest.spec))
-    changed.write(Layout(Path(root)))
+        if manifest.snapshot.number:  # earlier snapshots name the existing file
+            ann = _description(manifest.spec, [_write_part(layout, manifest.spec, list(manifest.spec.shard_numbers()))])
+        else:
+            ann = build_ann(root, manifest.spec)
+    changed = replace(manifest, ann=ann)
+    changed.write(layout)
     return changed
 
 
@@ -73,59 +79,84 @@ def build_ann(root: str | Path, spec: IndexSpec) -> dict[str, Any]:
     Raises:
         OSError: the file cannot be written.
     """
+    layout = Layout(Path(root))
+    part = _write_part(layout, spec, list(spec.shard_numbers()), layout.ann_index)
+    return _description(spec, [{name: value for name, value in part.items() if name != "vectors"}], part["vectors"])
+
+
+def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str, Any]:
+    """Add the last segment of `spec` to the nearest-neighbour index that `ann` describes, as a file of its own.
+
+    Returns:
+        The description of both for the manifest; `ann` if the index has no nearest-neighbour index.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if not ann.get("files"):
+        return ann
+    part = _write_part(layout, spec, spec.segment_shards(spec.used_segments[-1]))
+    parts = [{"vectors": ann["vectors"], **file} for file in ann["files"]]
+    return {**ann, "vectors": ann["vectors"] + part["vectors"], "files": [*parts, part]}
+
+
+def _description(spec: IndexSpec, files: list[dict[str, Any]], vectors: int | None = None) -> dict[str, Any]:
+    return {
+        "kind": "flat" if spec.used_rows <= FLAT_LIMIT else "ivf-flat",
+        "metric": "inner-product",
+        "vectors": sum(file["vectors"] for file in files) if vectors is None else vectors,
+        "files": files,
+    }
+
+
+def _write_part(layout: Layout, spec: IndexSpec, shards: Sequence[int], path: Path | None = None) -> dict[str, Any]:
+    """Write the index of some shards to `path`, by default a name of its own. Returns its entry in the manifest."""
     import faiss
 
-    layout = Layout(Path(root))
-    embeddings = IndexedEmbeddings(layout, spec)
-    index = faiss.IndexIDMap2(_empty_index(embeddings))
-    for rows, vectors in embeddings:
-        index.add_with_ids(vectors, rows)
+    rows = sum(len(spec.shard_rows(shard)) for shard in shards)
+    embeddings = IndexedEmbeddings(layout, spec, shards)
+    index = faiss.IndexIDMap2(_empty_index(embeddings, rows))
+    for row_ids, vectors in embeddings:
+        index.add_with_ids(vectors, row_ids)
     layout.ann.mkdir(parents=True, exist_ok=True)
     temporary = layout.ann / "index.faiss.partial"
     temporary.unlink(missing_ok=True)  # it may be a link
     _write(index, temporary)
     fsync_path(temporary)
-    temporary.replace(layout.ann_index)
+    if path is None:
+        path = layout.ann_part(crc32c_file(temporary)[1])
+    temporary.replace(path)
     fsync_paths([layout.ann])
-    return {
-        "kind": "flat" if spec.rows <= FLAT_LIMIT else "ivf-flat",
-        "metric": "inner-product",
-        "vectors": int(index.ntotal),
-        "files": [FileEntry.of(layout, layout.ann_index).to_json()],
-    }
+    return {**FileEntry.of(layout, path).to_json(), "vectors": int(index.ntotal)}
 
 
 class AnnIndex:
-    """Finds the rows nearest to a query embedding.
+    """Finds the rows nearest to a query embedding. Rows that are deleted are left out.
+
+    Args:
+        index: an open index; `open` takes its directory instead.
 
     Raises:
         UsageError: the index has no nearest-neighbour index.
-        CorruptIndexError: the file is missing or damaged, belongs to another index, or is not one that `build_ann`
+        CorruptIndexError: a file is missing or damaged, belongs to another index, or is not one that `build_ann`
             writes.
     """
 
-    def __init__(self, root: str | Path) -> None:
-        manifest = Manifest.load(root)
-        layout = Layout(Path(root))
-        ann_path = layout.relative(layout.ann_index)
-        entry = next((entry for entry in manifest.ann_files if entry.path == ann_path), None)
-        if entry is None:
-            raise UsageError(f"{root} has no nearest-neighbour index; build it with edje_index.add_ann({str(root)!r})")
-        spec = manifest.spec
-        try:
-            with open_index_file(root, layout.ann_index) as file:
-                _check_bytes(file, entry)
-                check_faiss_file(file, FaissShape(spec.embed_dim, vectors=manifest.counts.indexed, rows=spec.rows))
-                self._index = _read(file)
-        except (OSError, ValueError, RuntimeError) as error:  # FAISS raises RuntimeError
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise CorruptIndexError(
-                f"cannot read {layout.ann_index}: {reason}; run 'edje-index verify', or replace the file with "
-                f"edje_index.add_ann({str(root)!r})"
-            ) from error
+    def __init__(self, index: CommittedIndex) -> None:
+        files = index.manifest.ann.get("files", [])
+        if not files:
+            root = str(index.root)
+            raise UsageError(f"{root} has no nearest-neighbour index; build it with edje_index.add_ann({root!r})")
+        self._parts = [_open_part(index, file) for file in files]
+        self._live = _live_bitmap(index)
+
+    @classmethod
+    def open(cls, root: str | Path) -> AnnIndex:
+        """The nearest-neighbour index of the index at `root`. Raises as `Manifest.load` too."""
+        return cls(CommittedIndex.open(root))
 
     def __len__(self) -> int:
-        return int(self._index.ntotal)
+        return sum(int(part.ntotal) for part in self._parts)
 
     def nearest(self, query: NDArray[np.float32], k: int) -> Neighbours:
         """At most `k` rows nearest to `query` [embed_dim], best first."""
@@ -137,11 +168,61 @@ class AnnIndex:
         Raises:
             ModelError: the queries have another width than the embeddings.
         """
-        if queries.shape[1] != self._index.d:
-            raise ModelError(f"the query has {queries.shape[1]} dimensions, but the embeddings have {self._index.d}")
-        scores, rows = self._index.search(queries.astype(np.float32), min(k, len(self)))
+        width = self._parts[0].d
+        if queries.shape[1] != width:
+            raise ModelError(f"the query has {queries.shape[1]} dimensions, but the embeddings have {width}")
+        results = [self._search(part, queries.astype(np.float32), k) for part in self._parts if part.ntotal]
+        scores, rows = (np.concatenate(values, axis=1) for values in zip(*results, strict=True))
+        if len(results) > 1:
+            order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+            scores, rows = np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1)
         filled = rows >= 0  # FAISS fills up with -1 if the probed lists hold fewer than k vectors
         return [(rows[query][filled[query]], scores[query][filled[query]]) for query in range(len(queries))]
+
+    def _search(self, part: Any, queries: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Scores and row ids [q, min(k, vectors)], best first; -1 where there are fewer."""
+        k = min(k, int(part.ntotal))
+        if self._live is None:
+            scores, rows = part.search(queries, k)
+            return scores, rows
+        import faiss
+
+        module: Any = faiss  # its stubs lack these classes
+        selector = module.IDSelectorBitmap(self._live)
+        inner = module.downcast_index(part.index)
+        if isinstance(inner, module.IndexIVF):
+            parameters = module.SearchParametersIVF(sel=selector, nprobe=inner.nprobe)
+        else:
+            parameters = module.SearchParameters(sel=selector)
+        scores, rows = part.search(queries, k, params=parameters)
+        return scores, rows
+
+
+def _open_part(index: CommittedIndex, file: dict[str, Any]) -> Any:
+    """The FAISS index of one file."""
+    manifest, entry = index.manifest, FileEntry.from_json(file)
+    path, vectors = index.root / entry.path, int(file.get("vectors", manifest.counts.indexed))
+    try:
+        with open_index_file(index.root, path) as opened:
+            _check_bytes(opened, entry)
+            check_faiss_file(opened, FaissShape(manifest.spec.embed_dim, vectors=vectors, rows=manifest.spec.rows))
+            return _read(opened)
+    except (OSError, ValueError, RuntimeError) as error:  # FAISS raises RuntimeError
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CorruptIndexError(
+            f"cannot read {path}: {reason}; run 'edje-index verify', or replace the file with "
+            f"edje_index.add_ann({str(index.root)!r})"
+        ) from error
+
+
+def _live_bitmap(index: CommittedIndex) -> NDArray[np.uint8] | None:
+    """One bit per row, lowest first, that tells whether it is not deleted; None if no row is."""
+    deleted = read_tombstones(index)
+    if not len(deleted):
+        return None
+    is_live = np.ones(index.manifest.spec.rows, dtype=np.bool_)
+    is_live[deleted.row_ids()] = False
+    return np.packbits(is_live, bitorder="little")
 
 
 def _check_bytes(file: BinaryIO, entry: FileEntry) -> None:
@@ -178,22 +259,21 @@ def _write(index: Any, path: Path) -> None:
         module.write_index(index, module.PyCallbackIOWriter(write, _PIECE_BYTES))
 
 
-def _empty_index(embeddings: IndexedEmbeddings) -> Any:
-    """An index without vectors, trained for `embeddings`."""
+def _empty_index(embeddings: IndexedEmbeddings, rows: int) -> Any:
+    """An index without vectors, trained for the `embeddings` of a number of rows."""
     import faiss
 
-    spec = embeddings.spec
-    if spec.rows <= FLAT_LIMIT:
-        return faiss.IndexFlatIP(spec.embed_dim)
-    lists = 4 * math.isqrt(spec.rows)  # FAISS wiki, "Guidelines to choose an index": 4 to 16 sqrt(N)
-    quantizer = faiss.IndexFlatIP(spec.embed_dim)
-    index = faiss.IndexIVFFlat(quantizer, spec.embed_dim, lists, faiss.METRIC_INNER_PRODUCT)
-    index.train(_training_sample(embeddings, lists * _TRAINING_VECTORS_PER_LIST))
+    width = embeddings.spec.embed_dim
+    if rows <= FLAT_LIMIT:
+        return faiss.IndexFlatIP(width)
+    lists = 4 * math.isqrt(rows)  # FAISS wiki, "Guidelines to choose an index": 4 to 16 sqrt(N)
+    quantizer = faiss.IndexFlatIP(width)
+    index = faiss.IndexIVFFlat(quantizer, width, lists, faiss.METRIC_INNER_PRODUCT)
+    index.train(_training_sample(embeddings, rows // (lists * _TRAINING_VECTORS_PER_LIST)))
     index.nprobe = _IVF_PROBES
     return index
 
 
-def _training_sample(embeddings: IndexedEmbeddings, count: int) -> NDArray[np.float32]:
-    """About `count` vectors, every n-th row of the index, so that the order of the sources does not matter."""
-    step = max(1, embeddings.spec.rows // count)
-    return np.concatenate([vectors[rows % step == 0] for rows, vectors in embeddings])
+def _training_sample(embeddings: IndexedEmbeddings, step: int) -> NDArray[np.float32]:
+    """The vectors of every `step`-th row, so that the order of the sources does not matter."""
+    return np.concatenate([vectors[rows % max(1, step) == 0] for rows, vectors in embeddings])

@@ -10,7 +10,8 @@ import numpy as np
 
 from edje_index.search.reranking import Candidates, CandidateScores
 from storage_formats.errors import EdjeError
-from storage_formats.format.rows import read_rows
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import read_index_rows
 
 _SHOWN = 50  # pictures in a notebook; each is part of its file
 _SIDE = 160
@@ -92,10 +93,10 @@ class Hits(list[Hit]):
         return {thumbnail.row_id: thumbnail.data_uri for thumbnail in thumbnails if thumbnail.data_uri is not None}
 
 
-def best_hits(root: Path, candidates: Candidates, scores: CandidateScores, k: int) -> Hits:
+def best_hits(index: CommittedIndex, candidates: Candidates, scores: CandidateScores, k: int) -> Hits:
     """The `k` candidates with the highest final scores, best first; of equal scores the lower row id comes first."""
     order = np.lexsort((candidates.rows, -scores.final))[:k]
-    uris = read_rows(root, candidates.rows[order], ["uri"])["uri"].to_pylist()
+    uris = read_index_rows(index, candidates.rows[order], ["uri"])["uri"].to_pylist()
     hits = (
         Hit(
             row_id=int(candidates.rows[position]),
@@ -107,4 +108,4 @@ def best_hits(root: Path, candidates: Candidates, scores: CandidateScores, k: in
         )
         for position, uri in zip(order, uris, strict=True)
     )
-    return Hits(hits, root)
+    return Hits(hits, index.root)

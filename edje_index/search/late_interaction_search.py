@@ -18,8 +18,8 @@ from edje_index.indexing.faiss_index import AnnIndex
 from storage_formats.codecs import Blocks
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.manifest import Manifest
-from storage_formats.format.rows import read_rows
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import read_index_rows
 from storage_formats.token_store import TokenStore
 
 _BATCH_ROWS = 256  # 12 MB of 64 x 384 blocks: they stay in the processor's cache between reading and scoring
@@ -57,9 +57,9 @@ class LateInteractionSearch:
         [7]
     """
 
-    def __init__(self, root: Path, store: TokenStore) -> None:
+    def __init__(self, index: CommittedIndex, store: TokenStore) -> None:
         """Use `open`."""
-        self._root = root
+        self._index = index
         self._ann: AnnIndex | None = None
         self.store = store
 
@@ -74,8 +74,8 @@ class LateInteractionSearch:
         Raises:
             UsageError, IncompleteIndexError, CorruptIndexError: as `TokenStore.open`.
         """
-        precision = precision or Manifest.load(root).spec.precisions[0]
-        return cls(Path(root), TokenStore.open(root, precision))
+        index = CommittedIndex.open(root)
+        return cls(index, TokenStore(index, precision or index.manifest.spec.precisions[0]))
 
     def search(
         self,
@@ -93,7 +93,7 @@ class LateInteractionSearch:
             k: number of hits.
             embedding: [embed_dim], the query's embedding; its `pool` nearest rows are the candidates.
             pool: number of candidates taken by `embedding`.
-            row_ids: the candidates themselves, instead of `embedding`; `range(len(index.store))` scores every row.
+            row_ids: the candidates themselves, instead of `embedding`; `index.store.row_ids()` scores every row.
 
         Raises:
             UsageError: an argument has the wrong shape or value, or not exactly one of `embedding` and `row_ids` is
@@ -108,7 +108,7 @@ class LateInteractionSearch:
         scores = self.scores(query, candidates)
         present = np.flatnonzero(~np.isnan(scores))
         best = present[np.argsort(-scores[present], kind="stable")[:k]]
-        uris = read_rows(self._root, candidates[best], ["uri"])["uri"].to_pylist()
+        uris = read_index_rows(self._index, candidates[best], ["uri"])["uri"].to_pylist()
         return [
             TokenHit(int(row), uri, float(score))
             for row, uri, score in zip(candidates[best], uris, scores[best], strict=True)
@@ -130,7 +130,7 @@ class LateInteractionSearch:
     def _nearest(self, embedding: ArrayLike | None, pool: int) -> NDArray[np.int64]:
         """The `pool` rows with the embeddings nearest to `embedding`."""
         if self._ann is None:
-            self._ann = AnnIndex(self._root)
+            self._ann = AnnIndex(self._index)
         vector = np.asarray(embedding, dtype=np.float32)
         if vector.ndim != 1:
             raise UsageError(f"embedding must be a vector, got the shape {list(vector.shape)}")

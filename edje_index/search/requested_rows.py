@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -11,40 +10,38 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from storage_formats.errors import UsageError
-from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import Manifest
-from storage_formats.format.rows import DUPLICATE, INDEXED, read_rows, read_shard_rows
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import DUPLICATE, INDEXED, iter_rows, read_index_rows
 from storage_formats.row_ids import check_row_ids
 
 _SHOWN = 3
 
 
-def requested_rows(root: str | Path, rows: Sequence[int | str]) -> NDArray[np.int64]:
+def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[np.int64]:
     """Row ids of `rows`, int64 [k]: row ids as they are, and uris looked up in the rows table.
 
     A uri that two rows share means the first of them, and the uri of a duplicate means the original.
 
     Raises:
-        RowIdError: a row id is out of range.
+        RowIdError: a row id is out of range, belongs to no input, or was deleted.
         UsageError: an entry is neither an integer nor a text, no row has a uri, or a row has no tokens.
     """
     if isinstance(rows, str) or not all(isinstance(row, (int, np.integer, str)) for row in rows):
         raise UsageError(f"rows must be a sequence of row ids and uris, got {str(rows)[:80]!r}", parameter="rows")
-    row_of_uri = _rows_of_uris(root, [row for row in rows if isinstance(row, str)])
+    row_of_uri = _rows_of_uris(index, [row for row in rows if isinstance(row, str)])
     row_ids = check_row_ids(
-        [row_of_uri[row] if isinstance(row, str) else int(row) for row in rows], Manifest.load(root).spec.rows
+        [row_of_uri[row] if isinstance(row, str) else int(row) for row in rows], index.manifest.spec.rows
     )
-    _check_indexed(root, row_ids)
+    _check_indexed(index, row_ids)
     return row_ids
 
 
-def _rows_of_uris(root: str | Path, uris: Sequence[str]) -> Mapping[str, int]:
+def _rows_of_uris(index: CommittedIndex, uris: Sequence[str]) -> Mapping[str, int]:
     """The row of each uri; that of the original for a duplicate."""
     if not uris:
         return {}
     wanted, row_of_uri = pa.array(dict.fromkeys(uris), pa.string()), dict[str, int]()
-    for shard in range(Manifest.load(root).spec.shards):
-        table = read_shard_rows(Layout(Path(root)), shard, ["row_id", "uri", "status", "duplicate_of"])
+    for table in iter_rows(index, ["row_id", "uri", "status", "duplicate_of"]):
         for row in table.filter(pc.is_in(table["uri"], wanted)).to_pylist():
             row_id = row["duplicate_of"] if row["status"] == DUPLICATE else row["row_id"]
             row_of_uri.setdefault(row["uri"], row_id)
@@ -52,20 +49,20 @@ def _rows_of_uris(root: str | Path, uris: Sequence[str]) -> Mapping[str, int]:
             break
     unknown = [uri for uri in wanted.to_pylist() if uri not in row_of_uri]
     if unknown:
-        raise UsageError(f"no row of {root} has the uri {_listed(unknown)}", parameter="rows")
+        raise UsageError(f"no row of {index.root} has the uri {_listed(unknown)}", parameter="rows")
     return row_of_uri
 
 
-def _check_indexed(root: str | Path, row_ids: NDArray[np.int64]) -> None:
+def _check_indexed(index: CommittedIndex, row_ids: NDArray[np.int64]) -> None:
     """UsageError if one of `row_ids` is a hole."""
-    table = read_rows(root, row_ids, ["row_id", "status", "reason", "duplicate_of"])
+    table = read_index_rows(index, row_ids, ["row_id", "status", "reason", "duplicate_of"])
     holes = table.filter(pc.not_equal(table["status"], INDEXED)).to_pylist()
     if not holes:
         return
     first = holes[0]
     why = f"it is a duplicate of row {first['duplicate_of']}" if first["status"] == DUPLICATE else first["reason"]
     others = f" (and {len(holes) - 1} more)" if len(holes) > 1 else ""
-    raise UsageError(f"row {first['row_id']}{others} of {root} has no tokens: {why}", parameter="rows")
+    raise UsageError(f"row {first['row_id']}{others} of {index.root} has no tokens: {why}", parameter="rows")
 
 
 def _listed(uris: list[str]) -> str:

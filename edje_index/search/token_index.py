@@ -21,7 +21,7 @@ from edje_index.search.reranking import Candidates, Reranker, embedding_scores
 from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.token_store import TokenStore
 
@@ -57,8 +57,9 @@ class TokenIndex:
         score: str | ScoreWeights = BUNDLE_SCORE,
     ) -> None:
         self.root = root
-        self._ann = AnnIndex(root)
-        self._store = TokenStore.open(root, precision)
+        self.committed = CommittedIndex(Path(root).absolute(), manifest)
+        self._ann = AnnIndex(self.committed)
+        self._store = TokenStore(self.committed, precision)
         self._score = score
         self.manifest = manifest
         self.model = model
@@ -75,7 +76,7 @@ class TokenIndex:
             UsageError: the index does not hold the precision.
         """
         other = copy.copy(self)
-        other._store = TokenStore.open(self.root, precision)
+        other._store = TokenStore(self.committed, precision)
         return other
 
     @classmethod
@@ -198,7 +199,7 @@ class TokenIndex:
         """
         for text in texts:
             _check_text(text)
-        row_ids = [requested_rows(self.root, its_rows) for its_rows in rows]
+        row_ids = [requested_rows(self.committed, its_rows) for its_rows in rows]
         reranker = self._reranker(score)
         every_row = np.concatenate([np.empty(0, np.int64), *row_ids])
         if not len(every_row):
@@ -208,7 +209,7 @@ class TokenIndex:
         blocks = self._store.fetch(every_row) if reranker.reads_tokens else None
         scores = reranker.scores(texts, candidates, blocks)
         pairs = zip(candidates, scores, strict=True)
-        return [best_hits(self.root, each, its_scores, len(each.rows)) for each, its_scores in pairs]
+        return [best_hits(self.committed, each, its_scores, len(each.rows)) for each, its_scores in pairs]
 
     def score_images(
         self, text: str, images: Sequence[bytes | Image.Image], *, score: str | ScoreWeights | None = None
@@ -269,7 +270,7 @@ class TokenIndex:
             False
         """
         _check_counts(k, k)
-        embedding = read_embeddings(self.root, self.manifest.spec, requested_rows(self.root, [row_id]))[0]
+        embedding = read_embeddings(self.root, self.manifest.spec, requested_rows(self.committed, [row_id]))[0]
         rows, similarities = self._ann.nearest(embedding, k + 1)
         other = rows != row_id
         return self._plain_hits([Candidates(rows[other], similarities[other])], k)[0]
@@ -287,7 +288,7 @@ class TokenIndex:
         return Candidates(row_ids, read_embeddings(self.root, self.manifest.spec, row_ids) @ query)
 
     def _plain_hits(self, nearest: Sequence[Candidates], k: int) -> list[list[Hit]]:
-        return [best_hits(self.root, candidates, embedding_scores(candidates), k) for candidates in nearest]
+        return [best_hits(self.committed, candidates, embedding_scores(candidates), k) for candidates in nearest]
 
     def _reranked_hits(
         self, reranker: Reranker, texts: Sequence[str], nearest: Sequence[Candidates], k: int
@@ -300,7 +301,7 @@ class TokenIndex:
                 candidates, blocks = self._fetch_sound(candidates)
             scores = reranker.scores(texts[start : start + queries_at_once], candidates, blocks)
             pairs = zip(candidates, scores, strict=True)
-            hits += [best_hits(self.root, each, its_scores, k) for each, its_scores in pairs]
+            hits += [best_hits(self.committed, each, its_scores, k) for each, its_scores in pairs]
         return hits
 
     def _fetch_sound(self, candidates: Sequence[Candidates]) -> tuple[list[Candidates], Blocks]:

@@ -57,5 +57,5 @@ def _tables(root: Path, columns: list[str]) -> Iterator[Any]:
     layout = Layout(root)
     if layout.manifest.exists() or (plan := read_plan(root)) is None:
         return iter_rows(CommittedIndex.open(root), columns)
-    finished = sorted(read_receipts(layout, plan.spec, plan.fingerprint))
+    finished = sorted(read_receipts(layout, plan.shards, plan.fingerprint))
     return (read_shard_rows(layout, shard, columns) for shard in finished)

@@ -50,7 +50,7 @@ def describe_index(root: Path) -> dict[str, Any]:
             "state": "begun",
             "rows": plan.spec.rows,
             "shards": plan.spec.shards,
-            "finished_shards": len(read_receipts(layout, plan.spec, plan.fingerprint)),
+            "finished_shards": len(read_receipts(layout, plan.shards, plan.fingerprint)),
             "shard_size": plan.spec.shard_size,
             "block_shape": list(plan.spec.block_shape),
             "embed_dim": plan.spec.embed_dim,
@@ -61,14 +61,16 @@ def describe_index(root: Path) -> dict[str, Any]:
     from dataclasses import asdict
 
     from storage_formats.format.manifest import Manifest
-    from storage_formats.format.shard_table import read_shard_table
+    from storage_formats.format.shard_table import read_shard_tables
 
     manifest = Manifest.load(root)
-    files = [*(file for _, file in read_shard_table(root, manifest.shard_table)), *manifest.ann_files]
+    files = [*(file for _, file in read_shard_tables(root, manifest.shard_tables)), *manifest.ann_files]
     spec, counts = manifest.spec, manifest.counts
     return {
         "index": str(root),
         "state": "finished",
+        "snapshot": manifest.snapshot.number,
+        "deleted": manifest.snapshot.deleted_rows,
         "rows": spec.rows,
         "counts": {**asdict(counts), "failed_total": counts.failed_total},
         "shards": spec.shards,
@@ -102,6 +104,7 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
             ("indexed", f"{counts['indexed']:,}"),
             ("duplicates", f"{counts['duplicates']:,}"),
             ("failed", f"{counts['failed_total']:,}{failed}"),
+            *([("deleted", f"{value['deleted']:,}")] if value["deleted"] else []),
             ("shards", f"{value['shards']:,} of {value['shard_size']:,} rows each"),
             ("size", human_bytes(value["bytes"])),
             ("search", f"{value['ann'].get('kind')}, {counted(value['ann'].get('vectors', 0), 'vector')}"),

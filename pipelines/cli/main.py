@@ -32,6 +32,11 @@ SECTIONS = {
     "Index": {
         "build": "pipelines.cli.build:build",
         "import-arrays": "pipelines.cli.import_arrays:import_arrays",
+        "append": "pipelines.cli.append:append",
+        "delete": "pipelines.cli.delete:delete",
+        "history": "pipelines.cli.history:history",
+        "rollback": "pipelines.cli.history:rollback",
+        "gc": "pipelines.cli.history:gc",
         "quantize": "pipelines.cli.quantize:quantize",
         "verify": "pipelines.cli.verify:verify",
         "info": "pipelines.cli.info:info",

@@ -41,7 +41,8 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
     plan, settings, workers = prepared.plan, prepared.plan.settings, prepared.workers
     job = ShardJob(
         activity="indexing",
-        spec=plan.spec,
+        shards=plan.shards,
+        rows=plan.rows,
         make_worker=functools.partial(
             open_worker, str(plan.model["bundle"]), settings.device, settings.threads, settings.dtype
         ),
@@ -54,9 +55,10 @@ def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEven
     gpus = 1 if settings.device == "cuda" else 0
     engine = open_engine(config.engine, workers, cpus=settings.threads, gpus=gpus, address=config.address)
     finished_shards = len(prepared.receipts)
-    on_event(PlanReady(plan.spec.rows, plan.spec.shards, finished_shards, workers, plan.duplicates, plan.ignored))
+    on_event(PlanReady(plan.rows, len(plan.shards), finished_shards, workers, plan.duplicates, plan.ignored))
     clear_staging(plan.root)
-    begin_index(plan.root, plan.spec)
+    if not plan.is_append:
+        begin_index(plan.root, plan.spec)
     return run_shards(job, prepared.receipts, engine, on_event, should_stop)
 
 

@@ -46,7 +46,7 @@ class FailureLimit:
 
     def __init__(self, plan: BuildPlan, max_failed: float | None) -> None:
         self._plan = plan
-        rows = plan.spec.rows
+        rows = plan.rows
         if max_failed is None:
             self._allowed = max(ALWAYS_ALLOWED, math.floor(DEFAULT_SHARE * rows))
             self._limit = f"the {self._allowed:,} that may fail by default"
@@ -67,15 +67,14 @@ class FailureLimit:
         if self._failed.total() <= self._allowed:
             return
         done = sum(receipt.rows for receipt in self._receipts)
-        so_far = "" if done == self._plan.spec.rows else " so far"
+        so_far = "" if done == self._plan.rows else " so far"
         problem = (
             f"{self._failed.total():,} of {counted(done, 'input')} failed{so_far}, more than {self._limit} "
             f"({_reasons(self._failed)}). The first are {_first_failures(self._plan, self._receipts)}"
         )
         raise FailedInputsError(
-            f"{problem}. {len(self._receipts):,} of {counted(self._plan.spec.shards, 'shard')} are finished and kept",
-            "raise max_failed to index the other inputs all the same; or correct the sources, remove "
-            f"{self._plan.root} and build again",
+            f"{problem}. {len(self._receipts):,} of {counted(len(self._plan.shards), 'shard')} are finished and kept",
+            f"raise max_failed to index the other inputs all the same; or correct the sources, {self._plan.restart}",
             over_limit=True,
         )
 
@@ -85,10 +84,11 @@ def check_any_indexed(plan: BuildPlan, receipts: list[ShardReceipt]) -> None:
     if any(receipt.indexed for receipt in receipts):
         return
     failed = sum((Counter(receipt.failed) for receipt in receipts), Counter[str]())
+    unchanged = "nothing was appended" if plan.is_append else "no index was written"
     raise FailedInputsError(
-        f"none of the {counted(failed.total(), 'input')} could be indexed ({_reasons(failed)}), so no index was written"
-        f". The first are {_first_failures(plan, receipts)}",
-        f"correct the sources, remove {plan.root} and build again",
+        f"none of the {counted(failed.total(), 'input')} could be indexed ({_reasons(failed)}), so {unchanged}. The "
+        f"first are {_first_failures(plan, receipts)}",
+        "correct the sources and append again" if plan.is_append else f"correct the sources, {plan.restart}",
         over_limit=False,
     )
 

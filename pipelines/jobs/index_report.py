@@ -14,10 +14,9 @@ import numpy as np
 from edje_index.progress import OnProgress
 from storage_formats.codecs import Blocks, codec
 from storage_formats.errors import EdjeError
-from storage_formats.format.layout import Layout
-from storage_formats.format.manifest import Manifest
-from storage_formats.format.rows import FAILED, INDEXED, TIMING_COLUMNS, read_shard_rows
-from storage_formats.format.shard_table import read_shard_table
+from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.rows import FAILED, INDEXED, TIMING_COLUMNS, iter_rows
+from storage_formats.format.shard_table import read_shard_tables
 from storage_formats.token_store import TokenStore
 
 if TYPE_CHECKING:
@@ -154,9 +153,10 @@ def measure_index(root: Path, queries: Sequence[str], k: int, on_progress: OnPro
 def _read_row_facts(root: Path, manifest: Manifest, on_progress: OnProgress) -> RowFacts:
     """One pass over the rows table, one shard in memory at a time."""
     facts, spec = RowFacts(), manifest.spec
-    for shard in range(spec.shards):
-        on_progress("reading the rows table, shards", shard, spec.shards)
-        for row in read_shard_rows(Layout(root), shard, _ROW_COLUMNS).to_pylist():
+    shards = sum(len(spec.segment_shards(segment)) for segment in spec.used_segments)
+    for done, table in enumerate(iter_rows(CommittedIndex(root, manifest), _ROW_COLUMNS)):
+        on_progress("reading the rows table, shards", done, shards)
+        for row in table.to_pylist():
             _add_row(facts, row)
     return facts
 
@@ -182,7 +182,7 @@ def _add_row(facts: RowFacts, row: dict[str, Any]) -> None:
 def _bytes_by_folder(root: Path, manifest: Manifest) -> dict[str, int]:
     """Bytes of the committed files by folder, such as "tokens/fp8"."""
     sizes: Counter[str] = Counter()
-    for _, file in read_shard_table(root, manifest.shard_table):
+    for _, file in read_shard_tables(root, manifest.shard_tables):
         sizes[file.path.rpartition("/")[0]] += file.bytes
     return dict(sizes)
 

@@ -19,3 +19,12 @@ def remove_leftovers(root: Path) -> None:
         if has_build_leftovers(layout):
             with locked_index(root):
                 remove_build(layout)
+
+
+def refuse_unfinished_append(layout: Layout) -> None:
+    """Raise EdjeError if an append to the index was stopped."""
+    if layout.append_plan.exists():
+        raise EdjeError(
+            f"an append to {layout.root} has not finished; run the same append again, or discard it with 'edje-index "
+            "gc'"
+        )

@@ -216,9 +216,12 @@ def _token_errors(
     import numpy as np
 
     from edje_index.evaluation.quantization_report.token_errors import TokenErrorMeter
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.tombstones import live_rows
 
-    count = min(config.rows, spec.rows)
-    sampled = np.sort(np.random.default_rng(config.seed).choice(spec.rows, count, replace=False))
+    rows_in_index = live_rows(CommittedIndex.open(config.root))
+    count = min(config.rows, len(rows_in_index))
+    sampled = np.sort(np.random.default_rng(config.seed).choice(rows_in_index, count, replace=False))
     meters = {name: TokenErrorMeter() for name in subjects}
     holes = done = 0
     for rows in _batches(sampled, max(1, _BATCH_TOKENS // spec.block_shape[0])):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.engines.base import Engine, TaskInterrupted, Worker, describe_error
+from pipelines.jobs.leftovers import refuse_unfinished_append
 from pipelines.jobs.lock import locked_index
 from pipelines.jobs.shard_run import ShardJob, run_shards
 from pipelines.planning.machine import free_disk
@@ -124,6 +125,7 @@ def run_quantize(
         layout = Layout(config.root)
         if has_build_leftovers(layout):
             remove_build(layout)
+        refuse_unfinished_append(layout)
         missing = tuple(name for name in dict.fromkeys(config.to) if name not in manifest.spec.precisions)
         _check_names(config, (*manifest.spec.precisions, *missing))
         source = precision_to_read(config.root, manifest, config.source) if missing else None
@@ -199,10 +201,10 @@ def _refuse_higher_fidelity(root: Path, manifest: Manifest, source: str, targets
 
 def _source_digest(root: Path, manifest: Manifest, source: str) -> str:
     """SHA-256 over length and checksum of every file of `source`. It differs between indexes of the same shape."""
-    from storage_formats.format.shard_table import read_shard_table
+    from storage_formats.format.shard_table import read_shard_tables
 
     folders = (f"tokens/{source}/", f"checksums/{source}/")
-    entries = [file for _, file in read_shard_table(root, manifest.shard_table) if file.path.startswith(folders)]
+    entries = [file for _, file in read_shard_tables(root, manifest.shard_tables) if file.path.startswith(folders)]
     files = [(file.path, file.bytes, file.crc32c) for file in entries]
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
@@ -233,13 +235,16 @@ def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_
     from storage_formats.writing.begin import clear_staging
     from storage_formats.writing.conversion import add_precisions
 
-    receipts = read_receipts(Layout(conversion.root), conversion.spec, conversion.plan)
-    _check_disk(conversion, conversion.spec.shards - len(receipts))
+    spec = conversion.spec
+    shards = list(spec.shard_numbers())
+    receipts = read_receipts(Layout(conversion.root), shards, conversion.plan)
+    _check_disk(conversion, len(shards) - len(receipts))
     clear_staging(conversion.root)
-    on_event(PlanReady(conversion.spec.rows, conversion.spec.shards, len(receipts)))
+    on_event(PlanReady(spec.used_rows, len(shards), len(receipts)))
     job = ShardJob(
         activity="converting",
-        spec=conversion.spec,
+        shards=shards,
+        rows=spec.used_rows,
         make_worker=open_converter,
         make_task=functools.partial(_conversion_task, conversion),
         state_of_report=_state_of_report,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from pipelines.progress.meter import ShardMeter, ShardState
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from pipelines.progress.wording import counted
 from storage_formats.errors import EdjeError, UsageError
-from storage_formats.format.layout import IndexSpec
 
 if TYPE_CHECKING:
     from storage_formats.format.receipts import ShardReceipt
@@ -28,11 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """What to do with every shard of an index.
+    """What to do with shards of an index.
 
     Attributes:
         activity: name of the job in its progress: "indexing".
-        spec: shape of the index.
+        shards: the shards, ascending.
+        rows: number of their rows.
         make_worker: makes the worker of a process; see `pipelines.engines.base`.
         make_task: the task of a shard.
         state_of_report: the shard and its state, from a progress report of a worker.
@@ -42,7 +42,8 @@ class ShardJob:
     """
 
     activity: str
-    spec: IndexSpec
+    shards: Sequence[int]
+    rows: int
     make_worker: WorkerFactory
     make_task: Callable[[int], Task]
     state_of_report: Callable[[Any], tuple[int, ShardState]]
@@ -77,9 +78,9 @@ def run_shards(
     """
     started = time.monotonic()
     receipts = dict(earlier)
-    missing = [shard for shard in range(job.spec.shards) if shard not in earlier]
+    missing = [shard for shard in job.shards if shard not in earlier]
     with _stopped_by_errors(job, receipts):
-        meter = ShardMeter(job.activity, job.spec.rows, job.spec.shards)
+        meter = ShardMeter(job.activity, job.rows, len(job.shards))
         for receipt in earlier.values():  # the times of earlier runs do not count
             meter.finish(receipt.shard, replace(job.state_of_receipt(receipt), stage_seconds={}))
             job.on_receipt(receipt)
@@ -97,7 +98,7 @@ def run_shards(
                 receipts[receipt.shard] = receipt
                 on_event(meter.finish(receipt.shard, job.state_of_receipt(receipt)))
                 job.on_receipt(receipt)
-        if len(receipts) < job.spec.shards:
+        if len(receipts) < len(job.shards):
             raise JobStopped("stopped")
     rows = sum(receipts[shard].rows for shard in missing)
     return ShardRun([receipts[shard] for shard in sorted(receipts)], rows, time.monotonic() - started)
@@ -112,8 +113,8 @@ def _stopped_by_errors(job: ShardJob, receipts: Receipts) -> Iterator[None]:
         raise
     except (EdjeError, OSError) as error:
         rows = sum(receipt.rows for receipt in receipts.values()) + job.rows_in_pieces(receipts)
-        kept = f"{rows:,} of {counted(job.spec.rows, 'row')} are kept"
-        shards = f"{len(receipts):,} of {counted(job.spec.shards, 'shard')} are finished"
+        kept = f"{rows:,} of {counted(job.rows, 'row')} are kept"
+        shards = f"{len(receipts):,} of {counted(len(job.shards), 'shard')} are finished"
         raise JobStopped(f"{describe_error(error)}; {kept}, {shards}") from error
 
 

@@ -1,4 +1,4 @@
-"""The request for a build."""
+"""The requests for a build and for an append."""
 
 from __future__ import annotations
 
@@ -58,3 +58,24 @@ class BuildConfig:
 
         for name in self.precisions:
             codec(name)
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    """A request to append rows to an index.
+
+    Attributes:
+        root: directory of the index.
+        sources: as for a build.
+        model: directory of the model bundle; None takes the one that built the index.
+        engine, workers, address, column, max_failed: as for a build.
+    """
+
+    root: Path
+    sources: tuple[str, ...]
+    model: Path | None = None
+    engine: str = "ray"
+    workers: int | None = None
+    address: str | None = None
+    column: str | None = None
+    max_failed: float | None = None

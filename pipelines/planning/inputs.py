@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import shutil
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
+    from edje_index.images.inputs import InputRef
     from pipelines.sources import Source
 
 
@@ -49,7 +50,8 @@ def removed_on_failure(root: Path) -> Iterator[None]:
         yield
     except BaseException:
         layout = Layout(root)
-        layout.plan.unlink(missing_ok=True)  # it may be in place though flushing its directory failed
+        for plan in (layout.plan, layout.append_plan):
+            plan.unlink(missing_ok=True)  # it may be in place though flushing its directory failed
         shutil.rmtree(layout.inputs(0).parent, ignore_errors=True)
         raise
 
@@ -61,36 +63,55 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
         UsageError: a source cannot be used, or there are no inputs.
         JobStopped: `should_stop()` returned True.
     """
-    from edje_index.images.inputs import write_inputs
     from pipelines.sources import digested, iter_all, mark_duplicates, open_sources
-    from storage_formats.atomic import fsync_paths
-    from storage_formats.format.checksum import crc32c_file, to_hex
 
-    layout = Layout(config.out)
-    directory = layout.inputs(0).parent
     sources = open_sources(config.sources, config.column)
     digest = hashlib.sha256()
     refs = digested(iter_all(sources), digest, on_event, should_stop)
     if config.dedupe:
         refs = mark_duplicates(refs)
+    lists = write_input_lists(Layout(config.out), refs, config.shard_size)
+    ignored = count_ignored(sources)
+    if not lists.rows:
+        raise UsageError(f"nothing to index in {', '.join(config.sources)}: {_no_images(ignored)}", parameter="sources")
+    return FrozenInputs(lists.rows, digest.hexdigest(), lists.duplicates, ignored, lists.checksums)
+
+
+@dataclass(frozen=True)
+class InputLists:
+    """What `write_input_lists` wrote; the attributes are those of `FrozenInputs`."""
+
+    rows: int
+    duplicates: int
+    checksums: tuple[str, ...]
+
+
+def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int, *, first_shard: int = 0) -> InputLists:
+    """Write `refs` to `build/inputs/`, one file per shard.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    from edje_index.images.inputs import write_inputs
+    from storage_formats.atomic import fsync_paths
+    from storage_formats.format.checksum import crc32c_file, to_hex
+
+    directory = layout.inputs(0).parent
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     rows = duplicates = 0
     paths = []
-    for shard in itertools.count():
-        shard_refs = list(itertools.islice(refs, config.shard_size))
+    remaining = iter(refs)
+    for shard in itertools.count(first_shard):
+        shard_refs = list(itertools.islice(remaining, shard_size))
         if not shard_refs:
             break
         write_inputs(layout.inputs(shard), shard_refs)
         paths.append(layout.inputs(shard))
         rows += len(shard_refs)
         duplicates += sum(ref.duplicate_of is not None for ref in shard_refs)
-    ignored = _count_ignored(sources)
-    if not rows:
-        raise UsageError(f"nothing to index in {', '.join(config.sources)}: {_no_images(ignored)}", parameter="sources")
     fsync_paths([*paths, directory])
-    checksums = tuple(to_hex(crc32c_file(path)[1]) for path in paths)
-    return FrozenInputs(rows, digest.hexdigest(), duplicates, ignored, checksums)
+    return InputLists(rows, duplicates, tuple(to_hex(crc32c_file(path)[1]) for path in paths))
 
 
 def check_frozen_inputs(plan: BuildPlan, finished_shards: Container[int]) -> None:
@@ -101,7 +122,7 @@ def check_frozen_inputs(plan: BuildPlan, finished_shards: Container[int]) -> Non
     """
     from storage_formats.format.checksum import crc32c_file, to_hex
 
-    for shard, checksum in enumerate(plan.input_checksums):
+    for shard, checksum in zip(plan.shards, plan.input_checksums, strict=True):
         if shard in finished_shards:
             continue
         path = Layout(plan.root).inputs(shard)
@@ -110,13 +131,15 @@ def check_frozen_inputs(plan: BuildPlan, finished_shards: Container[int]) -> Non
         except FileNotFoundError as error:
             damage = error.strerror
         if damage:
+            kind = "append" if plan.is_append else "build"
             raise CorruptIndexError(
-                f"{path}, a list of inputs, was damaged after the build began ({damage}); restore the file, or remove "
-                f"{plan.root} and build again"
+                f"{path}, a list of inputs, was damaged after the {kind} began ({damage}); restore the file, or "
+                f"{plan.restart}"
             )
 
 
-def _count_ignored(sources: list[Source]) -> dict[str, int]:
+def count_ignored(sources: list[Source]) -> dict[str, int]:
+    """Number of entries of `sources` that are not inputs, by suffix or reason."""
     total: Counter[str] = Counter()
     for source in sources:
         total.update(source.ignored)

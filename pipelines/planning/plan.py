@@ -16,7 +16,7 @@ from storage_formats.cpus import usable_cpus
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import IndexSpec, Layout, Segment
 
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
@@ -103,6 +103,34 @@ class BuildPlan:
     input_checksums: tuple[str, ...] = ()
 
     @property
+    def is_append(self) -> bool:
+        """Whether the plan adds rows to a finished index: those of the last segment."""
+        return bool(self.spec.segments)
+
+    @property
+    def shards(self) -> range:
+        """The shards to write."""
+        return self.spec.segment_shards(self.spec.used_segments[-1])
+
+    @property
+    def rows(self) -> int:
+        """Number of rows to write."""
+        return self.spec.used_segments[-1].rows
+
+    @property
+    def path(self) -> Path:
+        """The file of the plan."""
+        layout = Layout(self.root)
+        return layout.append_plan if self.is_append else layout.plan
+
+    @property
+    def restart(self) -> str:
+        """How to start anew if the plan cannot be resumed, for messages."""
+        if self.is_append:
+            return f"discard the append with 'edje-index gc' and append again to {self.root}"
+        return f"remove {self.root} and build again"
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 over everything that decides the stored bytes, which workers and engine do not."""
         return plan_fingerprint(self.model, self.settings, self.inputs_digest)
@@ -111,7 +139,7 @@ class BuildPlan:
         """Store the plan. From now on the build can be resumed."""
         content = {**asdict(self), "version": PLAN_VERSION, "fingerprint": self.fingerprint}
         del content["root"]
-        write_json_atomic(Layout(self.root).plan, {**content, "crc32c": json_checksum(content)})
+        write_json_atomic(self.path, {**content, "crc32c": json_checksum(content)})
 
 
 def plan_of_manifest(root: Path, manifest: Manifest) -> BuildPlan:
@@ -130,22 +158,27 @@ def plan_of_manifest(root: Path, manifest: Manifest) -> BuildPlan:
     return BuildPlan(root, manifest.spec, manifest.model, settings, digest, manifest.counts.duplicates, ignored={})
 
 
-def read_plan(root: Path) -> BuildPlan | None:
-    """The plan of an unfinished index; None if there is none.
+def read_plan(root: Path, *, append: bool = False) -> BuildPlan | None:
+    """The plan of an unfinished build, or of an unfinished append; None if there is none.
 
     Raises:
-        CorruptIndexError: `plan.json` is damaged or was written by another version of this program.
+        CorruptIndexError: the plan is damaged or was written by another version of this program.
     """
-    path = Layout(root).plan
+    path = Layout(root).append_plan if append else Layout(root).plan
+    restart = f"discard the append of {root} with 'edje-index gc'" if append else f"remove {root} and build again"
     try:
         value = json.loads(read_index_file(root, path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise CorruptIndexError(f"cannot read {path}: {error}; remove {root} and build again") from error
+        raise CorruptIndexError(f"cannot read {path}: {error}; {restart}") from error
     try:
         spec = value["spec"]
-        tuples = {"block_shape": tuple(spec["block_shape"]), "precisions": tuple(spec["precisions"])}
+        tuples = {
+            "block_shape": tuple(spec["block_shape"]),
+            "precisions": tuple(spec["precisions"]),
+            "segments": tuple(Segment(**segment) for segment in spec.get("segments", ())),
+        }
         plan = BuildPlan(
             root=root,
             spec=IndexSpec(**{**spec, **tuples}),
@@ -158,11 +191,9 @@ def read_plan(root: Path) -> BuildPlan | None:
         )
         intact = value["version"] == PLAN_VERSION and value["crc32c"] == json_checksum(value)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptIndexError(f"{path} is not a build plan ({error!r}); remove {root} and build again") from error
+        raise CorruptIndexError(f"{path} is not a build plan ({error!r}); {restart}") from error
     if not intact:
-        raise CorruptIndexError(
-            f"{path} was changed, damaged or written by another version; remove {root} and build again"
-        )
+        raise CorruptIndexError(f"{path} was changed, damaged or written by another version; {restart}")
     return plan
 
 

@@ -46,4 +46,4 @@ def read_stored_build(root: Path) -> StoredBuild | None:
     plan = read_plan(root)
     if plan is None:
         return None
-    return StoredBuild(plan, receipts=read_receipts(layout, plan.spec, plan.fingerprint))
+    return StoredBuild(plan, receipts=read_receipts(layout, plan.shards, plan.fingerprint))

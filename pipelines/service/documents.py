@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from edje_index.search.requested_rows import requested_rows
 from pipelines.service.errors import ServiceError
@@ -12,6 +11,7 @@ from pipelines.service.images import is_data_uri, picture_bytes
 from pipelines.service.schemas import Document, DocumentObject, ImageUrl
 from pipelines.service.settings import Limits
 from storage_formats.errors import RowIdError, UsageError
+from storage_formats.format.manifest import CommittedIndex
 
 _MAX_DIGITS = 15
 
@@ -50,14 +50,14 @@ def read_documents(documents: Sequence[Document], limits: Limits) -> Documents:
     return Documents(rows, pictures)
 
 
-def resolve_rows(root: Path, documents: Documents) -> dict[int, int]:
+def resolve_rows(index: CommittedIndex, documents: Documents) -> dict[int, int]:
     """Position to row id. Looks uris up in the rows table, so it reads files.
 
     Raises:
         ServiceError: 422, no such row, or a row without tokens.
     """
     try:
-        row_ids = requested_rows(root, list(documents.rows.values()))
+        row_ids = requested_rows(index, list(documents.rows.values()))
     except (RowIdError, UsageError) as error:
         hint = "; addresses are not fetched" if "://" in str(error) else ""
         raise ServiceError(422, f"{error}{hint}") from error

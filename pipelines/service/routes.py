@@ -147,7 +147,7 @@ async def _rerank(
     parsed: Documents = await _in_thread(state, read_documents, documents, state.limits)
     scores: dict[int, float] = {}
     if parsed.rows:
-        row_ids = await _in_thread(state, resolve_rows, index.root, parsed)
+        row_ids = await _in_thread(state, resolve_rows, index.committed, parsed)
         hits, _ = await state.batcher.submit(works.rerank_rows(index, query, sorted(set(row_ids.values()))))
         of_row = {hit.row_id: hit.score for hit in hits}
         scores |= {position: of_row[row_id] for position, row_id in row_ids.items()}

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,6 +15,7 @@ from storage_formats.errors import CorruptIndexError
 from storage_formats.format.checksum import crc32c, crc32c_stream
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import ParquetRowGroups
 from storage_formats.format.shard_table import SHARD_TABLE_SCHEMA, FileEntry
 
@@ -24,40 +26,34 @@ _REMEDY = (
 
 
 class CommittedFiles:
-    """The committed files of one kind. Reads the row groups that it needs, and keeps their lines. Thread-safe.
+    """The committed files of one kind, from the shard tables. Reads the row groups that it needs. Thread-safe.
 
     Args:
-        layout: the index.
-        entry: the file of the shard table.
+        index: the index.
         path: path of the file of a shard, such as `layout.rows_file`.
     """
 
-    def __init__(self, layout: Layout, entry: FileEntry, path: Callable[[int], Path]) -> None:
-        self._layout = layout
-        self._entry = entry
+    def __init__(self, index: CommittedIndex, path: Callable[[int], Path]) -> None:
+        self._layout = Layout(index.root)
+        self._spec = index.manifest.spec
         self._path = path
-        self._groups: ParquetRowGroups | None = None
-        self._identity: tuple[int, ...] = ()
+        self._tables = [_Table(self._layout, entry) for entry in index.manifest.shard_tables]
         self._files: dict[int, FileEntry] = {}
         self._lock = threading.Lock()
 
     def files(self, shards: Iterable[int]) -> dict[int, FileEntry]:
-        """The file of each of `shards`.
+        """The file of each of `shards`, which segments use.
 
         Raises:
-            CorruptIndexError: the table cannot be read, or does not list a shard.
+            CorruptIndexError: a table cannot be read, or does not list a shard.
         """
         requested = list(shards)
         with self._lock:
             missing = [shard for shard in requested if shard not in self._files]
-            if missing:
-                self._load(missing)
-            for shard in missing:
-                if shard not in self._files:
-                    raise CorruptIndexError(
-                        f"the shard table {self._layout.root / self._entry.path} does not list {self._path(shard)}; "
-                        "run 'edje-index verify'"
-                    )
+            for segment, table in zip(self._spec.used_segments, self._tables, strict=True):
+                of_segment = self._spec.segment_shards(segment)
+                if here := [shard for shard in missing if shard in of_segment]:
+                    self._load(table, here)
             return {shard: self._files[shard] for shard in requested}
 
     def check(self, shard: int, content: bytes) -> None:
@@ -68,33 +64,50 @@ class CommittedFiles:
         """
         check_content(self._path(shard), self.files([shard])[shard], content)
 
-    def _load(self, shards: list[int]) -> None:
-        path = self._layout.root / self._entry.path
-        try:
-            with open_index_file(self._layout.root, path) as file:
-                status = os.fstat(file.fileno())
-                identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-                if identity != self._identity:
-                    self._check_table(path, status.st_size, crc32c_stream(file))
-                    file.seek(0)
-                    self._groups = ParquetRowGroups(file, status.st_size, "shard")
-                    self._identity = identity
-                assert self._groups is not None
-                for table in self._groups.read(file, shards):
-                    self._keep(table)
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise CorruptIndexError(f"cannot read the shard table {path}: {error}; {_REMEDY}") from error
-
-    def _check_table(self, path: Path, length: int, crc: int) -> None:
-        if (length, crc) != (self._entry.bytes, self._entry.crc32c):
-            raise CorruptIndexError(f"the shard table {path} is not the one that index.json names: {_REMEDY}")
-
-    def _keep(self, table: pa.Table) -> None:
+    def _load(self, table: _Table, shards: list[int]) -> None:
         prefix = f"{self._layout.relative(self._path(0).parent)}/"
-        of_folder = table.filter(pc.starts_with(table["path"], prefix)).select(SHARD_TABLE_SCHEMA.names)
-        for line in of_folder.cast(SHARD_TABLE_SCHEMA).to_pylist():
-            if line["path"] == self._layout.relative(self._path(line["shard"])):
-                self._files[line["shard"]] = FileEntry(line["path"], line["bytes"], line["crc32c"])
+        for group in table.row_groups(shards):
+            of_folder = group.filter(pc.starts_with(group["path"], prefix))
+            for line in of_folder.to_pylist():
+                if line["path"] == self._layout.relative(self._path(line["shard"])):
+                    self._files[line["shard"]] = FileEntry(line["path"], line["bytes"], line["crc32c"])
+        for shard in shards:
+            if shard not in self._files:
+                raise CorruptIndexError(
+                    f"the shard table {table.path} does not list {self._path(shard)}; run 'edje-index verify'"
+                )
+
+
+class _Table:
+    """One shard table. It is read again if its file is replaced, and compared with its checksum each time."""
+
+    def __init__(self, layout: Layout, entry: FileEntry) -> None:
+        self.path = layout.root / entry.path
+        self._root = layout.root
+        self._entry = entry
+        self._groups: ParquetRowGroups | None = None
+        self._identity: tuple[int, ...] = ()
+
+    def row_groups(self, shards: list[int]) -> list[pa.Table]:
+        """The row groups that can list one of `shards`. Raises CorruptIndexError if the table cannot be read."""
+        try:
+            with open_index_file(self._root, self.path) as file:
+                self._open(file)
+                assert self._groups is not None
+                groups = list(self._groups.read(file, shards))
+                return [group.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA) for group in groups]
+        except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+            raise CorruptIndexError(f"cannot read the shard table {self.path}: {error}; {_REMEDY}") from error
+
+    def _open(self, file: BinaryIO) -> None:
+        status = os.fstat(file.fileno())
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if identity == self._identity:
+            return
+        if (status.st_size, crc32c_stream(file)) != (self._entry.bytes, self._entry.crc32c):
+            raise CorruptIndexError(f"the shard table {self.path} is not the one that index.json names: {_REMEDY}")
+        file.seek(0)
+        self._groups, self._identity = ParquetRowGroups(file, status.st_size, "shard"), identity
 
 
 def check_content(path: Path, entry: FileEntry, content: bytes, *, row_ids: tuple[int, ...] = ()) -> None:

@@ -5,17 +5,38 @@ SPEC.md, sections 3 and 6, is the normative text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import bisect
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from storage_formats.errors import UsageError
 
 FORMAT = "edje-index"
 FORMAT_VERSION = "1.0"
+SNAPSHOT_VERSION = "1.1"  # the version of every snapshot but the first
 PAGE_BYTES = 4096
 INDEX_ENTRY_BYTES = 16  # offset and length of the Zarr sharding codec, two uint64
 CRC_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive rows that one build or one append wrote (SPEC.md section 12).
+
+    Attributes:
+        first_row: its first row id, a multiple of the shard size.
+        rows: number of its rows.
+    """
+
+    first_row: int
+    rows: int
+
+    @property
+    def stop(self) -> int:
+        """The row id after its last one."""
+        return self.first_row + self.rows
 
 
 @dataclass(frozen=True)
@@ -23,14 +44,15 @@ class IndexSpec:
     """The shape of an index. It determines the layout of every file.
 
     Attributes:
-        rows: number of inputs, holes included.
-        shard_size: rows per shard; the last shard may hold fewer.
+        rows: number of row ids: those of inputs, holes included, and those that no segment uses.
+        shard_size: rows per shard; the last shard of a segment may hold fewer.
         block_shape: (m, d), tokens per block and values per token.
         embed_dim: width of the embeddings.
         precisions: names of the precisions, see `storage_formats.precisions`.
+        segments: the rows in use, ascending; empty if one segment holds all `rows`. See `used_segments`.
 
     Raises:
-        UsageError: a number is not positive.
+        UsageError: a number is not positive, or the segments do not fit.
 
     Example:
         >>> from storage_formats import IndexSpec
@@ -44,23 +66,50 @@ class IndexSpec:
     block_shape: tuple[int, int]
     embed_dim: int
     precisions: tuple[str, ...] = ("bf16",)
+    segments: tuple[Segment, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         numbers = (self.rows, self.shard_size, *self.block_shape, self.embed_dim)
         if min(numbers) < 1:
             raise UsageError(f"rows, shard_size, block_shape and embed_dim must be positive, got {self}")
+        used = self.used_segments
+        apart = all(left.stop <= right.first_row for left, right in itertools.pairwise(used))
+        aligned = not any(segment.first_row % self.shard_size for segment in used)
+        spans = used[0].first_row == 0 and used[-1].stop == self.rows and min(each.rows for each in used) > 0
+        if not (apart and aligned and spans):
+            raise UsageError(f"the segments {used} do not fit {self.rows} rows in shards of {self.shard_size}")
+
+    @property
+    def used_segments(self) -> tuple[Segment, ...]:
+        """All segments, also if one holds all rows."""
+        return self.segments or (Segment(0, self.rows),)
 
     @property
     def shards(self) -> int:
-        """Number of shards."""
+        """Number of shards, those that no segment uses included."""
         return -(-self.rows // self.shard_size)
 
+    def shard_numbers(self) -> Iterator[int]:
+        """The shards that have files, ascending."""
+        return itertools.chain.from_iterable(map(self.segment_shards, self.used_segments))
+
+    @property
+    def used_rows(self) -> int:
+        """Number of rows in all segments."""
+        return sum(segment.rows for segment in self.used_segments)
+
+    def segment_shards(self, segment: Segment) -> range:
+        """The shards of `segment`."""
+        return range(segment.first_row // self.shard_size, -(-segment.stop // self.shard_size))
+
     def shard_rows(self, shard: int) -> range:
-        """Row ids of `shard`."""
+        """Row ids of `shard`; none if no segment uses it."""
         if not 0 <= shard < self.shards:
             raise UsageError(f"shard must be in 0..{self.shards - 1}, got {shard}")
         first = shard * self.shard_size
-        return range(first, min(first + self.shard_size, self.rows))
+        used = self.used_segments
+        segment = used[bisect.bisect_right(used, first, key=lambda each: each.first_row) - 1]
+        return range(first, max(first, min(first + self.shard_size, segment.stop)))
 
 
 def padded_shard_bytes(rows: int, shard_size: int, record_bytes: int) -> tuple[int, int]:
@@ -101,6 +150,9 @@ class Layout:
     def ann_index(self) -> Path:
         return self.ann / "index.faiss"
 
+    def ann_part(self, crc32c: int) -> Path:
+        return self.ann / f"index-{crc32c:08x}.faiss"
+
     @property
     def build(self) -> Path:
         return self.root / "build"
@@ -108,6 +160,10 @@ class Layout:
     @property
     def plan(self) -> Path:
         return self.build / "plan.json"
+
+    @property
+    def append_plan(self) -> Path:
+        return self.build / "append.json"
 
     @property
     def lock(self) -> Path:
@@ -123,6 +179,10 @@ class Layout:
 
     def token_array(self, precision: str) -> Path:
         return self.tokens / precision
+
+    def data_folders(self) -> list[Path]:
+        """The directories of committed files besides `index.json` and `snapshots/`."""
+        return [self.rows, self.embeddings, self.tokens, self.root / "checksums", self.root / "manifest", self.ann]
 
     def zarr_files(self, precisions: Iterable[str]) -> list[Path]:
         """Paths of every `zarr.json`: of the group of tokens, of the embeddings, and of each precision."""
@@ -142,6 +202,12 @@ class Layout:
 
     def shard_table(self, crc32c: int) -> Path:
         return self.root / "manifest" / f"shards-{crc32c:08x}.parquet"
+
+    def tombstones(self, crc32c: int) -> Path:
+        return self.root / "manifest" / f"deleted-{crc32c:08x}.bin"
+
+    def snapshot(self, number: int) -> Path:
+        return self.root / "snapshots" / f"{number:08d}.json"
 
     def inputs(self, shard: int) -> Path:
         return self.build / "inputs" / f"{shard:08d}.parquet"

@@ -13,10 +13,11 @@ from storage_formats.codecs import codec
 from storage_formats.errors import CorruptIndexError, IncompleteIndexError, UsageError, remedy
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Layout
+from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Layout, Segment
 from storage_formats.format.shard_table import FileEntry
 
 _MAX_MANIFEST_BYTES = 64 << 20
+_MAX_SHARDS = 1 << 31  # the shard table has 32 bits for a shard
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,55 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """A state of an index (SPEC.md section 12). The defaults are those of an index that was built and never changed.
+
+    Attributes:
+        number: number of the snapshot.
+        change: `kind`, `created` and further members; empty for a build.
+        next_shard: shards below it are used, or were used by an earlier snapshot; 0 stands for all shards.
+        deleted: file of the tombstones; None if no row is deleted.
+        deleted_rows: number of deleted rows.
+    """
+
+    number: int = 0
+    change: dict[str, Any] = field(default_factory=dict)
+    next_shard: int = 0
+    deleted: FileEntry | None = None
+    deleted_rows: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The members of `index.json`; none for a build."""
+        if not self.number:
+            return {}
+        value = {"snapshot": self.number, "change": self.change, "next_shard": self.next_shard}
+        if self.deleted is None:
+            return value
+        return {**value, "deleted": {**self.deleted.to_json(), "rows": self.deleted_rows}}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Snapshot:
+        """The snapshot of an `index.json`. KeyError, TypeError or ValueError if a member is not valid."""
+        deleted = value.get("deleted")
+        snapshot = cls(
+            number=int(value.get("snapshot", 0)),
+            change=dict(value.get("change", {})),
+            next_shard=int(value.get("next_shard", 0)),
+            deleted=None if deleted is None else FileEntry.from_json(deleted),
+            deleted_rows=0 if deleted is None else int(deleted["rows"]),
+        )
+        if snapshot.number < 0 or not 0 <= snapshot.next_shard < _MAX_SHARDS:
+            raise ValueError(f"snapshot {snapshot.number} with next_shard {snapshot.next_shard}")
+        return snapshot
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The contents of `index.json`. SPEC.md section 4 describes the fields.
 
     `encoded_from` maps a precision to the precisions that its blocks were converted from, first to last. A precision
-    without an entry was written by the model, or its origin is unknown.
+    without an entry was written by the model, or its origin is unknown. `further_tables` are the shard tables of the
+    segments after the first.
 
     Example:
         >>> from storage_formats import Manifest
@@ -67,26 +112,47 @@ class Manifest:
     created_by: str
     format_version: str = FORMAT_VERSION
     encoded_from: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    further_tables: tuple[FileEntry, ...] = ()
 
     @classmethod
-    def load(cls, root: str | Path) -> Manifest:
-        """Read the manifest of the index at `root`.
+    def load(cls, root: str | Path, snapshot: int | None = None) -> Manifest:
+        """Read the manifest of the index at `root`, or that of an earlier `snapshot`.
 
         Raises:
-            UsageError: there is no index at `root`, or its format version is unknown to this version.
+            UsageError: there is no index at `root`, it has no such snapshot, or its format version is unknown to this
+                version.
             IncompleteIndexError: the build of the index has not finished.
             CorruptIndexError: `index.json` is damaged.
         """
         layout = Layout(Path(root))
         try:
-            value = json.loads(read_index_file(root, layout.manifest, max_bytes=_MAX_MANIFEST_BYTES))
-        except (FileNotFoundError, NotADirectoryError):
+            current = cls._read(layout, layout.manifest)
+        except FileNotFoundError:
             raise _absent(layout) from None
+        if snapshot is None or snapshot == current.snapshot.number:
+            return current
+        try:
+            return cls._read(layout, layout.snapshot(snapshot))
+        except FileNotFoundError:
+            numbers = ", ".join(map(str, [*earlier_snapshots(layout, current), current.snapshot.number]))
+            raise UsageError(f"{root} has no snapshot {snapshot}; it has: {numbers}", parameter="snapshot") from None
+
+    @classmethod
+    def _read(cls, layout: Layout, path: Path) -> Manifest:
+        """Read the manifest at `path`. FileNotFoundError if there is none."""
+        try:
+            value = json.loads(read_index_file(layout.root, path, max_bytes=_MAX_MANIFEST_BYTES))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(str(path)) from error
         except (OSError, ValueError, RecursionError) as error:
-            raise CorruptIndexError(
-                f"cannot read {layout.manifest}: {error}; {remedy(error, 'restore the file')}"
-            ) from error
-        return _parse(layout, value)
+            raise CorruptIndexError(f"cannot read {path}: {error}; {remedy(error, 'restore the file')}") from error
+        return _parse(path, value)
+
+    @property
+    def shard_tables(self) -> tuple[FileEntry, ...]:
+        """The shard table of each segment."""
+        return (self.shard_table, *self.further_tables)
 
     def write(self, layout: Layout) -> None:
         """Write `index.json`. This commits the index: it exists from this call on."""
@@ -107,7 +173,11 @@ class Manifest:
             "plan": self.plan,
             "shard_table": self.shard_table.to_json(),
             "ann": self.ann,
+            **self.snapshot.to_json(),
         }
+        if self.further_tables:
+            pairs = zip(spec.used_segments, self.shard_tables, strict=True)
+            value["segments"] = [{**asdict(segment), "shard_table": table.to_json()} for segment, table in pairs]
         write_json_atomic(layout.manifest, {**value, "crc32c": json_checksum(value)})
 
     def _precision_to_json(self, name: str) -> dict[str, Any]:
@@ -134,9 +204,15 @@ class CommittedIndex:
     manifest: Manifest
 
     @classmethod
-    def open(cls, root: str | Path) -> CommittedIndex:
-        """Read the manifest of the index at `root`. Raises as `Manifest.load`."""
-        return cls(Path(root).absolute(), Manifest.load(root))
+    def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
+        """Read the manifest of the index at `root`, or that of an earlier `snapshot`. Raises as `Manifest.load`."""
+        return cls(Path(root).absolute(), Manifest.load(root, snapshot))
+
+
+def earlier_snapshots(layout: Layout, current: Manifest) -> list[int]:
+    """Numbers of the snapshots that are kept besides the current one, ascending."""
+    numbers = [int(path.stem) for path in layout.snapshot(0).parent.glob("*.json") if path.stem.isdecimal()]
+    return sorted(number for number in numbers if number < current.snapshot.number)
 
 
 def _absent(layout: Layout) -> Exception:
@@ -154,8 +230,7 @@ def _absent(layout: Layout) -> Exception:
     return UsageError(f"there is no index at {layout.root}")
 
 
-def _parse(layout: Layout, value: Any) -> Manifest:
-    where = layout.manifest
+def _parse(where: Path, value: Any) -> Manifest:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise UsageError(f"{where} is not the manifest of an EDJE index")
     format_version = str(value.get("format_version"))
@@ -172,27 +247,34 @@ def _parse(layout: Layout, value: Any) -> Manifest:
             f"a member of {where} is missing or has the wrong type: {error!r}; restore the file"
         ) from error
     manifest.counts.check()
-    if manifest.spec.shards > manifest.shard_table.bytes:  # each shard has several lines in the table
+    spec = manifest.spec
+    for segment, table in zip(spec.used_segments, manifest.shard_tables, strict=True):
+        if len(spec.segment_shards(segment)) > table.bytes:  # each shard has several lines in the table
+            raise CorruptIndexError(
+                f"{where} claims {len(spec.segment_shards(segment))} shards, more than a shard table of {table.bytes} "
+                "bytes can list; restore the file"
+            )
+    if manifest.counts.inputs != spec.used_rows or int(value.get("shards", -1)) != spec.shards:
         raise CorruptIndexError(
-            f"{where} claims {manifest.spec.shards} shards, more than its shard table of {manifest.shard_table.bytes} "
-            "bytes can list; restore the file"
-        )
-    if manifest.counts.inputs != manifest.spec.rows or int(value.get("shards", -1)) != manifest.spec.shards:
-        raise CorruptIndexError(
-            f"{where} contradicts itself: {manifest.spec.rows} rows of {manifest.counts.inputs} inputs in "
-            f"{value.get('shards')} shards of {manifest.spec.shard_size}; restore the file"
+            f"{where} contradicts itself: {spec.used_rows} rows of {manifest.counts.inputs} inputs in "
+            f"{value.get('shards')} shards of {spec.shard_size}; restore the file"
         )
     return manifest
 
 
 def _from_members(value: dict[str, Any]) -> Manifest:
     m, d = value["block_shape"]
+    segments = [
+        (Segment(int(each["first_row"]), int(each["rows"])), FileEntry.from_json(each["shard_table"]))
+        for each in value.get("segments", [])
+    ]
     spec = IndexSpec(
         rows=int(value["rows"]),
         shard_size=int(value["shard_size"]),
         block_shape=(int(m), int(d)),
         embed_dim=int(value["embed_dim"]),
         precisions=tuple(str(precision["name"]) for precision in value["precisions"]),
+        segments=tuple(segment for segment, _ in segments),
     )
     return Manifest(
         spec=spec,
@@ -209,6 +291,8 @@ def _from_members(value: dict[str, Any]) -> Manifest:
             for precision in value["precisions"]
             if "encoded_from" in precision
         },
+        snapshot=Snapshot.from_json(value),
+        further_tables=tuple(table for _, table in segments[1:]),
     )
 
 

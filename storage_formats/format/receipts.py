@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from storage_formats.atomic import write_json_atomic
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import Layout
 from storage_formats.format.shard_table import FileEntry
 
 
@@ -54,9 +55,9 @@ class ShardReceipt:
         write_json_atomic(layout.receipt(self.shard), self.to_json())
 
 
-def read_receipts(layout: Layout, spec: IndexSpec, plan: str) -> dict[int, ShardReceipt]:
-    """The receipts of the shards that earlier runs of the plan with fingerprint `plan` finished, by shard."""
-    receipts = ((shard, read_receipt(layout, shard, plan)) for shard in range(spec.shards))
+def read_receipts(layout: Layout, shards: Iterable[int], plan: str) -> dict[int, ShardReceipt]:
+    """The receipts of those `shards` that earlier runs of the plan with fingerprint `plan` finished, by shard."""
+    receipts = ((shard, read_receipt(layout, shard, plan)) for shard in shards)
     return {shard: receipt for shard, receipt in receipts if receipt is not None}
 
 

@@ -12,12 +12,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage_formats.atomic import naming
-from storage_formats.errors import CorruptIndexError
+from storage_formats.errors import CorruptIndexError, RowIdError
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import read_table
+from storage_formats.format.tombstones import read_tombstones, rows_in_use
 from storage_formats.row_ids import RowIds, check_row_ids
 
 INDEXED = "indexed"
@@ -109,17 +110,21 @@ def read_shard_rows(
 
 
 def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """Rows of each shard of an index, in row order. `columns` as for :func:`read_rows`.
+    """The rows of each shard that are not deleted, in row order. `columns` as for :func:`read_rows`.
 
     Raises:
-        CorruptIndexError: a file is missing or is not a rows table.
+        CorruptIndexError: a file is missing, is not a rows table, or is not the one that was committed.
     """
-    layout, names, committed = Layout(index.root), None if columns is None else list(columns), _rows_files(index)
-    return (read_shard_rows(layout, shard, names, committed) for shard in range(index.manifest.spec.shards))
+    spec, committed, deleted = index.manifest.spec, _rows_files(index), read_tombstones(index)
+    names = None if columns is None else list(columns)
+    for shard in spec.shard_numbers():
+        table = read_shard_rows(Layout(index.root), shard, names, committed)
+        is_deleted = deleted.contain(np.array(spec.shard_rows(shard)))
+        yield table.filter(pa.array(~is_deleted)) if is_deleted.any() else table
 
 
 def read_all_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> pa.Table:
-    """All rows of an index in row order, so that row id i is at position i. Arguments and errors as for `iter_rows`."""
+    """All rows of an index that are not deleted, in row order. Arguments and errors as for `iter_rows`."""
     return pa.concat_tables(iter_rows(index, columns))
 
 
@@ -128,14 +133,14 @@ def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str
 
     Args:
         root: directory of the index.
-        row_ids: [k], in any order; duplicates are allowed. None reads all rows, in row order.
+        row_ids: [k], in any order; duplicates are allowed. None reads all rows that are not deleted, in row order.
         columns: names of columns, see SPEC.md section 9. None reads all columns.
 
     Returns:
         A table of k lines, in the order of `row_ids`.
 
     Raises:
-        RowIdError: a row id is out of range.
+        RowIdError: a row id is out of range, belongs to no input, or was deleted (`DeletedRowError`).
         UsageError, IncompleteIndexError, CorruptIndexError: as `Manifest.load`.
 
     Example:
@@ -153,6 +158,9 @@ def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, column
         return read_all_rows(index, columns)
     layout, spec, committed = Layout(index.root), index.manifest.spec, _rows_files(index)
     ids = check_row_ids(row_ids, spec.rows)
+    read_tombstones(index).refuse(ids)
+    if len(unused := ids[~rows_in_use(ids, spec)]):
+        raise RowIdError(f"row id {unused[0]} belongs to no input: it lies between two segments of the index")
     if not len(ids):
         return ROW_SCHEMA.empty_table().select(columns or ROW_SCHEMA.names)
     shards, shard_indices = np.unique(ids // spec.shard_size, return_inverse=True)
@@ -165,8 +173,7 @@ def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, column
 
 
 def _rows_files(index: CommittedIndex) -> CommittedFiles:
-    layout = Layout(index.root)
-    return CommittedFiles(layout, index.manifest.shard_table, layout.rows_file)
+    return CommittedFiles(index, Layout(index.root).rows_file)
 
 
 def failures_by_reason(table: pa.Table) -> dict[str, int]:

@@ -84,6 +84,11 @@ def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, File
     return list(zip(shards, map(FileEntry, *columns), strict=True))
 
 
+def read_shard_tables(root: str | Path, tables: Iterable[FileEntry]) -> list[tuple[int, FileEntry]]:
+    """The lines of several shard tables. Raises as `read_shard_table`."""
+    return [line for table in tables for line in read_shard_table(root, table)]
+
+
 def write_shard_table(layout: Layout, files: Iterable[tuple[int, FileEntry]]) -> FileEntry:
     """Write the table of (shard, file), sorted, and return the entry of the table itself."""
     ordered = sorted(files, key=lambda item: (item[0], item[1].path))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.committed_files import CommittedFiles, check_content
 from storage_formats.format.index_files import open_index_file
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.base import Batch, Ints
 
@@ -65,27 +66,18 @@ class BlockChecksums:
     """The stored checksums of one precision. Keeps those of the shards used last. Thread-safe.
 
     Args:
-        root: directory of the index.
+        index: the index.
         path: path of the checksum file of a shard.
-        committed: the committed checksum file of each shard.
         token_path: path of the token file of a shard.
-        shard_rows: row ids of a shard.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        path: Callable[[int], Path],
-        committed: CommittedFiles,
-        token_path: Callable[[int], Path],
-        shard_rows: Callable[[int], range],
-    ) -> None:
-        self._root = root
+    def __init__(self, index: CommittedIndex, path: Callable[[int], Path], token_path: Callable[[int], Path]) -> None:
+        self._root = index.root
         self._path = path
-        self._committed = committed
+        self._committed = CommittedFiles(index, path)
         self._token_path = token_path
-        self._shard_rows = shard_rows
-        self._shard_size = len(shard_rows(0))
+        self._shard_rows = index.manifest.spec.shard_rows
+        self._shard_size = index.manifest.spec.shard_size
         self._kept: OrderedDict[int, Checksums] = OrderedDict()
         self._lock = threading.Lock()
 

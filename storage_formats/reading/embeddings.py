@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,16 +52,17 @@ def _open_shard(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[BinaryI
 
 @dataclass(frozen=True)
 class IndexedEmbeddings:
-    """The embeddings of the indexed rows, which may be iterated over several times. Also works during a build.
+    """The embeddings of the indexed rows of some shards, which may be iterated over several times.
 
-    An iteration yields (row ids [k], float32 [k, embed_dim]) of each shard.
+    Also works during a build. An iteration yields (row ids [k], float32 [k, embed_dim]) of each shard.
     """
 
     layout: Layout
     spec: IndexSpec
+    shards: Sequence[int]
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        for shard in range(self.spec.shards):
+        for shard in self.shards:
             embeddings = read_shard_embeddings(self.layout, self.spec, shard)
             positions = np.flatnonzero(~np.isnan(embeddings[:, 0]))
             yield positions + shard * self.spec.shard_size, embeddings[positions]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError, UsageError
-from storage_formats.format.layout import padded_shard_bytes
+from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 from storage_formats.reading.admission import Admission
 from storage_formats.reading.aio import AioQueue, aio_works
 from storage_formats.reading.base import Batch, ReadEngine
@@ -46,14 +46,12 @@ class StoreFiles:
     Attributes:
         path: path of the file of a shard.
         record_bytes: length of a record in bytes.
-        shard_rows: records per shard.
-        rows: records in all shards.
+        spec: shape of the index.
     """
 
     path: Callable[[int], Path]
     record_bytes: int
-    shard_rows: int
-    rows: int
+    spec: IndexSpec
 
     def check_lengths(self) -> None:
         """Check the lengths of the first and last file against the sizes that `index.json` claims.
@@ -63,9 +61,9 @@ class StoreFiles:
         Raises:
             CorruptIndexError: a file is missing or has another length.
         """
-        last = (self.rows - 1) // self.shard_rows
-        for shard, rows in ((0, min(self.rows, self.shard_rows)), (last, self.rows - last * self.shard_rows)):
-            _, length = padded_shard_bytes(rows, self.shard_rows, self.record_bytes)
+        for shard in {0, self.spec.shards - 1}:
+            rows = len(self.spec.shard_rows(shard))
+            _, length = padded_shard_bytes(rows, self.spec.shard_size, self.record_bytes)
             try:
                 path = self.path(shard)
                 actual = path.stat().st_size
@@ -119,8 +117,8 @@ class ReadEngines:
             next(name for name in names if name in available)
             for names in (("io_uring", "direct", "buffered", "portable"), ("buffered", "portable"))
         )
-        fits = name == "auto" and files.rows * files.record_bytes <= cache_room()
-        self._admission = Admission(files.shard_rows * files.record_bytes) if fits else None
+        fits = name == "auto" and files.spec.rows * files.record_bytes <= cache_room()
+        self._admission = Admission(files.spec.shard_size * files.record_bytes) if fits else None
 
     def split(self, batch: Batch) -> list[tuple[ReadEngine, Batch]]:
         """Split `batch` into parts and assign an engine to each."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,19 +18,20 @@ from typing import TypeAlias
 import numpy as np
 
 from storage_formats.atomic import fsync_paths, write_json_atomic
-from storage_formats.codecs import BF16, Blocks, Codec, Records, codec, precisions
+from storage_formats.codecs import BF16, Blocks, Codec, Records, codec
 from storage_formats.codecs.bf16 import BF16Codec
 from storage_formats.errors import CorruptIndexError, EdjeError, UsageError
 from storage_formats.format.checksum import crc32c_rows, read_checksums
 from storage_formats.format.index_files import check_inside, open_regular
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
+from storage_formats.format.shard_table import FileEntry, read_shard_tables, write_shard_table
 from storage_formats.format.zarr_metadata import token_array_metadata
 from storage_formats.writing.begin import remove_unfinished
 from storage_formats.writing.publish import check_receipts, remove_build
 from storage_formats.writing.shard_writer import open_tokens, stage_tokens
+from storage_formats.writing.snapshots import kept_snapshots, remove_unnamed_files
 from storage_formats.writing.staging import StagedFiles
 from storage_formats.writing.token_shard import TokenShardFile
 
@@ -195,7 +195,7 @@ def add_precisions(
     """
     layout = Layout(Path(root))
     manifest = Manifest.load(root)
-    check_receipts(receipts, manifest.spec.shards)
+    check_receipts(receipts, list(manifest.spec.shard_numbers()))
     spec = replace(manifest.spec, precisions=(*manifest.spec.precisions, *targets))
     for name in targets:
         write_json_atomic(layout.token_array(name) / "zarr.json", token_array_metadata(spec, name))
@@ -203,7 +203,7 @@ def add_precisions(
     files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
     sources = (*manifest.encoded_from.get(source, ()), source)
     marked = replace(manifest, encoded_from={**manifest.encoded_from, **dict.fromkeys(targets, sources)})
-    return _replace_manifest(layout, marked, spec, [*read_shard_table(root, manifest.shard_table), *files])
+    return _replace_manifest(layout, marked, spec, [*read_shard_tables(root, manifest.shard_tables), *files])
 
 
 def drop_precision(root: str | Path, name: str) -> Manifest:
@@ -223,36 +223,33 @@ def drop_precision(root: str | Path, name: str) -> Manifest:
     spec = replace(manifest.spec, precisions=tuple(held for held in manifest.spec.precisions if held != name))
     folders = [layout.token_array(name), layout.checksums(name, 0).parent]
     dropped = tuple(f"{layout.relative(folder)}/" for folder in folders)
-    lines = read_shard_table(root, manifest.shard_table)
+    lines = read_shard_tables(root, manifest.shard_tables)
     kept = [(shard, file) for shard, file in lines if not file.path.startswith(dropped)]
     origins = {held: sources for held, sources in manifest.encoded_from.items() if held != name}
     return _replace_manifest(layout, replace(manifest, encoded_from=origins), spec, kept)
 
 
 def remove_leftovers(root: str | Path) -> None:
-    """Delete files that `index.json` does not name: dropped precisions, abandoned conversions, `build/`.
+    """Delete files that no snapshot names: dropped precisions, abandoned conversions, `build/`.
 
     A run that dies between a commit and this call leaves them for the next run; they only take space. The caller
     holds the lock of the index and has nothing to resume.
     """
-    layout = Layout(Path(root))
-    manifest = Manifest.load(root)
-    for parent in (layout.tokens, layout.checksums(manifest.spec.precisions[0], 0).parents[1]):
-        for folder in parent.iterdir():
-            if folder.name in precisions() and folder.name not in manifest.spec.precisions:
-                shutil.rmtree(folder)
-    current_table = layout.root / manifest.shard_table.path
-    for table in current_table.parent.glob("shards-*.parquet"):
-        if table != current_table:
-            table.unlink()
+    index = CommittedIndex.open(root)
+    layout = Layout(index.root)
     remove_unfinished(layout)
     remove_build(layout)
+    remove_unnamed_files(layout, kept_snapshots(index))
 
 
 def _replace_manifest(
     layout: Layout, manifest: Manifest, spec: IndexSpec, files: Sequence[tuple[int, FileEntry]]
 ) -> Manifest:
-    """Commit the index with another set of precisions."""
-    changed = replace(manifest, spec=spec, shard_table=write_shard_table(layout, files))
+    """Commit the snapshot with another set of precisions."""
+    tables = []
+    for segment in spec.used_segments:
+        shards = spec.segment_shards(segment)
+        tables.append(write_shard_table(layout, [(shard, file) for shard, file in files if shard in shards]))
+    changed = replace(manifest, spec=spec, shard_table=tables[0], further_tables=tuple(tables[1:]))
     changed.write(layout)
     return changed

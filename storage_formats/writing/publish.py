@@ -47,12 +47,19 @@ def total_counts(receipts: Sequence[ShardReceipt]) -> Counts:
     return counts
 
 
-def check_receipts(receipts: Sequence[ShardReceipt], shards: int) -> None:
-    """Raise CorruptIndexError unless there is exactly one receipt for each of `shards` shards."""
+def add_counts(left: Counts, right: Counts) -> Counts:
+    """Sum of the counts of two sets of rows."""
+    reasons = sorted({*left.failed, *right.failed})
+    failed = {reason: left.failed.get(reason, 0) + right.failed.get(reason, 0) for reason in reasons}
+    return Counts(left.inputs + right.inputs, left.indexed + right.indexed, left.duplicates + right.duplicates, failed)
+
+
+def check_receipts(receipts: Sequence[ShardReceipt], shards: Sequence[int]) -> None:
+    """Raise CorruptIndexError unless there is exactly one receipt for each of `shards`."""
     receipt_shards = sorted(receipt.shard for receipt in receipts)
-    if receipt_shards != list(range(shards)):
+    if receipt_shards != list(shards):
         raise CorruptIndexError(
-            f"{shards} shards need one receipt each, but there are receipts for {len(set(receipt_shards))}; "
+            f"{len(shards)} shards need one receipt each, but there are receipts for {len(set(receipt_shards))}; "
             "run the same command again to write the missing shards"
         )
 
@@ -77,7 +84,7 @@ def finish_index(
         CorruptIndexError: a receipt is missing, or the counts do not add up.
     """
     layout = Layout(Path(root))
-    check_receipts(receipts, spec.shards)
+    check_receipts(receipts, range(spec.shards))
     counts = total_counts(receipts)
     table = write_shard_table(layout, ((receipt.shard, file) for receipt in receipts for file in receipt.files))
     manifest = Manifest(

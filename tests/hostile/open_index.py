@@ -36,7 +36,7 @@ def main(root: Path) -> dict[str, Any]:
         "fetch": outcome(lambda: list(TokenStore.open(root).fetch([0, 1]).shape)),
         "rows": outcome(lambda: len(read_rows(root, [0, 1]))),
         "embeddings": outcome(embeddings),
-        "ann": outcome(lambda: len(AnnIndex(root))),
+        "ann": outcome(lambda: len(AnnIndex.open(root))),
     }
 
 

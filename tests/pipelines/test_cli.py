@@ -47,7 +47,20 @@ def listed_commands(help_text):
 def test_the_help_lists_commands_under_headings_and_no_old_names(run):
     sections = listed_commands(run("--help")[1])
     assert {heading: sections[heading] for heading in SECTIONS} == {
-        "Index": ["build", "import-arrays", "quantize", "verify", "info", "failures", "report"],
+        "Index": [
+            "build",
+            "import-arrays",
+            "append",
+            "delete",
+            "history",
+            "rollback",
+            "gc",
+            "quantize",
+            "verify",
+            "info",
+            "failures",
+            "report",
+        ],
         "Search": ["search", "serve", "explain"],
         "Train and measure": ["train", "eval"],
         "Models": ["model"],

@@ -45,7 +45,8 @@ class Engine:
 def run(engine, earlier=(), should_stop=lambda: False):
     """Run with the receipts of an earlier run that spent its time waiting; returns the result and the events."""
     events = []
-    job = ShardJob("testing", SPEC, None, Task, None, lambda done: ShardState(done.rows, 0, done.seconds))
+    state = lambda done: ShardState(done.rows, 0, done.seconds)  # noqa: E731
+    job = ShardJob("testing", range(SPEC.shards), SPEC.rows, None, Task, None, state)
     receipts = {shard: receipt(shard, "wait") for shard in earlier}
     return run_shards(job, receipts, engine, events.append, should_stop), events
 

@@ -134,9 +134,9 @@ def test_few_checksums_are_kept_and_those_of_other_shards_are_not_read(many_shar
     loaded.clear()
     assert same_bits(store.fetch(range(60)), expected)
     assert [len(shards) for shards in loaded] == [3, 3, 3, 3, 1]
-    assert len(store._checksums._kept) == 2
+    assert len(store._view.checksums._kept) == 2
     store.close()
-    assert not store._checksums._kept
+    assert not store._view.checksums._kept
 
 
 @pytest.mark.parametrize("compiled", [True, False])

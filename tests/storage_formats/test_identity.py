@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage_formats import CorruptIndexError, IndexSpec, Manifest, TokenStore, read_rows
-from storage_formats.format import manifest as manifest_module
+from storage_formats.format import shard_table
 from storage_formats.format.layout import Layout
 from storage_formats.format.parquet import ParquetRowGroups
 from tests.conftest import same_bits, write_random_index
@@ -89,7 +89,7 @@ def test_an_index_that_is_replaced_under_an_open_store_is_noticed(tmp_path, fetc
 
 
 def test_a_large_shard_table_is_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest_module, "_TABLE_GROUP_LINES", 5)  # the 6 files of a shard are in two groups
+    monkeypatch.setattr(shard_table, "_TABLE_GROUP_LINES", 5)  # the 6 files of a shard are in two groups
     blocks = write_random_index(tmp_path, SPEC)
     read, groups = ParquetRowGroups.read, []
     monkeypatch.setattr(

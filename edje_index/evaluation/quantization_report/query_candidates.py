@@ -17,6 +17,6 @@ def query_candidates(
     root: Path, model: SearchModel, queries: Sequence[str], pool: int
 ) -> Iterator[tuple[str, Candidates]]:
     """Each query with its `pool` nearest rows in the index at `root`."""
-    index = AnnIndex(root)
+    index = AnnIndex.open(root)
     for query, embedding in zip(queries, model.text.encode(queries), strict=True):
         yield query, Candidates(*index.nearest(embedding, pool))

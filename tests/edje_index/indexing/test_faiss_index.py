@@ -51,7 +51,7 @@ def test_nearest_rows_are_those_of_a_flat_search(root, monkeypatch, flat_limit):
     kept = np.array([row for row in range(SPEC.rows) if row not in HOLES])
     oracle = faiss.IndexFlatIP(SPEC.embed_dim)
     oracle.add(vectors[kept])
-    index = AnnIndex(root)
+    index = AnnIndex.open(root)
     for row in kept[::25]:
         rows, scores = index.nearest(vectors[row], 7)
         expected_scores, expected = oracle.search(vectors[row][None], 7)
@@ -68,7 +68,7 @@ def test_same_embeddings_give_the_same_bytes(root):
 def test_query_of_another_width_is_refused(root):
     add_ann(root)
     with pytest.raises(ModelError, match="has 5 dimensions, but the embeddings have 12"):
-        AnnIndex(root).nearest(np.ones(5, np.float32), 1)
+        AnnIndex.open(root).nearest(np.ones(5, np.float32), 1)
 
 
 def test_damaged_index_is_one_clear_error(own_root):
@@ -76,13 +76,13 @@ def test_damaged_index_is_one_clear_error(own_root):
     with pytest.raises(
         CorruptIndexError, match=r"it has 8 bytes instead of the \d+ in index.json; run 'edje-index verify"
     ):
-        AnnIndex(own_root)
+        AnnIndex.open(own_root)
 
 
 def test_missing_file_is_one_clear_error(own_root):
     (own_root / "ann" / "index.faiss").unlink()
     with pytest.raises(CorruptIndexError, match="No such file or directory"):
-        AnnIndex(own_root)
+        AnnIndex.open(own_root)
 
 
 def test_the_file_of_another_index_is_refused(own_root, tmp_path):
@@ -93,7 +93,7 @@ def test_the_file_of_another_index_is_refused(own_root, tmp_path):
     path = own_root / "ann" / "index.faiss"
     spare[: path.stat().st_size].tofile(path)
     with pytest.raises(CorruptIndexError, match="it has CRC-32C"):
-        AnnIndex(own_root)
+        AnnIndex.open(own_root)
 
 
 def commit(root: Path, index: faiss.Index) -> None:
@@ -116,7 +116,7 @@ def test_lists_on_disk_are_refused(own_root, tmp_path):
     index.add_with_ids(vectors, np.arange(len(vectors)))
     commit(own_root, index)
     with pytest.raises(CorruptIndexError, match="it holds the structure 'ilod' where ilar is expected"):
-        AnnIndex(own_root)
+        AnnIndex.open(own_root)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_another_shape_is_refused(own_root, vectors, dimensions, first_id, messa
     index.add_with_ids(np.zeros((vectors, dimensions), np.float32), np.arange(vectors) + first_id)
     commit(own_root, index)
     with pytest.raises(CorruptIndexError, match=message):
-        AnnIndex(own_root)
+        AnnIndex.open(own_root)
 
 
 @pytest.mark.parametrize("flat_limit", [1000, 100], ids=["flat", "ivf"])

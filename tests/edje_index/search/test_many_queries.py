@@ -20,6 +20,7 @@ from edje_index.search.hits import best_hits
 from edje_index.search.reranking import Candidates, CandidateScores
 from pipelines import quantize_index
 from storage_formats import RowIdError, TokenStore, UsageError
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.scoring.bundles import bundle_with_all_parts
 from tests.edje_index.search.indexes import DUPLICATE_ROW, HOLE, SPEC, build_photos
@@ -90,7 +91,7 @@ def test_scores_equal_a_loop_over_pairs(index):
 def test_equal_scores_are_ordered_by_row(built):
     candidates = Candidates(np.array([7, 3, 9, 0]), np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
     final = np.array([1, 1, 2, 1], dtype=np.float32)
-    hits = best_hits(built[0], candidates, CandidateScores(final, None, {}), k=3)
+    hits = best_hits(CommittedIndex.open(built[0]), candidates, CandidateScores(final, None, {}), k=3)
     assert [(hit.row_id, hit.score) for hit in hits] == [(9, 2), (0, 1), (3, 1)]
 
 

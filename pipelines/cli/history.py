@@ -1,0 +1,88 @@
+"""`edje-index history`, `rollback` and `gc`: the snapshots of an index."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from pipelines.cli.output import json_option, print_json, print_line
+from pipelines.progress.wording import counted, human_bytes
+
+_INDEX = click.argument("index", type=click.Path(path_type=Path))
+
+
+@click.command()
+@_INDEX
+@json_option
+def history(index: Path, as_json: bool) -> None:
+    """List the snapshots of INDEX, oldest first. The last is the current one.
+
+    Every change of a finished index (append, delete, rollback) makes a snapshot. Earlier ones are kept until 'gc'.
+
+    \b
+    Example:
+      edje-index history photos.edje
+    """
+    from pipelines.jobs.snapshots import history as read_history
+
+    snapshots = read_history(index)
+    if as_json:
+        print_json({"index": str(index), "snapshots": [asdict(snapshot) for snapshot in snapshots]})
+        return
+    for snapshot in snapshots:
+        details = ", ".join(f"{name} {value}" for name, value in snapshot.change.items())
+        print_line(
+            f"{snapshot.snapshot:>4}  {snapshot.kind:<9} {snapshot.created or '':<26} {counted(snapshot.rows, 'row')}, "
+            f"{snapshot.deleted:,} deleted{f' ({details})' if details else ''}"
+        )
+
+
+@click.command()
+@_INDEX
+@click.argument("snapshot", type=click.IntRange(min=0))
+@json_option
+def rollback(index: Path, snapshot: int, as_json: bool) -> None:
+    """Make INDEX what it was at SNAPSHOT, a number that 'history' lists.
+
+    This makes a new snapshot, so that a rollback can be rolled back too. Row ids of appended rows are never used again.
+
+    \b
+    Example:
+      edje-index rollback photos.edje 3
+    """
+    from pipelines.jobs.snapshots import run_rollback
+
+    result = run_rollback(index, snapshot)
+    if as_json:
+        print_json(asdict(result))
+    else:
+        rows = f"{counted(result.rows, 'row')}, {result.deleted:,} deleted"
+        print_line(f"{index}: snapshot {result.snapshot} has the contents of snapshot {snapshot}: {rows}")
+
+
+@click.command()
+@_INDEX
+@click.option(
+    "--keep", type=click.IntRange(min=1), required=True, help="Number of snapshots to keep, the current one included."
+)
+@json_option
+def gc(index: Path, keep: int, as_json: bool) -> None:
+    """Remove old snapshots of INDEX and the files that no other snapshot needs.
+
+    An append or a conversion that was stopped cannot be resumed afterwards. A process that has one of the removed
+    snapshots open may report missing files.
+
+    \b
+    Example:
+      edje-index gc photos.edje --keep 1
+    """
+    from pipelines.jobs.snapshots import run_gc
+
+    removal = run_gc(index, keep)
+    if as_json:
+        print_json(asdict(removal))
+    else:
+        files = f"{counted(removal.files, 'file')} of {human_bytes(removal.bytes)}"
+        print_line(f"{index}: {counted(len(removal.snapshots), 'snapshot')} and {files} removed")

@@ -1,0 +1,161 @@
+"""The jobs that change which rows an index shows: delete rows, roll back, and remove old snapshots."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.jobs.lock import locked_index
+from storage_formats.errors import UsageError
+
+if TYPE_CHECKING:
+    from storage_formats.format.manifest import CommittedIndex, Manifest
+    from storage_formats.writing.snapshots import Removal
+
+
+@dataclass(frozen=True)
+class DeleteResult:
+    """The result of a deletion.
+
+    Attributes:
+        deleted: row ids that were deleted, ascending; those that would be with `dry_run`.
+        already_deleted: number of requested rows that were deleted before.
+        left: number of rows that are not deleted now.
+        snapshot: number of the current snapshot.
+        dry_run: nothing was changed.
+
+    Example:
+        >>> from pipelines import delete_rows
+        >>> result = delete_rows("photos.edje", uri="*/[01].jpg", dry_run=True)
+        >>> result.deleted, result.left, result.snapshot
+        ((0, 1), 4, 0)
+    """
+
+    deleted: tuple[int, ...]
+    already_deleted: int
+    left: int
+    snapshot: int
+    dry_run: bool
+
+
+def run_delete(root: Path, rows: Sequence[int], uri: str | None, *, dry_run: bool = False) -> DeleteResult:
+    """Delete the rows with ids `rows`, and those whose uri matches the pattern `uri`.
+
+    Raises:
+        UsageError: there is no index at `root`, or neither rows nor a pattern are given.
+        RowIdError: a row id is out of range or belongs to no input.
+        EdjeError: another process is working on the index.
+        OSError: the index cannot be written.
+    """
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.writing.snapshots import commit_deletion, plan_deletion
+
+    if not len(rows) and uri is None:
+        raise UsageError("nothing to delete: name rows or a pattern of uris", parameter="rows")
+    CommittedIndex.open(root)  # fails before the lock makes a directory
+    with locked_index(root):
+        index = CommittedIndex.open(root)
+        matching = [] if uri is None else rows_of_uris(index, uri).tolist()
+        deletion = plan_deletion(index, np.array([*rows, *matching], dtype=np.int64))
+        manifest = index.manifest
+        if deletion.new and not dry_run:
+            manifest = commit_deletion(index, deletion)
+        left = index.manifest.counts.inputs - index.manifest.snapshot.deleted_rows - len(deletion.new)
+        return DeleteResult(deletion.new, deletion.already_deleted, left, manifest.snapshot.number, dry_run)
+
+
+def rows_of_uris(index: CommittedIndex, pattern: str) -> NDArray[np.int64]:
+    """Row ids of the inputs whose uri matches a shell pattern, in which `*` also matches slashes."""
+    from storage_formats.format.rows import iter_rows
+
+    matches = re.compile(fnmatch.translate(pattern)).match
+    rows = (row for table in iter_rows(index, ["row_id", "uri"]) for row in table.to_pylist())
+    return np.array([row["row_id"] for row in rows if matches(row["uri"])], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class SnapshotEntry:
+    """A snapshot that is kept.
+
+    Attributes:
+        snapshot: its number.
+        kind: "build", "append", "delete" or "rollback".
+        created: when it was committed, UTC; None for a build.
+        rows: number of inputs that are not deleted.
+        deleted: number of deleted rows.
+        precisions: precisions that it holds.
+        change: what the change did, for example how many rows it deleted.
+    """
+
+    snapshot: int
+    kind: str
+    created: str | None
+    rows: int
+    deleted: int
+    precisions: tuple[str, ...]
+    change: dict[str, Any]
+
+
+def history(root: Path) -> list[SnapshotEntry]:
+    """The snapshots of the index at `root`, oldest first; the last is the current one.
+
+    Raises:
+        UsageError, IncompleteIndexError, CorruptIndexError: as `Manifest.load`.
+    """
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.writing.snapshots import kept_snapshots
+
+    return [_entry(manifest) for manifest in kept_snapshots(CommittedIndex.open(root))]
+
+
+def _entry(manifest: Manifest) -> SnapshotEntry:
+    snapshot = manifest.snapshot
+    return SnapshotEntry(
+        snapshot=snapshot.number,
+        kind=str(snapshot.change.get("kind", "build")),
+        created=snapshot.change.get("created"),
+        rows=manifest.counts.inputs - snapshot.deleted_rows,
+        deleted=snapshot.deleted_rows,
+        precisions=manifest.spec.precisions,
+        change={name: value for name, value in snapshot.change.items() if name not in ("kind", "created")},
+    )
+
+
+def run_rollback(root: Path, snapshot: int) -> SnapshotEntry:
+    """Make the contents of an earlier snapshot current, as a new snapshot.
+
+    Raises:
+        UsageError: there is no index at `root`, it does not keep this snapshot, or the snapshot is the current one.
+        CorruptIndexError: a file of the snapshot is missing.
+        EdjeError: another process is working on the index.
+        OSError: the index cannot be written.
+    """
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.writing.snapshots import roll_back
+
+    CommittedIndex.open(root)
+    with locked_index(root):
+        return _entry(roll_back(CommittedIndex.open(root), snapshot))
+
+
+def run_gc(root: Path, keep: int) -> Removal:
+    """Remove all but the newest `keep` snapshots, unfinished changes, and the files that no snapshot names.
+
+    Raises:
+        UsageError: there is no index at `root`, or `keep` is less than 1.
+        EdjeError: another process is working on the index.
+        OSError: a file cannot be removed.
+    """
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.writing.snapshots import remove_snapshots
+
+    CommittedIndex.open(root)
+    with locked_index(root):
+        return remove_snapshots(CommittedIndex.open(root), keep)

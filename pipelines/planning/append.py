@@ -1,0 +1,181 @@
+"""Prepares an append: lists the new inputs of its sources, and plans a segment for them (SPEC.md section 12).
+
+A stopped append resumes from its plan, as a build does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pipelines.planning.config import AppendConfig, BuildConfig
+from pipelines.planning.inputs import check_frozen_inputs, count_ignored, removed_on_failure, write_input_lists
+from pipelines.planning.plan import BuildPlan, BuildSettings, model_record, plan_of_manifest, read_plan
+from pipelines.planning.prepare import PreparedBuild
+from pipelines.planning.resources import check_index_size, check_workers
+from pipelines.progress.events import OnEvent
+from pipelines.progress.stopping import ShouldStop
+from storage_formats.errors import EdjeError
+from storage_formats.format.layout import Layout, Segment
+
+if TYPE_CHECKING:
+    from edje_index.bundles.info import BundleInfo
+    from edje_index.images.inputs import InputRef
+    from storage_formats.format.manifest import CommittedIndex
+
+
+@dataclass(frozen=True)
+class PreparedAppend:
+    """An append that can start.
+
+    Attributes:
+        config: the request for the engine.
+        build: what to encode; None if the sources hold nothing new.
+        duplicates: number of inputs that are left out, because the index or an earlier source holds their content.
+    """
+
+    config: BuildConfig
+    build: PreparedBuild | None
+    duplicates: int
+
+
+def prepare_append(
+    config: AppendConfig, index: CommittedIndex, on_event: OnEvent, should_stop: ShouldStop
+) -> PreparedAppend:
+    """Read the plan of a stopped append to `index`, or make a plan and store it in `build/`.
+
+    The caller holds the lock of the index.
+
+    Raises:
+        UsageError: the request cannot be served, or the index was not made by a build.
+        ModelError: the model bundle cannot be used, or it did not build the index.
+        EdjeError: another append has not finished.
+        CorruptIndexError: the index or the plan is damaged.
+        JobStopped: `should_stop()` returned True.
+    """
+    from storage_formats.format.receipts import read_receipts
+
+    info = _bundle_of(config, index)
+    settings = _settings(config, index)
+    build_config = _build_config(config, info, settings)
+    workers = check_workers(build_config, settings, info)
+    stored = read_plan(config.root, append=True)
+    if stored is not None:
+        _refuse_other_append(stored, settings, index)
+        receipts = read_receipts(Layout(config.root), stored.shards, stored.fingerprint)
+        check_frozen_inputs(stored, receipts)
+        plan = replace(stored, model=model_record(info))
+        return PreparedAppend(build_config, PreparedBuild(plan, workers, receipts), plan.duplicates)
+    with removed_on_failure(config.root):
+        plan = _new_plan(config, index, settings, info, on_event=on_event, should_stop=should_stop)
+        if plan.input_checksums:
+            check_index_size(config.root, replace(plan.spec, rows=plan.rows, segments=()))
+            plan.write()
+            return PreparedAppend(build_config, PreparedBuild(plan, workers), plan.duplicates)
+    return PreparedAppend(build_config, None, plan.duplicates)
+
+
+def is_committed(plan: BuildPlan, index: CommittedIndex) -> bool:
+    """Whether the index holds the segment of `plan`: the append died after its commit."""
+    return plan.spec.used_segments[-1] in index.manifest.spec.used_segments
+
+
+def _bundle_of(config: AppendConfig, index: CommittedIndex) -> BundleInfo:
+    from edje_index.bundles.info import read_bundle_info
+    from edje_index.errors import ModelError
+    from edje_index.search.token_index import recorded_bundle
+
+    path = recorded_bundle(index.root, index.manifest) if config.model is None else config.model
+    info = read_bundle_info(path)
+    built_by = index.manifest.model["fingerprint"]
+    if info.encoder_fingerprint != built_by:
+        raise ModelError(
+            f"the bundle {path} did not build {config.root}: the encoder fingerprint is {info.encoder_fingerprint} in "
+            f"the bundle and {built_by} in the index; name the bundle that built the index"
+        )
+    return info
+
+
+def _settings(config: AppendConfig, index: CommittedIndex) -> BuildSettings:
+    """The settings of the index, for other sources. Each input is encoded once."""
+    from edje_index.images.inputs import display_path
+
+    built = plan_of_manifest(config.root, index.manifest).settings
+    sources = tuple(display_path(os.fsencode(os.path.abspath(source))) for source in config.sources)
+    precisions = index.manifest.spec.precisions
+    return replace(built, sources=sources, column=config.column, dedupe=True, precisions=precisions)
+
+
+def _build_config(config: AppendConfig, info: BundleInfo, settings: BuildSettings) -> BuildConfig:
+    return BuildConfig(
+        sources=config.sources,
+        out=config.root,
+        model=info.path,
+        engine=config.engine,
+        workers=config.workers,
+        threads=settings.threads,
+        shard_size=settings.shard_size,
+        batch_size=settings.batch_size,
+        precisions=settings.precisions,
+        max_failed=config.max_failed,
+        address=config.address,
+    )
+
+
+def _refuse_other_append(stored: BuildPlan, settings: BuildSettings, index: CommittedIndex) -> None:
+    """Raise EdjeError unless the stopped append has the same settings and adds to the same rows."""
+    spec = index.manifest.spec
+    if stored.settings != settings:
+        raise EdjeError(
+            f"an append of {', '.join(stored.settings.sources)} to {stored.root} has not finished; run the same append "
+            "again, or discard it with 'edje-index gc'"
+        )
+    if stored.spec.used_segments[:-1] != spec.used_segments or stored.shards.start < index.manifest.snapshot.next_shard:
+        raise EdjeError(
+            f"{stored.root} has changed since the append of {', '.join(stored.settings.sources)} was stopped; discard "
+            "it with 'edje-index gc' and append again"
+        )
+
+
+def _new_plan(
+    config: AppendConfig,
+    index: CommittedIndex,
+    settings: BuildSettings,
+    info: BundleInfo,
+    *,
+    on_event: OnEvent,
+    should_stop: ShouldStop,
+) -> BuildPlan:
+    """The plan of the new inputs, which are written to `build/inputs/`; without input lists if there are none."""
+    from pipelines.sources import digested, iter_all, mark_duplicates, open_sources
+
+    manifest, spec = index.manifest, index.manifest.spec
+    sources, digest = open_sources(config.sources, config.column), hashlib.sha256()
+    listed = list(mark_duplicates(digested(iter_all(sources), digest, on_event, should_stop)))
+    refs = _without_known(index, [ref for ref in listed if ref.duplicate_of is None])
+    first_shard = max(spec.shards, manifest.snapshot.next_shard)
+    lists = write_input_lists(Layout(config.root), refs, spec.shard_size, first_shard=first_shard)
+    segments = (*spec.used_segments, Segment(first_shard * spec.shard_size, max(1, lists.rows)))
+    return BuildPlan(
+        root=config.root,
+        spec=replace(spec, rows=segments[-1].stop, segments=segments),
+        model=model_record(info),
+        settings=settings,
+        inputs_digest=digest.hexdigest(),
+        duplicates=len(listed) - len(refs),
+        ignored=count_ignored(sources),
+        input_checksums=lists.checksums,
+    )
+
+
+def _without_known(index: CommittedIndex, refs: list[InputRef]) -> list[InputRef]:
+    """The inputs whose content no row of `index` has. Memory depends on their number, not on that of the rows."""
+    from storage_formats.format.rows import iter_rows
+
+    hashes = {ref.content_hash for ref in refs if ref.content_hash is not None}
+    known: set[str] = set()
+    for table in iter_rows(index, ["content_hash"]):
+        known |= hashes.intersection(table["content_hash"].to_pylist())
+    return [ref for ref in refs if ref.content_hash not in known]

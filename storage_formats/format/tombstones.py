@@ -1,0 +1,142 @@
+"""Tombstones: the deleted rows of a snapshot (SPEC.md section 12)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.errors import CorruptIndexError, DeletedRowError
+from storage_formats.format.committed_files import check_content
+from storage_formats.format.index_files import read_index_file
+from storage_formats.format.layout import IndexSpec
+from storage_formats.format.manifest import CommittedIndex
+
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Tombstones:
+    """Which rows are deleted. Its memory depends on the number of shards with deleted rows.
+
+    Attributes:
+        shard_size: rows per shard.
+        shards: [n], ascending, the shards with deleted rows.
+        bits: uint8 [n, ceil(shard_size / 8)]; bit i % 8 of byte i // 8 tells whether position i is deleted.
+
+    Example:
+        >>> from storage_formats.format.tombstones import Tombstones
+        >>> deleted = Tombstones.none(4).with_rows([9, 2])
+        >>> deleted.contain([1, 2, 9]), deleted.row_ids()
+        (array([False,  True,  True]), array([2, 9]))
+    """
+
+    shard_size: int
+    shards: Ints
+    bits: NDArray[np.uint8]
+
+    @classmethod
+    def none(cls, shard_size: int) -> Tombstones:
+        """No deleted rows."""
+        return cls(shard_size, np.empty(0, np.int64), np.empty((0, _bitmap_bytes(shard_size)), np.uint8))
+
+    def __len__(self) -> int:
+        """Number of deleted rows."""
+        return int(np.bitwise_count(self.bits).sum())
+
+    def contain(self, row_ids: Ints | list[int]) -> Bools:
+        """Whether each of `row_ids` [k] is deleted, [k]."""
+        shards, positions = np.divmod(np.asarray(row_ids, dtype=np.int64), self.shard_size)
+        if not len(self.shards):
+            return np.zeros(len(shards), dtype=np.bool_)
+        lines = np.minimum(np.searchsorted(self.shards, shards), len(self.shards) - 1)
+        is_set = (self.bits[lines, positions // 8] >> (positions % 8).astype(np.uint8)) & 1
+        return np.asarray((self.shards[lines] == shards) & (is_set == 1))
+
+    def refuse(self, row_ids: Ints) -> None:
+        """Raise DeletedRowError if one of `row_ids` is deleted."""
+        if len(self.shards) and (deleted := self.contain(row_ids)).any():
+            raise DeletedRowError(tuple(dict.fromkeys(row_ids[deleted].tolist())))
+
+    def row_ids(self) -> Ints:
+        """The deleted rows, ascending."""
+        positions = np.unpackbits(self.bits, axis=1, bitorder="little")
+        lines, offsets = np.nonzero(positions)
+        return np.asarray(self.shards[lines] * self.shard_size + offsets, dtype=np.int64)
+
+    def with_rows(self, row_ids: Ints | list[int]) -> Tombstones:
+        """These and further deleted rows."""
+        added = np.asarray(row_ids, dtype=np.int64)
+        shards = np.union1d(self.shards, added // self.shard_size)
+        bits = np.zeros((len(shards), self.bits.shape[1]), dtype=np.uint8)
+        bits[np.searchsorted(shards, self.shards)] = self.bits
+        lines, positions = np.searchsorted(shards, added // self.shard_size), added % self.shard_size
+        np.bitwise_or.at(bits, (lines, positions // 8), np.left_shift(1, positions % 8).astype(np.uint8))
+        return Tombstones(self.shard_size, shards, bits)
+
+    def to_bytes(self) -> bytes:
+        """The contents of the file: all shard numbers, then all bitmaps."""
+        return self.shards.astype("<i8").tobytes() + self.bits.tobytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, spec: IndexSpec) -> Tombstones:
+        """The inverse of `to_bytes`. ValueError if `data` is not its result for rows of an index of shape `spec`."""
+        width = _bitmap_bytes(spec.shard_size)
+        count, rest = divmod(len(data), 8 + width)
+        if rest:
+            raise ValueError(f"it has {len(data)} bytes, not a multiple of {8 + width}")
+        shards = np.frombuffer(data, dtype="<i8", count=count).astype(np.int64)
+        bits = np.frombuffer(data, dtype=np.uint8, offset=8 * count).reshape(count, width)
+        if count and (shards[0] < 0 or shards[-1] >= spec.shards or not (np.diff(shards) > 0).all()):
+            raise ValueError(f"its shards do not ascend within 0..{spec.shards - 1}")
+        tombstones = cls(spec.shard_size, shards, bits)
+        if not rows_in_use(tombstones.row_ids(), spec).all():
+            raise ValueError("it names rows that the index does not use")
+        return tombstones
+
+
+def rows_in_use(row_ids: Ints, spec: IndexSpec) -> Bools:
+    """Whether a segment of the index holds each of `row_ids` [k], which are in 0..rows - 1."""
+    starts = np.array([segment.first_row for segment in spec.used_segments], dtype=np.int64)
+    stops = np.array([segment.stop for segment in spec.used_segments], dtype=np.int64)
+    used: Bools = row_ids < stops[np.searchsorted(starts, row_ids, side="right") - 1]
+    return used
+
+
+def read_tombstones(index: CommittedIndex) -> Tombstones:
+    """The deleted rows of the snapshot that `index` holds.
+
+    Raises:
+        CorruptIndexError: their file is missing or damaged.
+    """
+    manifest = index.manifest
+    entry = manifest.snapshot.deleted
+    if entry is None:
+        return Tombstones.none(manifest.spec.shard_size)
+    path = index.root / entry.path
+    try:
+        data = read_index_file(index.root, path, max_bytes=entry.bytes)
+        check_content(path, entry, data)
+        tombstones = Tombstones.from_bytes(data, manifest.spec)
+    except (OSError, ValueError) as error:
+        raise CorruptIndexError(f"cannot read the deleted rows {path}: {error}; restore the file") from error
+    if len(tombstones) != manifest.snapshot.deleted_rows:
+        raise CorruptIndexError(
+            f"{path} marks {len(tombstones)} rows as deleted, but index.json says {manifest.snapshot.deleted_rows}; "
+            "restore the file"
+        )
+    return tombstones
+
+
+def live_rows(index: CommittedIndex) -> Ints:
+    """Row ids of all inputs that are not deleted, ascending; failed inputs and duplicates included."""
+    spec = index.manifest.spec
+    parts = [np.arange(segment.first_row, segment.stop, dtype=np.int64) for segment in spec.used_segments]
+    row_ids = np.concatenate(parts)
+    return row_ids[~read_tombstones(index).contain(row_ids)]
+
+
+def _bitmap_bytes(shard_size: int) -> int:
+    return -(-shard_size // 8)

@@ -1,0 +1,202 @@
+"""Changes of a finished index: each commits a snapshot and keeps the one before (SPEC.md section 12).
+
+The caller holds the lock of the index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from storage_formats.atomic import fsync_path, make_directories, write_bytes_atomic, write_json_atomic
+from storage_formats.codecs import precisions
+from storage_formats.errors import RowIdError, UsageError
+from storage_formats.format.checksum import crc32c
+from storage_formats.format.index_files import read_index_file
+from storage_formats.format.layout import SNAPSHOT_VERSION, IndexSpec, Layout
+from storage_formats.format.manifest import CommittedIndex, Manifest, Snapshot, created_by, earlier_snapshots
+from storage_formats.format.shard_table import FileEntry, read_shard_table
+from storage_formats.format.tombstones import read_tombstones, rows_in_use
+from storage_formats.format.zarr_metadata import zarr_documents
+from storage_formats.presence import check_files
+from storage_formats.row_ids import RowIds, check_row_ids
+from storage_formats.writing.begin import remove_unfinished
+from storage_formats.writing.publish import remove_build
+
+_NAMES = "|".join(precisions())
+_PRECISION_FOLDER = re.compile(rf"(tokens|checksums)/({_NAMES})")
+_DATA_FILE = re.compile(
+    rf"tokens/({_NAMES})/(c\.\d+(\.0)+|zarr\.json)|checksums/({_NAMES})/\d+\.crc32c|embeddings/c\.\d+\.0|rows/\d+\.parquet"
+    r"|manifest/shards-\w+\.parquet|manifest/deleted-\w+\.bin|ann/index(-\w+)?\.faiss"
+)
+
+
+def commit_snapshot(index: CommittedIndex, changed: Manifest, change: dict[str, Any]) -> Manifest:
+    """Commit `changed` as the snapshot after that of `index`, which is kept.
+
+    Args:
+        index: the index before the change.
+        changed: its manifest after the change; all its files are on the device.
+        change: `kind` and other members that describe the change.
+    """
+    layout, current = Layout(index.root), index.manifest
+    snapshot = Snapshot(
+        number=current.snapshot.number + 1,
+        change={**change, "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")},
+        next_shard=max(current.snapshot.next_shard, current.spec.shards, changed.spec.shards),
+        deleted=changed.snapshot.deleted,
+        deleted_rows=changed.snapshot.deleted_rows,
+    )
+    manifest = replace(changed, snapshot=snapshot, format_version=SNAPSHOT_VERSION, created_by=created_by())
+    kept = layout.snapshot(current.snapshot.number)
+    make_directories(kept.parent)
+    write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))
+    if changed.spec.rows > current.spec.rows:
+        write_array_shapes(layout, changed.spec)
+    manifest.write(layout)
+    write_array_shapes(layout, changed.spec)
+    return manifest
+
+
+def write_array_shapes(layout: Layout, spec: IndexSpec) -> None:
+    """Write each `zarr.json` that is not that of an index of shape `spec`."""
+    for path, document in zarr_documents(layout, spec).items():
+        try:
+            is_current = json.loads(path.read_bytes()) == document
+        except (OSError, ValueError):
+            is_current = False
+        if not is_current:
+            write_json_atomic(path, document)
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """Rows to delete.
+
+    Attributes:
+        new: row ids that are not deleted yet, ascending.
+        already_deleted: number of those that are.
+    """
+
+    new: tuple[int, ...]
+    already_deleted: int
+
+
+def plan_deletion(index: CommittedIndex, row_ids: RowIds) -> Deletion:
+    """What deleting `row_ids` would do.
+
+    Raises:
+        RowIdError: a row id is out of range or belongs to no input.
+    """
+    ids = np.unique(check_row_ids(row_ids, index.manifest.spec.rows))
+    if len(unused := ids[~rows_in_use(ids, index.manifest.spec)]):
+        raise RowIdError(f"row id {unused[0]} belongs to no input: it lies between two segments of the index")
+    is_deleted = read_tombstones(index).contain(ids)
+    return Deletion(tuple(ids[~is_deleted].tolist()), int(is_deleted.sum()))
+
+
+def commit_deletion(index: CommittedIndex, deletion: Deletion) -> Manifest:
+    """Mark rows as deleted. Their bytes stay on disk."""
+    layout, manifest = Layout(index.root), index.manifest
+    tombstones = read_tombstones(index).with_rows(list(deletion.new))
+    data = tombstones.to_bytes()
+    path = layout.tombstones(crc32c(data))
+    write_bytes_atomic(path, data)
+    entry = FileEntry(layout.relative(path), len(data), crc32c(data))
+    snapshot = replace(manifest.snapshot, deleted=entry, deleted_rows=len(tombstones))
+    return commit_snapshot(index, replace(manifest, snapshot=snapshot), {"kind": "delete", "rows": len(deletion.new)})
+
+
+def roll_back(index: CommittedIndex, number: int) -> Manifest:
+    """Commit a snapshot with the contents of the earlier snapshot `number`.
+
+    Raises:
+        UsageError: there is no such snapshot, or it is the current one.
+        CorruptIndexError: a file of the snapshot is missing.
+    """
+    if number == index.manifest.snapshot.number:
+        raise UsageError(f"snapshot {number} is the current one; name an earlier one", parameter="snapshot")
+    earlier = CommittedIndex.open(index.root, number)
+    check_files(earlier)
+    return commit_snapshot(index, earlier.manifest, {"kind": "rollback", "to": number})
+
+
+def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
+    """The manifests of all snapshots that are kept, oldest first; the current one is the last."""
+    numbers = earlier_snapshots(Layout(index.root), index.manifest)
+    return [*(Manifest.load(index.root, number) for number in numbers), index.manifest]
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What `remove_snapshots` removed.
+
+    Attributes:
+        snapshots: numbers of the snapshots.
+        files: number of other files.
+        bytes: their length.
+    """
+
+    snapshots: tuple[int, ...]
+    files: int
+    bytes: int
+
+
+def remove_snapshots(index: CommittedIndex, keep: int) -> Removal:
+    """Remove all but the newest `keep` snapshots, unfinished changes, and then the files that no snapshot names.
+
+    Raises:
+        UsageError: `keep` is less than 1.
+    """
+    if keep < 1:
+        raise UsageError(f"keep must be at least 1, the current snapshot, got {keep}", parameter="keep")
+    layout = Layout(index.root)
+    numbers = earlier_snapshots(layout, index.manifest)
+    removed = numbers[: max(0, len(numbers) + 1 - keep)]
+    for number in removed:
+        layout.snapshot(number).unlink(missing_ok=True)
+    if removed:
+        fsync_path(layout.snapshot(0).parent)
+    remove_unfinished(layout)
+    remove_build(layout)
+    sizes = remove_unnamed_files(layout, kept_snapshots(index))
+    write_array_shapes(layout, index.manifest.spec)
+    return Removal(tuple(removed), len(sizes), sum(sizes))
+
+
+def remove_unnamed_files(layout: Layout, manifests: Sequence[Manifest]) -> list[int]:
+    """Remove the files of an index that none of `manifests` names; returns their lengths. Foreign files stay."""
+    named = named_files(layout, manifests)
+    sizes = []
+    for path in (path for folder in layout.data_folders() for path in sorted(folder.rglob("*"), reverse=True)):
+        where = layout.relative(path)
+        if _DATA_FILE.fullmatch(where) and where not in named:
+            sizes.append(path.lstat().st_size)
+            path.unlink()
+        elif _PRECISION_FOLDER.fullmatch(where):
+            with contextlib.suppress(OSError):  # it holds files
+                path.rmdir()
+    return sizes
+
+
+def named_files(layout: Layout, manifests: Iterable[Manifest]) -> set[str]:
+    """Paths, relative to the index, of all data files that one of `manifests` names."""
+    names: set[str] = set()
+    tables: set[FileEntry] = set()
+    for manifest in manifests:
+        names |= {layout.relative(path) for path in layout.zarr_files(manifest.spec.precisions)}
+        names |= {file.path for file in manifest.ann_files}
+        tables |= set(manifest.shard_tables)
+        if manifest.snapshot.deleted is not None:
+            names.add(manifest.snapshot.deleted.path)
+    for table in tables:
+        names.add(table.path)
+        names |= {file.path for _, file in read_shard_table(layout.root, table)}
+    return names

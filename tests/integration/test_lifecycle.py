@@ -1,0 +1,314 @@
+"""Random changes of an index, some of them killed, are compared with a model of the index in plain Python."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from edje_index.indexing.faiss_index import AnnIndex
+from storage_formats import CorruptIndexError, DeletedRowError, Manifest, TokenStore, codec, read_rows, verify_index
+from storage_formats.reading.embeddings import read_embeddings
+from tests.conftest import REPO, same_bits
+
+SHARD = 4
+PHOTOS = 40
+BROKEN = 13  # this photo is not an image
+
+
+class ForkingCli:
+    """Commands of `edje-index`, each in a process of its own that can be killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._output = folder / "output"
+        command = [sys.executable, "-m", "tests.integration.forking_cli", str(self._output)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO, env=dict(os.environ)
+        )
+
+    def run(self, *arguments: object, kill_after: float | None = None) -> int:
+        """Exit code of a command; -9 if it was killed after `kill_after` seconds."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([str(argument) for argument in arguments]) + "\n")
+        self._process.stdin.flush()
+        process = int(self._process.stdout.readline())
+        if kill_after is not None:
+            time.sleep(kill_after)
+            os.kill(process, signal.SIGKILL)  # it is not reaped before its exit code is read
+        return int(self._process.stdout.readline())
+
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@dataclass(frozen=True)
+class State:
+    """What a snapshot holds: the photo of each row that is not deleted, the row ids in use, the precisions."""
+
+    photos: dict[int, int]
+    rows: int
+    precisions: frozenset[str] = frozenset({"bf16"})
+
+
+@dataclass
+class Model:
+    """The index in plain Python. `snapshots` are the kept states by number; the last is the current one."""
+
+    snapshots: dict[int, State]
+    next_shard: int
+    killed: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        return max(self.snapshots)
+
+    @property
+    def now(self) -> State:
+        return self.snapshots[self.number]
+
+    def appended(self, photos: list[int]) -> State | None:
+        new = [photo for photo in photos if photo not in self.now.photos.values()]
+        if not any(photo != BROKEN for photo in new):
+            return None
+        first = self.next_shard * SHARD
+        rows = dict(zip(range(first, first + len(new)), new, strict=True))
+        return replace(self.now, photos={**self.now.photos, **rows}, rows=first + len(new))
+
+    def commit(self, state: State) -> None:
+        self.next_shard = max(self.next_shard, -(-state.rows // SHARD))
+        self.snapshots[self.number + 1] = state
+
+    def keep(self, count: int) -> None:
+        for number in sorted(self.snapshots)[:-count]:
+            del self.snapshots[number]
+
+
+@dataclass
+class Reference:
+    """Tokens and embeddings of every photo, from an index of all of them."""
+
+    blocks: np.ndarray
+    embeddings: np.ndarray
+
+    def check(self, root: Path, model: Model) -> None:
+        state = model.now
+        manifest = Manifest.load(root)
+        assert verify_index(root) == []
+        assert manifest.snapshot.number == model.number
+        assert set(manifest.spec.precisions) == state.precisions
+        assert manifest.spec.rows == state.rows
+        rows = read_rows(root, columns=["row_id", "uri"]).to_pydict()
+        stored = {row: int(Path(uri).stem) for row, uri in zip(rows["row_id"], rows["uri"], strict=True)}
+        assert stored == state.photos
+        for precision in state.precisions:
+            with TokenStore.open(root, precision) as store:
+                self.check_blocks(store, state, precision)
+        self._check_search(root, manifest, state)
+
+    def check_blocks(self, store: TokenStore, state: State, precision: str = "bf16") -> None:
+        row_ids, photos = list(state.photos), list(state.photos.values())
+        entry = codec(precision, store.block_shape)
+        expected = self.blocks[photos]
+        expected = np.where(np.isnan(expected), expected, entry.decode(entry.encode(np.nan_to_num(expected))))
+        assert store.row_ids().tolist() == row_ids
+        assert same_bits(store.fetch(row_ids), expected)
+        deleted = set(range(store._view.index.manifest.spec.rows)) - set(row_ids)
+        for row in sorted(deleted)[:3]:
+            with contextlib.suppress(DeletedRowError):
+                assert np.isnan(store.fetch([row])).all()  # no input has this row id
+
+    def _check_search(self, root: Path, manifest: Manifest, state: State) -> None:
+        indexed = {row: photo for row, photo in state.photos.items() if photo != BROKEN}
+        query = self.embeddings[0] + 0.5 * self.embeddings[1]
+        row_ids = np.array(list(indexed))
+        scores = self.embeddings[list(indexed.values())] @ query
+        found_rows, found_scores = AnnIndex.open(root).nearest(query, 5)
+        order = np.lexsort((row_ids, -scores))[:5]
+        assert set(found_rows.tolist()) == set(row_ids[order].tolist())
+        np.testing.assert_allclose(found_scores, scores[order], rtol=1e-5)
+        stored = read_embeddings(root, manifest.spec, row_ids)
+        np.testing.assert_array_equal(stored, self.embeddings[list(indexed.values())])
+
+
+def write_photo(path: Path, photo: int) -> None:
+    if photo == BROKEN:
+        path.write_bytes(b"not an image")
+        return
+    pixels = np.random.default_rng(photo).integers(0, 255, (24, 32, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+def write_photos(folder: Path, photos: list[int]) -> Path:
+    folder.mkdir()
+    for photo in photos:
+        write_photo(folder / f"{photo:03d}.jpg", photo)
+    return folder
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[ForkingCli]:
+    forking = ForkingCli(tmp_path)
+    yield forking
+    forking.close()
+
+
+def build(cli: ForkingCli, sources: Path, out: Path, bundle: Path) -> None:
+    options = ["--engine", "inline", "--shard-size", SHARD, "--batch-size", 1, "--threads", 1, "--max-failed", 1]
+    assert cli.run("build", sources, "--out", out, "--model", bundle, *options) == 0, cli.output()
+
+
+def reference_of(cli: ForkingCli, folder: Path, bundle: Path) -> Reference:
+    build(cli, write_photos(folder / "every", list(range(PHOTOS))), folder / "every.edje", bundle)
+    spec = Manifest.load(folder / "every.edje").spec
+    blocks = TokenStore.open(folder / "every.edje").fetch(range(PHOTOS))
+    return Reference(blocks, read_embeddings(folder / "every.edje", spec, range(PHOTOS)))
+
+
+@dataclass
+class Trial:
+    """One sequence of random changes."""
+
+    cli: ForkingCli
+    folder: Path
+    root: Path
+    model: Model
+    reference: Reference
+    rng: random.Random
+    kills: float
+
+    def change(self, step: int) -> None:
+        kind = self.rng.choices(["append", "delete", "rollback", "gc", "quantize"], [40, 25, 15, 10, 10])[0]
+        before, store = self.model.now, TokenStore.open(self.root)
+        getattr(self, kind)(step)
+        if kind != "gc":
+            self.reference.check_blocks(store, before)
+        store.close()
+        self.reference.check(self.root, self.model)
+
+    def append(self, step: int) -> None:
+        photos = sorted(self.rng.sample(range(PHOTOS), self.rng.randint(1, 9)))
+        sources = write_photos(self.folder / f"sources-{step}", photos)
+        after = self.model.appended(photos)
+        arguments = ("append", self.root, sources, "--engine", "inline", "--quiet", "--json")
+        self._run("append", after, arguments)
+        if after is not None and self.model.now != after:  # it was killed before its commit: resume it
+            assert self.cli.run(*arguments) == 0, self.cli.output()
+            self.model.commit(after)
+
+    def delete(self, step: int) -> None:
+        rows = self.rng.sample(list(self.model.now.photos), min(len(self.model.now.photos) - 2, self.rng.randint(1, 4)))
+        left = {row: photo for row, photo in self.model.now.photos.items() if row not in rows}
+        if not rows or all(photo == BROKEN for photo in left.values()):
+            return
+        options = [option for row in rows for option in ("--rows", row)]
+        self._run("delete", replace(self.model.now, photos=left), ("delete", self.root, *options))
+
+    def rollback(self, step: int) -> None:
+        numbers = sorted(self.model.snapshots)[:-1]
+        if numbers:
+            number = self.rng.choice(numbers)
+            self._run("rollback", self.model.snapshots[number], ("rollback", self.root, number))
+
+    def gc(self, step: int) -> None:
+        keep = self.rng.randint(1, 4)
+        code = self.cli.run("gc", self.root, "--keep", keep, kill_after=self._kill_after(0.05))
+        if code == -signal.SIGKILL:  # some snapshots may be gone
+            assert verify_index(self.root) == []
+            assert self.cli.run("gc", self.root, "--keep", keep) == 0, self.cli.output()
+        self.model.keep(keep)
+
+    def quantize(self, step: int) -> None:
+        held = "fp8" in self.model.now.precisions
+        options = ("--drop", "fp8") if held else ("--to", "fp8")
+        after = replace(self.model.now, precisions=self.model.now.precisions ^ {"fp8"})
+        code = self.cli.run("quantize", self.root, *options, kill_after=self._kill_after(0.3))
+        if code == -signal.SIGKILL:
+            assert verify_index(self.root) == []
+            assert self.cli.run("quantize", self.root, *options) == 0, self.cli.output()
+        else:
+            assert code == 0, self.cli.output()
+        self.model.snapshots[self.model.number] = after
+
+    def _kill_after(self, longest: float) -> float | None:
+        return self.rng.uniform(0, longest) if self.rng.random() < self.kills else None
+
+    def _run(self, kind: str, after: State | None, arguments: tuple[Any, ...]) -> None:
+        """Run a command, perhaps kill it, and bring the model to the state that the index must have."""
+        code = self.cli.run(*arguments, kill_after=self._kill_after(0.6 if kind == "append" else 0.05))
+        if code == -signal.SIGKILL:
+            self.model.killed[kind] = self.model.killed.get(kind, 0) + 1
+            assert verify_index(self.root) == []
+            number = Manifest.load(self.root).snapshot.number
+            assert number in (self.model.number, self.model.number + 1)
+            if number == self.model.number + 1:
+                assert after is not None
+                self.model.commit(after)
+        elif after is not None:
+            assert code == 0, self.cli.output()
+            self.model.commit(after)
+
+
+def run_trial(cli: ForkingCli, folder: Path, bundle: Path, *, seed: int, changes: int, kills: float) -> Model:
+    reference = reference_of(cli, folder, bundle)
+    first = list(range(0, PHOTOS, 4))
+    build(cli, write_photos(folder / "first", first), folder / "index.edje", bundle)
+    model = Model({0: State(dict(enumerate(first)), len(first))}, next_shard=-(-len(first) // SHARD))
+    trial = Trial(cli, folder, folder / "index.edje", model, reference, random.Random(seed), kills)
+    reference.check(trial.root, model)
+    for step in range(changes):
+        trial.change(step)
+    return model
+
+
+def test_changes_equal_those_of_a_model(cli, tmp_path, tiny_bundle):
+    model = run_trial(cli, tmp_path, tiny_bundle, seed=1, changes=15, kills=0)
+    assert model.number > 8
+
+
+@pytest.mark.slow
+def test_two_hundred_changes_of_which_many_are_killed(cli, tmp_path, tiny_bundle):
+    model = run_trial(cli, tmp_path, tiny_bundle, seed=2, changes=200, kills=0.4)
+    assert model.number > 100
+    assert sum(model.killed.values()) > 20, model.killed
+
+
+def test_a_store_reads_the_snapshot_that_it_opened(cli, tmp_path, tiny_bundle):
+    build(cli, write_photos(tmp_path / "first", list(range(6))), tmp_path / "index", tiny_bundle)
+    with TokenStore.open(tmp_path / "index") as store:
+        blocks = store.fetch(range(6))
+        assert cli.run("delete", tmp_path / "index", "--rows", 2) == 0
+        assert same_bits(store.fetch(range(6)), blocks)
+        assert same_bits(TokenStore.open(tmp_path / "index", snapshot=0).fetch([2]), blocks[[2]])
+        assert store.refresh() == 1
+        with pytest.raises(DeletedRowError, match="row 2 was deleted"):
+            store.fetch([1, 2])
+        assert same_bits(store.fetch([1, 3]), blocks[[1, 3]])
+    assert cli.run("gc", tmp_path / "index", "--keep", 1) == 0
+    with pytest.raises(Exception, match="has no snapshot 0; it has: 1"):
+        TokenStore.open(tmp_path / "index", snapshot=0)
+    tombstones = next((tmp_path / "index/manifest").glob("deleted-*"))
+    tombstones.write_bytes(bytes(len(tombstones.read_bytes())))
+    with pytest.raises(CorruptIndexError, match="deleted-"):
+        TokenStore.open(tmp_path / "index")
+    assert [problem.code for problem in verify_index(tmp_path / "index")] == ["deleted-rows"]

@@ -1,0 +1,210 @@
+"""Snapshots on disk: segments, tombstones, rollback, removal, and what readers of other kinds see."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage_formats import (
+    CorruptIndexError,
+    DeletedRowError,
+    IndexSpec,
+    Manifest,
+    RowIdError,
+    TokenStore,
+    UsageError,
+    read_rows,
+    verify_index,
+)
+from storage_formats.format.checksum import json_checksum
+from storage_formats.format.layout import Layout, Segment
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.tombstones import Tombstones, live_rows, rows_in_use
+from storage_formats.writing.snapshots import commit_deletion, plan_deletion, remove_snapshots, roll_back
+from tests.conftest import same_bits, write_random_index
+
+SPEC = IndexSpec(rows=40, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
+
+
+@pytest.fixture
+def index(tmp_path):
+    root = tmp_path / "index"
+    return root, write_random_index(root, SPEC)
+
+
+def delete(root, rows):
+    opened = CommittedIndex.open(root)
+    return commit_deletion(opened, plan_deletion(opened, rows))
+
+
+@given(
+    shard_size=st.integers(1, 20),
+    batches=st.lists(st.lists(st.integers(0, 200), max_size=20), max_size=5),
+    asked=st.lists(st.integers(0, 200)),
+)
+def test_tombstones_are_a_set_of_rows(shard_size, batches, asked):
+    tombstones, rows = Tombstones.none(shard_size), set()
+    for batch in batches:
+        tombstones, rows = tombstones.with_rows(batch), rows | set(batch)
+    spec = IndexSpec(rows=201, shard_size=shard_size, block_shape=(2, 8), embed_dim=4)
+    stored = Tombstones.from_bytes(tombstones.to_bytes(), spec)
+    assert stored.row_ids().tolist() == sorted(rows)
+    assert len(stored) == len(rows)
+    assert stored.contain(np.array(asked, dtype=np.int64)).tolist() == [row in rows for row in asked]
+    assert len(tombstones.to_bytes()) == len({row // shard_size for row in rows}) * (8 + -(-shard_size // 8))
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=6), shard=st.integers(1, 9)
+)
+def test_segments_cover_the_rows_in_use(sizes, shard):
+    segments, next_shard = [], 0
+    for rows, gap in sizes:
+        segments.append(Segment((next_shard + (gap if segments else 0)) * shard, rows))
+        next_shard = -(-segments[-1].stop // shard)
+    spec = IndexSpec(segments[-1].stop, shard, (2, 8), 4, segments=tuple(segments))
+    used = [row for segment in segments for row in range(segment.first_row, segment.stop)]
+    assert np.flatnonzero(rows_in_use(np.arange(spec.rows), spec)).tolist() == used
+    assert [row for number in range(spec.shards) for row in spec.shard_rows(number)] == used
+    assert list(spec.shard_numbers()) == sorted({row // shard for row in used})
+    assert spec.used_rows == len(used)
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [(Segment(8, 32),), (Segment(0, 10), Segment(12, 28)), (Segment(0, 20), Segment(16, 24)), (Segment(0, 8),)],
+)
+def test_segments_that_do_not_fit_are_refused(segments):
+    with pytest.raises(UsageError, match="do not fit 40 rows in shards of 8"):
+        IndexSpec(40, 8, (2, 8), 4, segments=segments)
+
+
+def test_deleted_rows_are_not_returned(index):
+    root, blocks = index
+    files = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and path.name != "index.json"}
+    delete(root, [3, 17, 3])
+    delete(root, [4])
+    assert {path: path.read_bytes() for path in files} == files
+    kept = [row for row in range(SPEC.rows) if row not in (3, 4, 17)]
+    for precision in SPEC.precisions:
+        with TokenStore.open(root, precision) as store:
+            assert len(store) == 40
+            assert store.row_ids().tolist() == kept
+            for read in (store.fetch, store.fetch_records, store.prefetch):
+                with pytest.raises(DeletedRowError, match="row 17 and 1 more were deleted") as caught:
+                    read([1, 17, 4, 17])
+                assert caught.value.row_ids == (17, 4)
+                assert isinstance(caught.value, IndexError)
+    with TokenStore.open(root) as store:
+        assert same_bits(store.fetch(kept), blocks[kept])
+    assert read_rows(root)["row_id"].to_pylist() == kept
+    with pytest.raises(DeletedRowError, match="row 4 was deleted"):
+        read_rows(root, [0, 4])
+    assert verify_index(root) == []
+    assert Manifest.load(root).format_version == "1.1"
+
+
+def test_deletions_of_rows_that_cannot_be_deleted(index):
+    root, _ = index
+    delete(root, [5])
+    deletion = plan_deletion(CommittedIndex.open(root), [5, 6])
+    assert (deletion.new, deletion.already_deleted) == ((6,), 1)
+    with pytest.raises(RowIdError, match="40 is out of range"):
+        plan_deletion(CommittedIndex.open(root), [40])
+
+
+def test_rollback_and_removal(index):
+    root, blocks = index
+    delete(root, [1])
+    delete(root, [2])
+    roll_back(CommittedIndex.open(root), 1)
+    assert Manifest.load(root).snapshot.number == 3
+    assert live_rows(CommittedIndex.open(root)).tolist() == [0, *range(2, 40)]
+    with TokenStore.open(root, snapshot=2) as store:
+        assert same_bits(store.fetch([0, 3]), blocks[[0, 3]])
+        with pytest.raises(DeletedRowError):
+            store.fetch([2])
+    with pytest.raises(UsageError, match=r"has no snapshot 4; it has: 0, 1, 2, 3"):
+        roll_back(CommittedIndex.open(root), 4)
+    with pytest.raises(UsageError, match="3 is the current one"):
+        roll_back(CommittedIndex.open(root), 3)
+    assert remove_snapshots(CommittedIndex.open(root), 2).snapshots == (0, 1)
+    assert len(list((root / "manifest").glob("deleted-*"))) == 2
+    removal = remove_snapshots(CommittedIndex.open(root), 1)
+    assert (removal.snapshots, removal.files) == ((2,), 1)
+    assert verify_index(root) == []
+    assert live_rows(CommittedIndex.open(root)).tolist() == [0, *range(2, 40)]
+
+
+def test_a_change_that_dies_before_its_commit_leaves_the_snapshot(index, monkeypatch):
+    root, blocks = index
+    manifest = (root / "index.json").read_bytes()
+    monkeypatch.setattr(Manifest, "write", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+    with pytest.raises(OSError, match="killed"):
+        delete(root, [1])
+    monkeypatch.undo()
+    assert (root / "index.json").read_bytes() == manifest
+    with TokenStore.open(root) as store:
+        assert same_bits(store.fetch(range(40)), blocks)
+    assert delete(root, [2]).snapshot.number == 1
+    remove_snapshots(CommittedIndex.open(root), 1)
+    assert verify_index(root) == []
+
+
+def test_a_stock_reader_sees_all_rows(index):
+    root, blocks = index
+    delete(root, [1])
+    stored = zarr.open_array(root / "tokens" / "bf16", mode="r")[:]
+    np.testing.assert_array_equal(stored, blocks.view(np.uint16))
+
+
+@pytest.mark.parametrize("harm", ["missing", "flipped", "short", "other count"])
+def test_damaged_tombstones_are_one_clear_error(index, harm):
+    root, _ = index
+    manifest = delete(root, [1, 9])
+    path = root / manifest.snapshot.deleted.path
+    if harm == "missing":
+        path.unlink()
+    elif harm == "flipped":
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    elif harm == "short":
+        os.truncate(path, 9)
+    else:
+        value = json.loads((root / "index.json").read_text())
+        value["deleted"]["rows"] = 3
+        (root / "index.json").write_text(json.dumps({**value, "crc32c": json_checksum(value)}))
+    for read in (TokenStore.open, read_rows):
+        with pytest.raises(CorruptIndexError, match=path.name):
+            read(root)
+    assert [problem.code for problem in verify_index(root)][:1] in (["deleted-rows"], ["missing-file"])
+
+
+@pytest.mark.parametrize("member", ["snapshot", "next_shard", "segments", "deleted", "change"])
+@pytest.mark.parametrize("value", [-1, 1 << 40, "x", [1], {"path": 1}])
+def test_hostile_members_are_one_clear_error(index, member, value):
+    root, _ = index
+    delete(root, [1])
+    members = json.loads((root / "index.json").read_text())
+    members[member] = value
+    (root / "index.json").write_text(json.dumps({**members, "crc32c": json_checksum(members)}))
+    with contextlib.suppress(CorruptIndexError, UsageError):
+        TokenStore.open(root).fetch([0])
+
+
+def test_files_that_no_snapshot_names_are_strays(index):
+    root, _ = index
+    manifest = delete(root, [1])
+    shutil.copy(root / manifest.snapshot.deleted.path, root / "manifest/deleted-00000000.bin")
+    assert [problem.path for problem in verify_index(root)] == ["manifest/deleted-00000000.bin"]
+    Layout(root).snapshot(0).write_text("{")
+    assert [problem.code for problem in verify_index(root)] == ["snapshot"]
