@@ -74,6 +74,7 @@ class ServedIndex:
             "encoder_fingerprint": model.info.encoder_fingerprint,
             "bundle_fingerprint": model.fingerprint,
             "trained": model.trained,
+            "dtype": str(model.joint.compute_dtype).removeprefix("torch."),
             "score": weights.described(),
             "weights": {part: weight for part, weight in weights.by_part().items() if weight},
         }

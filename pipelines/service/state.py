@@ -28,9 +28,22 @@ class ServiceState:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What `/info` answers."""
+        """What `/info` answers. Clients of text-embeddings-inference read the members from `model_id` on."""
+        default, limits = self.indexes.default.describe(), self.limits
         return {
             "version": __version__,
+            "sha": None,
+            "docker_label": None,
+            "model_id": default["name"],
+            "model_sha": default["bundle_fingerprint"],
+            "model_dtype": default["dtype"],
+            "model_type": {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}},
+            "max_concurrent_requests": limits.waiting,
+            "max_input_length": limits.query_letters,
+            "max_batch_tokens": limits.batch_tokens,
+            "max_batch_requests": None,
+            "max_client_batch_size": limits.documents,
+            "tokenization_workers": 1,
             "indexes": [index.describe() for index in self.indexes],
-            "limits": asdict(self.limits),
+            "limits": asdict(limits),
         }

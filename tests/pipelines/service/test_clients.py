@@ -1,0 +1,57 @@
+"""Clients that this project did not write, against a real service."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edje_index import TokenIndex
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # clients leave connections open
+]
+ROWS = [3, 0, 9, 7]
+
+
+@pytest.fixture(scope="module")
+def expected(index) -> list[tuple[int, float]]:
+    """(position, score) of `ROWS`, best first, from the library."""
+    return [(ROWS.index(hit.row_id), hit.score) for hit in TokenIndex.open(index).rerank("a dog", ROWS)]
+
+
+def check(pairs: list[tuple[int, float]], expected: list[tuple[int, float]]) -> None:
+    assert [position for position, _ in pairs] == [position for position, _ in expected]
+    assert [score for _, score in pairs] == pytest.approx([score for _, score in expected], abs=5e-6)
+
+
+def test_the_client_of_cohere(service, expected):
+    cohere = pytest.importorskip("cohere")
+    client = cohere.ClientV2(api_key="any", base_url=service.url)
+    answer = client.rerank(model="rerank-v3.5", query="a dog", documents=[str(row) for row in ROWS], top_n=3)
+    check([(result.index, result.relevance_score) for result in answer.results], expected[:3])
+    with pytest.raises(cohere.errors.UnprocessableEntityError, match="out of range"):
+        client.rerank(model="any", query="a dog", documents=["99"])
+
+
+def test_the_first_client_of_cohere(service, expected):
+    cohere = pytest.importorskip("cohere")
+    client = cohere.Client(api_key="any", base_url=service.url)
+    answer = client.rerank(query="a dog", documents=[str(row) for row in ROWS])
+    check([(result.index, result.relevance_score) for result in answer.results], expected)
+
+
+def test_a_client_of_text_embeddings_inference(service, expected):
+    tei = pytest.importorskip("tei_client")
+    client = tei.HttpClient(service.url)
+    assert client.health()
+    assert client.info().server_model_id == "photos"
+    answer = client.rerank("a dog", [str(row) for row in ROWS])
+    check([(rank.index, rank.score) for rank in answer.ranks], expected)
+
+
+def test_the_client_of_hugging_face(service, index):
+    hub = pytest.importorskip("huggingface_hub")
+    client = hub.InferenceClient(model=f"{service.url}/embed")
+    embedding = client.feature_extraction("a dog")
+    np.testing.assert_allclose(embedding, TokenIndex.open(index).model.text.encode(["a dog"]), atol=1e-5)
