@@ -16,8 +16,7 @@ from torch.nn import functional
 
 from edje_index.errors import ModelError
 from edje_index.models.adapter import activation
-
-_PROJECTIONS = ("query", "key", "value")
+from edje_index.models.linear import Linear
 
 
 @dataclass(frozen=True)
@@ -60,18 +59,6 @@ class BertShape:
 
 
 @dataclass(frozen=True)
-class _Affine:
-    weight: torch.Tensor
-    bias: torch.Tensor
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-    def part(self, rows: slice) -> _Affine:
-        return _Affine(self.weight[rows], self.bias[rows])
-
-
-@dataclass(frozen=True)
 class _Norm:
     weight: torch.Tensor
     bias: torch.Tensor
@@ -83,12 +70,13 @@ class _Norm:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer. The three projections are one matrix, because one product is faster than three."""
+    """One layer. Projections that read the same tokens are one matrix, because one product is faster than several."""
 
-    projections: _Affine
-    output: _Affine
+    query: Linear | None  # None: part of `key_value`, before the keys
+    key_value: Linear
+    output: Linear
     output_norm: _Norm
-    feed_forward: tuple[_Affine, _Affine]
+    feed_forward: tuple[Linear, Linear]
     feed_forward_norm: _Norm
 
 
@@ -123,14 +111,13 @@ class BertWeights:
             )
         return tensor.detach().to(self._device, torch.float32)
 
-    def affine(self, names: Sequence[str], rows: int, columns: int) -> _Affine:
-        """Linear layers as one that computes all of them. One alone is not copied."""
+    def linear(self, names: Sequence[str], rows: int, columns: int, *, dtype: torch.dtype = torch.float32) -> Linear:
+        """Linear layers as one that computes all of them."""
+        weights = [self.take(f"{name}.weight", rows, columns) for name in names]
+        biases = [self.take(f"{name}.bias", rows) for name in names]
         if len(names) == 1:
-            return _Affine(self.take(f"{names[0]}.weight", rows, columns), self.take(f"{names[0]}.bias", rows))
-        return _Affine(
-            torch.cat([self.take(f"{name}.weight", rows, columns) for name in names]),
-            torch.cat([self.take(f"{name}.bias", rows) for name in names]),
-        )
+            return Linear(weights[0].to(dtype), biases[0].to(dtype))
+        return Linear(torch.cat(weights).to(dtype), torch.cat(biases).to(dtype))
 
     def norm(self, name: str, width: int, eps: float) -> _Norm:
         """A layer norm."""
@@ -160,7 +147,9 @@ class Bert:
         self._heads = shape.heads
         self._activation = activation(shape.activation)
         self._dtype = dtype
-        self._layers = [self._layer(weights, index, shape.eps) for index in range(shape.layers)]
+        self._layers = [
+            self._layer(weights, index, last=index == shape.layers - 1, shape=shape) for index in range(shape.layers)
+        ]
 
     def embed(self, words: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
         """The input of the first layer, float32 [b, t, d].
@@ -195,20 +184,19 @@ class Bert:
     ) -> torch.Tensor:
         """The first `outputs` tokens after a layer, float32 [b, outputs, d]; None means all."""
         low = x.to(self._dtype)
-        attended = self._attend(layer.projections, low, mask, outputs)
+        attended = self._attend(layer, low, mask, outputs)
         x = layer.output_norm(x[:, :outputs] + layer.output(attended))
         first, second = layer.feed_forward
         return layer.feed_forward_norm(x + second(self._activation(first(x.to(self._dtype)))))
 
-    def _attend(
-        self, projections: _Affine, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None
-    ) -> torch.Tensor:
+    def _attend(self, layer: _Layer, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None) -> torch.Tensor:
         """Attention of the first `outputs` tokens to all, [b, outputs, d]."""
-        if outputs is None:
-            query, key, value = projections(x).chunk(3, dim=2)
+        if layer.query is None:
+            query, key, value = layer.key_value(x).chunk(3, dim=2)
+            query = query[:, :outputs]
         else:
-            query = projections.part(slice(self.width))(x[:, :outputs])
-            key, value = projections.part(slice(self.width, None))(x).chunk(2, dim=2)
+            query = layer.query(x[:, :outputs])
+            key, value = layer.key_value(x).chunk(2, dim=2)
         query, key, value = map(self._split_heads, (query, key, value))
         allowed = None if mask is None else mask[:, None, None, :]
         attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
@@ -218,18 +206,18 @@ class Bert:
         """[b, t, d] -> [b, h, t, c]."""
         return x.view(*x.shape[:2], self._heads, -1).transpose(1, 2)
 
-    def _layer(self, weights: BertWeights, index: int, eps: float) -> _Layer:
-        d, name = self.width, f"encoder.layer.{index}."
-        inner = weights.affine([f"{name}intermediate.dense"], -1, d)
-        outer = weights.affine([f"{name}output.dense"], d, len(inner.bias))
-        projections = weights.affine([f"{name}attention.self.{part}" for part in _PROJECTIONS], d, d)
+    def _layer(self, weights: BertWeights, index: int, *, last: bool, shape: BertShape) -> _Layer:
+        d, name, dtype = self.width, f"encoder.layer.{index}.", self._dtype
+        query, *others = (f"{name}attention.self.{part}" for part in ("query", "key", "value"))
+        wide = len(weights.take(f"{name}intermediate.dense.bias", -1))
         return _Layer(
-            self._cast(projections),
-            self._cast(weights.affine([f"{name}attention.output.dense"], d, d)),
-            weights.norm(f"{name}attention.output.LayerNorm", d, eps),
-            (self._cast(inner), self._cast(outer)),
-            weights.norm(f"{name}output.LayerNorm", d, eps),
+            query=weights.linear([query], d, d, dtype=dtype) if last else None,  # only the first token has a query
+            key_value=weights.linear(others if last else [query, *others], d, d, dtype=dtype),
+            output=weights.linear([f"{name}attention.output.dense"], d, d, dtype=dtype),
+            output_norm=weights.norm(f"{name}attention.output.LayerNorm", d, shape.eps),
+            feed_forward=(
+                weights.linear([f"{name}intermediate.dense"], wide, d, dtype=dtype),
+                weights.linear([f"{name}output.dense"], d, wide, dtype=dtype),
+            ),
+            feed_forward_norm=weights.norm(f"{name}output.LayerNorm", d, shape.eps),
         )
-
-    def _cast(self, affine: _Affine) -> _Affine:
-        return _Affine(affine.weight.to(self._dtype), affine.bias.to(self._dtype))

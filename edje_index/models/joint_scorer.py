@@ -71,8 +71,8 @@ class JointScorer:
                 f"{len(self._bert.words)} token ids: use the tokenizer that the language model was trained with"
             )
         head = BertWeights(tensors, "classification_head.", source=source, device=self.device)
-        self._pooler = head.affine(["0.dense"], self.width, self.width)
-        self._head = head.affine(["1"], 1, self.width)
+        self._pooler = head.linear(["0.dense"], self.width, self.width)
+        self._head = head.linear(["1"], 1, self.width)
 
     @property
     def width(self) -> int:

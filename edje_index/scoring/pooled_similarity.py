@@ -111,7 +111,8 @@ class PooledVectors:
 def token_statistics(tokens: torch.Tensor) -> torch.Tensor:
     """Mean, standard deviation and maximum over the tokens [b, m, d] of each image, float32 [b, 3 d]."""
     tokens = tokens.float()
-    deviation, mean = torch.std_mean(tokens, dim=1, correction=0)
+    mean = tokens.mean(dim=1)
+    deviation = (tokens - mean[:, None]).square().mean(dim=1).sqrt()  # several times faster than torch.std on a CPU
     return torch.cat([mean, deviation, tokens.amax(dim=1)], dim=1)
 
 
