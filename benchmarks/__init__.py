@@ -1,4 +1,4 @@
-"""Workloads, peers and reports; reached through `edje-index bench ...`.
+"""The benchmarks that `edje-index bench` runs: workloads, peers and reports.
 
-Each subject and each peer runs in a process of its own, in turn, several times; reports give medians and ratios.
+Subjects and peers take turns, several times, each run in a process of its own. Reports give medians and ratios.
 """

@@ -1,4 +1,4 @@
-"""The minimum cost of indexing: decode each image, preprocess it, run the model, store nothing.
+"""A loop with the minimum cost of indexing: decode each image, preprocess it, run the model, store nothing.
 
 Usage: `python -m benchmarks.bare_loop MODEL IMAGE_LIST --threads N --batch-size N`.
 """
@@ -18,7 +18,7 @@ from edje_index.indexing.image_encoder import ImageEncoder
 
 
 def batches(encoder: ImageEncoder, paths: list[str], batch_size: int) -> Iterator[torch.Tensor]:
-    """Decode batches of `batch_size` paths with PIL; yields float32 [b, 3, h, w]."""
+    """Yield batches of `batch_size` images, decoded with PIL and preprocessed, as float32 [b, 3, h, w]."""
     for start in range(0, len(paths), batch_size):
         images = []
         for path in paths[start : start + batch_size]:
@@ -28,7 +28,7 @@ def batches(encoder: ImageEncoder, paths: list[str], batch_size: int) -> Iterato
 
 
 def main(arguments: list[str]) -> None:
-    """Encode every listed image and print their number."""
+    """Encode every listed image and print the number of images."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("image_list", type=Path)

@@ -28,7 +28,7 @@ print(json.dumps(asdict(measure(sys.argv[1:]))))
 
 @dataclass(frozen=True)
 class BuildBench:
-    """Settings.
+    """Settings of `bench_build`.
 
     Attributes:
         images: paths of decodable images.
@@ -49,7 +49,7 @@ class BuildBench:
 
 
 def bench_build(bench: BuildBench) -> dict[str, Any]:
-    """Measure the cost of every run, and the median ratios of processor time to the bare loop."""
+    """Measure every run; returns the costs, and medians that compare each engine with the bare loop."""
     bench.folder.mkdir(parents=True, exist_ok=True)
     listing = bench.folder / "images.txt"
     images = [str(path.absolute()) for path in bench.images]  # paths of a list are relative to the list
@@ -91,7 +91,7 @@ def _measured(command: list[str]) -> dict[str, Any]:
 
 
 def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Medians; `cpu_ratio` and `extra_pss` (bytes) compare each run with the bare loop of the same round."""
+    """Medians of each subject. `cpu_ratio` and `extra_pss` (bytes) compare each run with the bare loop of its round."""
     bare_runs = runs["bare loop"]
     return {
         name: {

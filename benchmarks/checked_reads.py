@@ -1,10 +1,10 @@
-"""What the comparison of checksums costs: fetches with and without it, in turn in one process.
+"""Measures the cost of checking checksums: fetches with and without the check, alternating in one process.
 
     python -m benchmarks.checked_reads --scratch /mnt/nvme/scratch
     python -m benchmarks.checked_reads --scratch /mnt/nvme/scratch --cpu --states warm
 
-Prints a Markdown table. Cold fetches use the engine `io_uring` after their shard files were evicted, warm ones `auto`
-after some batches of warm-up. The ratio is the median over the rounds of unchecked / checked.
+Prints a Markdown table. For cold fetches, the shard files are evicted first and the engine is `io_uring`. Warm fetches
+follow some batches of warm-up and use `auto`. The ratio is the median of unchecked / checked seconds over the rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WARM_UP = 20  # batches
 
 @dataclass(frozen=True)
 class Setting:
-    """What to fetch.
+    """One combination of precision, page cache state and batch size.
 
     Attributes:
         precision: precision of the store.
@@ -52,7 +52,7 @@ SETTINGS = {
 
 
 def measure(root: Path, setting: Setting, clock: Callable[[], float]) -> list[tuple[float, float]]:
-    """(unchecked, checked) seconds of each round; both fetch the same rows."""
+    """Return (unchecked seconds, checked seconds) of each round. Both fetches of a round read the same rows."""
     files = list(Layout(root).token_array(setting.precision).glob("c.*"))
     rng = np.random.default_rng(0)
     stores = [
@@ -87,7 +87,7 @@ def _batches(rng: np.random.Generator, rows: int, batch: int) -> Iterator[np.nda
 
 
 def table_line(setting: Setting, seconds: list[tuple[float, float]]) -> str:
-    """A line of the table."""
+    """One line of the Markdown table: median microseconds per block, and the ratio."""
     unchecked, checked = (statistics.median(times) * 1e6 / setting.batch for times in zip(*seconds, strict=True))
     ratio = statistics.median(without / with_check for without, with_check in seconds)
     state = "cold" if setting.is_cold else "warm"

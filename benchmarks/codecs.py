@@ -2,8 +2,8 @@
 
 Rates are GB/s of bfloat16 encoded or decoded, independent of the record size. `ml_dtypes cast` and `torch cast` are
 single element-wise casts; they do less than a codec because they have no scales. `torch scaled` encodes and decodes
-fp8 with scales, and torchao the complete MX and NVFP4 formats. Where the API allows it, decoders write into an
-existing array.
+fp8 with scales, and torchao the complete MX and NVFP4 formats. Decoders write into an
+existing array where their API allows it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EDJE = "edje"
 
 
 def bench_codecs(folder: Path, blocks: int, repeats: int, threads: int | None = None) -> dict[str, Any]:
-    """Convert `blocks` blocks `repeats` times with each subject; returns rates, medians and median ratios to peers.
+    """Convert `blocks` blocks `repeats` times with each subject; returns rates, medians, and median ratios to peers.
 
     `gather` decodes random records of a mapped file in `folder` in one pass. It is compared with a plain gather of
     bfloat16.
@@ -134,7 +134,7 @@ def _torch(blocks: Blocks) -> Any:
 
 
 def _torch_scaled(tokens: Any) -> tuple[Any, Any]:
-    """E4M3 codes and one power-of-two scale per token (bfloat16), computed with torch."""
+    """Encode with torch: returns E4M3 codes and one power-of-two scale per token, in bfloat16."""
     import torch
 
     largest = tokens.abs().amax(dim=-1, keepdim=True).float()

@@ -1,4 +1,4 @@
-"""`quantize` of a whole index, compared with `cp` on the same disk: cold, in turn, each with a final fsync.
+"""Compares `quantize` of a whole index with `cp` on the same disk: cold, in turn, each with a final fsync.
 
 `cp` copies the token files that `quantize` reads. Rates count the bytes read and written, so that the rate of `cp` is
 that of a program which only moves bytes. `quantize` is timed twice: from opening the index to the last fsync, and
@@ -34,7 +34,7 @@ Moved: TypeAlias = tuple[int, float | None]
 
 @dataclass(frozen=True)
 class QuantizeBench:
-    """Settings.
+    """Settings of `bench_quantize_index`.
 
     Attributes:
         folder: folder on the disk to measure; files are written there and removed.
@@ -99,7 +99,7 @@ def bench_quantize_index(bench: QuantizeBench, say: Say = lambda _: None) -> dic
 
 
 def _timed(work: Callable[[], Moved], bench: QuantizeBench, root: Path, copy: Path) -> dict[str, float]:
-    """One cold run, after all files of earlier runs are removed and written back."""
+    """Time one cold run, after removing the output of earlier runs, writing back, and evicting the source files."""
     shutil.rmtree(copy, ignore_errors=True)
     if bench.to in Manifest.load(root).spec.precisions:
         _command("quantize", root, "--to", "bf16", "--drop", bench.to)

@@ -43,10 +43,10 @@ class RerankBench:
     Attributes:
         model: bundle whose joint encoder is measured; None for models of MiniLM's sizes with random weights.
         index: index whose query stages are measured too; it needs the bundle that built it.
-        score: the score of that query, see `edje_index.scoring.weights.parse_score`.
+        score: final score of the query, see `edje_index.scoring.weights.parse_score`.
         caption: text of every pair.
-        batch_sizes: pairs per forward pass.
-        threads: numbers of torch threads; they count on a CPU only.
+        batch_sizes: numbers of pairs per forward pass to measure.
+        threads: numbers of torch threads to measure; they have an effect on a CPU only.
         pool: candidates of the query.
         repeats: runs of each setting.
         device: "auto", "cpu" or "cuda".
@@ -100,7 +100,7 @@ def _rates(bench: RerankBench, joint: JointEncoder, block_shape: tuple[int, int]
 
 
 def needed_pairs_per_second(model: Path, device: str = "auto") -> dict[str, Any]:
-    """The highest speed of the joint encoder of `model` on this machine, with the setting that reaches it."""
+    """The highest speed of the bundle's joint encoder on this machine, and the setting that reaches it."""
     threads = (torch.get_num_threads(),)
     report = bench_rerank(RerankBench(model=model, batch_sizes=(32, 128), threads=threads, repeats=3, device=device))
     ((name, rates),) = report["joint_encoders"].items()

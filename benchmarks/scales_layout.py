@@ -35,7 +35,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Variant:
-    """A layout: distance of records, bytes read per record, and bytes per row kept in memory."""
+    """A layout: bytes between record starts, bytes read per record, and bytes per row kept in memory."""
 
     name: str
     stride: int

@@ -1,11 +1,11 @@
-"""Codecs and fetches of two checkouts of this repository, measured in turn on the same blocks.
+"""Compares codecs and fetches of two checkouts of this repository, measured in turn on the same blocks.
 
     python -m benchmarks.side_by_side OLD NEW --scratch /mnt/nvme/scratch
     python -m benchmarks.side_by_side OLD NEW --scratch /mnt/nvme/scratch --cold
 
 Each checkout runs in a process of its own. The two processes take turns task by task, so that a change in the load of
-the machine affects both. Where the memory of a process lies changes its speed by several percent, so both are restarted
-several times. The ratio of a task is the median over the starts of median old seconds / median new seconds.
+the machine affects both. The memory layout of a process changes its speed by several percent, so both are restarted
+several times. Each start gives median old seconds / median new seconds; the ratio of a task is the median over the starts.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def write_index(root: Path, rows: int) -> None:
 
 
 def measure(checkouts: tuple[Path, Path], root: Path, options: Options) -> dict[str, list[tuple[float, float]]]:
-    """(median old seconds, median new seconds) of every start, for each task.
+    """Return (median old seconds, median new seconds) of every start, for each task.
 
     Raises:
         RuntimeError: a checkout cannot run the tasks; its error is on stderr.
@@ -122,7 +122,7 @@ def measure(checkouts: tuple[Path, Path], root: Path, options: Options) -> dict[
 
 
 def _measure_once(checkouts: tuple[Path, Path], root: Path, options: Options) -> dict[str, list[tuple[float, float]]]:
-    """(old seconds, new seconds) of every round, for each task, with one pair of processes."""
+    """Return (old seconds, new seconds) of every round, for each task, with one pair of processes."""
     workers = [_start(checkout, root, options) for checkout in checkouts]
     try:
         for worker in workers:

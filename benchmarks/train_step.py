@@ -44,7 +44,7 @@ _SIZES = UntrainedSizes(patch_size=14)  # 256 patches of width 384, a MiniLM-L6 
 
 @dataclass(frozen=True)
 class TrainStepCase:
-    """The settings of a measurement.
+    """Settings of `bench_train_step`.
 
     Attributes:
         images: number of images in the index.
@@ -89,7 +89,7 @@ def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
     ready = _ready_subjects(task)
 
     def measure(record: dict[str, Any]) -> None:
-        """Called after each turn of the loop. The first turn is a warm-up."""
+        """Run one turn of the other subjects. Called after each turn of the loop; the first turn is a warm-up."""
         for name, run in ready.items():
             started = time.perf_counter()
             for _ in range(case.steps):
@@ -146,7 +146,7 @@ def _random_data(images: int, start: ModelBundle) -> TrainingData:
 
 
 def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
-    """Forward and backward passes on a copy of the model and one batch."""
+    """The subjects `objective` and `joint`: functions that run the passes on a copy of the model and one batch."""
     bundle = ModelBundle.load(task.start, verify=False)
     adapter = bundle.adapter
     make_trainable(bundle, task.config.architecture, torch.device("cpu"))

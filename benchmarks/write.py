@@ -1,4 +1,4 @@
-"""The shard writer compared with zarr-python and the disk: the same blocks on the same device, in turn.
+"""Compares the shard writer with zarr-python and the disk: the same blocks on the same device, in turn.
 
 The disk's rate is measured by `dd`, once with direct I/O and once through the page cache with a final fsync. Every
 subject ends with its bytes on the device.

@@ -1,4 +1,4 @@
-"""`bench fetch` from settings to one report. It removes every file that it writes, unless told to keep them."""
+"""Runs `bench fetch`: from settings to one report. Written files are removed at the end unless `keep` is set."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bench_fetch(bench: FetchBench, say: Say) -> dict[str, Any]:
 
     Raises:
         UsageError: the index or a precision does not exist, a folder is not on a disk, or space or memory is short.
-            Nothing has been written then.
+            In this case, nothing was written.
     """
     if platform.system() != "Linux":
         raise UsageError("bench fetch needs Linux: it evicts files from the page cache and reads kernel counters")
@@ -84,7 +84,7 @@ def bench_fetch(bench: FetchBench, say: Say) -> dict[str, Any]:
 
 @dataclass
 class Session:
-    """What the runs of all precisions share."""
+    """Settings, index, scratch folder and notes, which the runs of all precisions share."""
 
     bench: FetchBench
     root: Path
@@ -147,7 +147,7 @@ class Session:
 
 
 def _section(section: Section, runs: dict[str, list[Measurement]], record_bytes: int, primary: str) -> dict[str, Any]:
-    """Figures of a section. `ratio` is the rate of the primary reader, with as many blocks, divided by the entry's."""
+    """Figures of a section. `ratio` is the primary reader's rate, for as many blocks, divided by the entry's rate."""
     entries: dict[str, Any] = {}
     for entry in section.entries:
         entry_runs = runs[entry.label]
@@ -165,7 +165,7 @@ def _section(section: Section, runs: dict[str, list[Measurement]], record_bytes:
 
 
 def _settings(bench: FetchBench, rows: int) -> dict[str, Any]:
-    """Settings without paths of this machine."""
+    """The settings for the report, without paths of this machine."""
     settings = asdict(bench)
     settings |= {name: settings[name].name if settings[name] else None for name in ("index", "model")}
     settings["rows"] = rows
@@ -174,7 +174,7 @@ def _settings(bench: FetchBench, rows: int) -> dict[str, Any]:
 
 
 def _installed(notes: list[str]) -> list[str]:
-    """Peers whose packages are installed; adds a note for each other one."""
+    """Names of the peers whose packages are installed. Adds a note for each peer that is left out."""
     installed = [name for name in PEERS if installed_version(name) is not None]
     for name in PEERS:
         if name not in installed:
@@ -231,7 +231,7 @@ def _check_space(bench: FetchBench, peers: list[str]) -> None:
 
 
 def _capped_bytes(spec: IndexSpec) -> int:
-    """Memory that a run of the section with little memory needs."""
+    """Bytes of memory that a run needs in the section with limited memory."""
     tokens, width = spec.block_shape
     return _WORKER_BYTES + 2 * CAPPED_POOL * tokens * width * int(
         BF16.itemsize
@@ -284,7 +284,7 @@ def _needed_pairs(bench: FetchBench) -> dict[str, Any] | None:
 
 
 def _verdict(precision: str, entry: dict[str, Any], needed: dict[str, Any] | None) -> str:
-    """Compares the fetch rate with the rate that re-ranking needs, in one sentence."""
+    """One sentence that compares the fetch rate with the rate that re-ranking needs."""
     for name in ("cold random", "warm random"):
         summary = entry["sections"].get(name, {"entries": {}})["entries"].get(entry["primary"], {}).get("summary", {})
         if "blocks_per_s" in summary:

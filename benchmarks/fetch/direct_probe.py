@@ -1,4 +1,4 @@
-"""The device's rate if fio is not installed: many threads of O_DIRECT reads. Linux only."""
+"""Measures the device's rate with many threads of O_DIRECT reads, for machines without fio. Linux only."""
 
 from __future__ import annotations
 

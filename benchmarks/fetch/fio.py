@@ -1,4 +1,4 @@
-"""The device's rate measured by fio (https://fio.readthedocs.io).
+"""Measures the device's rate with fio (https://fio.readthedocs.io).
 
 fio reads the index's own files with O_DIRECT, in as many requests of the same size as there are blocks. It runs with
 --readonly and writes nothing but its report.
@@ -110,7 +110,7 @@ def _run(fio: Fio, shared: dict[str, Any], seeds: list[int]) -> list[dict[str, A
 
 
 def _names(source: StoredRecords) -> str:
-    """Names of the shard files; an even sample if there are more than fit on a command line."""
+    """Names of the shard files, or an evenly spaced sample if they do not all fit on a command line."""
     files = source.files()
     return ":".join(_escape(Path(path.name)) for path in files[:: -(-len(files) // _MAX_FILES)])
 

@@ -1,7 +1,7 @@
 """Memory pressure: `python -m benchmarks.fetch.memory_pressure BYTES` holds memory until standard input ends.
 
-A child process locks and touches pages, so that the store is larger than the remaining memory. It asks the kernel to
-kill it first if memory runs out. A cgroup would need privileges that few users have.
+A child process locks and touches pages, so that the store is larger than the remaining memory. The child asks the
+kernel to kill it first if memory runs out. A cgroup would need privileges that few users have.
 """
 
 from __future__ import annotations

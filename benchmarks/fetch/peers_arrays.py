@@ -40,7 +40,7 @@ class MemmapPeer(Subject):
 
 
 class RandomMemmapPeer(MemmapPeer):
-    """The same with readahead off: madvise(MADV_RANDOM)."""
+    """As `MemmapPeer`, with readahead switched off by madvise(MADV_RANDOM)."""
 
     setting = "as np.memmap, with madvise(MADV_RANDOM)"
 

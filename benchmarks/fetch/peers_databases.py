@@ -25,7 +25,7 @@ _HDF5_SELECTION = 1000  # rows per selection, whose cost grows faster than its l
 
 
 class _ArrowPeer(Subject):
-    """Records as a column of fixed-size binaries."""
+    """Base class of peers that store records as an Arrow column of fixed-size binaries."""
 
     copies = True
 

@@ -24,7 +24,7 @@ _SWEEP_BLOCKS = 4_000
 
 @dataclass(frozen=True)
 class FetchBench:
-    """Settings.
+    """Settings of `bench_fetch`.
 
     Attributes:
         scratch: folder for copies for peers and for a synthetic index, on the disk to measure.
@@ -64,7 +64,7 @@ class FetchBench:
 
 @dataclass(frozen=True)
 class Entry:
-    """A subject with its options and workload. `label` is unique within its section."""
+    """A subject with its options and workload. Labels are unique within a section."""
 
     label: str
     subject: str
@@ -95,31 +95,31 @@ class Participants:
         return self.readers(Workload("", "random", 1, 1))[0].label
 
     def readers(self, workload: Workload) -> list[Entry]:
-        """The reader of this project, once per engine."""
+        """One entry of the project's reader per engine."""
         labels = {engine: "edje" if len(self.engines) == 1 else f"edje {engine}" for engine in self.engines}
         return [Entry(label, "edje", workload, {"engine": engine}) for engine, label in labels.items()]
 
     def reader(self, label: str, workload: Workload) -> Entry:
-        """The primary reader under another label."""
+        """An entry of the primary reader, labelled `label`."""
         return Entry(label, "edje", workload, {"engine": self.engines[0]})
 
     def limit(self, workload: Workload, depth: int = DEVICE_DEPTH, label: str = "device") -> Entry:
-        """The device without a reader."""
+        """An entry that measures the device without any reader."""
         return Entry(label, self.device, workload, {"depth": depth, "merge": workload.pattern == "contiguous"})
 
     def others(self, workload: Workload, names: Iterable[str] | None = None) -> list[Entry]:
-        """All installed peers, or those among `names`."""
+        """One entry per installed peer, or per installed peer among `names`."""
         chosen = self.peers if names is None else [name for name in names if name in self.peers]
         return [Entry(name, name, workload) for name in chosen]
 
 
 def same_size_label(primary: str, peer: str) -> str:
-    """Label of the primary reader's runs with as few blocks as a slow `peer`, for a fair comparison."""
+    """Label of the primary reader's runs that fetch only as many blocks as the slow `peer`, for a fair comparison."""
     return f"{primary}, as many as {peer}"
 
 
 def blocks_of_large_fetch(bench: FetchBench, rows: int) -> int:
-    """Blocks of a large fetch: at most half of the rows, so that the rest stays random."""
+    """Number of blocks of a large fetch: at most half of the rows, so that the choice of rows stays random."""
     return max(1, min(bench.pool, rows // 2))
 
 
@@ -155,7 +155,7 @@ def _query_workload(count: int) -> Workload:
 
 
 def _queries(count: int, participants: Participants) -> Section:
-    """Single queries for random rows, and for rows as an index in list order would have them."""
+    """Section of single queries: for random rows, and for neighbouring rows as in an index stored in list order."""
     workload = _query_workload(count)
     entries = [participants.limit(workload), *participants.readers(workload)]
     entries += participants.others(workload, ["np.memmap", "tensorstore"])

@@ -48,7 +48,7 @@ class Runner:
                 worker.wait(3600)
 
     def within_time(self, section: Section, primary: str) -> Section:
-        """The section with fewer blocks for peers that would take too long.
+        """The section, with fewer blocks for peers that would take too long.
 
         Each such peer gets a run of the primary reader with as many blocks, because throughput depends on the number
         of blocks per call.
@@ -103,7 +103,7 @@ class Runner:
         return page_cache.evict(files) if entry.workload.cache == "cold" else page_cache.load(files)
 
     def _within_time(self, entry: Entry) -> Entry:
-        """The entry with fewer blocks if it is a peer that would take too long to fetch all in one call."""
+        """The entry, with fewer blocks if it is a peer that would take too long to fetch all of them in one call."""
         workload = entry.workload
         if entry.subject not in PEERS or workload.pool < workload.blocks or workload.blocks <= _TRIAL_BLOCKS:
             return entry
@@ -116,7 +116,7 @@ class Runner:
         return replace(entry, workload=_shorter(workload, blocks))
 
     def _affordable_blocks(self, entry: Entry, trial_blocks: int) -> int:
-        """Blocks that fit into `seconds` by a trial run; at least `PEER_BLOCKS`, or those of `PEER_SECONDS`."""
+        """Number of blocks that take `seconds`, by a trial run; at least `PEER_BLOCKS` or those of `PEER_SECONDS`."""
         trial = self._measure(replace(entry, workload=_shorter(entry.workload, trial_blocks)), seed=self.repeats)
         if trial["discarded"]:
             self.say(f"{entry.label}: its trial run is DISCARDED, {trial['discarded']}")
@@ -127,7 +127,7 @@ class Runner:
         return max(int(blocks_per_s * self.seconds), least, _TRIAL_BLOCKS)
 
     def _failed(self, entry: Entry, reason: str) -> Measurement:
-        """A failed run of a peer is discarded; a failure of the primary reader ends the benchmark."""
+        """Record the failed run of a peer as discarded. Raises EdjeError for a run of the primary reader."""
         if entry.subject in PEERS:
             return {"resident": None, "discarded": f"failed: {reason}"}
         raise EdjeError(f"a run of {entry.label} ({entry.workload.name}) failed: {reason}")

@@ -26,8 +26,8 @@ class Subject(ABC):
 
     Attributes:
         package: distribution that must be installed; None if the dependencies of this project suffice.
-        copies: whether it reads a copy of the records, which `prepare` writes into a folder of its own.
-        setting: its configuration, for reports.
+        copies: whether the subject reads a copy of the records, which `prepare` writes into a folder of its own.
+        setting: configuration of the subject, for reports.
     """
 
     package: ClassVar[str | None] = None
@@ -46,7 +46,7 @@ class Subject(ABC):
 
     @classmethod
     def copy_bytes(cls, rows: int, record_bytes: int) -> int:
-        """Largest possible size of its copy."""
+        """Largest possible size of the subject's copy of the records, in bytes."""
         return int(rows * record_bytes * 1.05) if cls.copies else 0
 
     def prepare(self) -> None:
@@ -54,14 +54,14 @@ class Subject(ABC):
         raise NotImplementedError(f"{type(self).__name__} reads the index and needs no copy")
 
     def files(self) -> list[Path]:
-        """The files that it reads."""
+        """The files that the subject reads."""
         if self.copies:
             return sorted(path for path in self.folder.rglob("*") if path.is_file())
         return self.source.files()
 
     @abstractmethod
     def open(self) -> None:
-        """Prepare to fetch."""
+        """Open the files and make whatever else the first fetch needs."""
 
     @abstractmethod
     def fetch(self, ids: Ids, out: Records) -> Records:
@@ -72,7 +72,7 @@ class Subject(ABC):
         """Release everything, including mapped pages."""
 
     def expected(self, ids: Ids) -> Records:
-        """What `fetch` should return, from plain reads."""
+        """The correct result of `fetch`, from plain reads."""
         return self.source.read(ids)
 
 
@@ -100,7 +100,7 @@ class EdjeSubject(Subject):
 
 
 class MemcpySubject(Subject):
-    """Plain copies of as many bytes, on as many threads as the codecs use. It reads no file."""
+    """Copies as many bytes as the blocks have, with memmove, on as many threads as the codecs use. Reads no file."""
 
     setting = "memmove(3) between touched buffers, one part per thread"
 
@@ -132,7 +132,7 @@ class MemcpySubject(Subject):
 
 
 def _parts(cuts: list[int]) -> list[tuple[int, int]]:
-    """Start and length of the part between each two neighbouring cuts."""
+    """(start, length) of the part between each two consecutive cuts."""
     return [(start, stop - start) for start, stop in itertools.pairwise(cuts)]
 
 

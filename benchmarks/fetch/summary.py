@@ -1,4 +1,4 @@
-"""Figures of runs: medians of valid runs, and medians of the ratios of runs of the same repeat."""
+"""Figures of runs: medians of the valid runs, and median ratios of runs in the same repeat."""
 
 from __future__ import annotations
 
