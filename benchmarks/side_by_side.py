@@ -5,7 +5,7 @@
 
 Each checkout runs in a process of its own. The two processes take turns task by task, so that a change in the load of
 the machine affects both. The memory layout of a process changes its speed by several percent, so both are restarted
-several times. Each start gives median old seconds / median new seconds; the ratio of a task is the median over the starts.
+several times. Each start gives median old seconds / median new seconds; a task's ratio is the median over the starts.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give the name of `path` to an OSError that names no file, such as that of a write to a descriptor."""
+    """Context manager that adds `path` to an OSError without a file name, such as one from writing to a descriptor."""
     try:
         yield
     except OSError as error:

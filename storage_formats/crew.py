@@ -17,7 +17,7 @@ _MAX_THREADS = max(64, os.cpu_count() or 1)
 
 
 class _HelperThreads:
-    """Threads that are started when needed and then wait for the next call."""
+    """Threads that start when they are needed and then wait for further calls."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -25,7 +25,7 @@ class _HelperThreads:
         self._started = 0
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Have a thread make a call, which must not raise."""
+        """Run `call` in one of the threads. It must not raise."""
         if len(self._idle) <= self._calls.qsize() and self._started < _MAX_THREADS:
             _thread.start_new_thread(self._run, ())
             self._started += 1
@@ -44,8 +44,8 @@ class Crew(Generic[_Item]):
     """Calls `work` for every item, in the calling thread and in helper threads.
 
     Args:
-        work: called with each item once, from several threads at a time.
-        items: what to work on.
+        work: called from several threads at a time.
+        items: the items, each passed to `work` once.
     """
 
     def __init__(self, work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
@@ -57,7 +57,7 @@ class Crew(Generic[_Item]):
         self._errors: list[BaseException] = []
 
     def start(self, helpers: int) -> None:
-        """Engage helper threads."""
+        """Have `helpers` threads work on the items too."""
         for _ in range(helpers):
             _threads.submit(self._help)
 
@@ -70,7 +70,7 @@ class Crew(Generic[_Item]):
             raise self._errors[0]
 
     def abandon(self) -> None:
-        """Stop after the items at work, and wait for the helpers. A helper that starts later does nothing."""
+        """Stop after the items in progress, and wait for the helpers. A helper that starts later does nothing."""
         self._closed = True
         while self._running:  # a helper leaves the list before it reports its end, so none is waited for in vain
             self._ended.get()

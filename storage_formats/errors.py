@@ -128,7 +128,7 @@ class CorruptIndexError(EdjeError):
 
 
 def remedy(error: Exception, otherwise: str) -> str:
-    """What to do about `error`: about a lack of descriptors or memory, which is no damage, or else `otherwise`."""
+    """What the user can do about `error`: a fixed text if file descriptors or memory ran out, else `otherwise`."""
     number = error.errno if isinstance(error, OSError) else None
     if number in _NO_DESCRIPTORS:
         return "raise the limit of open files (ulimit -n)"

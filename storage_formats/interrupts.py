@@ -1,8 +1,8 @@
 """Cleaning up after an exception that may come between any two instructions.
 
 Python runs signal handlers in the main thread, between instructions, and a handler may raise: Ctrl-C raises
-KeyboardInterrupt. An exception can therefore leave a function before it has noted what it started, and can also cut
-the cleaning up short. Code whose helpers or requests write into the caller's memory follows this pattern:
+KeyboardInterrupt. An exception can therefore end a function before the function has recorded what it started, and can
+also interrupt the cleanup. Code whose helpers or requests write into the caller's memory follows this pattern:
 
     pending = unsettled()
     settle(pending)
@@ -14,14 +14,14 @@ the cleaning up short. Code whose helpers or requests write into the caller's me
         settle(pending)
         raise
 
-A second exception within microseconds of the first can still leave early, because the interpreter may raise before
-the first instruction of `settle`. The task then stays in `pending`, which keeps its memory, and the next read of the
-thread waits for it first.
+A second exception within microseconds of the first can still prevent the cleanup, because the interpreter may raise
+before the first instruction of `settle`. The task then stays in `pending`, which keeps its memory alive, and the next
+read of the thread waits for the task first.
 
-`abandon` waits until nothing writes any more. It must read what is running from state that is true at every
-instruction, and may be called again. Locks in such code are `threading.Lock` in a `with` statement or a
-`queue.SimpleQueue`: classes written in Python, such as `threading.Condition` and `concurrent.futures.Future`, can be
-interrupted between taking their lock and noting it, and then block every other thread for good.
+`abandon` waits until nothing writes any more, and may be called again. It must determine what is running from state
+that is correct at every instruction. The only locks in such code are `threading.Lock` in a `with` statement and
+`queue.SimpleQueue`. Classes written in Python, such as `threading.Condition` and `concurrent.futures.Future`, can be
+interrupted between taking their lock and recording that, and then block every other thread for ever.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def unsettled() -> Unsettled:
 def settle(pending: Unsettled) -> None:
     """Call every function in `pending` until it returns, and remove it.
 
-    An exception that interrupts this is raised at the end. If exceptions do not stop, the rest stays in `pending`, for
+    An exception that interrupts this is raised at the end. If exceptions keep coming, the rest stays in `pending`, for
     the next call.
     """
     interruption: BaseException | None = None

@@ -1,4 +1,4 @@
-"""A quick check of an index: every file is there with its committed length. No data file is read."""
+"""A quick check of an index: every file exists with its committed length. No data file is read."""
 
 from __future__ import annotations
 

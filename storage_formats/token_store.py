@@ -83,14 +83,14 @@ class TokenStore:
                 by the state of the page cache.
             snapshot: number of an earlier snapshot to read; None reads the current one. The store keeps reading the
                 snapshot that it opened, whatever changes the index, until `refresh`.
-            verify_reads: compare the CRC-32C of every block that is read with the stored one, and the stored ones of
-                each shard with the shard table.
+            verify_reads: compare the CRC-32C of every block that is read with the stored checksum, and each file of
+                stored checksums with the shard table.
 
         Raises:
             UsageError: there is no index at `root`, it has no such `snapshot` or does not hold `precision`, or `engine`
                 does not work here.
             IncompleteIndexError: the build of the index has not finished.
-            CorruptIndexError: `index.json` is damaged, or the first or last shard file has another length than it says.
+            CorruptIndexError: `index.json` is damaged, or the first or last shard file has a wrong length.
 
         Example:
             >>> from storage_formats import TokenStore
@@ -250,8 +250,8 @@ class TokenStore:
     def prefetch(self, row_ids: RowIds) -> None:
         """Have the kernel read blocks into the page cache, for a later `fetch`. Returns before it has finished.
 
-        Suited to a few hundred rows that are needed soon; more than the device's queue holds make this call wait.
-        Use `iter_fetch` to read large batches ahead. Does nothing on systems without such a call (macOS).
+        Use this for a few hundred rows that are needed soon. With more rows than the device's queue holds, the call
+        blocks; use `iter_fetch` to read large batches ahead. Does nothing on systems without such requests (macOS).
 
         Args:
             row_ids: [k], as in `fetch`.
@@ -271,8 +271,8 @@ class TokenStore:
     def iter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> Iterator[Blocks]:
         """Iterate over the blocks of each batch of row ids; the next batches are read in the background.
 
-        One background thread reads. It ends when the iteration ends, early or not. An error is raised when its batch
-        is due.
+        One background thread reads. It ends when the iteration ends, early or not. An error is raised when the
+        iteration reaches its batch.
 
         Args:
             batches: row ids of each batch, as in `fetch`.
@@ -421,7 +421,7 @@ def _held_codec(index: CommittedIndex, precision: str) -> Codec:
 
 
 def _shard_path(layout: Layout, token_codec: Codec, shard: int) -> Path:
-    """Path of a token shard. OSError if it leads out of the index."""
+    """Path of a token shard. Raises OSError if it leads out of the index."""
     return check_inside(layout.root, layout.token_shard(token_codec.name, shard, len(token_codec.record_shape)))
 
 

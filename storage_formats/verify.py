@@ -240,7 +240,7 @@ class _ShardCheck:
         return np.array([status == INDEXED for status in statuses])
 
     def _check_tokens(self, name: str, indexed: NDArray[np.bool_] | None) -> Iterator[Problem]:
-        """Check block checksums, the shard index and holes. They tell which blocks of a damaged file are damaged."""
+        """Check block checksums, the shard index and holes, which tell which blocks of a damaged file are damaged."""
         token_codec = codec(name, self._spec.block_shape)
         path, rows = self._token_path(name), len(self._rows)
         index_offset, length = padded_shard_bytes(rows, self._spec.shard_size, token_codec.record_bytes)
@@ -333,7 +333,7 @@ def _is_unfinished(path: str, manifest: Manifest) -> bool:
 
 
 def _precision_of(path: str) -> str | None:
-    """The precision to which a relative path belongs."""
+    """The precision that a relative path belongs to."""
     first, _, rest = path.partition("/")
     return rest.partition("/")[0] if first in ("tokens", "checksums") and "/" in rest else None
 

@@ -1,6 +1,6 @@
 """Compiled kernels of the codecs. The codecs import this module, and with it Numba, at their first conversion.
 
-A kernel runs on one thread and releases the GIL; callers bring their own threads. It takes flat arrays and:
+A kernel runs on one thread and releases the GIL; callers start the threads. It takes flat arrays and:
 
 - `geometry` (values, width, group): values per block (m x d), values per token (d), values that share a scale;
 - `span` (start, stop): encoders convert blocks [start, stop), decoders the items [start, stop) of `moves`;
@@ -148,7 +148,7 @@ def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
 
 @inlined
 def _magnitude(number: np.uint16) -> Any:
-    """|number|, at most 15 x 2**124. E4M3 would round larger ones to 2**128, which bfloat16 cannot hold."""
+    """|number|, at most 15 x 2**124. E4M3 would round larger numbers to 2**128, which bfloat16 cannot hold."""
     return _bf16(min(np.uint16(number & np.uint16(0x7FFF)), np.uint16(0x7F70)))
 
 
@@ -220,7 +220,7 @@ def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, ge
 def encode_e4m3_tokens(
     bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, geometry: Geometry, span: Span
 ) -> None:
-    """As `encode_e4m3` if a group is a whole token: one pass finds the scale and whether a code is subnormal."""
+    """As `encode_e4m3`, for groups that are whole tokens: one pass finds the scale and any subnormal code."""
     values, width, group = geometry
     start, stop = span
     for block in range(start, stop):

@@ -26,7 +26,7 @@ _REMEDY = (
 
 
 class CommittedFiles:
-    """The committed files of one kind, from the shard tables. Reads the row groups that it needs. Thread-safe.
+    """The committed files of one kind, from the shard tables. Reads row groups when needed. Thread-safe.
 
     Args:
         index: the index.
@@ -42,7 +42,7 @@ class CommittedFiles:
         self._lock = threading.Lock()
 
     def files(self, shards: Iterable[int]) -> dict[int, FileEntry]:
-        """The file of each of `shards`, which segments use.
+        """The committed file of each of `shards`, which segments use.
 
         Raises:
             CorruptIndexError: a table cannot be read, or does not list a shard.
@@ -60,7 +60,7 @@ class CommittedFiles:
         """Check the whole contents of a file.
 
         Raises:
-            CorruptIndexError: they are not those that were committed, or the table cannot be read.
+            CorruptIndexError: the contents differ from the committed ones, or the table cannot be read.
         """
         check_content(self._path(shard), self.files([shard])[shard], content)
 
@@ -114,7 +114,7 @@ def check_content(path: Path, entry: FileEntry, content: bytes, *, row_ids: tupl
     """Check the whole contents of the committed file at `path`.
 
     Raises:
-        CorruptIndexError: length or CRC-32C differ from `entry`; it names `row_ids`.
+        CorruptIndexError: the length or CRC-32C differs from `entry`. The error names `row_ids`.
     """
     if (len(content), crc32c(content)) != (entry.bytes, entry.crc32c):
         raise CorruptIndexError(f"{path} is not the file that was committed: {_REMEDY}", row_ids=row_ids)

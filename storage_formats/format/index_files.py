@@ -1,7 +1,7 @@
-"""Opening the files of an index, which may come from a stranger.
+"""Opening the files of an index, which may come from an untrusted source.
 
-Only regular files inside the index are opened: a FIFO or a device would never end, and a symbolic link could lead to
-any file of the user.
+Only regular files inside the index are opened: reading a FIFO or a device might never end, and a symbolic link
+could lead to any file of the user.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class Manifest:
         return (self.shard_table, *self.further_tables)
 
     def write(self, layout: Layout) -> None:
-        """Write `index.json`. This commits the index: it exists from this call on."""
+        """Write `index.json`, which commits the index."""
         spec = self.spec
         value = {
             "format": FORMAT,
@@ -193,7 +193,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class CommittedIndex:
-    """An index whose build has finished. Later stages take it instead of a path, and need not read the manifest again.
+    """An index whose build has finished. Functions take it instead of a path, to read the manifest only once.
 
     Attributes:
         root: its directory, an absolute path.

@@ -24,7 +24,7 @@ def open_parquet(source: str | Path | pa.Buffer) -> pq.ParquetFile:
     """Open a Parquet file. It is a context manager that closes itself.
 
     Raises:
-        OSError, pyarrow.ArrowException: it cannot be read or is not a Parquet file.
+        OSError, pyarrow.ArrowException: the file cannot be read or is not a Parquet file.
     """
     return pq.ParquetFile(pa.BufferReader(source) if isinstance(source, pa.Buffer) else source, pre_buffer=False)
 
@@ -69,10 +69,10 @@ class ParquetRowGroups:
     Args:
         file: the file, at its beginning.
         length: its length.
-        column: an integer column. Row groups without statistics of it are always read.
+        column: an integer column. Row groups without statistics for the column are always read.
 
     Raises:
-        OSError, ValueError, pyarrow.ArrowException: it is damaged, or is not a Parquet file.
+        OSError, ValueError, pyarrow.ArrowException: the file is damaged, or is not a Parquet file.
     """
 
     def __init__(self, file: BinaryIO, length: int, column: str) -> None:
@@ -112,7 +112,7 @@ class ParquetRowGroups:
 
 
 def _check_texts(table: pa.Table, length: int) -> None:
-    """ValueError if the values of dictionary columns, written out, would take far more memory than the file."""
+    """Raise ValueError if the values of dictionary columns, written out, would take far more memory than the file."""
     chunks = [chunk for column in table.columns for chunk in column.chunks if pa.types.is_dictionary(chunk.type)]
     lengths = [pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in chunks]
     total = sum(pc.sum(values).as_py() or 0 for values in lengths)

@@ -43,7 +43,7 @@ class ShardReceipt:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ShardReceipt:
-        """The inverse of `to_json`. KeyError, TypeError or ValueError if `value` is not its result."""
+        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError if `value` is not a receipt."""
         if value["crc32c"] != json_checksum(value):
             raise ValueError("the receipt does not match its checksum")
         members = {name: member for name, member in value.items() if name != "crc32c"}
@@ -51,7 +51,7 @@ class ShardReceipt:
         return cls(**{**members, "files": files})
 
     def write(self, layout: Layout) -> None:
-        """Commit the shard: it counts from this call on."""
+        """Commit the shard by writing the receipt."""
         write_json_atomic(layout.receipt(self.shard), self.to_json())
 
 
@@ -64,7 +64,7 @@ def read_receipts(layout: Layout, shards: Iterable[int], plan: str) -> dict[int,
 def read_receipt(layout: Layout, shard: int, plan: str) -> ShardReceipt | None:
     """The receipt of a shard.
 
-    None if there is no receipt, it is damaged, it belongs to another plan, or a file of the shard is missing or
+    Returns None if there is no receipt, it is damaged, it belongs to another plan, or a file of the shard is missing or
     differs in length.
     """
     try:

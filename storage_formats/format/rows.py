@@ -110,7 +110,7 @@ def read_shard_rows(
 
 
 def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """The rows of each shard that are not deleted, in row order. `columns` as for :func:`read_rows`.
+    """The rows of each shard that are not deleted, in row order. `columns` is as for `read_rows`.
 
     Raises:
         CorruptIndexError: a file is missing, is not a rows table, or is not the one that was committed.
@@ -153,7 +153,7 @@ def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str
 
 
 def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:
-    """As `read_rows`, for an index that is open: its manifest is not read again."""
+    """As `read_rows`, for an open index, whose manifest is not read again."""
     if row_ids is None:
         return read_all_rows(index, columns)
     layout, spec, committed = Layout(index.root), index.manifest.spec, _rows_files(index)

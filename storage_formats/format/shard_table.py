@@ -55,7 +55,7 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> FileEntry:
-        """The inverse of `to_json`. KeyError, TypeError or ValueError if `value` is not its result."""
+        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError if `value` is not an entry."""
         path = str(value["path"])
         if "\0" in path:
             raise ValueError(f"a path holds a NUL character: {path!r}")
@@ -66,7 +66,7 @@ def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, File
     """(shard, file) of every line of the shard table that the manifest names as `table`.
 
     Raises:
-        CorruptIndexError: it is missing or does not match its checksum.
+        CorruptIndexError: the table is missing or does not match its checksum.
     """
     path = Path(root) / table.path
     try:

@@ -1,7 +1,7 @@
 """Decides when to read a shard through the page cache instead of directly, because it is read repeatedly.
 
-Direct reads are the fastest way to blocks that are read once, but they leave nothing in the page cache for later
-reads, and memory is several times faster than a disk. Ski-rental rule: admit a shard to the page cache after direct
+Direct reads are the fastest for blocks that are read once, but they leave nothing in the page cache for later reads,
+and memory is several times faster than a disk. Ski-rental rule: admit a shard to the page cache after direct
 reads of twice its length.
 """
 

@@ -42,7 +42,7 @@ class Batch:
 
     @functools.cached_property
     def shard_spans(self) -> list[tuple[int, int, int]]:
-        """(shard, start, stop) for each shard: its records are [start, stop) of the batch, which is not empty."""
+        """(shard, start, stop) of each shard: it holds records [start, stop) of the batch, which must not be empty."""
         if self.shards[0] == self.shards[-1]:
             return [(int(self.shards[0]), 0, len(self))]
         edges = [0, *(np.flatnonzero(np.diff(self.shards)) + 1).tolist(), len(self)]
@@ -59,7 +59,7 @@ class Batch:
 
 
 class Destination(Protocol):
-    """The destination of the records of one piece.
+    """Receives the records of one piece.
 
     An engine either reads record i into `records[record_indices[i]]` and then calls `finish`, or reads all records
     into its own memory and passes them to `take`.
@@ -83,7 +83,7 @@ class Destination(Protocol):
         ...
 
     def finish(self, threads: int | None) -> None:
-        """Process the records, which are all in `records` now."""
+        """Process the records, all of which are now in `records`."""
         ...
 
 
@@ -144,7 +144,7 @@ class Reader(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the reader holds. All its pieces are read."""
+        """Free what the reader holds. All its pieces must have been read."""
         ...
 
     def abandon(self) -> None:
@@ -158,7 +158,7 @@ class ReadEngine(Protocol):
     name: str
 
     def reader(self) -> Reader:
-        """A new reader. Its user calls `close` or, after an exception, `abandon`."""
+        """A new reader. The caller must call `close` or, after an exception, `abandon`."""
         ...
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ class Request:
 
 
 class BufferedEngine:
-    """Announces the reads of several pieces to the kernel (WILLNEED) and copies the records out on one thread."""
+    """Announces the reads of several pieces to the kernel (WILLNEED), then copies the records on one thread."""
 
     name = "buffered"
 
@@ -83,7 +83,7 @@ class _BufferedReader:
 
 
 class PortableEngine:
-    """Reads on several threads, one read per thread. Needs no call that only Linux has."""
+    """Reads on several threads, one read per thread. Uses no Linux system calls."""
 
     name = "portable"
 
@@ -135,7 +135,7 @@ class _ThreadedReader:
 def _hold(
     files: ShardFiles, batch: Batch, held_files: contextlib.ExitStack
 ) -> tuple[dict[int, ShardFile], contextlib.ExitStack]:
-    """The files of `batch`, and a context that releases them at its exit or at that of `held_files`."""
+    """The files of `batch`, and a context that releases them. `held_files` releases them if that is not used."""
     acquired = files.acquire(batch)
     release = held_files.enter_context(contextlib.ExitStack())
     release.callback(files.release, acquired)

@@ -35,7 +35,7 @@ def has_crc_instruction() -> bool:
 
 @intrinsic
 def _crc_word(_: Any, crc: Any, address: Any) -> Any:
-    """`crc` after the eight bytes at `address`."""
+    """`crc`, updated with the eight bytes at `address`."""
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         crc, address = arguments
@@ -61,7 +61,7 @@ def _crc_byte(_: Any, crc: Any, address: Any) -> Any:
 
 def _line_copier(nontemporal: bool) -> Any:
     def copy_line(_: Any, target: Any, source: Any) -> Any:
-        """Copy the 64 bytes at `source`."""
+        """Copy the 64 bytes at `source` to `target`."""
 
         def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
             target, source = (builder.inttoptr(address, _LINE.as_pointer()) for address in arguments)
@@ -77,7 +77,7 @@ def _line_copier(nontemporal: bool) -> Any:
 
 @intrinsic
 def _copy_byte(_: Any, target: Any, source: Any) -> Any:
-    """Copy the byte at `source`."""
+    """Copy the byte at `source` to `target`."""
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         target, source = (builder.inttoptr(address, _BYTE.as_pointer()) for address in arguments)
@@ -121,7 +121,7 @@ def _crc_rest(crc: Any, address: Any, stop: Any) -> Any:
 
 @inlined
 def _lanes(first: int, stop: int) -> Any:
-    """Three indices from `first` on. After the last index it is repeated."""
+    """The indices `first`, `first + 1` and `first + 2`, none larger than `stop - 1`."""
     return first, min(first + 1, stop - 1), min(first + 2, stop - 1)
 
 

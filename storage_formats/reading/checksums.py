@@ -33,7 +33,7 @@ class BlockCheck:
 
     Attributes:
         expected: [n], the stored checksum of each record.
-        row_ids: [n]
+        row_ids: [n], the row id of each record.
         path: path of the token file of a row.
     """
 
@@ -63,7 +63,7 @@ class BlockCheck:
 
 
 class BlockChecksums:
-    """The stored checksums of one precision. Keeps those of the shards used last. Thread-safe.
+    """The stored checksums of one precision. Keeps those of the most recently used shards. Thread-safe.
 
     Args:
         index: the index.
@@ -96,7 +96,7 @@ class BlockChecksums:
         )
 
     def close(self) -> None:
-        """Free the checksums. They are loaded again when needed."""
+        """Free the loaded checksums. They are loaded again when needed."""
         with self._lock:
             self._kept.clear()
 
@@ -139,7 +139,7 @@ class BlockChecksums:
         return {shard: self._checked(shard, content, entries[shard]) for shard, content in contents.items()}
 
     def _checked(self, shard: int, content: bytes, entry: FileEntry) -> Checksums:
-        """The checksums in the file of a shard. CorruptIndexError, which names all its rows, if it is another file."""
+        """The checksums in a shard's checksum file. Raises CorruptIndexError if it is not the committed file."""
         rows, path = tuple(self._shard_rows(shard)), self._path(shard)
         if len(content) != 4 * len(rows):
             raise CorruptIndexError(

@@ -56,7 +56,7 @@ class StoreFiles:
     def check_lengths(self) -> None:
         """Check the lengths of the first and last file against the sizes that `index.json` claims.
 
-        Memory for blocks is allocated by these sizes, so they must have been paid for on disk.
+        Memory for blocks is allocated by these sizes, so files of this size must really exist on disk.
 
         Raises:
             CorruptIndexError: a file is missing or has another length.
@@ -213,7 +213,7 @@ class ReadEngines:
         return sum(if_unknown if share is None else share for share in shares) / len(shares)
 
     def _looked_up(self, shard: int) -> bool:
-        """Whether the page cache was looked up for a whole shard within the last seconds."""
+        """Whether the page cache was looked up for the whole shard within the last few seconds."""
         file = self._cached_files.peek(shard)
         return file is not None and _is_recent(file)
 

@@ -36,7 +36,7 @@ class MappedEngine:
         return finish
 
     def _take(self, batch: Batch, destination: Destination, part: slice) -> None:
-        """Pass `batch` to the destination, whose part `part` it is."""
+        """Pass `batch`, which is the part `part` of the piece, to the destination."""
         files, size = self._files.acquire(batch), self._files.record_bytes
         try:
             addresses = [files[shard].mapped_at() for shard, _, _ in batch.shard_spans]

@@ -151,7 +151,7 @@ def check_memory(
 def memory_check(
     sources: NDArray[np.int64], size: int, check: BlockCheck, *, total: int | None = None
 ) -> Callable[[int, int], None]:
-    """A function that does `check_memory` for the addresses in [start, stop), on the thread that calls it."""
+    """A function that checks the memory at addresses [start, stop), as `check_memory` does, on the calling thread."""
     sources = np.ascontiguousarray(sources)
     compiled = use_compiled(len(sources) * size if total is None else total)
     loop = _compiled_checksums() if compiled else _checksum_pieces

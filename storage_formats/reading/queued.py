@@ -106,7 +106,7 @@ class _QueuedReader:
 
     @property
     def ahead(self) -> int:
-        """One more piece than now, if the queue has room for its requests and few enough bytes are in flight."""
+        """The pieces in flight, plus one if the queue has room for its requests and few enough bytes are in flight."""
         requests = sum(len(flight.needed) for flight in self._flights.values())
         size = sum(int(flight.needed.sum()) for flight in self._flights.values())
         buffered = any(flight.buffer is not None for flight in self._flights.values())
@@ -129,7 +129,7 @@ class _QueuedReader:
     def abandon(self) -> None:
         """Wait until the kernel no longer writes to any memory.
 
-        The queue and the buffers are not used again: an exception may have come before their state was noted.
+        The queue and the buffers are not used again: an exception may have come before their state was recorded.
         """
         if self._holds_queue:
             self._queue.close()

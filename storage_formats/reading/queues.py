@@ -18,7 +18,7 @@ _FEWEST_ENTRIES = PIECE_RECORDS  # kernels before 5.12 count rings as locked mem
 
 
 class Queue(Protocol):
-    """A queue of requests, used by one thread at a time. `in_flight` counts completions that were not taken."""
+    """A queue of requests, used by one thread at a time. `in_flight` counts requests whose result was not taken."""
 
     entries: int
     in_flight: int
@@ -40,7 +40,7 @@ class Queue(Protocol):
 
 
 class QueuePool:
-    """Queues that callers borrow, so that a fetch need not make its own. Emptied after a fork. Thread-safe."""
+    """Queues that callers borrow, so that not every fetch makes a new one. Emptied after a fork. Thread-safe."""
 
     def __init__(self, make: Callable[[int], Queue]) -> None:
         self._make = make
@@ -49,7 +49,7 @@ class QueuePool:
         self._owner = os.getpid()
 
     def borrow(self) -> Queue:
-        """An idle queue; return it with `give_back`. Raises OSError if the kernel has none left."""
+        """An idle or new queue; return it with `give_back`. Raises OSError if the kernel refuses a new one."""
         with self._lock:
             if self._owner != os.getpid():
                 self._free, self._owner = [], os.getpid()

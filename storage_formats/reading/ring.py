@@ -53,7 +53,7 @@ _COMPLETION = np.dtype([("tag", "u8"), ("result", "i4"), ("flags", "u4")])
 class Ring:
     """One io_uring with room for `entries` requests, used by one thread at a time; see `queues.Queue`.
 
-    OSError if the kernel has no io_uring or a sandbox refuses it.
+    Raises OSError if the kernel has no io_uring or a sandbox refuses it.
     """
 
     def __init__(self, entries: int) -> None:
@@ -103,7 +103,7 @@ class Ring:
         return done["tag"].astype(np.int64), done["result"].astype(np.int64)
 
     def close(self) -> None:
-        """Wait for the requests; see `queues.Queue`. Both rings count from 0, the kernel's side without this object."""
+        """Wait for the requests; see `queues.Queue`. Relies only on the kernel's counters, which start at 0."""
         while self._close_fd.alive and self._sq_head[0] != self._cq_tail[0]:
             to_take = (int(self._sq_head[0]) - int(self._cq_head[0])) & 0xFFFFFFFF
             with contextlib.suppress(InterruptedError):  # a signal came, and its handler has run

@@ -172,7 +172,7 @@ def _announce_next(task: ConversionTask, layout: Layout, source_codec: Codec) ->
 
 
 def _fill(file: FileIO, records: Records) -> bool:
-    """Read the next bytes of `file` into `records`. Returns False if the file ends before."""
+    """Fill `records` with the next bytes of `file`. Returns False if the file ends first."""
     target, done = records.data.cast("B"), 0
     while count := file.readinto(target[done:]):
         done += count
@@ -232,7 +232,7 @@ def drop_precision(root: str | Path, name: str) -> Manifest:
 def remove_leftovers(root: str | Path) -> None:
     """Delete files that no snapshot names: dropped precisions, abandoned conversions, `build/`.
 
-    A run that dies between a commit and this call leaves them for the next run; they only take space. The caller
+    If a run dies between a commit and this call, the files stay for the next run; they only take space. The caller
     holds the lock of the index and has nothing to resume.
     """
     index = CommittedIndex.open(root)

@@ -91,7 +91,7 @@ class IndexWriter:
     ) -> IndexWriter:
         """Begin an index at `path`, which must not exist or be an empty directory.
 
-        An unfinished index there is removed if its writer died.
+        If `path` holds an unfinished index whose writer died, that index is removed.
 
         Args:
             path: directory of the index.
@@ -155,7 +155,7 @@ class IndexWriter:
     def finish(self, build_ann: BuildAnn | None = None) -> Manifest:
         """Commit the index and close the writer; called on leaving the context without an exception.
 
-        An exception aborts the writer.
+        If this raises, the writer is aborted.
 
         Args:
             build_ann: writes the nearest-neighbour index and returns its description for `index.json`. None writes
@@ -197,7 +197,7 @@ class IndexWriter:
             self.abort()
 
     def _begin(self) -> None:
-        """Make the directory and lock the marker. Removes what a writer that died has left."""
+        """Make the directory and lock the marker. Removes the files of a writer that died."""
         self._layout.build.mkdir(parents=True, exist_ok=True)
         was_begun = self._layout.writer.exists()
         self._lock = os.open(self._layout.writer, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0))
@@ -222,7 +222,7 @@ class IndexWriter:
         return IndexSpec(rows, spec.shard_size, spec.block_shape, spec.embed_dim, spec.precisions)
 
     def _hold(self, blocks: NDArray[Any], embeddings: NDArray[Any], columns: dict[str, Any]) -> None:
-        """Check and keep rows that fit into the current shard."""
+        """Check rows that fit into the current shard, and buffer them."""
         first, stop = len(self), self._held + len(blocks)
         self._blocks[self._held : stop] = _as_bf16(blocks, first)
         self._embeddings[self._held : stop] = _as_unit_vectors(embeddings, first)
@@ -234,7 +234,7 @@ class IndexWriter:
             self._commit_shard()
 
     def _commit_shard(self) -> None:
-        """Write the rows that are held as the next shard."""
+        """Write the buffered rows as the next shard."""
         first = len(self._receipts) * self._spec.shard_size
         positions = np.arange(self._held, dtype=np.int64)
         with ShardWriter(self._layout.root, self._spec_of(first + self._held), len(self._receipts)) as writer:
@@ -285,7 +285,7 @@ class IndexWriter:
 
 
 def _locks(fd: int) -> bool:
-    """Lock an open file. False if another process has locked it, or the system or file system knows no locks."""
+    """Lock an open file. Returns False if another process holds the lock, or if locks are not supported."""
     try:
         import fcntl
 
@@ -296,7 +296,7 @@ def _locks(fd: int) -> bool:
 
 
 def _check_free(layout: Layout) -> None:
-    """Raise UsageError unless the root is absent, an empty directory, or what a writer has left."""
+    """Raise UsageError unless the root is missing, an empty directory, or an unfinished index of an `IndexWriter`."""
     root = layout.root
     if not root.exists():
         return

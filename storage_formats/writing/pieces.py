@@ -1,8 +1,8 @@
-"""Pieces of a shard that takes long: its finished rows are stored every minute, and an attempt begins after them.
+"""Pieces of an unfinished shard: finished rows are stored every minute, and a new attempt resumes after them.
 
-A shard that is finished within a minute has no pieces. They are private to the build, in `build/pieces/<shard>/`: one
-Parquet file for the positions [start, stop), named after them, with the columns of the rows table, the blocks and
-the embeddings, followed by a CRC-32C. Blocks are stored in bfloat16, as the model returns them.
+A shard that is finished within a minute has no pieces. Pieces are private to the build. Each is a Parquet file in
+`build/pieces/<shard>/`, named after its positions [start, stop). It has the columns of the rows table, the blocks and
+the embeddings, and is followed by a CRC-32C. Blocks are stored in bfloat16, as the model returns them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Piece:
     """Finished rows of a shard.
 
     Attributes:
-        start: position of the first one.
-        entries: their lines of the rows table.
-        positions: [k], positions in the shard of those that have a block.
+        start: position of the first row.
+        entries: lines of the rows table.
+        positions: [k], positions in the shard of the rows that have a block.
         tokens: ml_dtypes.bfloat16 [k, m, d].
         embeddings: float32 [k, embed_dim].
     """
@@ -90,14 +90,14 @@ class ShardPieces:
                 path.unlink(missing_ok=True)
 
     def add(self, piece: Piece) -> None:
-        """Add a finished batch, which follows the one before. Stores all that were added if it is time to."""
+        """Add the next finished batch. Saves all pending batches if a minute has passed or they take much memory."""
         self._pending.append(piece)
         due = time.monotonic() - self._saved_at >= PIECE_SECONDS
         if due or sum(piece.tokens.nbytes for piece in self._pending) > _MAX_BYTES:
             self.save()
 
     def save(self) -> None:
-        """Store the batches that were added since the last call, durably."""
+        """Store the batches that were added since the last call, so that they survive a loss of power."""
         self._saved_at = time.monotonic()
         if not self._pending:
             return
@@ -163,7 +163,7 @@ def rows_in_pieces(layout: Layout, finished_shards: Container[int]) -> int:
 
 
 def _piece_files(layout: Layout, shard: int) -> list[Path]:
-    """Files of pieces; without those that were being written when a process died."""
+    """Files of complete pieces, without temporary files that a process left when it died."""
     return sorted(layout.pieces(shard).glob("[0-9]*-[0-9]*"))
 
 

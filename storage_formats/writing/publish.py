@@ -105,8 +105,8 @@ def finish_index(
 def remove_build(layout: Layout) -> None:
     """Remove `build/`, except for the lock, which belongs to the caller or to a later process.
 
-    `plan.json` goes last, and only if the rest is gone: it marks what a crash or an error leaves as left by a build
-    (`has_build_leftovers`).
+    `plan.json` is removed last, and only if the rest is gone. If a crash or an error leaves files behind, it shows that
+    they come from a build (`has_build_leftovers`).
     """
     if not layout.build.is_dir():
         return

@@ -36,7 +36,7 @@ class StagedFiles:
         return self._folder / name
 
     def add(self, name: str, final: Path, length: int | None = None, crc: int | None = None) -> None:
-        """Stage the private file `name`, which is complete, for the path `final`.
+        """Stage the complete private file `name` for the path `final`.
 
         Reads the file for its length and CRC-32C unless they are given.
         """
