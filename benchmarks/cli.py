@@ -40,6 +40,7 @@ bench.add_command(train_step_command)
     multiple=True,
     default=["bf16"],
     show_default=True,
+    metavar="NAME",
     help="Precision to store; repeatable.",
 )
 @click.option("--shard-size", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows per shard.")
@@ -133,6 +134,7 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
     multiple=True,
     default=["inline", "ray"],
     show_default=True,
+    metavar="NAME",
     help="Execution engine; repeatable.",
 )
 @json_option

@@ -100,7 +100,7 @@ def quantize_index(
 
     Args:
         index: directory of the index, which stays readable.
-        to: precisions to add; those that the index holds are left as they are.
+        to: precisions to add; those that the index already holds are left unchanged.
         drop: precisions to remove afterwards.
         source: precision to convert from; None takes the highest-fidelity precision stored.
         workers: number of Ray workers; None converts in this process.

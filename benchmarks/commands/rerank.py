@@ -40,7 +40,7 @@ from storage_formats.errors import UsageError
 )
 @click.option("--pool", type=click.IntRange(min=1), default=100, show_default=True, help="Candidates per query.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each setting.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N.")
 @dtype_option
 @json_option
 def rerank_command(as_json: bool, **options: Any) -> None:

@@ -61,6 +61,7 @@ _POSITIVE = click.IntRange(min=1)
     multiple=True,
     default=["bf16"],
     show_default=True,
+    metavar="NAME",
     help="Precision of the stored tokens; repeat it to store several.",
 )
 @click.option("--dedupe", is_flag=True, help="Encode byte-identical images once.")

@@ -57,7 +57,13 @@ _PATH = click.Path(path_type=Path)
     is_flag=True,
     help="Full-dataset protocol: all images of INDEX and all CAPTIONS are candidates. Reports R@5/10/20.",
 )
-@click.option("--full-captions", type=_PATH, multiple=True, help="More candidate captions, with --full; repeatable.")
+@click.option(
+    "--full-captions",
+    type=_PATH,
+    metavar="FILE",
+    multiple=True,
+    help="More candidate captions, with --full; repeatable.",
+)
 @score_option
 @click.option("--rerank/--no-rerank", default=True, help="Re-rank, or measure the embeddings alone.")
 @click.option("--queries", type=_POSITIVE, metavar="N", help="Sample N queries per direction.")

@@ -33,7 +33,9 @@ _FREQUENT = 10
 @click.option(
     "--sample", type=click.IntRange(min=1), default=1000, show_default=True, help="Images in the table of words."
 )
-@click.option("--captions", type=_PATH, help="Captions of the images, to measure their alignment with the tokens.")
+@click.option(
+    "--captions", type=_PATH, metavar="FILE", help="Captions of the images, to measure their alignment with the tokens."
+)
 @click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: that of --captions]")
 @click.option("--split", metavar="NAME", help="Split of the captions.  [default: all]")
 @click.option(

@@ -25,10 +25,13 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     multiple=True,
     default=["bf16"],
     show_default=True,
+    metavar="NAME",
     help="Precision to store; repeatable.",
 )
 @click.option("--shard-size", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows per shard.")
-@click.option("--encoder", default="unknown", show_default=True, help="Name and version of your encoder.")
+@click.option(
+    "--encoder", default="unknown", show_default=True, metavar="NAME", help="Name and version of your encoder."
+)
 @click.option("--ann/--no-ann", default=True, show_default=True, help="Build the FAISS index of the embeddings.")
 @quiet_option
 @json_option

@@ -37,7 +37,9 @@ class _TrainCommand(click.Command):
 @click.argument("captions", nargs=-1, type=_PATH, metavar="CAPTIONS...")
 @click.option("--out", type=_PATH, help="Directory of the bundle to write.")
 @click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: that of CAPTIONS]")
-@click.option("--dev", type=_PATH, help="Captions of other images, to which the score weights are fitted.")
+@click.option(
+    "--dev", type=_PATH, metavar="FILE", help="Captions of other images, to which the score weights are fitted."
+)
 @click.option("--model", type=_PATH, help="Bundle with the frozen vision and text towers.")
 @click.option("--vision", metavar="NAME", help="Name of the frozen towers in open_clip, instead of --model.")
 @click.option("--language", type=_PATH, help="Initial language model: directory of a Hugging Face BERT, or a bundle.")
@@ -46,7 +48,9 @@ class _TrainCommand(click.Command):
 @click.option(
     "--preset", type=click.Choice(list(PRESETS)), default="paper", show_default=True, help="Settings to start from."
 )
-@click.option("--config", "config_file", type=_PATH, help="TOML file with settings. It overrides the preset.")
+@click.option(
+    "--config", "config_file", type=_PATH, metavar="FILE", help="TOML file with settings. It overrides the preset."
+)
 @click.option(
     "--set",
     "assignments",

@@ -63,7 +63,7 @@ def read_settings(
     Args:
         preset: name of a preset.
         config_file: TOML file with the groups as tables. Relative paths in it start at its directory.
-        assignments: `group.key=value` each; the value is TOML, a bare word, or `none`.
+        assignments: texts `group.key=value`; the value is TOML, a bare word, or `none`.
         options: dedicated options by name; None and empty values are ignored.
 
     Raises:
@@ -92,7 +92,7 @@ def _is_given(value: Any) -> bool:
 
 
 def _grouped(settings: Iterable[tuple[str, Any]]) -> Values:
-    """Groups of values from pairs of ``group.key`` and value."""
+    """Group the values of (`group.key`, value) pairs."""
     values: Values = {}
     for name, value in settings:
         group, _, key = name.partition(".")
@@ -104,7 +104,7 @@ def make_request(values: Values) -> tuple[TrainRequest, TrainConfig]:
     """Validate merged settings.
 
     Raises:
-        UsageError: with one line per problem.
+        UsageError: settings are invalid; the message has one line per problem.
     """
     settings = validated(TrainSettings, {"inputs": {}, "run": {}, **values})
     request = TrainRequest(inputs=settings.inputs, run=settings.run)
@@ -155,7 +155,7 @@ def removed_options(arguments: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def options_named() -> Iterator[None]:
-    """Name the options of the settings in the message of a UsageError."""
+    """Context manager that adds the option of each setting to the message of a UsageError."""
     try:
         yield
     except UsageError as error:
@@ -198,7 +198,7 @@ def _holds_path(kind: type[Settings], key: str) -> bool:
 
 
 def _located(folder: Path, value: Any) -> Any:
-    """Paths of a settings file relative to its directory; values of another type are left to the validation."""
+    """Resolve paths of a settings file against its directory. Other values are returned unchanged."""
     if isinstance(value, list):
         return [_located(folder, part) for part in value]
     return folder / value if isinstance(value, str) else value

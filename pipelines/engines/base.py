@@ -96,7 +96,7 @@ def build_worker(make_worker: WorkerFactory) -> Worker:
 def run_task(
     worker: Worker, task: Task, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
 ) -> Outcome | None:
-    """Run `task` in this process; None if the worker gave it up because of a stop."""
+    """Run `task` in this process. Returns None if the worker gave it up because of a stop."""
     try:
         return TaskDone(task, worker(task, on_progress, should_stop))
     except TaskInterrupted:

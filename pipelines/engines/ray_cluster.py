@@ -5,7 +5,7 @@ statistics, and keeps its files in a folder that only this user can enter. Its p
 with the run, even if this process is killed.
 
 Ray reads the two settings that keep it private when it is first imported. A program that imports Ray earlier must set
-RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before that import, or the local Ray is refused.
+RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before that import. Otherwise no local Ray is started.
 
 A cluster that is joined listens where its own `ray start` put it, and this process opens ports that the nodes of the
 cluster connect to. Set RAY_AUTH_MODE=token on each node and in this process, and keep the ports behind a firewall.

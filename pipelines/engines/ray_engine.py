@@ -123,10 +123,10 @@ class _Assignment:
     """A task on an actor.
 
     Attributes:
-        task: the task, and how many workers it has ended.
+        task: the task, and the number of workers that died or stalled while they ran it.
         question: pending request for progress.
         progress: latest answer.
-        progress_time: when it changed.
+        progress_time: time of the last change of `progress`.
     """
 
     actor: Any

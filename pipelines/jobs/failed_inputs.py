@@ -26,8 +26,8 @@ class FailedInputsError(EdjeError):
     """No input was indexed, or more failed than allowed.
 
     Attributes:
-        problem: the message without what to do.
-        over_limit: a larger `max_failed` lets the build go on.
+        problem: what is wrong, without the advice on what to do.
+        over_limit: whether a larger `max_failed` lets the build continue.
     """
 
     def __init__(self, problem: str, remedy: str, *, over_limit: bool) -> None:
@@ -37,7 +37,7 @@ class FailedInputsError(EdjeError):
 
 
 class FailureLimit:
-    """Counts the failed inputs of a build, shard by shard, and ends it when there are too many.
+    """Counts the failed inputs of a build, shard by shard, and ends the build when there are too many.
 
     Args:
         plan: the build.

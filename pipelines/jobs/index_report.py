@@ -40,7 +40,7 @@ class FailedInput:
 
 @dataclass
 class StageTime:
-    """What one stage of the build took over all inputs: in total, and for the slowest input."""
+    """Seconds that one stage of the build took for all inputs, and for the slowest input."""
 
     seconds: float = 0.0
     slowest_seconds: float = 0.0
@@ -129,7 +129,7 @@ def measure_index(root: Path, queries: Sequence[str], k: int, on_progress: OnPro
     Args:
         root: the index.
         queries: texts of the sample searches.
-        k: number of hits of each.
+        k: number of hits per search.
         on_progress: called with progress.
 
     Raises:

@@ -30,9 +30,9 @@ class ShardJob:
     """What to do with shards of an index.
 
     Attributes:
-        activity: name of the job in its progress: "indexing".
+        activity: name of the job in its progress events, such as "indexing".
         shards: the shards, ascending.
-        rows: number of their rows.
+        rows: number of rows in these shards.
         make_worker: makes the worker of a process; see `pipelines.engines.base`.
         make_task: the task of a shard.
         state_of_report: the shard and its state, from a progress report of a worker.
@@ -106,7 +106,7 @@ def run_shards(
 
 @contextlib.contextmanager
 def _stopped_by_errors(job: ShardJob, receipts: Receipts) -> Iterator[None]:
-    """Turn errors that a second run may not meet into JobStopped, which says how much is kept."""
+    """Turn errors that a second run might avoid into JobStopped, whose message says how much is kept."""
     try:
         yield
     except (UsageError, EngineUnavailableError, FailedInputsError):

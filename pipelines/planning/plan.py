@@ -132,7 +132,7 @@ class BuildPlan:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over everything that decides the stored bytes, which workers and engine do not."""
+        """SHA-256 over everything that decides the stored bytes. Workers and engine do not decide them."""
         return plan_fingerprint(self.model, self.settings, self.inputs_digest)
 
     def write(self) -> None:
@@ -219,7 +219,7 @@ def model_record(info: BundleInfo) -> dict[str, Any]:
 
 
 def settings_of_request(config: BuildConfig, info: BundleInfo, plan: BuildPlan | None) -> BuildSettings:
-    """The settings of `config`, for the model `info`, which must be those of the stored `plan` if there is one.
+    """The settings of `config` for the model `info`. They must match the stored `plan`, if there is one.
 
     Raises:
         UsageError: the requested model or settings differ from those of `plan`.

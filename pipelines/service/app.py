@@ -1,4 +1,4 @@
-"""The application: routes, the page, errors, and what runs while it is up."""
+"""The ASGI application: its routes, its error handlers, the page, and the batcher that runs with it."""
 
 from __future__ import annotations
 

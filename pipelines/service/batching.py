@@ -96,7 +96,7 @@ class Batcher:
         self._thread.shutdown()
 
     async def submit(self, work: Work) -> tuple[Any, Timing]:
-        """The result of `work`.
+        """Queue `work` and return its result.
 
         Raises:
             ServiceError: 429 if the queue is full or the result would come after the deadline, 504 if it does.

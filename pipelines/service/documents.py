@@ -30,7 +30,7 @@ class Documents:
 
 
 def read_documents(documents: Sequence[Document], limits: Limits) -> Documents:
-    """Tell rows from pictures.
+    """Separate rows from pictures.
 
     Raises:
         ServiceError: 413, too many documents or pictures; 422, one of them is invalid.

@@ -50,7 +50,7 @@ class ServiceError(Exception):
 
 
 def overloaded(message: str, retry_after: float) -> ServiceError:
-    """Status 429, with the seconds after which the client may try again."""
+    """An error with status 429, and the seconds after which the client may try again."""
     return ServiceError(429, message, {"Retry-After": str(max(1, round(retry_after)))})
 
 
@@ -81,7 +81,7 @@ def as_service_error(error: Exception) -> ServiceError:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Give every error of `app` the one shape."""
+    """Make `app` answer every error in the shape that this module describes."""
 
     async def handle(_: Request, error: Exception) -> JSONResponse:
         return error_response(as_service_error(error))

@@ -92,7 +92,7 @@ class Guard:
         return scheme.lower() == "bearer" and any(matches)
 
     def _reserve(self, headers: Headers) -> int:
-        """Reserve memory for the body; one of unknown length counts as the largest."""
+        """Reserve memory for the body. A body of unknown length counts as the largest that is allowed."""
         limits = self._settings.limits
         length, chunked = headers.get("content-length"), "transfer-encoding" in headers
         size = limits.body_bytes if chunked else int(length) if length and length.isdecimal() else 0

@@ -1,4 +1,4 @@
-"""The indexes that the service answers from."""
+"""The indexes that the service searches."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class ServedIndexes:
         return self._by_name[name]
 
     def named_or_default(self, name: str | None) -> ServedIndex:
-        """The index called `name`, or the default: clients of other services send the names of their models."""
+        """The index called `name`, else the default, because clients of other services send names of models."""
         return self._by_name.get(name or "", self.default)
 
 

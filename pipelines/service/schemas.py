@@ -57,7 +57,7 @@ class HitAnswer(BaseModel):
 
 
 class TimingAnswer(BaseModel):
-    """Where the time of a request went."""
+    """Time that a request spent in the queue and in the model."""
 
     waited_ms: float = Field(description="Time in the queue.")
     computed_ms: float = Field(description="Time of the batch.")
@@ -90,7 +90,7 @@ class ContentPart(BaseModel):
 
 
 class DocumentObject(BaseModel):
-    """A document as an object. Exactly one of its members is used, in the order below."""
+    """A document as an object. If several members are set, the first of row_id, uri, text and image is used."""
 
     row_id: RowId | None = None
     uri: Text | None = None
@@ -115,7 +115,7 @@ class TeiRerankRequest(BaseModel):
 
 
 class CohereRerankRequest(BaseModel):
-    """Re-ranking in the dialect of Cohere, Jina and vLLM. `model` is the name of an index; others mean the default."""
+    """Re-ranking in the dialect of Cohere, Jina and vLLM. `model` names an index; other names mean the default."""
 
     query: Text
     documents: list[Document] = Field(description="Row ids, uris of rows, or pictures.")

@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """How the service answers.
+    """Limits, API keys and accepted hosts of the service.
 
     Attributes:
         limits: limits of a request.
@@ -75,7 +75,7 @@ def is_loopback(host: str) -> bool:
 
 
 def hosts_to_answer(host: str, also: Sequence[str]) -> tuple[str, ...]:
-    """Values of the Host header to answer: the names of loopback and `also`; any for other addresses without `also`."""
+    """Host headers to answer: loopback, `host`, `also`. Empty (any) if `host` is not loopback and `also` is empty."""
     if not is_loopback(host) and not also:
         return ()
     return tuple(dict.fromkeys(["localhost", "127.0.0.1", "::1", host.lower(), *(name.lower() for name in also)]))

@@ -42,7 +42,7 @@ class CommittedFiles:
         self._lock = threading.Lock()
 
     def files(self, shards: Iterable[int]) -> dict[int, FileEntry]:
-        """The committed file of each of `shards`, which segments use.
+        """The committed file of each of `shards`, which must belong to used segments.
 
         Raises:
             CorruptIndexError: a table cannot be read, or does not list a shard.

@@ -17,7 +17,7 @@ class Captions:
 
     Attributes:
         trained: images to train on.
-        dev: other images, to which weights are fitted; may be empty.
+        dev: dev images, on which the score weights are fitted; may be empty.
         blank: number of blank captions, which are left out.
     """
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a training reads beside features.
+    """What a training reads besides features.
 
     Attributes:
         folder: holds a `TrainingData`.

@@ -1,4 +1,4 @@
-"""The indexes that a training reads. Each is given, or built in the run folder from images that captions name."""
+"""The indexes that a training reads. Each is given in the request, or built from the captioned images."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class ViewIndex:
 
     Attributes:
         index: the index.
-        files: the folder that held the cropped files when the index was built; their names follow from it.
+        files: folder of the cropped files when the index was built. The uri of each view starts with it.
         is_given: whether another run built the index.
     """
 
@@ -118,7 +118,7 @@ class ViewIndex:
 
 @dataclass(frozen=True)
 class FurtherIndexes:
-    """The indexes of the same images that a training reads beside its features.
+    """The indexes that a training reads besides the feature index. They hold the same images.
 
     Attributes:
         mining: embeddings of the mining model.
@@ -168,7 +168,7 @@ def _mining_index(
 
 
 def _teacher_index(teacher: Path, index: CommittedIndex, start: StartModel) -> CommittedIndex:
-    """`index`, after a check that it holds tokens of the bundle `teacher` or features for its adapter."""
+    """Return `index`, which must hold tokens of the bundle `teacher` or features for its adapter."""
     from edje_index.bundles.info import read_bundle_info
     from edje_index.models.adapter import AdapterConfig
     from edje_index.training.model.start_bundle import feature_fingerprints
@@ -249,7 +249,7 @@ def _path_column(sources: Sequence[str]) -> str | None:
 
 
 def _checked(index: CommittedIndex, accepted: Sequence[str], content: str) -> CommittedIndex:
-    """`index`. Raises UsageError unless its encoder is one of the `accepted` fingerprints."""
+    """Return `index`. Raises UsageError unless its encoder is one of the `accepted` fingerprints."""
     encoder = index.manifest.model["fingerprint"]
     if encoder not in accepted:
         raise UsageError(

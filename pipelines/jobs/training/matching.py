@@ -97,7 +97,7 @@ class MiningModel:
 
     Attributes:
         bundle: its bundle; None for the frozen towers.
-        index: holds its embeddings.
+        index: the index of its embeddings.
         rows: row of each image to train on in the index, int64 [n].
     """
 
@@ -160,7 +160,7 @@ def _rows(index: CommittedIndex, matched: MatchedCaptions) -> NDArray[np.int64]:
 
 
 def _view_rows(views: ViewIndex, photos: Sequence[CaptionedImage], count: int) -> NDArray[np.int64]:
-    """Rows of `count` views of each photo, int64 [n, count]; -1 for a view that our own index lacks."""
+    """Rows of `count` views of each photo, int64 [n, count]; -1 for a view that an index of this training lacks."""
     view_items = [
         replace(photo, path=view_path(views.files, display_path(os.fsencode(photo.path)), view))
         for photo in photos

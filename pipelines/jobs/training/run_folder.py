@@ -1,4 +1,4 @@
-"""The run folder: begun by one training, resumed by runs with the same record, left alone by all others."""
+"""The run folder of a training. Only runs with the same record resume it; all others are refused."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class StartModel:
     Attributes:
         path: where it is stored.
         bundle: the loaded bundle.
-        new_adapter: whether the adapter is untrained: no bundle provided it.
+        new_adapter: whether the adapter is untrained, because no bundle provided it.
     """
 
     path: Path

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FinishTask:
-    """What the last stage of a training reads and writes, beside the task of the steps.
+    """What the last stage of a training reads and writes, besides the task of the steps.
 
     Attributes:
         out: the bundle to write.
@@ -53,7 +53,7 @@ class FinishTask:
 
 @dataclass(frozen=True)
 class RunTask:
-    """The steps of a training, then its last stage."""
+    """The task of the steps of a training, and that of its last stage."""
 
     train: TrainTask
     finish: FinishTask

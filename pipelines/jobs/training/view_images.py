@@ -41,10 +41,10 @@ def write_views(
 
     Args:
         refs: the photos. A photo that cannot be decoded gets no views.
-        folder: receives `views` files per photo, named by :func:`view_path`, and the list.
+        folder: receives `views` files per photo, named by `view_path`, and the list.
         views: number of views per photo.
         size: (height, width) of a view in pixels.
-        seed: decides the crops.
+        seed: seed of the random crops.
         should_stop: as for every job.
 
     Raises:
