@@ -177,7 +177,7 @@ def delete_rows(
         dry_run: change nothing.
 
     Raises:
-        UsageError: there is no index, a row id is not valid, or nothing is named.
+        UsageError: there is no index, a row id is not valid, or neither `rows` nor `uri` is given.
         EdjeError: another process is working on the index.
 
     Example:

@@ -392,7 +392,7 @@ class _View:
         return None if self.checksums is None else self.checksums.check
 
     def checked(self, row_ids: RowIds) -> NDArray[np.int64]:
-        """`row_ids` as an array. Raises RowIdError, DeletedRowError, UsageError."""
+        """`row_ids` as an array. Raises as `fetch` if they are invalid or one was deleted."""
         ids = check_row_ids(row_ids, self.index.manifest.spec.rows)
         self.deleted.refuse(ids)
         return ids

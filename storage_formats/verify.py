@@ -137,7 +137,7 @@ def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
 
 
 def _differs_in_rows(actual: Any, document: dict[str, Any]) -> bool:
-    """Whether two documents of an array differ in nothing but the number of rows, as during an append or a rollback."""
+    """Whether two documents of an array differ only in the number of rows, as during an append or a rollback."""
     try:
         rows, *record_shape = actual["shape"]
         expected_rows = document["shape"][0]

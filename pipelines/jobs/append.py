@@ -91,7 +91,7 @@ def run_append(config: AppendConfig, on_event: OnEvent, should_stop: ShouldStop 
 
 
 def _remove_committed(config: AppendConfig, index: CommittedIndex) -> None:
-    """Remove the plan of an append that died between its commit and the end."""
+    """Remove the plan of an append that died after its commit."""
     plan = read_plan(config.root, append=True)
     if plan is not None and is_committed(plan, index):
         _remove_build(config)

@@ -25,11 +25,11 @@ class DeleteResult:
     """The result of a deletion.
 
     Attributes:
-        deleted: row ids that were deleted, ascending; those that would be with `dry_run`.
+        deleted: row ids that were deleted, ascending. With `dry_run`, those that would be deleted.
         already_deleted: number of requested rows that were deleted before.
         left: number of rows that are not deleted now.
         snapshot: number of the current snapshot.
-        dry_run: nothing was changed.
+        dry_run: whether the request was only a trial, which changed nothing.
 
     Example:
         >>> from pipelines import delete_rows
@@ -49,7 +49,7 @@ def run_delete(root: Path, rows: Sequence[int], uri: str | None, *, dry_run: boo
     """Delete the rows with ids `rows`, and those whose uri matches the pattern `uri`.
 
     Raises:
-        UsageError: there is no index at `root`, or neither rows nor a pattern are given.
+        UsageError: there is no index at `root`, or neither `rows` nor `uri` is given.
         RowIdError: a row id is out of range or belongs to no input.
         EdjeError: another process is working on the index.
         OSError: the index cannot be written.

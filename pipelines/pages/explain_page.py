@@ -84,7 +84,7 @@ def _cloud(counts: WordCounts) -> list[_Word]:
 
 
 def _bars(alignment: Alignment | None) -> list[list[float]]:
-    """Heights between 0 and 100 of each bin, of one or two histograms."""
+    """Height of each bin, between 0 and 100, of one or two histograms."""
     if alignment is None:
         return []
     counts = [alignment.first.counts] + ([alignment.second.counts] if alignment.second else [])

@@ -99,7 +99,7 @@ def _bundle_of(config: AppendConfig, index: CommittedIndex) -> BundleInfo:
 
 
 def _settings(config: AppendConfig, index: CommittedIndex) -> BuildSettings:
-    """The settings of the index, for other sources. Each input is encoded once."""
+    """The settings of the index, applied to the new sources. Byte-identical inputs are encoded once."""
     from edje_index.images.inputs import display_path
 
     built = plan_of_manifest(config.root, index.manifest).settings
@@ -171,7 +171,7 @@ def _new_plan(
 
 
 def _without_known(index: CommittedIndex, refs: list[InputRef]) -> list[InputRef]:
-    """The inputs whose content no row of `index` has. Memory depends on their number, not on that of the rows."""
+    """The inputs whose content no row of `index` has. Memory depends on the number of inputs, not of rows."""
     from storage_formats.format.rows import iter_rows
 
     hashes = {ref.content_hash for ref in refs if ref.content_hash is not None}

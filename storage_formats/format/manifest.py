@@ -50,7 +50,7 @@ class Snapshot:
     Attributes:
         number: number of the snapshot.
         change: `kind`, `created` and further members; empty for a build.
-        next_shard: shards below it are used, or were used by an earlier snapshot; 0 stands for all shards.
+        next_shard: first shard that neither this nor an earlier snapshot has used; 0 stands for the number of shards.
         deleted: file of the tombstones; None if no row is deleted.
         deleted_rows: number of deleted rows.
     """
@@ -72,7 +72,7 @@ class Snapshot:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Snapshot:
-        """The snapshot of an `index.json`. KeyError, TypeError or ValueError if a member is not valid."""
+        """The snapshot of an `index.json`. Raises KeyError, TypeError or ValueError if a member is not valid."""
         deleted = value.get("deleted")
         snapshot = cls(
             number=int(value.get("snapshot", 0)),
@@ -140,7 +140,7 @@ class Manifest:
 
     @classmethod
     def _read(cls, layout: Layout, path: Path) -> Manifest:
-        """Read the manifest at `path`. FileNotFoundError if there is none."""
+        """Read the manifest at `path`. Raises FileNotFoundError if there is none."""
         try:
             value = json.loads(read_index_file(layout.root, path, max_bytes=_MAX_MANIFEST_BYTES))
         except (FileNotFoundError, NotADirectoryError) as error:

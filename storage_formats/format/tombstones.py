@@ -39,7 +39,7 @@ class Tombstones:
 
     @classmethod
     def none(cls, shard_size: int) -> Tombstones:
-        """No deleted rows."""
+        """Tombstones of an index without deleted rows."""
         return cls(shard_size, np.empty(0, np.int64), np.empty((0, _bitmap_bytes(shard_size)), np.uint8))
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Tombstones:
         return np.asarray(self.shards[lines] * self.shard_size + offsets, dtype=np.int64)
 
     def with_rows(self, row_ids: Ints | list[int]) -> Tombstones:
-        """These and further deleted rows."""
+        """Tombstones of these rows and of `row_ids`."""
         added = np.asarray(row_ids, dtype=np.int64)
         shards = np.union1d(self.shards, added // self.shard_size)
         bits = np.zeros((len(shards), self.bits.shape[1]), dtype=np.uint8)
@@ -82,7 +82,7 @@ class Tombstones:
 
     @classmethod
     def from_bytes(cls, data: bytes, spec: IndexSpec) -> Tombstones:
-        """The inverse of `to_bytes`. ValueError if `data` is not its result for rows of an index of shape `spec`."""
+        """The inverse of `to_bytes`. Raises ValueError if `data` does not fit an index of shape `spec`."""
         width = _bitmap_bytes(spec.shard_size)
         count, rest = divmod(len(data), 8 + width)
         if rest:
@@ -109,7 +109,7 @@ def read_tombstones(index: CommittedIndex) -> Tombstones:
     """The deleted rows of the snapshot that `index` holds.
 
     Raises:
-        CorruptIndexError: their file is missing or damaged.
+        CorruptIndexError: the file of tombstones is missing or damaged.
     """
     manifest = index.manifest
     entry = manifest.snapshot.deleted

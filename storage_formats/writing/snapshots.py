@@ -1,4 +1,4 @@
-"""Changes of a finished index: each commits a snapshot and keeps the one before (SPEC.md section 12).
+"""Changes of a finished index: each commits a snapshot and keeps the previous one (SPEC.md section 12).
 
 The caller holds the lock of the index.
 """
@@ -39,7 +39,7 @@ _DATA_FILE = re.compile(
 
 
 def commit_snapshot(index: CommittedIndex, changed: Manifest, change: dict[str, Any]) -> Manifest:
-    """Commit `changed` as the snapshot after that of `index`, which is kept.
+    """Commit `changed` as the next snapshot, and keep the snapshot of `index`.
 
     Args:
         index: the index before the change.
@@ -66,7 +66,7 @@ def commit_snapshot(index: CommittedIndex, changed: Manifest, change: dict[str, 
 
 
 def write_array_shapes(layout: Layout, spec: IndexSpec) -> None:
-    """Write each `zarr.json` that is not that of an index of shape `spec`."""
+    """Rewrite each `zarr.json` that does not describe an index of shape `spec`."""
     for path, document in zarr_documents(layout, spec).items():
         try:
             is_current = json.loads(path.read_bytes()) == document
@@ -82,7 +82,7 @@ class Deletion:
 
     Attributes:
         new: row ids that are not deleted yet, ascending.
-        already_deleted: number of those that are.
+        already_deleted: number of requested rows that are deleted already.
     """
 
     new: tuple[int, ...]
@@ -118,8 +118,8 @@ def roll_back(index: CommittedIndex, number: int) -> Manifest:
     """Commit a snapshot with the contents of the earlier snapshot `number`.
 
     Raises:
-        UsageError: there is no such snapshot, or it is the current one.
-        CorruptIndexError: a file of the snapshot is missing.
+        UsageError: there is no snapshot `number`, or it is the current one.
+        CorruptIndexError: a file of snapshot `number` is missing.
     """
     if number == index.manifest.snapshot.number:
         raise UsageError(f"snapshot {number} is the current one; name an earlier one", parameter="snapshot")
@@ -141,7 +141,7 @@ class Removal:
     Attributes:
         snapshots: numbers of the snapshots.
         files: number of other files.
-        bytes: their length.
+        bytes: total length of these files.
     """
 
     snapshots: tuple[int, ...]
