@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -373,6 +374,23 @@ def test_threads_share_an_engine(built, whole, engine):
 
 
 @linux
+@pytest.mark.parametrize("engine", ALL)
+def test_a_store_may_be_closed_while_other_threads_fetch(many_shards, engine):
+    root, expected = many_shards
+    ended = threading.Event()
+
+    def fetch_often() -> bool:
+        return all([same_bits(store.fetch(range(60)), expected) for _ in range(40)])
+
+    with TokenStore.open(root, engine=engine) as store, ThreadPoolExecutor(3) as threads:
+        closing = threads.submit(lambda: [store.close() for _ in iter(ended.is_set, True)])
+        try:
+            assert all([fetching.result() for fetching in [threads.submit(fetch_often) for _ in range(2)]])
+        finally:
+            ended.set()
+        assert closing.result()
+
+
 @pytest.mark.parametrize("engine", ALL)
 def test_few_files_are_open_and_none_after_close(many_shards, engine, monkeypatch):
     monkeypatch.setattr("storage_formats.reading.files.open_files", lambda: 2)
