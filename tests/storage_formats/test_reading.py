@@ -380,12 +380,13 @@ def test_a_store_may_be_closed_while_other_threads_fetch(many_shards, engine):
     ended = threading.Event()
 
     def fetch_often() -> bool:
-        return all([same_bits(store.fetch(range(60)), expected) for _ in range(40)])
+        return all(same_bits(store.fetch(range(60)), expected) for _ in range(40))
 
     with TokenStore.open(root, engine=engine) as store, ThreadPoolExecutor(3) as threads:
         closing = threads.submit(lambda: [store.close() for _ in iter(ended.is_set, True)])
         try:
-            assert all([fetching.result() for fetching in [threads.submit(fetch_often) for _ in range(2)]])
+            for fetching in [threads.submit(fetch_often) for _ in range(2)]:
+                assert fetching.result()
         finally:
             ended.set()
         assert closing.result()
