@@ -60,7 +60,7 @@ class _TrainCommand(click.Command):
 )
 @click.option("--show-settings", is_flag=True, help="Print every setting with its description, as TOML, and exit.")
 @click.option("--steps", type=int, help="Optimiser steps.")
-@click.option("--epochs", type=float, help="Passes over the images, instead of --steps.")
+@click.option("--epochs", type=float, help="Passes over the captions, instead of --steps.")
 @click.option("--run-dir", type=_PATH, help="Run folder: checkpoints, features and log.  [default: OUT.run]")
 @click.option("--workers", type=int, help="Worker processes. More than one run on Ray.  [default: 1]")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to train on.  [default: auto]")
