@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class RerankBench:
-    """What to measure.
+    """Settings of `bench_rerank`.
 
     Attributes:
         model: bundle whose joint encoder is measured; None for models of MiniLM's sizes with random weights.

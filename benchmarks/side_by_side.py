@@ -77,7 +77,7 @@ Worker: TypeAlias = "subprocess.Popen[str]"
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure.
+    """Settings of a comparison.
 
     Attributes:
         starts: pairs of processes.

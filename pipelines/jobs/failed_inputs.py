@@ -57,7 +57,7 @@ class FailureLimit:
         self._receipts: list[ShardReceipt] = []
 
     def __call__(self, receipt: ShardReceipt) -> None:
-        """Add a finished shard.
+        """Count the failed inputs of a finished shard.
 
         Raises:
             FailedInputsError: too many inputs have failed.

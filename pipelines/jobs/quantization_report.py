@@ -33,7 +33,7 @@ _BATCH_TOKENS = 8192  # tokens compared at once: 100 MB of float64 at a width of
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """What to measure.
+    """A request to measure what precisions cost.
 
     Attributes:
         root: the index.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """What to do with shards of an index.
+    """The work to do for shards of an index.
 
     Attributes:
         activity: name of the job in its progress events, such as "indexing".

@@ -34,7 +34,7 @@ _SHOWN_PROBLEMS = 5
 
 
 class ServiceError(Exception):
-    """An error that becomes an answer.
+    """An error that is sent to the client.
 
     Attributes:
         status: HTTP status.

@@ -33,7 +33,7 @@ _HEADERS = {
 
 
 class Guard:
-    """Wraps the application.
+    """ASGI layer that applies the limits to a request before the application sees it.
 
     Args:
         app: the application.

@@ -45,5 +45,5 @@ class Metrics:
         self._tokens.inc(tokens)
 
     def text(self) -> bytes:
-        """All metrics."""
+        """All metrics in the text format of Prometheus."""
         return generate_latest(self._registry)

@@ -181,6 +181,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The one shape of every error."""
+    """The body of every error."""
 
     error: ErrorDetail

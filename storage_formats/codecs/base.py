@@ -26,7 +26,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 class Codec(Protocol):
-    """One precision for blocks of one shape. Thread-safe.
+    """Encodes and decodes blocks of one shape in one precision. Thread-safe.
 
     Conversions accept every input. Finite blocks decode to finite blocks. A value that is not finite is stored as
     NaN, together with all values that share its scale; a block of NaN therefore becomes the bytes of a hole.

@@ -57,7 +57,7 @@ class CommittedFiles:
             return {shard: self._files[shard] for shard in requested}
 
     def check(self, shard: int, content: bytes) -> None:
-        """Check the whole contents of a file.
+        """Check `content`, the whole contents of the file of `shard`.
 
         Raises:
             CorruptIndexError: the contents differ from the committed ones, or the table cannot be read.

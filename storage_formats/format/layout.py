@@ -35,7 +35,7 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """The row id after its last one."""
+        """The row id after the last row of the segment."""
         return self.first_row + self.rows
 
 
@@ -81,7 +81,7 @@ class IndexSpec:
 
     @property
     def used_segments(self) -> tuple[Segment, ...]:
-        """All segments, also if one holds all rows."""
+        """The segments in use; if `segments` is empty, the one that holds all rows."""
         return self.segments or (Segment(0, self.rows),)
 
     @property

@@ -62,7 +62,7 @@ class Snapshot:
     deleted_rows: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The members of `index.json`; none for a build."""
+        """The members that `index.json` holds for the snapshot; none for that of a build."""
         if not self.number:
             return {}
         value = {"snapshot": self.number, "change": self.change, "next_shard": self.next_shard}

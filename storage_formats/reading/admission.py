@@ -25,7 +25,7 @@ class _ShardState:
 
 
 class Admission:
-    """Decides shard by shard. Thread-safe.
+    """Decides for each shard whether reads go through the page cache. Thread-safe.
 
     Args:
         shard_bytes: length of a shard in bytes.

@@ -63,7 +63,7 @@ class AioQueue:
         self.in_flight += len(fds)
 
     def wait(self, minimum: int) -> tuple[Ints, Ints]:
-        """Completions; see `queues.Queue`."""
+        """Wait for completions; see `queues.Queue`."""
         refused, self._refused = np.array(self._refused, dtype=np.int64).reshape(-1, 2), []
         self.in_flight -= len(refused)
         minimum, count = min(minimum - len(refused), self.in_flight, self.entries), 0

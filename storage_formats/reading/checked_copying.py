@@ -48,7 +48,7 @@ def _crc_word(_: Any, crc: Any, address: Any) -> Any:
 
 @intrinsic
 def _crc_byte(_: Any, crc: Any, address: Any) -> Any:
-    """`crc` after the byte at `address`."""
+    """`crc`, updated with the byte at `address`."""
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         crc, address = arguments

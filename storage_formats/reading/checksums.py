@@ -42,7 +42,7 @@ class BlockCheck:
     path: Callable[[int], Path]
 
     def compare(self, actual: Checksums, start: int, stop: int) -> None:
-        """Compare `actual[start:stop]`.
+        """Compare the computed checksums `actual[start:stop]` with the stored ones.
 
         Raises:
             CorruptIndexError: a checksum differs.
@@ -82,7 +82,7 @@ class BlockChecksums:
         self._lock = threading.Lock()
 
     def check(self, batch: Batch) -> BlockCheck:
-        """The check of the records of `batch`.
+        """A `BlockCheck` for the records of `batch`.
 
         Raises:
             CorruptIndexError: a checksum file is missing or has the wrong length.

@@ -42,7 +42,7 @@ class QueuedOptions:
 
 
 class QueuedEngine:
-    """Reads through a queue.
+    """Reads with direct I/O through a queue of requests.
 
     Args:
         name: name of the engine.

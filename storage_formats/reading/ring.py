@@ -92,7 +92,7 @@ class Ring:
         self._enter(0)
 
     def wait(self, minimum: int) -> tuple[Ints, Ints]:
-        """Completions; see `queues.Queue`."""
+        """Wait for completions; see `queues.Queue`."""
         minimum = min(minimum, self.in_flight, len(self._completions))
         while self._completed() < minimum:
             self._enter(minimum)

@@ -90,7 +90,7 @@ class Deletion:
 
 
 def plan_deletion(index: CommittedIndex, row_ids: RowIds) -> Deletion:
-    """What deleting `row_ids` would do.
+    """Determine which of `row_ids` a deletion has to mark.
 
     Raises:
         RowIdError: a row id is out of range or belongs to no input.

@@ -35,7 +35,7 @@ VIEW_ROWS = "view-rows.npy"
 
 @dataclass(frozen=True)
 class IndexBuilder:
-    """How this training builds indexes.
+    """Builds the indexes of one training.
 
     Attributes:
         folder: the run folder.

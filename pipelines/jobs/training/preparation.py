@@ -27,7 +27,7 @@ def prepare_training(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> RunTask:
-    """Make what is missing in the run folder.
+    """Return the task of a training, after making what is missing in the run folder.
 
     Args:
         given: the captions and indexes of the request.

@@ -60,7 +60,7 @@ class RunTask:
 
 
 def worker_runtime(run: RunSettings) -> Runtime:
-    """How the workers of a run train."""
+    """The hardware and checkpoint settings of the workers of a run."""
     from edje_index.training.loop.task import Runtime
 
     return Runtime(
