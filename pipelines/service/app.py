@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from pipelines.service.indexes import ServedIndexes
 from pipelines.service.metrics import Metrics
 from pipelines.service.routes import router
 from pipelines.service.settings import ServiceSettings
+from pipelines.service.snapshots import follow_changes
 from pipelines.service.state import ServiceState
 
 _STATIC = Path(__file__).parent / "static"
@@ -39,7 +41,9 @@ def create_app(indexes: ServedIndexes, settings: ServiceSettings) -> ASGIApp:
         metrics.watch_queue(lambda: batcher.waiting)
         app.state.service = ServiceState(indexes, settings.limits, metrics, batcher)
         await batcher.start()
+        watch = asyncio.create_task(follow_changes(app.state.service))
         yield
+        watch.cancel()
         await batcher.stop()
 
     # The pages of FastAPI load scripts from a content network, so they are off; /openapi.json describes the routes.

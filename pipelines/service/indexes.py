@@ -12,6 +12,7 @@ from edje_index.scoring.weights import TEXT_TO_IMAGE
 from edje_index.search.token_index import TokenIndex
 from pipelines.service.errors import ServiceError
 from storage_formats.errors import RowIdError, UsageError
+from storage_formats.format.manifest import Manifest
 
 _WARM_UP_POOL = 32
 
@@ -41,6 +42,25 @@ class ServedIndex:
             if precision not in self._by_precision:
                 self._by_precision[precision] = self._default.with_precision(precision)
             return self._by_precision[precision]
+
+    def refresh(self) -> None:
+        """Open the index again if a change has been committed. Requests that have begun keep the earlier state.
+
+        Raises:
+            UsageError: it was built again with another model.
+            UsageError, CorruptIndexError: it cannot be opened.
+        """
+        before = self._default
+        manifest = Manifest.load(before.root)
+        if manifest == before.manifest:
+            return
+        if manifest.model.get("fingerprint") != before.manifest.model.get("fingerprint"):
+            raise UsageError(f"{before.root} was built again with another model; restart the service")
+        held = manifest.spec.precisions
+        precision = before.precision if before.precision in held else held[0]
+        changed = TokenIndex(before.root, manifest, before.model, precision=precision)
+        with self._lock:
+            self._default, self._by_precision = changed, {precision: changed}
 
     def warm_up(self) -> None:
         """Load everything and run one search, so that the first request is as fast as later ones."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter, fail_after, to_thread
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 
@@ -217,11 +217,15 @@ def _check_query(state: ServiceState, text: str) -> None:
 
 
 async def _in_thread(state: ServiceState, function: Any, *arguments: Any) -> Any:
-    """Run a function that reads files, on one of few threads."""
+    """Run a function that reads files, on one of few threads. The wait for a thread ends at the deadline."""
     limiter: CapacityLimiter = state.file_threads
     if limiter.statistics().tasks_waiting >= state.limits.waiting:
         raise overloaded("too many requests read files at the same time; try again later", 1)
-    return await to_thread.run_sync(function, *arguments, limiter=limiter)
+    try:
+        with fail_after(state.limits.deadline_seconds):
+            return await to_thread.run_sync(function, *arguments, limiter=limiter)
+    except TimeoutError:
+        raise ServiceError(504, "no thread was free before the deadline; try again later") from None
 
 
 def _plain(hits: list[Hit]) -> list[HitAnswer]:

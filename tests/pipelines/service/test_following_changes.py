@@ -1,0 +1,82 @@
+"""A service follows the changes of its index without dropping a request."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from edje_index import Client, TokenIndex
+from pipelines import delete_rows, quantize_index
+from pipelines.service.indexes import ServedIndex
+from storage_formats import Manifest, UsageError
+from storage_formats.format.layout import Layout
+from tests.pipelines.service.server import serve
+
+
+@pytest.fixture
+def changing(index, tmp_path) -> Path:
+    shutil.copytree(index, tmp_path / "changing.edje")
+    return tmp_path / "changing.edje"
+
+
+def rows_of(index: TokenIndex) -> list[int]:
+    return sorted(hit.row_id for hit in index.search("a dog", 12, 12))
+
+
+def test_a_refresh_takes_what_has_changed_and_nothing_else(changing):
+    served = ServedIndex("changing", TokenIndex.open(changing))
+    begun = served.at(None)
+    served.refresh()
+    assert served.at(None) is begun, "nothing has changed"
+    delete_rows(changing, [3])
+    quantize_index(changing, ["int8"])
+    served.refresh()
+    assert 3 not in rows_of(served.at(None))
+    assert 3 not in rows_of(served.at("nvfp4"))
+    assert served.at("int8").precision == "int8"
+    assert 3 in rows_of(begun), "a request that has begun keeps its state"
+    assert served.at(None).model is begun.model
+
+
+def test_another_model_needs_a_restart(changing):
+    served = ServedIndex("changing", TokenIndex.open(changing))
+    manifest = Manifest.load(changing)
+    replace(manifest, model={**manifest.model, "fingerprint": "0" * 64}).write(Layout(changing))
+    with pytest.raises(UsageError, match="restart the service"):
+        served.refresh()
+    assert rows_of(served.at(None))
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_deleted_rows_leave_the_answers_while_requests_run(changing, tmp_path):
+    with serve(tmp_path, changing) as service, Client(service.url) as client, ThreadPoolExecutor(4) as pool:
+        end = time.monotonic() + 8
+
+        def load() -> set[int]:
+            statuses = set()
+            while time.monotonic() < end:
+                answer = httpx.post(f"{service.url}/search", json={"query": "a dog", "k": 11, "pool": 11}, timeout=60)
+                statuses.add(answer.status_code)
+            return statuses
+
+        loads = [pool.submit(load) for _ in range(4)]
+        assert 3 in [hit.row_id for hit in client.search("a dog", 12)]
+        delete_rows(changing, [3])
+        wait_for(lambda: 3 not in [hit.row_id for hit in client.search("a dog", 12)])
+        assert httpx.get(f"{service.url}/thumbnails/3").status_code == 404
+        assert httpx.post(f"{service.url}/rerank", json={"query": "a", "texts": ["3"]}).status_code == 422
+        assert [future.result() for future in loads] == [{200}] * 4
