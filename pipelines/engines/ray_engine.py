@@ -38,6 +38,7 @@ STALL_SECONDS = 600.0
 """A worker without progress for this long is replaced. One batch of a large model on few cores takes minutes."""
 
 _POLL_SECONDS = 0.5
+_MAX_POLL_SECONDS = 2.0  # if this process pauses (Ctrl-Z), no worker has stalled
 _STOP_GRACE_SECONDS = 60.0
 
 
@@ -126,14 +127,14 @@ class _Assignment:
         task: the task, and the number of workers that died or stalled while they ran it.
         question: pending request for progress.
         progress: latest answer.
-        progress_time: time of the last change of `progress`.
+        stalled_seconds: seconds since the last change of `progress`, without pauses of this process.
     """
 
     actor: Any
     task: tuple[Task, int]
     question: Any = None
     progress: Any = None
-    progress_time: float = dataclasses.field(default_factory=time.monotonic)
+    stalled_seconds: float = 0.0
 
 
 class _Pool:
@@ -156,6 +157,7 @@ class _Pool:
         self, workers: int, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
     ) -> Generator[Outcome, None, None]:
         deadline = None
+        polled_at = time.monotonic()
         while deadline is None or time.monotonic() < deadline:
             if not should_stop():
                 self._assign_tasks(workers)
@@ -167,9 +169,11 @@ class _Pool:
             self._cluster.check_alive()
             for answer in answers:
                 yield from self._admit(answer) if answer in self._starting else self._end(answer)
+            seconds, polled_at = min(time.monotonic() - polled_at, _MAX_POLL_SECONDS), time.monotonic()
             for reply, assignment in [*self._running.items()]:
+                assignment.stalled_seconds += seconds
                 self._exchange(assignment, on_progress, stop=deadline is not None)
-                if time.monotonic() - assignment.progress_time > self._stall_seconds:
+                if assignment.stalled_seconds > self._stall_seconds:
                     del self._running[reply]
                     yield from self._replace(assignment.actor, assignment.task)
 
@@ -207,7 +211,7 @@ class _Pool:
             with contextlib.suppress(self._ray.exceptions.RayError):  # a worker that died shows at its task
                 progress = self._ray.get(question)
                 if progress not in (None, assignment.progress):
-                    assignment.progress, assignment.progress_time = progress, time.monotonic()
+                    assignment.progress, assignment.stalled_seconds = progress, 0.0
                     on_progress(progress)
 
     def _end(self, reply: Any) -> Iterator[Outcome]:

@@ -145,6 +145,14 @@ def test_ray_gives_up_on_a_task_that_always_hangs_and_waits_for_a_slow_one(tmp_p
     assert (tmp_path / "2").read_text().count("attempt") == 1
 
 
+@pytest.mark.slow
+def test_workers_have_not_stalled_if_the_driver_pauses(tmp_path):
+    for outcome in run(RayEngine(2, stall_seconds=4), tmp_path, [Job(1, "report_for_long"), Job(2), Job(3)]):
+        if outcome.task.name != 1:
+            time.sleep(5)
+    assert (tmp_path / "1").read_text().count("attempt") == 1
+
+
 @pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
 def test_the_death_of_ray_is_one_clear_error_in_bounded_time(tmp_path, capfd, victim):
     killed_at = None
