@@ -95,11 +95,17 @@ def table_line(setting: Setting, seconds: list[tuple[float, float]]) -> str:
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure checked and unchecked reads, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scratch", type=Path, required=True, help="Directory for an index of random blocks.")
     parser.add_argument("--rows", type=int, default=16_384, help="Rows of the index.")
-    parser.add_argument("--states", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), help="What to measure.")
+    parser.add_argument(
+        "--states",
+        nargs="+",
+        choices=list(SETTINGS),
+        default=list(SETTINGS),
+        help="States of the page cache to measure.",
+    )
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--cpu", action="store_true", help="Measure processor time, for a machine with other load.")
     arguments = parser.parse_args()

@@ -37,10 +37,10 @@ bench.add_command(train_step_command)
 @click.option(
     "--precision",
     "precisions",
+    metavar="NAME",
     multiple=True,
     default=["bf16"],
     show_default=True,
-    metavar="NAME",
     help="Precision to store; repeatable.",
 )
 @click.option("--shard-size", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows per shard.")
@@ -131,10 +131,10 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
 @click.option(
     "--engine",
     "engines",
+    metavar="NAME",
     multiple=True,
     default=["inline", "ray"],
     show_default=True,
-    metavar="NAME",
     help="Execution engine; repeatable.",
 )
 @json_option

@@ -188,7 +188,7 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure both checkouts, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="Checkout to compare with.")
     parser.add_argument("new", type=Path, help="Checkout to measure.")

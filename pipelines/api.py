@@ -37,11 +37,11 @@ class BuildOptions(TypedDict, total=False):
 
 
 def _ignore(event: Event) -> None:
-    """Shows no progress."""
+    """Ignore an event. This is the default of `on_event`."""
 
 
 def _never() -> bool:
-    """Never stops."""
+    """Return False. This is the default of `should_stop`."""
     return False
 
 

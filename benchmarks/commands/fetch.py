@@ -1,4 +1,4 @@
-"""`edje-index bench fetch`."""
+"""The command `edje-index bench fetch`."""
 
 from __future__ import annotations
 

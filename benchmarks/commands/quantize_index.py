@@ -1,4 +1,4 @@
-"""`edje-index bench quantize-index`."""
+"""The command `edje-index bench quantize-index`."""
 
 from __future__ import annotations
 

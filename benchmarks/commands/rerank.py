@@ -1,4 +1,4 @@
-"""`edje-index bench rerank`."""
+"""The command `edje-index bench rerank`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rerank_command(as_json: bool, **options: Any) -> None:
     from benchmarks.rerank import RerankBench, bench_rerank
 
     if options["index"] is None and options["score"] != BUNDLE_SCORE:
-        raise UsageError("--score is the score of the query on --index: give --index too")
+        raise UsageError("--score needs --index: it is the score of the query that is measured on the index")
     options["threads"] = options["threads"] or tuple(sorted({1, usable_cpus()}))
     report = bench_rerank(RerankBench(**{name: value for name, value in options.items() if value not in (None, ())}))
     lines = []

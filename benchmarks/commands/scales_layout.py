@@ -1,4 +1,4 @@
-"""`edje-index bench scales-layout`."""
+"""The command `edje-index bench scales-layout`."""
 
 from __future__ import annotations
 

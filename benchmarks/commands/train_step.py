@@ -1,4 +1,4 @@
-"""`edje-index bench train-step`."""
+"""The command `edje-index bench train-step`."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class ModelBundle:
 
     @property
     def score_models(self) -> ScoreModels:
-        """The models that the parts of the final score read, with the weights that this has now."""
+        """The models that the parts of the final score read, with the weights that this bundle has now."""
         return ScoreModels(self.joint.scorer(), self.pooled, self.hubness_bank)
 
     @property

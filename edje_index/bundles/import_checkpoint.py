@@ -78,8 +78,8 @@ def import_checkpoint(
 def _recorded_tower(checkpoint: PublishedCheckpoint) -> str:
     """open_clip's name of the tower in the checkpoint's configuration."""
     if checkpoint.siglip_path not in OPEN_CLIP_NAMES:
-        recorded = f"names {checkpoint.siglip_path!r}" if checkpoint.siglip_path else "names none"
-        raise ModelError(f"no vision tower is given, and the configuration of {checkpoint.path} {recorded}: name it")
+        recorded = f"names the unknown tower {checkpoint.siglip_path!r}" if checkpoint.siglip_path else "names no tower"
+        raise ModelError(f"{checkpoint.path} {recorded}: give the name of its vision tower in open_clip")
     return OPEN_CLIP_NAMES[checkpoint.siglip_path]
 
 

@@ -2,7 +2,7 @@
 
 The published trainer saves its towers in the format of transformers: ``vision_encoder.*``, which the adapter reads, and
 ``clip.*``, whose embeddings mine negatives. A bundle takes its towers from open_clip. So the towers of a checkpoint
-must be the same ones: same sizes and, up to the rounding of the file, same weights.
+must have the same sizes and, up to the rounding of the file, the same weights.
 """
 
 from __future__ import annotations

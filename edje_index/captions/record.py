@@ -20,7 +20,7 @@ class CaptionRecord:
 
     Attributes:
         image: name of the image.
-        captions: none blank; empty if all were.
+        captions: the captions that are not blank; empty if all are blank.
         split: as in the file; None if it names none.
         image_id: as in the file; None if it names none.
         path: "<tar>!<member>" for an image inside a tar file; None for an image with a path of its own.
@@ -90,12 +90,12 @@ def decode_text(data: bytes) -> str:
 
 
 def caption_value(value: Mapping[str, Any]) -> Any:
-    """The value of the first caption key that is set; None if none is."""
+    """The value of the first caption key that is set; None if no key is set."""
     return next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None)
 
 
 def captions(value: Any) -> tuple[tuple[str, ...], int]:
-    """Check one caption or a list of captions -> those that are not blank, stripped, and the number of blank ones."""
+    """Check one caption or a list; return those that are not blank, stripped, and the number of blank ones."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts:
         raise RecordError("it has no captions ('captions': a list of strings, or 'caption': a string)")

@@ -65,7 +65,7 @@ class EvaluationConfig:
 
     @property
     def cutoffs(self) -> tuple[int, ...]:
-        """The k of R@k."""
+        """The cutoffs k at which R@k is measured."""
         return FULL_CUTOFFS if self.full else CUTOFFS
 
     @property

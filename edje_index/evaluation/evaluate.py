@@ -119,7 +119,7 @@ def _check(config: EvaluationConfig) -> None:
 
 
 def _named(systems: Sequence[tuple[Path, Path | None]]) -> list[tuple[str, tuple[Path, Path | None]]]:
-    """Systems with the file name of the index, numbered if two are the same."""
+    """Each system under the file name of its index; equal names are numbered."""
     stems = [root.resolve().stem for root, _ in systems]
     counts = Counter(stems)
     return [

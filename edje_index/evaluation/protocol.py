@@ -66,8 +66,8 @@ def full_set(
 ) -> EvaluationSet:
     """The full-dataset protocol: the queries of `split`, with all images of the index and all captions as candidates.
 
-    Captions of `others` that `split` has for the same image are left out. The others come first, so that of two equal
-    texts the wrong answer wins: ties never raise the recall.
+    Captions of `others` that `split` has for the same image are left out. The remaining ones precede those of
+    `split`, so that of two equal texts the wrong answer wins: ties never raise the recall.
     """
     split_captions = set(zip(split.caption_rows.tolist(), split.captions, strict=True))
     added = [

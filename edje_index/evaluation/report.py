@@ -67,7 +67,7 @@ def write_report(evaluation: Evaluation, folder: str | Path) -> list[Path]:
 
 
 def _keyed(member: Any) -> Any:
-    """JSON keys are strings."""
+    """An object with strings as keys, as in JSON; other members are unchanged."""
     return {str(key): value for key, value in member.items()} if isinstance(member, dict) else member
 
 

@@ -30,7 +30,7 @@ class System:
         trained: False for a bundle of random weights.
         block_shape: (m, d) of one image's tokens.
         weights: weights of the final score by direction, see `scoring.weights.ScoreWeights`.
-        candidates, queries: their numbers by direction.
+        candidates, queries: number of candidates and of queries, by direction.
         dtype: data type of the joint encoder's matrix products; None without re-ranking.
     """
 

@@ -20,7 +20,7 @@ _ZEROS = bytes(tarfile.BLOCKSIZE)
 
 
 class Kind(Enum):
-    """What a member is."""
+    """The kind of an archive member."""
 
     REGULAR = "regular"
     LINK = "link"

@@ -1,7 +1,7 @@
-"""Trouble of the machine that passes and says nothing about an input: a failing disk or network, too few descriptors.
+"""Errors that pass and lie in the machine, not in an input: a failing disk or network, too few descriptors.
 
-An input that meets it is tried again after a pause. If the trouble stays, the caller gets a `TransientInputError` and
-must not record the input as failed.
+An input that meets one is tried again after a pause. If the error persists, the caller gets a `TransientInputError`
+and must not record the input as failed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def retry_transient(read: Callable[[], _T], uri: str) -> _T:
     """Call `read`, again after each of `PAUSES` while it raises a transient OSError.
 
     Raises:
-        TransientInputError: it did so every time.
+        TransientInputError: every call raised a transient OSError.
         Exception: any other exception of `read`.
     """
     for pause in (*PAUSES, None):
@@ -81,8 +81,8 @@ def retry_memory(decode: Callable[[], _T], uri: str, enough_bytes: int) -> _T:
         enough_bytes: memory that is enough for any input.
 
     Raises:
-        TransientInputError: it did so every time, and `enough_bytes` cannot be allocated.
-        ImageError: it did so every time although they can ("too-expensive").
+        TransientInputError: every call raised MemoryError, and `enough_bytes` cannot be allocated.
+        ImageError: every call raised MemoryError although `enough_bytes` can be allocated ("too-expensive").
         Exception: any other exception of `decode`.
     """
     for pause in (*PAUSES, None):

@@ -62,7 +62,7 @@ class Attempt:
 
 @contextmanager
 def begin_attempt(layout: Layout, shard: int) -> Iterator[Attempt]:
-    """Begin an attempt at `shard`. Only the death of the process leaves its file as it is."""
+    """Begin an attempt at `shard`. If the process dies, the file of the attempt stays as it is."""
     path = layout.attempt(shard)
     attempt = _attempt_after(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def begin_attempt(layout: Layout, shard: int) -> Iterator[Attempt]:
 
 
 def _attempt_after(path: Path) -> Attempt:
-    """The attempt that follows the one whose file is at `path`, if there is one."""
+    """The attempt that follows the one whose file is at `path`; a first attempt if there is no file."""
     try:
         content = json.loads(path.read_text())
         deaths = Counter({int(position): int(count) for position, count in content["deaths"].items()})

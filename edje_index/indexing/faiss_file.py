@@ -66,15 +66,15 @@ class _Fields:
         file.seek(0)
 
     def number(self, form: str) -> Any:
-        """One little-endian number of a `struct` format."""
+        """Read one little-endian number of a `struct` format."""
         return struct.unpack(f"<{form}", self._read(struct.calcsize(f"<{form}")))[0]
 
     def array(self, count: int) -> NDArray[np.int64]:
-        """`count` 64-bit numbers."""
+        """Read `count` 64-bit numbers."""
         return np.frombuffer(self._read(8 * count), dtype="<i8")
 
     def tag(self, *accepted: str) -> str:
-        """The four-letter name of a structure."""
+        """Read the four-letter name of a structure."""
         name = self._read(4).decode("latin-1")
         if name not in accepted:
             raise FaissFileError(f"it holds the structure {name!r} where {' or '.join(accepted)} is expected")

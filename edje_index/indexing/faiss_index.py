@@ -40,15 +40,15 @@ Neighbours: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 @name_missing_extra("search")
 def check_faiss() -> None:
-    """Raise MissingExtraError if FAISS is not installed; for jobs that need it only after hours of work."""
+    """Raise MissingExtraError if FAISS is not installed. Jobs that need it only after hours call this first."""
     import faiss  # noqa: F401
 
 
 def add_ann(root: str | Path) -> Manifest:
     """Build the nearest-neighbour index of a finished index and commit it with a new `index.json`.
 
-    For indexes that `IndexWriter` wrote, and to replace a damaged file. No other process may change the index at the
-    same time.
+    Use it for indexes that `IndexWriter` wrote, and to replace a damaged file. No other process may change the index
+    at the same time.
 
     Example:
         >>> from edje_index import add_ann
@@ -152,7 +152,7 @@ class AnnIndex:
 
     @classmethod
     def open(cls, root: str | Path) -> AnnIndex:
-        """The nearest-neighbour index of the index at `root`. Raises as `Manifest.load` too."""
+        """The nearest-neighbour index of the index at `root`. Also raises what `Manifest.load` raises."""
         return cls(CommittedIndex.open(root))
 
     def __len__(self) -> int:
@@ -216,7 +216,7 @@ def _open_part(index: CommittedIndex, file: dict[str, Any]) -> Any:
 
 
 def _live_bitmap(index: CommittedIndex) -> NDArray[np.uint8] | None:
-    """One bit per row, lowest first, that tells whether it is not deleted; None if no row is."""
+    """One bit per row, lowest first, set unless the row is deleted; None if no row is deleted."""
     deleted = read_tombstones(index)
     if not len(deleted):
         return None
@@ -226,7 +226,7 @@ def _live_bitmap(index: CommittedIndex) -> NDArray[np.uint8] | None:
 
 
 def _check_bytes(file: BinaryIO, entry: FileEntry) -> None:
-    """FaissFileError unless `file` is the one that was committed."""
+    """Raise FaissFileError unless `file` is the one that was committed."""
     length = os.fstat(file.fileno()).st_size
     if length != entry.bytes:
         raise FaissFileError(f"it has {length} bytes instead of the {entry.bytes} in index.json")

@@ -112,7 +112,7 @@ class BertWeights:
         return tensor.detach().to(self._device, torch.float32)
 
     def linear(self, names: Sequence[str], rows: int, columns: int, *, dtype: torch.dtype = torch.float32) -> Linear:
-        """Linear layers as one that computes all of them."""
+        """Linear layers joined into one."""
         weights = [self.take(f"{name}.weight", rows, columns) for name in names]
         biases = [self.take(f"{name}.bias", rows) for name in names]
         if len(names) == 1:

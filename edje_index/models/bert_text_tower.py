@@ -38,7 +38,7 @@ class _TextInputs:
     pad: int
 
     def __call__(self, texts: list[str]) -> torch.Tensor:
-        """int64 [b, t], padded."""
+        """Token ids of texts, int64 [b, t], padded."""
         rows = [encoding.ids for encoding in self.tokenizer.encode_batch([self.clean(text) for text in texts])]
         ids = torch.full((len(rows), max(map(len, rows))), self.pad, dtype=torch.int64)
         for position, row in enumerate(rows):

@@ -75,7 +75,7 @@ class JointEncoder(nn.Module):
         return self.text_projection.weight.device
 
     def scorer(self) -> JointScorer:
-        """Scores pairs with the weights that this has now, faster than :meth:`forward`."""
+        """Scores pairs with the weights that this encoder has now, faster than :meth:`forward`."""
         shape = BertShape.parse(self.config.to_dict(), "the joint encoder")
         return JointScorer(
             self.tokenizer,

@@ -77,7 +77,7 @@ class JointTokenizer:
 
     @classmethod
     def of(cls, tokenizer: Any, *, canonical: bool = False) -> JointTokenizer:
-        """From a fast tokenizer of transformers.
+        """Wrap a fast tokenizer of transformers.
 
         Raises:
             ModelError: it is not that of a BERT.

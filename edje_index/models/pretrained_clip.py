@@ -32,7 +32,7 @@ def load_clip(vision: str, pretrained: str | None, *, untrained: bool = False) -
             ``:WEIGHTS_FILE``; or ``hf-hub:ORG/REPO``; or ``local-dir:FOLDER``.
         pretrained: the tag or weights file, if ``vision`` does not hold it. If neither does and the model has only one
             tag, that tag is used.
-        untrained: random weights instead; `vision` is a name that open_clip knows.
+        untrained: draw random weights instead of loading any; `vision` is then a name that open_clip knows.
 
     Raises:
         HubUnreachableError: the weights are not in the local cache and cannot be downloaded.
@@ -84,7 +84,9 @@ def _split_name(vision: str, pretrained: str | None) -> tuple[str, str | None]:
 
 def _check_untrained(name: str, tag: str | None) -> None:
     if tag is not None or name.startswith(SCHEMAS):
-        raise ModelError(f"a model with random weights is a name of open_clip without weights, not {name}:{tag}")
+        raise ModelError(
+            f"random weights need a name of open_clip without a tag or file, got {name}{f':{tag}' if tag else ''}"
+        )
     _check_name(name)
 
 

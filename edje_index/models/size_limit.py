@@ -29,7 +29,7 @@ class ModelTooLargeError(ModelError):
 
 @contextmanager
 def limited_by(weights: Path) -> Iterator[None]:
-    """Build a module inside this context only as large as the file of its weights allows.
+    """Context in which a module can only be built as large as the file of its weights allows.
 
     A configuration of a few bytes can ask for any amount of memory. Only the tensors that the calling thread makes
     are counted.

@@ -157,11 +157,11 @@ class _Int8Rows(nn.Module):
         self.register_buffer("scales", torch.zeros(count))
 
     def fill(self, values: torch.Tensor) -> None:
-        """Round `values` [n, k]."""
+        """Store `values` [n, k], rounded to int8."""
         if values.shape[1]:
             self.scales = values.float().abs().amax(dim=1) / _LARGEST_CODE
             self.codes = (values / self.scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
 
     def dense(self) -> torch.Tensor:
-        """float32 [n, k]."""
+        """The vectors as float32 [n, k]."""
         return self.codes * self.scales[:, None]

@@ -33,7 +33,7 @@ class PooledSimilarity(nn.Module):
         word_numbers: token ids of the words that count, ascending, int64 [w].
         word_weights: weight of each word among those of a caption [w].
         words: vector of each word [w, k].
-        caption_offset: [k].
+        caption_offset: offset of the caption map [k].
     """
 
     image: torch.Tensor
@@ -60,7 +60,7 @@ class PooledSimilarity(nn.Module):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """``words`` and ``dim``."""
+        """The sizes ``words`` and ``dim`` by name."""
         return {"words": self.words.shape[0], "dim": self.words.shape[1]}
 
     def images(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -156,7 +156,7 @@ def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> Scor
     weights = dict(_part_weight(item) for item in score.split(","))
     if not any(weights.values()):
         raise UsageError(
-            f"the score '{score}' gives every part the weight 0; name at least one part", parameter="score"
+            f"the score '{score}' gives every part the weight 0; weight at least one part", parameter="score"
         )
     return ScoreWeights.of_parts(weights, bundle_weights.hubness_similarity)
 

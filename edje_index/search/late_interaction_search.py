@@ -58,7 +58,7 @@ class LateInteractionSearch:
     """
 
     def __init__(self, index: CommittedIndex, store: TokenStore) -> None:
-        """Use `open`."""
+        """Use `LateInteractionSearch.open` instead."""
         self._index = index
         self._ann: AnnIndex | None = None
         self.store = store

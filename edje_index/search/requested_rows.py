@@ -24,7 +24,7 @@ def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[
 
     Raises:
         RowIdError: a row id is out of range, belongs to no input, or was deleted.
-        UsageError: an entry is neither an integer nor a text, no row has a uri, or a row has no tokens.
+        UsageError: an entry is neither an integer nor a text, no row has a given uri, or a row has no tokens.
     """
     if isinstance(rows, str) or not all(isinstance(row, (int, np.integer, str)) for row in rows):
         raise UsageError(f"rows must be a sequence of row ids and uris, got {str(rows)[:80]!r}", parameter="rows")
@@ -54,7 +54,7 @@ def _rows_of_uris(index: CommittedIndex, uris: Sequence[str]) -> Mapping[str, in
 
 
 def _check_indexed(index: CommittedIndex, row_ids: NDArray[np.int64]) -> None:
-    """UsageError if one of `row_ids` is a hole."""
+    """Raise UsageError if one of `row_ids` is a hole."""
     table = read_index_rows(index, row_ids, ["row_id", "status", "reason", "duplicate_of"])
     holes = table.filter(pc.not_equal(table["status"], INDEXED)).to_pylist()
     if not holes:

@@ -346,8 +346,8 @@ def recorded_bundle(root: str | Path, manifest: Manifest) -> Path:
     path = Path(manifest.model["bundle"])
     if not path.is_absolute():
         raise BundleNotFoundError(
-            f"{root} names its model bundle by the relative path {str(path)!r}, which anyone could have put there: "
-            "name the bundle"
+            f"{root} names its model bundle by the relative path {str(path)!r}, where a stranger's bundle could be: "
+            "give the path of the bundle"
         )
     if not path.exists():
         raise BundleNotFoundError(

@@ -25,7 +25,7 @@ class Settings(BaseModel):
 
 
 class ArchitectureConfig(Settings):
-    """Which model is trained."""
+    """The model to train."""
 
     adapter: Literal["compressed", "local", "strided", "clustered", "pruned"] = Field(
         default="compressed", description="Kind of adapter."
@@ -94,7 +94,7 @@ class ObjectiveConfig(Settings):
 
 
 class NegativesConfig(Settings):
-    """Hard-negative mining."""
+    """Settings of hard-negative mining."""
 
     count: int = Field(default=3, ge=1, description="Negative images per caption, and negative captions per image.")
     selection: Literal["top", "softmax"] = Field(

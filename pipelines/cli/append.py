@@ -1,4 +1,4 @@
-"""`edje-index append`."""
+"""The command `edje-index append`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--engine", type=click.Choice(["ray", "inline"]), default="ray", show_default=True, help="Execution engine."
 )
-@click.option("--workers", type=click.IntRange(min=1), help="Worker processes.  [default: as 'build']")
+@click.option("--workers", type=click.IntRange(min=1), help="Worker processes.  [default: as for 'build']")
 @click.option("--address", metavar="HOST:PORT", help="Ray cluster to join.  [default: start Ray on this machine]")
 @click.option("--column", metavar="NAME", help="Path column of a list.  [default: path, image, file, uri, ...]")
 @click.option(
@@ -37,9 +37,10 @@ _PATH = click.Path(path_type=Path)
 def append(as_json: bool, quiet: bool, **options: Any) -> None:
     """Index the images of every SOURCE that INDEX does not hold yet.
 
-    A SOURCE is as for 'build', and so are the settings of INDEX. Images whose content INDEX already holds are left out
-    and counted as duplicates. The rows of INDEX keep their ids, and its files stay as they are; new rows begin at the
-    next shard. INDEX can be searched meanwhile; programs that have it open see the new rows when they open it again.
+    A SOURCE is the same as for 'build', and the settings are those that INDEX was built with. Images whose content
+    INDEX already holds are left out and counted as duplicates. The rows of INDEX keep their ids, and its files stay as
+    they are; new rows begin at the next shard. INDEX can be searched meanwhile; programs that have it open see the new
+    rows when they open it again.
 
     Run the same command again to resume a stopped append.
 

@@ -1,4 +1,4 @@
-"""`edje-index build`."""
+"""The command `edje-index build`."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ _POSITIVE = click.IntRange(min=1)
 @click.option(
     "--precision",
     "precisions",
+    metavar="NAME",
     multiple=True,
     default=["bf16"],
     show_default=True,
-    metavar="NAME",
     help="Precision of the stored tokens; repeat it to store several.",
 )
 @click.option("--dedupe", is_flag=True, help="Encode byte-identical images once.")

@@ -1,4 +1,4 @@
-"""`edje-index delete`."""
+"""The command `edje-index delete`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edje-index eval`."""
+"""The command `edje-index eval`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,11 @@ _PATH = click.Path(path_type=Path)
 @click.option("--rerank/--no-rerank", default=True, help="Re-rank, or measure the embeddings alone.")
 @click.option("--queries", type=_POSITIVE, metavar="N", help="Sample N queries per direction.")
 @click.option(
-    "--bootstrap", type=click.IntRange(min=0), default=1000, show_default=True, help="Bootstrap resamples; 0 for none."
+    "--bootstrap",
+    type=click.IntRange(min=0),
+    default=1000,
+    show_default=True,
+    help="Number of bootstrap resamples; 0 computes no confidence intervals.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed.")
 @click.option("--cache", type=_PATH, help="Directory that keeps scores: an interrupted evaluation resumes from it.")
@@ -84,7 +88,7 @@ _PATH = click.Path(path_type=Path)
 @quiet_option
 @json_option
 def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Measure the recall of INDEX on captioned images, by embedding alone and re-ranked.
+    """Measure the recall of INDEX on captioned images, with embeddings alone and after re-ranking.
 
     CAPTIONS is a .jsonl file, Karpathy's .json (COCO, Flickr30k), COCO's caption .json, .parquet, or a WebDataset .tar.
     In text-to-image search a caption must find its image; in image-to-text search an image must find any of its

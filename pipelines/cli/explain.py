@@ -1,4 +1,4 @@
-"""`edje-index explain`."""
+"""The command `edje-index explain`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ _FREQUENT = 10
     type=click.Path(path_type=Path, dir_okay=False),
     default="explain.html",
     show_default=True,
-    help="The page.",
+    help="HTML file to write.",
 )
 @click.option("--model", type=_PATH, help="Model bundle.  [default: the one that built INDEX]")
 @click.option("--precision", metavar="NAME", help="Precision of the tokens.  [default: the first that INDEX holds]")
 @click.option(
-    "--sample", type=click.IntRange(min=1), default=1000, show_default=True, help="Images in the table of words."
+    "--sample",
+    type=click.IntRange(min=1),
+    default=1000,
+    show_default=True,
+    help="Number of sampled images for the table of words.",
 )
 @click.option(
     "--captions", type=_PATH, metavar="FILE", help="Captions of the images, to measure their alignment with the tokens."
@@ -46,9 +50,10 @@ _FREQUENT = 10
 def explain(index: Path, rows: tuple[int, ...], out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
     """Write an HTML page that shows what the tokens of INDEX mean.
 
-    The page shows the pictures of the given rows, or of some, beside the words of the language model that are nearest
-    to their tokens; the most frequent words of a sample of images; and the share of special and unused tokens. With
-    --captions it also shows how well caption words align with the tokens. It needs no other file and loads nothing.
+    The page shows pictures (of the given rows, or of a few sampled ones) beside the words of the language model that
+    are nearest to their tokens; the most frequent words of a sample of images; and the share of special and unused
+    tokens. With --captions it also shows how well caption words align with the tokens. It is one file and loads
+    nothing from the network.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`edje-index failures`."""
+"""The command `edje-index failures`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from storage_formats.format.layout import Layout
 
 @click.command()
 @click.argument("index", type=click.Path(path_type=Path))
-@click.option("--reason", "reasons", metavar="REASON", multiple=True, help="Only rows that failed for it; repeatable.")
+@click.option(
+    "--reason", "reasons", metavar="REASON", multiple=True, help="List only rows that failed for REASON; repeatable."
+)
 @json_option
 def failures(index: Path, reasons: tuple[str, ...], as_json: bool) -> None:
     """List the inputs of INDEX that could not be indexed.
@@ -48,7 +50,7 @@ def failed_rows(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _tables(root: Path, columns: list[str]) -> Iterator[Any]:
-    """The rows of each shard, as Arrow tables; of an unfinished index, those of finished shards."""
+    """The rows of each shard, as Arrow tables. An unfinished index has those of finished shards only."""
     from pipelines.planning.plan import read_plan
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.receipts import read_receipts

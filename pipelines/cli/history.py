@@ -1,4 +1,4 @@
-"""`edje-index history`, `rollback` and `gc`: the snapshots of an index."""
+"""The commands `edje-index history`, `rollback` and `gc`: the snapshots of an index."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def history(index: Path, as_json: bool) -> None:
 @click.argument("snapshot", type=click.IntRange(min=0))
 @json_option
 def rollback(index: Path, snapshot: int, as_json: bool) -> None:
-    """Make INDEX what it was at SNAPSHOT, a number that 'history' lists.
+    """Return INDEX to its state at SNAPSHOT, a number that 'history' lists.
 
     This makes a new snapshot, so that a rollback can be rolled back too. Row ids of appended rows are never used again.
 
@@ -69,7 +69,7 @@ def rollback(index: Path, snapshot: int, as_json: bool) -> None:
 )
 @json_option
 def gc(index: Path, keep: int, as_json: bool) -> None:
-    """Remove old snapshots of INDEX and the files that no other snapshot needs.
+    """Remove old snapshots of INDEX and the files that no remaining snapshot needs.
 
     An append or a conversion that was stopped cannot be resumed afterwards. A process that has one of the removed
     snapshots open may report missing files.

@@ -1,4 +1,4 @@
-"""`edje-index import-arrays`."""
+"""The command `edje-index import-arrays`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option(
     "--precision",
     "precisions",
+    metavar="NAME",
     multiple=True,
     default=["bf16"],
     show_default=True,
-    metavar="NAME",
     help="Precision to store; repeatable.",
 )
 @click.option("--shard-size", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows per shard.")
@@ -41,7 +41,7 @@ def import_arrays(quiet: bool, as_json: bool, **options: Any) -> None:
     \b
     TOKENS      .npy file [rows, m, d]: float32, float16, or bfloat16 saved as uint16
     EMBEDDINGS  .npy file [rows, e] of floating-point numbers
-    ROWS        Parquet file with the column uri and perhaps uri_raw, size, content_hash, width, height
+    ROWS        Parquet file with the column uri and optionally uri_raw, size, content_hash, width, height
 
     The files are read through memory maps. Embeddings are stored with unit length. Without ROWS the URI of a row is
     its row id. info, verify, quantize, bench fetch and the Python interface work on the index; search with a text does

@@ -1,4 +1,4 @@
-"""`edje-index info`."""
+"""The command `edje-index info`."""
 
 from __future__ import annotations
 
@@ -122,6 +122,6 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _precision_line(value: dict[str, Any], name: str) -> str:
-    """The name, with the precision that it was encoded from unless that is bf16."""
+    """The name of a precision, and the one that it was encoded from unless that is bf16."""
     *_, source = value.get("encoded_from", {}).get(name) or ["bf16"]
     return name if source == "bf16" else f"{name} (from {source})"

@@ -53,7 +53,7 @@ class LazyGroup(click.Group):
                 formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. A UsageError about one of its parameters gets the name of the option."""
+        """Run the command. A UsageError about one of its parameters then names the option."""
         try:
             return super().invoke(ctx)
         except UsageError as error:

@@ -52,8 +52,8 @@ def this_command() -> str:
 def running_job(*, quiet: bool, can_resume: Callable[[], bool] = lambda: True) -> Iterator[tuple[OnEvent, ShouldStop]]:
     """Yield the callbacks of a job: one shows its progress, the other tells it to stop after a signal.
 
-    If the job stops early and `can_resume()`, the error says how to resume it. What a library prints meanwhile goes to
-    standard error, such as Ray's messages about workers that died, because standard output carries the result alone.
+    If the job stops early and `can_resume()` returns True, the error says how to resume it. Standard output carries
+    only the result, so what libraries print (Ray's messages about dead workers, for example) goes to standard error.
     """
     from pipelines.progress.display import progress_display
     from pipelines.progress.stopping import stop_on_signals

@@ -1,4 +1,4 @@
-"""`edje-index quantize`."""
+"""The command `edje-index quantize`."""
 
 from __future__ import annotations
 

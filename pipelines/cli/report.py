@@ -1,4 +1,4 @@
-"""`edje-index report`."""
+"""The command `edje-index report`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ _DEFAULT_QUERIES = 4
 @click.command()
 @click.argument("index", type=click.Path(path_type=Path))
 @click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), default="report.html", show_default=True, help="The page."
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default="report.html",
+    show_default=True,
+    help="HTML file to write.",
 )
 @click.option(
-    "--query", "queries", multiple=True, metavar="TEXT", help="Sample search, repeatable.  [default: general captions]"
+    "--query", "queries", multiple=True, metavar="TEXT", help="Sample search; repeatable.  [default: general captions]"
 )
 @quiet_option
 def report(index: Path, out: Path, queries: tuple[str, ...], quiet: bool) -> None:
     """Write one HTML page about INDEX.
 
     The page shows the counts, failed inputs by reason with samples, sizes, what each precision costs, which stage of
-    the build took most time, and sample searches with pictures. It needs no other file and loads nothing.
+    the build took most time, and sample searches with pictures. It is one file and loads nothing from the network.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`edje-index search`."""
+"""The command `edje-index search`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,11 @@ class _Request:
 @click.option("--pool", type=_POSITIVE, default=100, show_default=True, help="Number of candidates to re-rank.")
 @score_option
 @click.option("--rerank/--no-rerank", default=True, help="Re-rank the candidates, or keep the order of the embeddings.")
-@click.option("--precision", help="Precision of the tokens to re-rank with.  [default: the first that INDEX holds]")
+@click.option(
+    "--precision",
+    metavar="NAME",
+    help="Precision of the tokens to re-rank with.  [default: the first that INDEX holds]",
+)
 @click.option("--model", type=click.Path(path_type=Path), help="Model bundle.  [default: the one that built INDEX]")
 @click.option(
     "--device",
@@ -84,7 +88,7 @@ def search(
     dtype: str,
     **options: Any,
 ) -> None:
-    """Find the images that match TEXT best. Without a query, on a terminal, ask for queries.
+    """Find the images that match TEXT best. Without a query, ask for queries on the terminal.
 
     The candidates are the rows whose embeddings are nearest to that of TEXT. The tokens of the candidates are fetched,
     and the candidates are sorted by the final score, a weighted sum of parts. The model bundle holds the weights;
@@ -164,7 +168,7 @@ def _show(query: str, hits: list[Hit], request: _Request, *, heading: bool) -> N
 def _check_query(request: _Request, *, text: str | None, queries: Path | None, image: Path | None) -> None:
     """Refuse several kinds of query at once, and options that do not apply to a kind."""
     if sum(query is not None for query in (text, queries, image)) > 1:
-        raise UsageError("give one of TEXT, --queries and --image")
+        raise UsageError("give only one of TEXT, --queries and --image")
     if request.html is not None and text is None:
         raise UsageError("--html shows the hits of one TEXT: leave it out, or give TEXT")
     if image is not None and request.score != BUNDLE_SCORE:
@@ -194,7 +198,7 @@ def _write_page(
     query: str,
     timings: dict[str, float],
 ) -> None:
-    """Write the page of --html, and open it if that is asked for."""
+    """Write the page of --html, and open it if --open is given."""
     from pipelines.pages.search_page import SearchContext, search_page
     from storage_formats.atomic import write_bytes_atomic
 

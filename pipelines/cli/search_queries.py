@@ -50,7 +50,7 @@ def prompt_for_queries() -> Iterator[str]:
     """The queries that a person types, until an empty line or the end of the input.
 
     Raises:
-        UsageError: nobody can type, because the input or the output is no terminal.
+        UsageError: nobody can type, because the input or the output is not a terminal.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("no query: give TEXT, --queries FILE or --image PHOTO")

@@ -1,4 +1,4 @@
-"""`edje-index serve`."""
+"""The command `edje-index serve`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ _KEYS_VARIABLE = "EDJE_API_KEYS"
 
 @click.command()
 @click.argument("indexes", metavar="INDEX...", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free port.")
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Port to listen on; 0 chooses a free one.",
+)
 @click.option("--model", type=click.Path(path_type=Path), help="Model bundle.  [default: the one that built INDEX]")
 @click.option(
     "--device",
@@ -33,16 +39,26 @@ _KEYS_VARIABLE = "EDJE_API_KEYS"
     type=click.Path(path_type=Path, dir_okay=False),
     help=f"File of API keys, one per line; or set {_KEYS_VARIABLE}.",
 )
-@click.option("--allowed-host", "hosts", multiple=True, help="Name that clients call the service by, repeatable.")
 @click.option(
-    "--queue", type=click.IntRange(1, 10_000), default=64, show_default=True, help="Requests that may wait; then 429."
+    "--allowed-host",
+    "hosts",
+    metavar="NAME",
+    multiple=True,
+    help="Host name that clients use for the service; repeatable.",
+)
+@click.option(
+    "--queue",
+    type=click.IntRange(1, 10_000),
+    default=64,
+    show_default=True,
+    help="Number of requests that may wait. Further ones get status 429.",
 )
 @click.option(
     "--deadline",
     type=click.FloatRange(0.1, 3600),
     default=30.0,
     show_default=True,
-    help="Seconds until an answer; then 504.",
+    help="Seconds that a request may take. It then gets status 504.",
 )
 def serve(
     indexes: tuple[Path, ...],
@@ -58,12 +74,12 @@ def serve(
 ) -> None:
     """Serve search and re-ranking of INDEX... over HTTP, with a page for the browser.
 
-    Prints the address when the service answers. SIGTERM and Ctrl-C end it after the requests that have arrived.
-    Requests can search, re-rank rows or pictures (in the dialects of text-embeddings-inference and Cohere), embed texts
-    and pictures, and fetch tokens; docs/serve.md describes them, and so does /openapi.json.
+    Prints its address when it is ready. On SIGTERM or Ctrl-C, it answers the requests that have arrived, then exits.
+    Requests can search, re-rank rows or images (in the formats of text-embeddings-inference and Cohere), embed texts
+    and images, and fetch tokens. docs/serve.md and /openapi.json describe all requests.
 
-    Whoever reaches the address can search and see thumbnails, so it is 127.0.0.1 unless you choose another one. Use API
-    keys, and a proxy with TLS, on a network.
+    Anyone who can reach the address can search and see thumbnails, so the default is 127.0.0.1. On a network, use API
+    keys and a proxy with TLS.
 
     \b
     Examples:
@@ -78,7 +94,7 @@ def serve(
 
     keys = _api_keys(key_file)
     if not is_loopback(host) and not keys:
-        note(f"warning: every machine that reaches {host} can search and see thumbnails: use --api-keys")
+        note(f"warning: every machine that can reach {host} can search and see thumbnails: use --api-keys")
     settings = ServiceSettings(Limits(waiting=queue, deadline_seconds=deadline), keys, hosts_to_answer(host, hosts))
     listener = listen(host, port)
     with listener:

@@ -1,4 +1,4 @@
-"""`edje-index train`."""
+"""The command `edje-index train`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _TrainCommand(click.Command):
     "assignments",
     multiple=True,
     metavar="GROUP.KEY=VALUE",
-    help="One setting, repeatable. Overrides --config.",
+    help="One setting; repeatable. Overrides --config.",
 )
 @click.option("--show-settings", is_flag=True, help="Print every setting with its description, as TOML, and exit.")
 @click.option("--steps", type=int, help="Optimiser steps.")

@@ -1,4 +1,4 @@
-"""`edje-index model train-embedding`."""
+"""The command `edje-index model train-embedding`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PATH = click.Path(path_type=Path)
 @click.command()
 @click.argument("captions", type=_PATH)
 @click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: that of CAPTIONS]")
-@click.option("--split", help="Use only this split of CAPTIONS.")
+@click.option("--split", metavar="NAME", help="Use only this split of CAPTIONS.")
 @click.option("--dev", type=_PATH, help="Captions of other images. The epoch with the best recall on them is kept.")
-@click.option("--dev-split", help="Use only this split of --dev.")
+@click.option("--dev-split", metavar="NAME", help="Use only this split of --dev.")
 @click.option("--towers", type=_PATH, help="Directory written by 'model fetch-towers'. It provides both towers.")
-@click.option("--image-tower", help="Vision tower as TIMM_NAME:WEIGHTS, a model name and a file.")
+@click.option("--image-tower", metavar="TIMM_NAME:WEIGHTS", help="Vision tower: timm's name of the model, and a file.")
 @click.option("--text-tower", type=_PATH, help="Text tower: directory of a Hugging Face BERT with its tokenizer.")
 @click.option(
     "--image-size",

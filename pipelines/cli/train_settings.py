@@ -87,7 +87,7 @@ def read_settings(
 
 
 def _is_given(value: Any) -> bool:
-    """Whether an option was on the command line. 0 is a value."""
+    """Whether an option was on the command line; the value 0 counts."""
     return value is not None and value is not False and value != ()
 
 

@@ -1,4 +1,4 @@
-"""`edje-index verify`."""
+"""The command `edje-index verify`."""
 
 from __future__ import annotations
 

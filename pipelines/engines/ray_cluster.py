@@ -188,7 +188,7 @@ def _token() -> str:
 
 
 def _python_path() -> str:
-    """PYTHONPATH with which worker processes find this package, installed or not, in any working directory."""
+    """A PYTHONPATH with which workers find this package in any working directory, installed or not."""
     root = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
@@ -205,9 +205,10 @@ for _ in 1 2 3 4 5; do rm -rf "$folder" && exit; sleep 1; done
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[tuple[str, IO[str]]]:
-    """A folder that only this user can enter, and a stream for the process numbers of a Ray that runs in it.
+    """A folder that only this user can enter, and a stream that takes the process ids of a Ray that runs in it.
 
-    When this process leaves the context or is killed, those that are left are killed, and the folder is removed.
+    When this process leaves the context or is killed, the remaining ones of these processes are killed and the folder
+    is removed.
     """
     short = "/tmp" if os.access("/tmp", os.W_OK) else None  # a path to a Unix socket has at most 107 bytes
     folder = tempfile.mkdtemp(prefix=f"edje-ray-{os.getpid()}-", dir=os.environ.get("RAY_TMPDIR", short))

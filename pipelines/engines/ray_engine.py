@@ -110,7 +110,7 @@ class _WorkerActor:
         return outcome and dataclasses.replace(outcome, task=None)  # the driver has the task already
 
     def exchange(self, stop: bool) -> Any:
-        """Take the wish to stop, and return the latest progress."""
+        """Record whether to stop, and return the latest progress."""
         if stop:
             self._stop.set()
         return self._progress
@@ -192,7 +192,7 @@ class _Pool:
             self._ray.kill(self._idle.pop())
 
     def _admit(self, answer: Any) -> Iterator[Outcome]:
-        """Take an actor that has started. One that died instead counts as a worker that a waiting task has ended."""
+        """Make a started actor idle. If it died during the start, a waiting task counts it as a lost worker."""
         actor = self._starting.pop(answer)
         try:
             self._ray.get(answer)
@@ -233,7 +233,7 @@ class _Pool:
             yield dataclasses.replace(outcome, task=assignment.task[0])
 
     def _check_start(self, error: Exception) -> None:
-        """Raise EdjeError if an actor died for a reason that the next one meets as well."""
+        """Raise EdjeError if an actor died for a reason that would also end the next one."""
         self._cluster.check_alive()
         if getattr(error, "actor_init_failed", False):
             reason = str(error).strip().splitlines()[-1]

@@ -78,7 +78,7 @@ def _shard_task(prepared: PreparedBuild, shard: int) -> ShardTask:
 
 
 def _decode_threads(prepared: PreparedBuild) -> int:
-    """Decoding threads per worker. On a CPU, the model's own threads leave room for only as many."""
+    """Decoding threads per worker. If the model runs on the CPU, there are as many as the model has threads."""
     settings = prepared.plan.settings
     threads = settings.threads if settings.device == "cpu" else usable_cpus() // (prepared.workers or 1)
     return min(max(1, threads), _MAX_DECODE_THREADS)

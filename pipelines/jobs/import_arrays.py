@@ -53,7 +53,7 @@ class ArraysResult:
     """What an import wrote.
 
     Attributes:
-        rows, shards: of the index.
+        rows, shards: number of rows and shards of the index.
         block_shape: (m, d).
         embed_dim: width of the embeddings.
         bytes_per_image: length of a record by precision.
@@ -150,7 +150,7 @@ def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
 
 
 def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]]:
-    """(number of rows, their columns) of consecutive parts. Checks the file before it yields."""
+    """Check the file, then yield (number of rows, their columns) for consecutive parts of it."""
     if path is None:
         return ((min(_CHUNK_ROWS, rows - start), None) for start in range(0, rows, _CHUNK_ROWS))
     import pyarrow as pa

@@ -110,7 +110,7 @@ class IndexReport:
         reference: the precision that the others are compared with.
         precisions: each stored precision.
         searches: sample searches.
-        searches_left_out: why there are none; empty if there are.
+        searches_left_out: why there are no sample searches; empty if there are any.
     """
 
     root: Path
@@ -233,7 +233,7 @@ def _fetch_seconds(store: TokenStore, row_ids: np.ndarray[Any, np.dtype[np.int64
 def _sample_searches(
     root: Path, queries: Sequence[str], k: int, on_progress: OnProgress
 ) -> tuple[list[SampleSearch], str]:
-    """(the searches, why there are none)."""
+    """(the searches, the reason if there are none)."""
     from edje_index.search.token_index import TokenIndex
 
     on_progress("sample searches", 0, len(queries))

@@ -106,7 +106,7 @@ class QuantizeReport:
         reference_bytes_per_image: length of its records.
         sample: the rows that were compared.
         queries: the queries whose candidates were re-ranked; None if re-ranking was not measured.
-        ranking_left_out: why it was not measured.
+        ranking_left_out: why re-ranking was not measured; None if it was.
         impossible: precisions that the width of the tokens does not allow, with the reason.
         precisions: the measured precisions, longest records first.
     """

@@ -215,7 +215,7 @@ def open_converter() -> Worker:
 
 
 def _check_names(config: QuantizeConfig, available: tuple[str, ...]) -> None:
-    """Raise UsageError for an unknown name, a name to add and drop, or if no precision would be left."""
+    """Raise UsageError if a name is unknown or both added and dropped, or if no precision would be left."""
     from storage_formats.codecs import codec
 
     for name in (*config.to, *config.drop, *filter(None, [config.source])):

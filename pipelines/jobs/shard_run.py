@@ -37,7 +37,7 @@ class ShardJob:
         make_task: the task of a shard.
         state_of_report: the shard and its state, from a progress report of a worker.
         state_of_receipt: the state of a finished shard.
-        rows_in_pieces: number of rows that are stored for unfinished shards; the argument is the finished shards.
+        rows_in_pieces: returns the number of rows stored for unfinished shards, given the finished shards.
         on_receipt: called with every receipt, those of earlier runs included; may raise FailedInputsError.
     """
 

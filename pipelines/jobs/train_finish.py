@@ -23,7 +23,7 @@ def finish_training(task: RunTask, on_event: OnEvent, should_stop: ShouldStop, s
     """Fit the final score to the last checkpoint, then write the bundle and `result.json`.
 
     Args:
-        task: of the training.
+        task: the training.
         on_event, should_stop: as for every job.
         started: time at which the job began, by `time.monotonic`.
     """

@@ -31,7 +31,7 @@ class PreparedAppend:
     """An append that can start.
 
     Attributes:
-        config: the request for the engine.
+        config: the same request as for a build, from which the engine is made.
         build: what to encode; None if the sources hold nothing new.
         duplicates: number of inputs that are left out, because the index or an earlier source holds their content.
     """

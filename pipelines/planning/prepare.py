@@ -1,4 +1,4 @@
-"""Prepares a build: reads what earlier runs left at the output, and makes a new plan if that is nothing.
+"""Prepares a build: reads what earlier runs left at the output, and makes a new plan if they left none.
 
 A request that cannot be served is refused before anything is stored. Once the plan is stored, an interrupted build
 resumes from it: the sources are not listed again and the settings cannot change.

@@ -54,11 +54,11 @@ def choose_workers(config: BuildConfig, settings: BuildSettings) -> int | None:
 
 
 def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo) -> int | None:
-    """Number of worker processes, as `choose_workers`.
+    """Number of worker processes that `choose_workers` returns, checked against this machine.
 
     Raises:
         UsageError: this machine lacks the device or the memory for them. The machines of a joined cluster are not
-            known here and not checked.
+            checked.
     """
     workers = choose_workers(config, settings)
     if config.address is None:

@@ -12,7 +12,7 @@ _BOTTLENECK_OF_STAGE: dict[str, Bottleneck] = {"wait": "decode", "encode": "mode
 
 
 def bottleneck(stage_seconds: Mapping[str, float]) -> Bottleneck | None:
-    """The stage that took the most seconds, as a bottleneck; None if no time was spent in any."""
+    """The bottleneck that the slowest stage stands for; None if no stage took any time."""
     slowest = max(_BOTTLENECK_OF_STAGE, key=lambda stage: stage_seconds.get(stage, 0.0))
     return _BOTTLENECK_OF_STAGE[slowest] if stage_seconds.get(slowest, 0.0) > 0 else None
 

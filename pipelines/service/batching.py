@@ -26,8 +26,8 @@ class Work:
     """What one request asks of the model.
 
     Attributes:
-        kind: works of the same kind can share a batch.
-        cost: image tokens that it reads.
+        kind: items of work of the same kind can share a batch.
+        cost: number of image tokens that it reads.
         payload: its arguments.
         run: computes the results of several payloads of this kind, in order.
     """
@@ -56,7 +56,7 @@ class _Job:
 
 
 class Batcher:
-    """Runs works on one thread, several at once where they are of the same kind.
+    """Runs the work of requests on one thread; work of the same kind shares a batch.
 
     Args:
         limits: length of the queue, budget of a batch, and time until the deadline.
@@ -80,11 +80,11 @@ class Batcher:
         return len(self._jobs)
 
     async def start(self) -> None:
-        """Begin to run works."""
+        """Start to run batches."""
         self._task = asyncio.create_task(self._run_batches())
 
     async def stop(self) -> None:
-        """Refuse what waits, and wait for the batch that runs."""
+        """Refuse the waiting requests, and wait for the running batch."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -99,7 +99,7 @@ class Batcher:
         """Queue `work` and return its result.
 
         Raises:
-            ServiceError: 429 if the queue is full or the result would come after the deadline, 504 if it does.
+            ServiceError: 429 if the queue is full or the deadline cannot be met, 504 if the deadline passes.
         """
         self._check_queue(work)
         now = time.monotonic()
@@ -120,7 +120,7 @@ class Batcher:
             raise overloaded(f"{len(self._jobs)} requests are waiting, which is the limit; try again later", seconds)
         if self._jobs and seconds > self._limits.deadline_seconds:
             raise overloaded(
-                f"the requests before this one take about {seconds:.0f} s, over the deadline of "
+                f"the requests before this one will take about {seconds:.0f} s, over the deadline of "
                 f"{self._limits.deadline_seconds:g} s; try again later",
                 seconds - self._limits.deadline_seconds,
             )
@@ -143,7 +143,7 @@ class Batcher:
             await asyncio.shield(self._current)  # the thread cannot be interrupted: `stop` waits for it
 
     def _next_batch(self) -> list[_Job]:
-        """Take the first job that still matters, and later ones of its kind within the budget."""
+        """Take the first job that is neither cancelled nor late, and later ones of its kind within the budget."""
         batch: list[_Job] = []
         rest: deque[_Job] = deque()
         cost, now = 0, time.monotonic()
@@ -188,7 +188,7 @@ class Batcher:
 
 
 def _run(works: Sequence[Work]) -> list[Any]:
-    """The result of each work, or the exception that it raised. One work's error does not reach the others."""
+    """The result of each item of work, or its exception. An error of one item does not reach the others."""
     try:
         return list(works[0].run([work.payload for work in works]))
     except Exception as error:

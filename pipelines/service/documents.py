@@ -21,8 +21,8 @@ class Documents:
     """What to score, each with its position in the request.
 
     Attributes:
-        rows: position to row id or uri.
-        pictures: position to the bytes of a picture.
+        rows: row id or uri by position.
+        pictures: bytes of a picture by position.
     """
 
     rows: dict[int, int | str]
@@ -46,12 +46,12 @@ def read_documents(documents: Sequence[Document], limits: Limits) -> Documents:
         else:
             rows[position] = value
     if len(pictures) > limits.images:
-        raise ServiceError(413, f"{len(pictures)} pictures are over the limit of {limits.images}")
+        raise ServiceError(413, f"send fewer images: {len(pictures)} are over the limit of {limits.images}")
     return Documents(rows, pictures)
 
 
 def resolve_rows(index: CommittedIndex, documents: Documents) -> dict[int, int]:
-    """Position to row id. Looks uris up in the rows table, so it reads files.
+    """Row id by position. Looks uris up in the rows table, so it reads files.
 
     Raises:
         ServiceError: 422, no such row, or a row without tokens.
@@ -59,7 +59,7 @@ def resolve_rows(index: CommittedIndex, documents: Documents) -> dict[int, int]:
     try:
         row_ids = requested_rows(index, list(documents.rows.values()))
     except (RowIdError, UsageError) as error:
-        hint = "; addresses are not fetched" if "://" in str(error) else ""
+        hint = "; URLs are not fetched" if "://" in str(error) else ""
         raise ServiceError(422, f"{error}{hint}") from error
     return dict(zip(documents.rows, row_ids.tolist(), strict=True))
 
@@ -71,7 +71,7 @@ def _value(document: Document, position: int) -> int | str | bytes:
 
 
 def _text_value(text: str) -> int | str | bytes:
-    """A picture, or a row: clients that send only texts write row ids in digits."""
+    """The picture or row that a text names. Digits are a row id, for clients that can send only texts."""
     if is_data_uri(text):
         return picture_bytes(text)
     if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS:

@@ -66,7 +66,7 @@ def error_response(error: ServiceError) -> JSONResponse:
 
 
 def as_service_error(error: Exception) -> ServiceError:
-    """The answer's error for any exception. Failures of the service are logged, and the client is told no detail."""
+    """The ServiceError to send for any exception. Internal errors are logged, and the client is told no detail."""
     if isinstance(error, ServiceError):
         return error
     if isinstance(error, UsageError | RowIdError | ModelError):

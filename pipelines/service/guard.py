@@ -1,6 +1,6 @@
 """The outermost layer of the service: limits on bodies and slow clients, the Host header, keys, and safe headers.
 
-It sees a request before anything of its body is read, and works for every route.
+It sees every request before any of the body is read.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class Guard:
         allowed = self._settings.allowed_hosts
         if allowed and _host_name(headers.get("host", "")) not in allowed:
             raise ServiceError(
-                421, "this service does not answer to the host of the request; the operator can allow it"
+                421, "the host name of the request is not allowed; use another name, or ask the operator to allow it"
             )
         if self._settings.api_keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
             raise ServiceError(401, "send an API key as 'Authorization: Bearer KEY'", {"WWW-Authenticate": "Bearer"})
 
     def _has_key(self, headers: Headers) -> bool:
-        """Compares with every key, in a time that does not depend on which letters agree."""
+        """Compares with every key, in a time that does not depend on which characters match."""
         scheme, _, sent = headers.get("authorization", "").partition(" ")
         matches = [hmac.compare_digest(sent.strip().encode(), key.encode()) for key in self._settings.api_keys]
         return scheme.lower() == "bearer" and any(matches)

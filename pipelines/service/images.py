@@ -1,4 +1,4 @@
-"""Pictures in requests: base64 or data URIs, decoded within limits. Addresses are never fetched."""
+"""Pictures in requests: base64 or data URIs, decoded within limits. URLs are never fetched."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def picture_bytes(text: str) -> bytes:
         text: a data URI, or base64.
 
     Raises:
-        ServiceError: 422, it is an address or not base64.
+        ServiceError: 422, it is a URL or not base64.
     """
     match = _DATA_URI.match(text[:200])
     if match is None and _ADDRESS.match(text[:40]):
-        raise ServiceError(422, "a picture is sent as base64 or as a data URI with base64; addresses are not fetched")
+        raise ServiceError(422, "send an image as base64 or as a data URI with base64; URLs are not fetched")
     try:
         return base64.b64decode(text[match.end() if match else 0 :], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ServiceError(422, "a picture is not valid base64") from error
+        raise ServiceError(422, "an image is not valid base64; encode its bytes again") from error
 
 
 def decode_picture(data: bytes, max_pixels: int) -> Image.Image:
@@ -50,4 +50,4 @@ def decode_picture(data: bytes, max_pixels: int) -> Image.Image:
         return decode_rgb(data, max_pixels)
     except ImageError as error:
         status = 413 if error.reason == "too-many-pixels" else 422
-        raise ServiceError(status, f"cannot read a picture: {error}") from error
+        raise ServiceError(status, f"cannot read an image: {error}") from error

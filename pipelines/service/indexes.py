@@ -138,7 +138,9 @@ def open_indexes(
     names = [path.resolve().name.removesuffix(".edje") or "index" for path in paths]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
-        raise UsageError(f"two indexes are called {repeated[0]!r}: clients choose by the name of the directory")
+        raise UsageError(
+            f"two indexes are called {repeated[0]!r}, the name that clients choose by; rename the directory of one"
+        )
     opened = [
         ServedIndex(name, TokenIndex.open(path, model, device=device, dtype=dtype))
         for name, path in zip(names, paths, strict=True)

@@ -167,9 +167,12 @@ async def embed(request: Request, body: EmbedRequest) -> list[list[float]]:
     texts = [value for value in inputs if isinstance(value, str)]
     pictures = [picture_bytes(value.image) for value in inputs if isinstance(value, ImageInput)]
     if len(inputs) > state.limits.documents or len(pictures) > state.limits.images:
-        raise ServiceError(413, f"the limits are {state.limits.documents} texts and {state.limits.images} pictures")
+        raise ServiceError(
+            413,
+            f"{len(inputs)} inputs: send at most {state.limits.documents} texts or {state.limits.images} images",
+        )
     if texts and pictures:
-        raise ServiceError(422, "send either texts or pictures")
+        raise ServiceError(422, "send either texts or images")
     for text in texts:
         _check_query(state, text)
     if not inputs:
@@ -213,7 +216,7 @@ def _check_query(state: ServiceState, text: str) -> None:
     if not text.strip():
         raise ServiceError(422, "the query is empty")
     if len(text) > state.limits.query_letters:
-        raise ServiceError(413, f"a text of {len(text)} letters is over the limit of {state.limits.query_letters}")
+        raise ServiceError(413, f"a text of {len(text)} characters is over the limit of {state.limits.query_letters}")
 
 
 async def _in_thread(state: ServiceState, function: Any, *arguments: Any) -> Any:

@@ -44,7 +44,7 @@ class SearchRequest(_Request):
 
 
 class HitAnswer(BaseModel):
-    """One hit."""
+    """One hit of a search."""
 
     row_id: int
     uri: str
@@ -166,7 +166,7 @@ class EmbedRequest(BaseModel):
 
 
 class FetchRequest(_Request):
-    """Rows whose token blocks are wanted."""
+    """Row ids of the token blocks to fetch."""
 
     row_ids: list[RowId] = Field(min_length=1)
     index: Name | None = None
@@ -174,7 +174,7 @@ class FetchRequest(_Request):
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong."""
+    """The code and the message of an error."""
 
     code: str
     message: str

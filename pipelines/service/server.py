@@ -26,14 +26,14 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise UsageError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}; check the address") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(128)
     except OSError as error:
         listener.close()
-        raise UsageError(f"cannot listen at {host}:{port}: {error.strerror or error}; choose another port") from error
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another port") from error
     return listener
 
 
@@ -76,7 +76,7 @@ def run_service(
 
 @contextmanager
 def _signals_end_quietly() -> Iterator[None]:
-    """Uvicorn raises the signals that it has handled once more; a stop that was asked for is no failure."""
+    """Ignore the signals that uvicorn raises again after it has stopped: a requested stop is not a failure."""
     stops = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, lambda *_: None) for number in stops}
     try:

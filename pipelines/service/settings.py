@@ -23,7 +23,7 @@ class Limits:
         body_seconds: time a client may take to send a request's header, and then its body.
         send_seconds: time a client may take to receive each part of an answer.
         connections: open connections; more are refused.
-        query_letters: length of a query.
+        query_letters: characters in a query.
         documents: rows, pictures or texts in one request.
         images: pictures in one request, because each takes one pass of the vision tower.
         image_pixels: pixels of a picture.
@@ -56,7 +56,7 @@ class ServiceSettings:
 
     Attributes:
         limits: limits of a request.
-        api_keys: keys of which a request must send one; empty for a service without keys.
+        api_keys: a request must send one of these keys; empty for a service without keys.
         allowed_hosts: values of the Host header that are answered; empty for any. This stops pages of other sites from
             reaching a service on loopback through a name that resolves to it.
     """
@@ -85,7 +85,7 @@ def read_api_keys(text: str, source: str) -> tuple[str, ...]:
     """The keys in `text`: one per line, or separated by commas. Empty lines and lines that begin with # are skipped.
 
     Raises:
-        UsageError: a key is too short or has letters that no header can hold, or there is no key. `source` names where
+        UsageError: there is no key, or one is too short or has characters that no header can hold. `source` says where
             the text came from; the message never holds a key.
     """
     lines = [line.strip() for line in text.replace(",", "\n").splitlines()]

@@ -1,4 +1,4 @@
-"""The works that requests give to the model. Each runs in the model's thread, for several requests at once."""
+"""The work of each kind of request. It runs in the model's thread, for several requests at once."""
 
 from __future__ import annotations
 

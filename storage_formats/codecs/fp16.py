@@ -35,7 +35,7 @@ _LARGEST = 65504.0
 
 
 class FP16Codec(CompiledCodec):
-    """IEEE 754 binary16."""
+    """Stores values as IEEE 754 binary16, without a scale."""
 
     name = "fp16"
     logical_dtype = "float16"

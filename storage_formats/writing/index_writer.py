@@ -63,7 +63,7 @@ class IndexWriter:
     """
 
     def __init__(self, root: Path, spec: IndexSpec, encoder: str) -> None:
-        """Use `create`."""
+        """Use `IndexWriter.create` instead."""
         self._layout = Layout(root)
         self._spec = spec  # its number of rows is that of one shard
         self._encoder = encoder
@@ -158,8 +158,8 @@ class IndexWriter:
         If this raises, the writer is aborted.
 
         Args:
-            build_ann: writes the nearest-neighbour index and returns its description for `index.json`. None writes
-                none.
+            build_ann: writes the nearest-neighbour index and returns its description for `index.json`; None writes
+                no such index.
 
         Raises:
             UsageError: no row was appended, or the writer is closed.

@@ -156,7 +156,9 @@ def remove_snapshots(index: CommittedIndex, keep: int) -> Removal:
         UsageError: `keep` is less than 1.
     """
     if keep < 1:
-        raise UsageError(f"keep must be at least 1, the current snapshot, got {keep}", parameter="keep")
+        raise UsageError(
+            f"keep must be at least 1, because the current snapshot is always kept; got {keep}", parameter="keep"
+        )
     layout = Layout(index.root)
     numbers = earlier_snapshots(layout, index.manifest)
     removed = numbers[: max(0, len(numbers) + 1 - keep)]

@@ -90,7 +90,7 @@ def test_the_precision_of_the_tokens(run, built):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["text", "--image", "x.jpg"], "give one of TEXT, --queries and --image"),
+        (["text", "--image", "x.jpg"], "give only one of TEXT, --queries and --image"),
         (["--queries", "q.txt", "--html", "x.html"], "--html shows the hits of one TEXT"),
         (["--image", "x.jpg", "--score", "logit"], "leave it out with --image"),
         ([], "no query: give TEXT, --queries FILE or --image PHOTO"),

@@ -67,7 +67,7 @@ class PairedTest:
     Attributes:
         difference: mean of the second minus the first.
         t: the statistic.
-        p: probability of a difference at least as large if there were none; 0.0 if below the smallest float.
+        p: probability of a mean difference at least this large if the true one were 0; may underflow to 0.0.
         effect_size: Cohen's d of paired samples, the mean difference over its standard deviation.
     """
 

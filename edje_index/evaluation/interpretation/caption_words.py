@@ -1,4 +1,4 @@
-"""The words of a caption that the alignment score counts: no case, punctuation and English stop words."""
+"""The words of a caption that the alignment score counts: in lower case, without punctuation and English stop words."""
 
 from __future__ import annotations
 

@@ -66,10 +66,10 @@ class Alignment:
 
     Attributes:
         edges: edges of the histograms.
-        first: of the index.
-        second: of the index to compare with; None without one.
-        test: of the second against the first; None without one.
-        left_out: captions without content words.
+        first: scores of the index.
+        second: scores of the index to compare with; None without one.
+        test: comparison of `second` with `first`; None without `second`.
+        left_out: number of captions without content words.
     """
 
     edges: tuple[float, ...]
@@ -81,7 +81,7 @@ class Alignment:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the tokens of an index say.
+    """What the tokens of an index mean.
 
     Attributes:
         root: the index.

@@ -69,8 +69,8 @@ class WordCounts:
     Attributes:
         words: words with their counts, most frequent first.
         tokens: number of tokens.
-        special: how many of them are nearest to a special token.
-        unused: how many are nearest to an unused token.
+        special: number of tokens that are nearest to a special token.
+        unused: number of tokens that are nearest to an unused entry of the vocabulary.
     """
 
     words: tuple[tuple[str, int], ...]

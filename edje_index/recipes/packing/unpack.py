@@ -29,8 +29,8 @@ class PackedTensors:
     """The packed tensors of a bundle.
 
     Attributes:
-        arrays: ``<file>:<tensor>:<part>`` to array.
-        records: file of the bundle to tensor name to ``{"packing", "shape"}``.
+        arrays: arrays by ``<file>:<tensor>:<part>``.
+        records: ``{"packing", "shape"}`` by file of the bundle, then by name of the tensor.
     """
 
     arrays: Mapping[str, Array]

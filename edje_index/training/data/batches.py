@@ -103,7 +103,9 @@ class Features:
         blocks = self._store.fetch(rows)
         holes = self._store.holes(blocks)
         if holes.any():
-            raise CorruptIndexError(f"{self.index.root} holds no features of row {rows[holes][0]}")
+            raise CorruptIndexError(
+                f"{self.index.root} holds no features of row {rows[holes][0]}; run 'edje-index verify'"
+            )
         tensor = as_tensor(blocks)
         return tensor if self._reduction is None else self._reduction(tensor.float()).bfloat16()
 

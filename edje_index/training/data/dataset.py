@@ -119,7 +119,7 @@ class Miner:
 
     Attributes:
         text: its text tower.
-        image_embeddings: of the images to train on, float32 [n, e].
+        image_embeddings: embeddings of the images to train on, float32 [n, e].
     """
 
     text: TextTower
@@ -144,7 +144,7 @@ def prepare_data(
     """
     texts = items.texts()
     if not texts:
-        raise UsageError("no captioned image has features to train on")
+        raise UsageError("no captioned image has features to train on; check the captions and the feature index")
     ids = [np.array(caption, dtype=np.int32) for caption in _token_ids(tokenizer, texts)]
     embeddings = embed_texts(tower, texts, on_progress)
     mining = embeddings if miner.text is tower else embed_texts(miner.text, texts, on_progress)
@@ -168,7 +168,7 @@ def _token_ids(tokenizer: JointTokenizer, texts: Sequence[str]) -> list[list[int
 
 
 def _words(text: str, tokenizer: JointTokenizer) -> str:
-    """Equal for captions with the same words."""
+    """A key that is equal for captions with the same words."""
     return clean_canonicalize(text) if tokenizer.canonical else " ".join(text.lower().split()).rstrip(" .")
 
 

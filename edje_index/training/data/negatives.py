@@ -1,7 +1,7 @@
 """Hard-negative mining within a batch, by the similarities of an embedding model.
 
 The batch spans all workers. Its pairs follow from (seed, step) and every worker has all embeddings. So each worker
-computes the result of a gather without one, and can prepare batches ahead.
+computes the negatives of the whole batch without communication, and can prepare batches ahead.
 """
 
 from __future__ import annotations

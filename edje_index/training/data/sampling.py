@@ -1,8 +1,8 @@
 """Which pairs a step uses: a pure function of the seed and the step, so that resuming needs no saved state.
 
-An epoch visits every caption once, in an order of its own, as published. Of several data sets, each has a share of the
-pairs in proportion to its captions. Or an epoch visits every image once, with one of its captions; over as many epochs
-as an image has captions, each caption is then used once.
+An epoch visits every caption once, in an order of its own, as published. If there are several data sets,
+each has a share of the pairs in proportion to its captions. If `epoch_of` is "images", an epoch visits every image
+once, with one of its captions, and each caption is used once in as many epochs as the image has captions.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def finish_model(task: TrainTask, step: int | None, on_progress: OnProgress) -> 
     Weights that the settings leave open are fitted to the dev captions; without any they are 0.
 
     Args:
-        task: of the training.
-        step: of the checkpoint; None takes the last.
+        task: the training.
+        step: step of the checkpoint; None takes the last one.
         on_progress: may raise to stop.
 
     Raises:

@@ -16,9 +16,9 @@ def trained_bundle(task: TrainTask, start: ModelBundle, step: int | None = None)
     """`start` with the weights of a checkpoint, which are loaded into it, and the number of steps of its phase.
 
     Args:
-        task: of the training.
+        task: the training.
         start: the bundle of its first step.
-        step: of the checkpoint; None takes the last.
+        step: step of the checkpoint; None takes the last one.
 
     Raises:
         ModelError: the run has no such checkpoint of its last phase.

@@ -1,7 +1,7 @@
 """Checkpoints: everything that a training needs to continue as if it had never stopped.
 
 All random numbers follow from (seed, step), so weights, optimiser state and the step are sufficient. A file appears
-under its name complete or not at all. The last two are kept, and those that a run asks for.
+under its name complete or not at all. The last two checkpoints are kept, and those that a run asks to keep.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TrainState:
         run: fingerprint of everything that decides the training.
         stage: number of the phase, counted from 0.
         step: finished optimiser steps of that phase.
-        weights: of the phase's module. The alignment phase has the adapter alone.
+        weights: weights of the phase's module, which in the alignment phase is the adapter alone.
         optimizer: state of the optimiser.
         skipped: steps without a finite gradient, in total and in a row.
     """
@@ -106,7 +106,7 @@ class Checkpoints:
         try:
             return self._read(path)
         except _UnreadableError as error:
-            raise ModelError(f"cannot read {path}: {error}") from error
+            raise ModelError(f"cannot read {path}: {error}; export another step") from error
 
     def _read(self, path: Path) -> TrainState:
         try:

@@ -24,7 +24,7 @@ class Evaluation:
 
     Attributes:
         every: steps between two evaluations.
-        recalls: R@1 between 0 and 1 of the modules as they are now, by name.
+        recalls: measures the modules as they are now and returns R@1, between 0 and 1, by name.
     """
 
     every: int

@@ -84,9 +84,9 @@ class TrainTask:
         data: folder of a `TrainingData`.
         temperature: temperature of the softmax that mines negatives; 0 takes the most similar.
         steps: optimiser steps of the joint phase.
-        teacher: None without distillation.
+        teacher: the teacher; None without distillation.
         new_adapter: whether the adapter of the first step is untrained.
-        views: None without augmented views.
+        views: augmented views; None without any.
         dev: captions that are not trained on; None without any.
     """
 

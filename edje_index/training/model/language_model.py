@@ -71,7 +71,9 @@ def _assign(joint: JointEncoder, state: State, folder: Path) -> None:
         elif name in target and target[name].shape == tensor.shape:
             target[name].copy_(tensor)
         elif name.startswith("bert."):
-            raise ModelError(f"the weights in {folder} do not fit their config.json: {name} is {list(tensor.shape)}")
+            raise ModelError(
+                f"the weights in {folder} do not fit their config.json: {name} has the shape {list(tensor.shape)}"
+            )
     missing = [name for name in target if name.startswith("bert.") and name not in state and name != WORD_EMBEDDINGS]
     if missing:
         raise ModelError(f"the weights in {folder} lack {len(missing)} tensors of the language model ({missing[0]})")

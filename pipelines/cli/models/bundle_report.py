@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def report_bundle(info: BundleInfo, *, as_json: bool) -> None:
-    """Print what was written."""
+    """Print the path, the tower and the fingerprint of a bundle that was written."""
     if as_json:
         print_json(
             {

@@ -1,4 +1,4 @@
-"""`edje-index model fetch-towers`."""
+"""The command `edje-index model fetch-towers`."""
 
 from __future__ import annotations
 

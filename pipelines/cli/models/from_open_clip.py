@@ -1,4 +1,4 @@
-"""`edje-index model from-open-clip`."""
+"""The command `edje-index model from-open-clip`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIRECTORY = click.Path(path_type=Path)
 @click.argument("tower", metavar="MODEL[:PRETRAINED]")
 @click.option("--out", required=True, type=_DIRECTORY, help="New directory for the bundle.")
 @click.option("--text-tokenizer", type=_DIRECTORY, help="Tokenizer of the text tower, if it cannot be downloaded.")
-@click.option("--random", "untrained", is_flag=True, help="Random weights, to try commands without a download.")
+@click.option("--random", "untrained", is_flag=True, help="Use random weights, to try commands without a download.")
 @json_option
 def from_open_clip(tower: str, out: Path, text_tokenizer: Path | None, untrained: bool, as_json: bool) -> None:
     """Make a bundle of plain open_clip towers, which searches by embedding alone.

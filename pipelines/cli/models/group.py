@@ -1,4 +1,4 @@
-"""`edje-index model`."""
+"""The command group `edje-index model`."""
 
 from __future__ import annotations
 

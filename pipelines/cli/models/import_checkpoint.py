@@ -1,4 +1,4 @@
-"""`edje-index model import`."""
+"""The command `edje-index model import`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def import_checkpoint(
     """Convert a trained checkpoint into a bundle.
 
     CHECKPOINT is a file of the published training code; it holds the adapter and the joint encoder. The vision tower
-    that they were trained with comes from open_clip. If CHECKPOINT holds a tower too, both must be the same.
+    that they were trained with comes from open_clip. If CHECKPOINT holds a tower too, the two towers must be equal.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`edje-index model init`."""
+"""The command `edje-index model init`."""
 
 from __future__ import annotations
 

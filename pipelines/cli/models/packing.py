@@ -1,4 +1,4 @@
-"""`edje-index model pack` and `edje-index model unpack`."""
+"""The commands `edje-index model pack` and `edje-index model unpack`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edje-index model show`."""
+"""The command `edje-index model show`."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def _view_index(
 def _crop(
     photos: Sequence[CaptionedImage], files: Path, config: TrainConfig, start: StartModel, builder: IndexBuilder
 ) -> Path:
-    """Write the views of the photos to `files`; returns a list of them. If it is stopped, it starts again."""
+    """Write the views of the photos to `files` and return the file that lists them. A stopped run begins again."""
     from pipelines.sources import iter_all, open_sources
 
     views, names = config.augmentation.views, {display_path(os.fsencode(photo.path)) for photo in photos}

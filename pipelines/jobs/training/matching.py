@@ -41,7 +41,7 @@ class MatchedCaptions:
         items: the images to train on.
         captions: their rows in `features` and their captions.
         dev: the same for the dev captions; None without dev captions.
-        left_out: number of images to train on without features, by reason, and of "blank-caption" captions.
+        left_out: number of images to train on without features, by reason; "blank-caption" counts blank captions.
     """
 
     features: CommittedIndex
@@ -55,8 +55,7 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
     """The captions whose images have features in `index`. Images that could not be decoded are left out.
 
     Raises:
-        UsageError: an image is not in the index at all, or all images to train on, or of the dev captions, are left
-            out.
+        UsageError: an image is missing from the index, or no image to train on or no dev image has features.
     """
     from edje_index.captions.matching import NOT_IN_INDEX
 

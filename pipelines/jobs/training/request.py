@@ -93,7 +93,7 @@ class RunSettings(Settings):
 
 
 class TrainRequest(Settings):
-    """One training run."""
+    """A request to train a model bundle."""
 
     inputs: TrainingInputs
     run: RunSettings

@@ -19,7 +19,7 @@ class TrainResult:
         fingerprint: fingerprint of the bundle.
         run: fingerprint of the settings and data of the training.
         images, captions: numbers of images and captions trained on.
-        left_out: number of images without features, by reason, and of captions with "blank-caption".
+        left_out: number of images without features, by reason; "blank-caption" counts blank captions.
         steps: finished steps of the joint phase.
         seconds: wall time of this run.
         last: the last log record.

@@ -37,7 +37,7 @@ def run_training(
     check_request(request, config)
     with locked_index(run.folder):
         if run.export and not (run.folder / "checkpoints").is_dir():
-            raise UsageError(f"{run.folder} holds no checkpoint to export; is run.dir the folder of the training?")
+            raise UsageError(f"{run.folder} holds no checkpoint to export; set run.dir to the folder of the training")
         on_event(StatusMessage("reading captions"))
         given = read_inputs(request.inputs)
         fingerprint = begin_run(run.folder, training_record(request.inputs, given, config))

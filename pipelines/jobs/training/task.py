@@ -22,8 +22,8 @@ class FinishTask:
         export: whether to write the bundle of the last checkpoint only, without a `result.json`.
         trained_on: the training data in words, for the notes of the bundle.
         images, captions: numbers of images and captions to train on.
-        left_out: number of images without features, by reason, and of captions with "blank-caption".
-        step: of the checkpoint to export; None takes the last.
+        left_out: number of images without features, by reason; "blank-caption" counts blank captions.
+        step: step of the checkpoint to export; None takes the last one.
     """
 
     out: Path

@@ -118,8 +118,8 @@ def test_weights_from_a_file_and_random_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("vision", "message"),
-    [("Nope", "knows no model 'Nope'"), ("ViT-B-32:openai", "name of open_clip without weights"),
-     ("local-dir:/x", "name of open_clip without weights")],
+    [("Nope", "knows no model 'Nope'"), ("ViT-B-32:openai", "name of open_clip without a tag"),
+     ("local-dir:/x", "name of open_clip without a tag")],
 )  # fmt: skip
 def test_random_weights_need_a_name(tmp_path: Path, vision: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):

@@ -235,7 +235,7 @@ def test_the_recorded_tower_is_the_default(tmp_path: Path, siglip: SiglipModel) 
     for name in OPEN_CLIP_NAMES.values():
         model, _, tag = name.partition(":")
         assert tag in known[model]
-    for config, message in (({}, "names none"), ({"siglip_path": "mine"}, "names 'mine'")):
+    for config, message in (({}, "names no tower"), ({"siglip_path": "mine"}, "names the unknown tower 'mine'")):
         path = checkpoint(tmp_path / message.replace(" ", ""), siglip, **config)
         with pytest.raises(ModelError, match=message):
             import_checkpoint(path, None, tmp_path / "bundle")
