@@ -130,7 +130,7 @@ def test_ray_runs_the_task_of_a_killed_worker_again_and_gives_up_on_one_that_alw
 @pytest.mark.parametrize("action", ["stop_once", "read_fifo_once"])
 def test_ray_replaces_a_worker_that_hangs(tmp_path, action):
     jobs = [Job(1, action), Job(2), Job(3)]
-    outcomes = {outcome.task.name: outcome for outcome in run(RayEngine(2, stall_seconds=3), tmp_path, jobs)}
+    outcomes = {outcome.task.name: outcome for outcome in run(RayEngine(2, stall_seconds=8), tmp_path, jobs)}
     assert outcomes == {job.name: TaskDone(job, job.name * 10) for job in jobs}
     assert (tmp_path / "1").read_text().count("attempt") == 2
 
