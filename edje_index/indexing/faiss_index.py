@@ -61,27 +61,32 @@ def add_ann(root: str | Path) -> Manifest:
     """
     manifest, layout = Manifest.load(root), Layout(Path(root))
     with name_missing_extra("search"):
-        if manifest.snapshot.number:  # earlier snapshots name the existing file
-            ann = _description(manifest.spec, [_write_part(layout, manifest.spec, list(manifest.spec.shard_numbers()))])
-        else:
-            ann = build_ann(root, manifest.spec)
+        # Earlier snapshots name the existing file, so the new one needs another name.
+        ann = build_ann(root, manifest.spec, replace_file=not manifest.snapshot.number)
     changed = replace(manifest, ann=ann)
     changed.write(layout)
     return changed
 
 
-def build_ann(root: str | Path, spec: IndexSpec) -> dict[str, Any]:
-    """Build `ann/index.faiss` from the committed embeddings and return its description for the manifest.
+def build_ann(root: str | Path, spec: IndexSpec, *, replace_file: bool = True) -> dict[str, Any]:
+    """Build the FAISS index of the committed embeddings and return its description for the manifest.
 
     The index is exact (flat) up to `FLAT_LIMIT` rows, and has inverted lists of exact vectors above. The same
     embeddings give the same bytes.
+
+    Args:
+        root: directory of the index.
+        spec: its shape.
+        replace_file: write `ann/index.faiss`, instead of a file with a name of its own.
 
     Raises:
         OSError: the file cannot be written.
     """
     layout = Layout(Path(root))
-    part = _write_part(layout, spec, list(spec.shard_numbers()), layout.ann_index)
-    return _description(spec, [{name: value for name, value in part.items() if name != "vectors"}], part["vectors"])
+    file = _write_part(layout, spec, list(spec.shard_numbers()), layout.ann_index if replace_file else None)
+    vectors = file.pop("vectors") if replace_file else file["vectors"]
+    kind = "flat" if spec.used_rows <= FLAT_LIMIT else "ivf-flat"
+    return {"kind": kind, "metric": "inner-product", "vectors": vectors, "files": [file]}
 
 
 def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str, Any]:
@@ -98,15 +103,6 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str
     part = _write_part(layout, spec, spec.segment_shards(spec.used_segments[-1]))
     parts = [{"vectors": ann["vectors"], **file} for file in ann["files"]]
     return {**ann, "vectors": ann["vectors"] + part["vectors"], "files": [*parts, part]}
-
-
-def _description(spec: IndexSpec, files: list[dict[str, Any]], vectors: int | None = None) -> dict[str, Any]:
-    return {
-        "kind": "flat" if spec.used_rows <= FLAT_LIMIT else "ivf-flat",
-        "metric": "inner-product",
-        "vectors": sum(file["vectors"] for file in files) if vectors is None else vectors,
-        "files": files,
-    }
 
 
 def _write_part(layout: Layout, spec: IndexSpec, shards: Sequence[int], path: Path | None = None) -> dict[str, Any]:

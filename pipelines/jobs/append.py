@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipelines.engines.base import describe_error
 from pipelines.jobs.encode_shards import encode_shards
-from pipelines.jobs.failed_inputs import FailedInputsError, check_any_indexed
+from pipelines.jobs.failed_inputs import FailedInputsError
 from pipelines.jobs.leftovers import remove_leftovers
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.append import PreparedAppend, is_committed, prepare_append
@@ -83,6 +83,10 @@ def run_append(config: AppendConfig, on_event: OnEvent, should_stop: ShouldStop 
             try:
                 receipts = encode_shards(prepared.config, prepared.build, on_event, should_stop).receipts
                 manifest = _publish(prepared, prepared.build.plan, index, receipts, on_event)
+            except FailedInputsError as error:
+                if not error.over_limit:
+                    _discard(index)
+                raise
             except OSError as error:
                 reason = f"cannot write {config.root}: {describe_error(error)}; finished shards are kept"
                 raise JobStopped(reason) from error
@@ -112,11 +116,6 @@ def _publish(
     from storage_formats.writing.publish import add_counts, check_receipts, total_counts
     from storage_formats.writing.snapshots import commit_snapshot
 
-    try:
-        check_any_indexed(plan, receipts)
-    except FailedInputsError:
-        _discard(index)
-        raise
     check_receipts(receipts, plan.shards)
     on_event(StatusMessage("extending the nearest-neighbour index"))
     layout, manifest = Layout(index.root), index.manifest

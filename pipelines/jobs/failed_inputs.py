@@ -37,7 +37,7 @@ class FailedInputsError(EdjeError):
 
 
 class FailureLimit:
-    """Counts the failed inputs of a build, shard by shard, and ends the build when there are too many.
+    """Counts the failed inputs of a build, shard by shard. Ends the build if there are too many, or nothing else.
 
     Args:
         plan: the build.
@@ -60,37 +60,38 @@ class FailureLimit:
         """Count the failed inputs of a finished shard.
 
         Raises:
-            FailedInputsError: too many inputs have failed.
+            FailedInputsError: too many inputs have failed, or no input of any shard was indexed.
         """
         self._receipts.append(receipt)
         self._failed.update(receipt.failed)
-        if self._failed.total() <= self._allowed:
-            return
+        if self._failed.total() > self._allowed:
+            raise self._over_limit()
+        if len(self._receipts) == len(self._plan.shards) and not any(receipt.indexed for receipt in self._receipts):
+            raise self._none_indexed()
+
+    def _over_limit(self) -> FailedInputsError:
         done = sum(receipt.rows for receipt in self._receipts)
         so_far = "" if done == self._plan.rows else " so far"
         problem = (
             f"{self._failed.total():,} of {counted(done, 'input')} failed{so_far}, more than {self._limit} "
             f"({_reasons(self._failed)}). The first are {_first_failures(self._plan, self._receipts)}"
         )
-        raise FailedInputsError(
+        return FailedInputsError(
             f"{problem}. {len(self._receipts):,} of {counted(len(self._plan.shards), 'shard')} are finished and kept",
             f"raise max_failed to index the other inputs all the same; or correct the sources, {self._plan.restart}",
             over_limit=True,
         )
 
-
-def check_any_indexed(plan: BuildPlan, receipts: list[ShardReceipt]) -> None:
-    """Raise FailedInputsError if no input was indexed: an empty index would hide the cause."""
-    if any(receipt.indexed for receipt in receipts):
-        return
-    failed = sum((Counter(receipt.failed) for receipt in receipts), Counter[str]())
-    unchanged = "nothing was appended" if plan.is_append else "no index was written"
-    raise FailedInputsError(
-        f"none of the {counted(failed.total(), 'input')} could be indexed ({_reasons(failed)}), so {unchanged}. The "
-        f"first are {_first_failures(plan, receipts)}",
-        "correct the sources and append again" if plan.is_append else f"correct the sources, {plan.restart}",
-        over_limit=False,
-    )
+    def _none_indexed(self) -> FailedInputsError:
+        """The error for an index without blocks, which would hide the cause."""
+        plan = self._plan
+        unchanged = "nothing was appended" if plan.is_append else "no index was written"
+        return FailedInputsError(
+            f"none of the {counted(self._failed.total(), 'input')} could be indexed ({_reasons(self._failed)}), so "
+            f"{unchanged}. The first are {_first_failures(plan, self._receipts)}",
+            "correct the sources and append again" if plan.is_append else f"correct the sources, {plan.restart}",
+            over_limit=False,
+        )
 
 
 def _reasons(failed: Counter[str]) -> str:

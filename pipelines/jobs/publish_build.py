@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from pipelines.jobs.failed_inputs import check_any_indexed
 from pipelines.planning.plan import BuildPlan
 from pipelines.progress.events import OnEvent, StatusMessage
 
@@ -18,13 +17,11 @@ def publish_build(plan: BuildPlan, receipts: list[ShardReceipt], on_event: OnEve
     """Build the nearest-neighbour index and commit the manifest.
 
     Raises:
-        FailedInputsError: no input was indexed.
         OSError: the index cannot be written.
     """
     from edje_index.indexing.faiss_index import build_ann
     from storage_formats.writing.publish import Provenance, finish_index
 
-    check_any_indexed(plan, receipts)
     on_event(StatusMessage("building the nearest-neighbour index"))
     ann = build_ann(plan.root, plan.spec)
     settings = {**asdict(plan.settings), "inputs_digest": plan.inputs_digest}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipelines.planning.config import AppendConfig, BuildConfig
-from pipelines.planning.inputs import check_frozen_inputs, count_ignored, removed_on_failure, write_input_lists
+from pipelines.planning.inputs import check_frozen_inputs, removed_on_failure, write_input_lists
 from pipelines.planning.plan import BuildPlan, BuildSettings, model_record, plan_of_manifest, read_plan
 from pipelines.planning.prepare import PreparedBuild
 from pipelines.planning.resources import check_index_size, check_workers
@@ -149,7 +149,7 @@ def _new_plan(
     should_stop: ShouldStop,
 ) -> BuildPlan:
     """The plan of the new inputs, which are written to `build/inputs/`; without input lists if there are none."""
-    from pipelines.sources import digested, iter_all, mark_duplicates, open_sources
+    from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
 
     manifest, spec = index.manifest, index.manifest.spec
     sources, digest = open_sources(config.sources, config.column), hashlib.sha256()

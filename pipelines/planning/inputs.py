@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import itertools
 import shutil
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
     from edje_index.images.inputs import InputRef
-    from pipelines.sources import Source
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
         UsageError: a source cannot be used, or there are no inputs.
         JobStopped: `should_stop()` returned True.
     """
-    from pipelines.sources import digested, iter_all, mark_duplicates, open_sources
+    from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
 
     sources = open_sources(config.sources, config.column)
     digest = hashlib.sha256()
@@ -136,14 +134,6 @@ def check_frozen_inputs(plan: BuildPlan, finished_shards: Container[int]) -> Non
                 f"{path}, a list of inputs, was damaged after the {kind} began ({damage}); restore the file, or "
                 f"{plan.restart}"
             )
-
-
-def count_ignored(sources: list[Source]) -> dict[str, int]:
-    """Number of entries of `sources` that are not inputs, by suffix or reason."""
-    total: Counter[str] = Counter()
-    for source in sources:
-        total.update(source.ignored)
-    return dict(sorted(total.items()))
 
 
 def _no_images(ignored: dict[str, int]) -> str:

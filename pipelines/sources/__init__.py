@@ -5,6 +5,15 @@ from __future__ import annotations
 from pipelines.sources.base import Source
 from pipelines.sources.dedupe import mark_duplicates
 from pipelines.sources.digest import digested
-from pipelines.sources.opening import ACCEPTED, iter_all, open_source, open_sources
+from pipelines.sources.opening import ACCEPTED, count_ignored, iter_all, open_source, open_sources
 
-__all__ = ["ACCEPTED", "Source", "digested", "iter_all", "mark_duplicates", "open_source", "open_sources"]
+__all__ = [
+    "ACCEPTED",
+    "Source",
+    "count_ignored",
+    "digested",
+    "iter_all",
+    "mark_duplicates",
+    "open_source",
+    "open_sources",
+]

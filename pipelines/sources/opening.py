@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import stat
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -142,3 +142,11 @@ def _refuse_overlaps(sources: Sequence[Source]) -> None:
             if outer is not None and outer.kind == "folder":
                 raise UsageError(f"{source.spec} lies inside {outer.spec}; leave one out", parameter="sources")
             path, parent = parent, os.path.dirname(parent)
+
+
+def count_ignored(sources: Sequence[Source]) -> dict[str, int]:
+    """Number of entries of `sources` that are not inputs, by suffix or reason."""
+    total: Counter[str] = Counter()
+    for source in sources:
+        total.update(source.ignored)
+    return dict(sorted(total.items()))

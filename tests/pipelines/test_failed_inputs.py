@@ -27,7 +27,7 @@ from storage_formats.format.receipts import ShardReceipt
 )
 def test_the_number_of_inputs_that_may_fail(monkeypatch, rows, max_failed, allowed):
     monkeypatch.setattr(failed_inputs, "_first_failures", lambda plan, receipts: "a.jpg (empty)")
-    spec = IndexSpec(rows=rows, shard_size=rows + 1, block_shape=(4, 16), embed_dim=8)
+    spec = IndexSpec(rows=rows, shard_size=rows - 1, block_shape=(4, 16), embed_dim=8)
     plan = BuildPlan(Path("photos.edje"), spec, {}, None, "", 0, {})
 
     def check(failed: int) -> None:
