@@ -29,6 +29,7 @@ from storage_formats.writing.token_shard import shard_index_bytes
 
 _MAX_ZARR_BYTES = 1 << 20
 _PIECE_BYTES = 8 << 20
+_SHARD_TABLE = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
 
 
 @dataclass(frozen=True)
@@ -319,7 +320,8 @@ def _check_strays(layout: Layout, manifest: Manifest) -> Iterator[Problem]:
         return
     for path in (path for folder in layout.data_folders() for path in sorted(folder.rglob("*"))):
         where = layout.relative(path)
-        belongs = path.name == "zarr.json" or where in named
+        is_table = _SHARD_TABLE.fullmatch(where) is not None  # a conversion leaves the one before
+        belongs = path.name == "zarr.json" or is_table or where in named
         if not path.is_dir() and not belongs and not (layout.build.exists() and _is_unfinished(where, manifest)):
             yield Problem(where, "stray-file", "does not belong to this index; delete it")
 

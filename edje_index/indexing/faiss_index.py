@@ -27,6 +27,7 @@ from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.format.tombstones import read_tombstones
 from storage_formats.reading.embeddings import IndexedEmbeddings
+from storage_formats.writing.snapshots import kept_snapshots, named_files
 
 FLAT_LIMIT = 100_000
 """Largest number of rows with an exact index: a scan of 100,000 x 768 takes about 10 ms on two cores."""
@@ -65,6 +66,10 @@ def add_ann(root: str | Path) -> Manifest:
         ann = build_ann(root, manifest.spec, replace_file=not manifest.snapshot.number)
     changed = replace(manifest, ann=ann)
     changed.write(layout)
+    named = named_files(layout, kept_snapshots(CommittedIndex(layout.root, changed)))
+    for path in layout.ann.glob("index-*.faiss"):
+        if layout.relative(path) not in named:
+            path.unlink()
     return changed
 
 

@@ -232,6 +232,8 @@ def drop_precision(root: str | Path, name: str) -> Manifest:
 def remove_leftovers(root: str | Path) -> None:
     """Delete files that no snapshot names: dropped precisions, abandoned conversions, `build/`.
 
+    Earlier shard tables stay, for readers that have the index open.
+
     If a run dies between a commit and this call, the files stay for the next run; they only take space. The caller
     holds the lock of the index and has nothing to resume.
     """

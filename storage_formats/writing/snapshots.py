@@ -168,14 +168,22 @@ def remove_snapshots(index: CommittedIndex, keep: int) -> Removal:
         fsync_path(layout.snapshot(0).parent)
     remove_unfinished(layout)
     remove_build(layout)
-    sizes = remove_unnamed_files(layout, kept_snapshots(index))
+    sizes = remove_unnamed_files(layout, kept_snapshots(index), tables=True)
     write_array_shapes(layout, index.manifest.spec)
     return Removal(tuple(removed), len(sizes), sum(sizes))
 
 
-def remove_unnamed_files(layout: Layout, manifests: Sequence[Manifest]) -> list[int]:
-    """Remove the files of an index that none of `manifests` names; returns their lengths. Foreign files stay."""
+def remove_unnamed_files(layout: Layout, manifests: Sequence[Manifest], *, tables: bool = False) -> list[int]:
+    """Remove the files of an index that none of `manifests` names; returns their lengths. Foreign files stay.
+
+    Args:
+        layout: the index.
+        manifests: its snapshots.
+        tables: also remove shard tables, which readers that opened the index before a conversion still need.
+    """
     named = named_files(layout, manifests)
+    if not tables:
+        named |= {layout.relative(path) for path in layout.shard_table(0).parent.glob("shards-*.parquet")}
     sizes = []
     for path in (path for folder in layout.data_folders() for path in sorted(folder.rglob("*"), reverse=True)):
         where = layout.relative(path)

@@ -7,7 +7,8 @@ import zarr
 
 from storage_formats import CorruptIndexError, TokenStore, UsageError, codec, precisions, verify_index
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.rows import read_index_rows
 from storage_formats.writing.conversion import (
     ConversionInterrupted,
     ConversionTask,
@@ -128,7 +129,8 @@ def test_only_files_that_no_manifest_names_are_removed(built):
     for killed_in_writing in (".index.json.1f", "manifest/.shards-00.parquet.1f", "tokens/bf16/.zarr.json.1f"):
         (root / killed_in_writing).write_text("")
     remove_leftovers(root)
-    assert {path for path in root.rglob("*") if path.is_file()} - {root / "index.json"} == others
+    tables = set((root / "manifest").glob("shards-*.parquet"))
+    assert {path for path in root.rglob("*") if path.is_file()} - {root / "index.json"} == others | tables
     assert {path.name for path in (root / "tokens").iterdir()} == {"zarr.json", "bf16", "mine"}
     assert [path.name for path in (root / "checksums").iterdir()] == ["bf16"]
     assert not Layout(root).build.exists()
@@ -137,5 +139,16 @@ def test_only_files_that_no_manifest_names_are_removed(built):
     drop_precision(root, "bf16")
     remove_leftovers(root)
     assert not (root / "tokens/bf16").exists()
-    assert len(list((root / "manifest").iterdir())) == 1
+    assert len(list((root / "manifest").iterdir())) == 3  # earlier tables stay for open readers
+    assert verify_index(root) == []
+
+
+def test_what_was_opened_before_a_conversion_is_read_after_it(built):
+    root, expected = built
+    opened = CommittedIndex.open(root)
+    with TokenStore(opened) as store:
+        convert(root, ["fp8"])
+        remove_leftovers(root)
+        assert same_bits(store.fetch(range(SPEC.rows)), expected)
+        assert read_index_rows(opened)["row_id"].to_pylist() == list(range(SPEC.rows))
     assert verify_index(root) == []
