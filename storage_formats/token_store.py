@@ -21,7 +21,7 @@ from storage_formats.errors import UsageError
 from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.tombstones import Tombstones, live_rows, read_tombstones, rows_in_use
+from storage_formats.format.tombstones import Tombstones, live_rows, rows_in_use
 from storage_formats.reading.base import Batch, DestinationFactory
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Checker, block_destinations, read_batch, record_destinations
@@ -57,12 +57,10 @@ class TokenStore:
     def __init__(
         self, index: CommittedIndex, precision: str = "bf16", engine: str = "auto", *, verify_reads: bool = True
     ) -> None:
-        self._codec: Codec = _held_codec(index, precision)
-        self._path = functools.partial(_shard_path, Layout(index.root), self._codec)
+        self.precision = precision
         self._verify_reads = verify_reads
         self._view = self._view_of(index)
         self._engines = ReadEngines(self._view.files, engine)
-        self.precision = precision
 
     @classmethod
     def open(
@@ -121,7 +119,6 @@ class TokenStore:
         before, index = self._view.index.manifest, CommittedIndex.open(self._view.index.root)
         if (before.plan, before.spec.shard_size) != (index.manifest.plan, index.manifest.spec.shard_size):
             raise UsageError(f"{index.root} is another index than the one that was opened; open it again")
-        _held_codec(index, self.precision)
         self._view = self._view_of(index)
         return index.manifest.snapshot.number
 
@@ -143,12 +140,12 @@ class TokenStore:
     @property
     def record_bytes(self) -> int:
         """Length of a stored block in bytes."""
-        return self._codec.record_bytes
+        return self._view.codec.record_bytes
 
     @property
     def block_shape(self) -> tuple[int, int]:
         """(m, d), tokens per block and values per token."""
-        return self._codec.block_shape
+        return self._view.codec.block_shape
 
     @overload
     def fetch(self, row_ids: RowIds, out: Blocks | None = None) -> Blocks: ...
@@ -192,7 +189,7 @@ class TokenStore:
         ids = view.checked(row_ids)
         out = self.empty(len(ids)) if out is None else check_out(out, len(ids), self.block_shape)
         if len(ids):
-            destinations = block_destinations(self._codec, out, self._engines.buffers, view.checker)
+            destinations = block_destinations(view.codec, out, self._engines.buffers, view.checker)
             self._read(view.batch(ids), destinations, out, hole=np.array(np.nan, dtype=out.dtype))
         if not as_torch:
             return out
@@ -222,7 +219,7 @@ class TokenStore:
         """
         view = self._view
         ids = view.checked(row_ids)
-        shape = (len(ids), self._codec.record_bytes)
+        shape = (len(ids), view.codec.record_bytes)
         if out is None:
             out = aligned_bytes(shape[0] * shape[1]).reshape(shape)
         if out.dtype != np.uint8 or out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
@@ -231,7 +228,7 @@ class TokenStore:
                 f"got {out.dtype} {list(out.shape)}"
             )
         if len(ids):
-            self._read(view.batch(ids), record_destinations(out, view.checker), out, hole=fill_record(self._codec)[0])
+            self._read(view.batch(ids), record_destinations(out, view.checker), out, hole=fill_record(view.codec)[0])
         return out
 
     def empty(self, count: int) -> Blocks:
@@ -341,11 +338,13 @@ class TokenStore:
         self.close()
 
     def _view_of(self, index: CommittedIndex) -> _View:
-        files = StoreFiles(self._path, self._codec.record_bytes, index.manifest.spec)
+        codec = _held_codec(index, self.precision)
+        path = functools.partial(_shard_path, Layout(index.root), codec)
+        files = StoreFiles(path, codec.record_bytes, index.manifest.spec)
         files.check_lengths()
-        checksum_path = functools.partial(Layout(index.root).checksums, self._codec.name)
-        checksums = BlockChecksums(index, checksum_path, self._path) if self._verify_reads else None
-        return _View(index, files, read_tombstones(index), checksums)
+        checksum_path = functools.partial(Layout(index.root).checksums, codec.name)
+        checksums = BlockChecksums(index, checksum_path, path) if self._verify_reads else None
+        return _View(index, codec, files, index.deleted, checksums)
 
     def _read(
         self, requested: _Requested, destinations: DestinationFactory, out: NDArray[Any], *, hole: NDArray[Any]
@@ -383,6 +382,7 @@ class _View:
     """What a store reads: one snapshot of the index."""
 
     index: CommittedIndex
+    codec: Codec
     files: StoreFiles
     deleted: Tombstones
     checksums: BlockChecksums | None

@@ -303,7 +303,7 @@ class _ShardCheck:
 
 def _check_tombstones(root: str | Path, manifest: Manifest) -> Iterator[Problem]:
     try:
-        read_tombstones(CommittedIndex(Path(root), manifest))
+        read_tombstones(Path(root), manifest.spec, manifest.snapshot)
     except CorruptIndexError as error:
         yield Problem(manifest.snapshot.deleted.path if manifest.snapshot.deleted else "", "deleted-rows", str(error))
 

@@ -25,7 +25,6 @@ from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.format.shard_table import FileEntry
-from storage_formats.format.tombstones import read_tombstones
 from storage_formats.reading.embeddings import IndexedEmbeddings
 from storage_formats.writing.snapshots import kept_snapshots, named_files
 
@@ -218,7 +217,7 @@ def _open_part(index: CommittedIndex, file: dict[str, Any]) -> Any:
 
 def _live_bitmap(index: CommittedIndex) -> NDArray[np.uint8] | None:
     """One bit per row, lowest first, set unless the row is deleted; None if no row is deleted."""
-    deleted = read_tombstones(index)
+    deleted = index.deleted
     if not len(deleted):
         return None
     is_live = np.ones(index.manifest.spec.rows, dtype=np.bool_)

@@ -12,17 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.checksum import crc32c, crc32c_stream
+from storage_formats.format.checksum import crc32c_stream
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import ParquetRowGroups
-from storage_formats.format.shard_table import SHARD_TABLE_SCHEMA, FileEntry
-
-_REMEDY = (
-    "it was damaged or exchanged with another, or the index was replaced while it was open. Open the index again; if "
-    "the error stays, run 'edje-index verify'"
-)
+from storage_formats.format.shard_table import EXCHANGED, SHARD_TABLE_SCHEMA, FileEntry
 
 
 class CommittedFiles:
@@ -55,14 +50,6 @@ class CommittedFiles:
                 if here := [shard for shard in missing if shard in of_segment]:
                     self._load(table, here)
             return {shard: self._files[shard] for shard in requested}
-
-    def check(self, shard: int, content: bytes) -> None:
-        """Check `content`, the whole contents of the file of `shard`.
-
-        Raises:
-            CorruptIndexError: the contents differ from the committed ones, or the table cannot be read.
-        """
-        check_content(self._path(shard), self.files([shard])[shard], content)
 
     def _load(self, table: _Table, shards: list[int]) -> None:
         prefix = f"{self._layout.relative(self._path(0).parent)}/"
@@ -97,7 +84,7 @@ class _Table:
                 groups = list(self._groups.read(file, shards))
                 return [group.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA) for group in groups]
         except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-            raise CorruptIndexError(f"cannot read the shard table {self.path}: {error}; {_REMEDY}") from error
+            raise CorruptIndexError(f"cannot read the shard table {self.path}: {error}; {EXCHANGED}") from error
 
     def _open(self, file: BinaryIO) -> None:
         status = os.fstat(file.fileno())
@@ -105,16 +92,6 @@ class _Table:
         if identity == self._identity:
             return
         if (status.st_size, crc32c_stream(file)) != (self._entry.bytes, self._entry.crc32c):
-            raise CorruptIndexError(f"the shard table {self.path} is not the one that index.json names: {_REMEDY}")
+            raise CorruptIndexError(f"the shard table {self.path} is not the one that index.json names: {EXCHANGED}")
         file.seek(0)
         self._groups, self._identity = ParquetRowGroups(file, status.st_size, "shard"), identity
-
-
-def check_content(path: Path, entry: FileEntry, content: bytes, *, row_ids: tuple[int, ...] = ()) -> None:
-    """Check the whole contents of the committed file at `path`.
-
-    Raises:
-        CorruptIndexError: the length or CRC-32C differs from `entry`. The error names `row_ids`.
-    """
-    if (len(content), crc32c(content)) != (entry.bytes, entry.crc32c):
-        raise CorruptIndexError(f"{path} is not the file that was committed: {_REMEDY}", row_ids=row_ids)

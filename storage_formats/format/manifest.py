@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +16,7 @@ from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Layout, Segment
 from storage_formats.format.shard_table import FileEntry
+from storage_formats.format.tombstones import Tombstones, read_tombstones
 
 _MAX_MANIFEST_BYTES = 64 << 20
 _MAX_SHARDS = 1 << 31  # the shard table has 32 bits for a shard
@@ -202,6 +204,11 @@ class CommittedIndex:
 
     root: Path
     manifest: Manifest
+
+    @functools.cached_property
+    def deleted(self) -> Tombstones:
+        """The rows that are deleted. They are read at the first use. Raises CorruptIndexError if they are damaged."""
+        return read_tombstones(self.root, self.manifest.spec, self.manifest.snapshot)
 
     @classmethod
     def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:

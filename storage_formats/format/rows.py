@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import read_table
-from storage_formats.format.tombstones import read_tombstones, rows_in_use
+from storage_formats.format.shard_table import FileEntry, check_content
+from storage_formats.format.tombstones import rows_in_use
 from storage_formats.row_ids import RowIds, check_row_ids
 
 INDEXED = "indexed"
@@ -83,7 +84,7 @@ def write_rows(path: Path, table: pa.Table) -> None:
 
 
 def read_shard_rows(
-    layout: Layout, shard: int, columns: list[str] | None = None, committed: CommittedFiles | None = None
+    layout: Layout, shard: int, columns: list[str] | None = None, committed: FileEntry | None = None
 ) -> pa.Table:
     """Rows of one shard in row order.
 
@@ -91,7 +92,7 @@ def read_shard_rows(
         layout: the index.
         shard: shard number.
         columns: names of columns; None reads all.
-        committed: the rows file of each shard, to compare with; None during a build.
+        committed: the entry of the file in the shard table, to compare with; None during a build.
 
     Raises:
         CorruptIndexError: the file is missing, is not a rows table, or is not the one that was committed.
@@ -101,7 +102,7 @@ def read_shard_rows(
     try:
         data = read_index_file(layout.root, path)
         if committed is not None:
-            committed.check(shard, data)
+            check_content(path, committed, data)
         return read_table(data, columns).cast(schema)
     except (OSError, ValueError, pa.ArrowException) as error:  # damaged names and text raise ValueError
         raise CorruptIndexError(
@@ -115,11 +116,11 @@ def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> It
     Raises:
         CorruptIndexError: a file is missing, is not a rows table, or is not the one that was committed.
     """
-    spec, committed, deleted = index.manifest.spec, _rows_files(index), read_tombstones(index)
+    spec = index.manifest.spec
     names = None if columns is None else list(columns)
-    for shard in spec.shard_numbers():
+    for shard, committed in _rows_files(index, spec.shard_numbers()).items():
         table = read_shard_rows(Layout(index.root), shard, names, committed)
-        is_deleted = deleted.contain(np.array(spec.shard_rows(shard)))
+        is_deleted = index.deleted.contain(np.array(spec.shard_rows(shard)))
         yield table.filter(pa.array(~is_deleted)) if is_deleted.any() else table
 
 
@@ -156,15 +157,16 @@ def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, column
     """As `read_rows`, for an open index, whose manifest is not read again."""
     if row_ids is None:
         return read_all_rows(index, columns)
-    layout, spec, committed = Layout(index.root), index.manifest.spec, _rows_files(index)
+    spec = index.manifest.spec
     ids = check_row_ids(row_ids, spec.rows)
-    read_tombstones(index).refuse(ids)
+    index.deleted.refuse(ids)
     if len(unused := ids[~rows_in_use(ids, spec)]):
         raise RowIdError(f"row id {unused[0]} belongs to no input: it lies between two segments of the index")
     if not len(ids):
         return ROW_SCHEMA.empty_table().select(columns or ROW_SCHEMA.names)
     shards, shard_indices = np.unique(ids // spec.shard_size, return_inverse=True)
-    tables = [read_shard_rows(layout, shard, columns, committed) for shard in shards.tolist()]
+    files = _rows_files(index, shards.tolist())
+    tables = [read_shard_rows(Layout(index.root), shard, columns, committed) for shard, committed in files.items()]
     starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
     line_indices = starts[shard_indices] + ids % spec.shard_size
     # pa.array would import pandas, if that is installed, which takes longer than reading the rows.
@@ -172,8 +174,8 @@ def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, column
     return pa.concat_tables(tables).take(taken)
 
 
-def _rows_files(index: CommittedIndex) -> CommittedFiles:
-    return CommittedFiles(index, Layout(index.root).rows_file)
+def _rows_files(index: CommittedIndex, shards: Iterable[int]) -> dict[int, FileEntry]:
+    return CommittedFiles(index, Layout(index.root).rows_file).files(shards)
 
 
 def failures_by_reason(table: pa.Table) -> dict[str, int]:

@@ -17,6 +17,12 @@ from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.parquet import read_table
 
+EXCHANGED = (
+    "it was damaged or exchanged with another, or the index was replaced while it was open. Open the index again; if "
+    "the error stays, run 'edje-index verify'"
+)
+"""What to do about a file with other contents than the committed ones."""
+
 _TABLE_GROUP_LINES = 4096  # a reader that needs one shard reads about 1 ms of lines
 
 SHARD_TABLE_SCHEMA = pa.schema(
@@ -60,6 +66,16 @@ class FileEntry:
         if "\0" in path:
             raise ValueError(f"a path holds a NUL character: {path!r}")
         return cls(path, int(value["bytes"]), int(value["crc32c"], 16))
+
+
+def check_content(path: Path, entry: FileEntry, content: bytes, *, row_ids: tuple[int, ...] = ()) -> None:
+    """Check the whole contents of the committed file at `path`.
+
+    Raises:
+        CorruptIndexError: the length or CRC-32C differs from `entry`. The error names `row_ids`.
+    """
+    if (len(content), crc32c(content)) != (entry.bytes, entry.crc32c):
+        raise CorruptIndexError(f"{path} is not the file that was committed: {EXCHANGED}", row_ids=row_ids)
 
 
 def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, FileEntry]]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError, DeletedRowError
-from storage_formats.format.committed_files import check_content
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.shard_table import check_content
+
+if TYPE_CHECKING:
+    from storage_formats.format.manifest import CommittedIndex, Snapshot
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -105,26 +109,25 @@ def rows_in_use(row_ids: Ints, spec: IndexSpec) -> Bools:
     return used
 
 
-def read_tombstones(index: CommittedIndex) -> Tombstones:
-    """The deleted rows of the snapshot that `index` holds.
+def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombstones:
+    """The deleted rows of a snapshot of the index at `root`.
 
     Raises:
         CorruptIndexError: the file of tombstones is missing or damaged.
     """
-    manifest = index.manifest
-    entry = manifest.snapshot.deleted
+    entry = snapshot.deleted
     if entry is None:
-        return Tombstones.none(manifest.spec.shard_size)
-    path = index.root / entry.path
+        return Tombstones.none(spec.shard_size)
+    path = root / entry.path
     try:
-        data = read_index_file(index.root, path, max_bytes=entry.bytes)
+        data = read_index_file(root, path, max_bytes=entry.bytes)
         check_content(path, entry, data)
-        tombstones = Tombstones.from_bytes(data, manifest.spec)
+        tombstones = Tombstones.from_bytes(data, spec)
     except (OSError, ValueError) as error:
         raise CorruptIndexError(f"cannot read the deleted rows {path}: {error}; restore the file") from error
-    if len(tombstones) != manifest.snapshot.deleted_rows:
+    if len(tombstones) != snapshot.deleted_rows:
         raise CorruptIndexError(
-            f"{path} marks {len(tombstones)} rows as deleted, but index.json says {manifest.snapshot.deleted_rows}; "
+            f"{path} marks {len(tombstones)} rows as deleted, but index.json says {snapshot.deleted_rows}; "
             "restore the file"
         )
     return tombstones
@@ -135,7 +138,7 @@ def live_rows(index: CommittedIndex) -> Ints:
     spec = index.manifest.spec
     parts = [np.arange(segment.first_row, segment.stop, dtype=np.int64) for segment in spec.used_segments]
     row_ids = np.concatenate(parts)
-    return row_ids[~read_tombstones(index).contain(row_ids)]
+    return row_ids[~index.deleted.contain(row_ids)]
 
 
 def _bitmap_bytes(shard_size: int) -> int:

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.committed_files import CommittedFiles, check_content
+from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.shard_table import FileEntry
+from storage_formats.format.shard_table import FileEntry, check_content
 from storage_formats.reading.base import Batch, Ints
 
 _KEPT_BYTES = 64 << 20  # the checksums of 16 million rows

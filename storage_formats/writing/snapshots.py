@@ -23,7 +23,7 @@ from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import SNAPSHOT_VERSION, IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest, Snapshot, created_by, earlier_snapshots
 from storage_formats.format.shard_table import FileEntry, read_shard_table
-from storage_formats.format.tombstones import read_tombstones, rows_in_use
+from storage_formats.format.tombstones import rows_in_use
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.presence import check_files
 from storage_formats.row_ids import RowIds, check_row_ids
@@ -98,14 +98,14 @@ def plan_deletion(index: CommittedIndex, row_ids: RowIds) -> Deletion:
     ids = np.unique(check_row_ids(row_ids, index.manifest.spec.rows))
     if len(unused := ids[~rows_in_use(ids, index.manifest.spec)]):
         raise RowIdError(f"row id {unused[0]} belongs to no input: it lies between two segments of the index")
-    is_deleted = read_tombstones(index).contain(ids)
+    is_deleted = index.deleted.contain(ids)
     return Deletion(tuple(ids[~is_deleted].tolist()), int(is_deleted.sum()))
 
 
 def commit_deletion(index: CommittedIndex, deletion: Deletion) -> Manifest:
     """Mark rows as deleted. Their bytes stay on disk."""
     layout, manifest = Layout(index.root), index.manifest
-    tombstones = read_tombstones(index).with_rows(list(deletion.new))
+    tombstones = index.deleted.with_rows(list(deletion.new))
     data = tombstones.to_bytes()
     path = layout.tombstones(crc32c(data))
     write_bytes_atomic(path, data)
