@@ -37,7 +37,8 @@ class HangsAtOneSize:
         if image.width == WIDTH:
             if self.how == "fifo":
                 Path(os.environ["FIFO"]).read_bytes()
-            os.kill(os.getpid(), getattr(signal, self.how))
+            while True:  # the kernel continues stopped processes if their process group is orphaned
+                os.kill(os.getpid(), getattr(signal, self.how))
         return self.encoder.preprocess(image)
 
     def encode(self, pixels):

@@ -88,11 +88,12 @@ class FileWorker:
 
     def stop_once(self, job, on_progress, should_stop):
         if self.attempts(job) == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            self.stop(job, on_progress, should_stop)
         return job.name * 10
 
     def stop(self, job, on_progress, should_stop):
-        os.kill(os.getpid(), signal.SIGSTOP)
+        while True:  # the kernel continues stopped processes if their process group is orphaned
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def read_fifo_once(self, job, on_progress, should_stop):
         if self.attempts(job) == 1:
