@@ -1,7 +1,7 @@
-"""The bytes of an EDJE index and their meaning: format, writer, reader, verification.
+"""The file format of an EDJE index, with writer, reader and verification.
 
-This package needs NumPy, Numba and PyArrow, but neither torch nor Ray nor FAISS. SPEC.md in this directory is the
-normative text. The names below are the public interface; each is loaded when it is first used.
+This package needs NumPy, Numba and PyArrow. It does not need PyTorch, Ray or FAISS. SPEC.md in this directory is the
+normative text of the format. The names below are the public interface. A name is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Durable writes: flush the file to the device, rename it into place, flush the directory."""
+"""Durable writes: flush the new file to the device, rename the file into place, flush the directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush the bytes of a file, or the entries of a directory, to the device."""
+    """Flush a file or the entries of a directory to the device."""
     fd = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -40,7 +40,7 @@ def fsync_paths(paths: Iterable[Path]) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and its missing parents, so that they survive a loss of power."""
+    """Make a directory and its missing parents, and flush them so that they survive a power failure."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for directory in missing:
@@ -48,15 +48,15 @@ def make_directories(path: Path) -> None:
 
 
 def fsync_parent(path: Path) -> None:
-    """Flush the entry of `path` in its parent, unless this user may not read the parent."""
+    """Flush the parent directory of `path`. Does nothing if the user has no permission to read the parent."""
     with contextlib.suppress(PermissionError):
         fsync_path(path.absolute().parent)
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Replace the file at `path` by `data`, so that a crash leaves either the old file or the new one complete.
+    """Write `data` to the file at `path`. After a crash, the file is either the complete old or the complete new one.
 
-    Makes the parent directory if it is missing.
+    The parent directory is created if it does not exist.
 
     Raises:
         OSError: the operating system cannot write the file.
@@ -77,6 +77,6 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Write `value` as JSON with `write_bytes_atomic`: sorted keys, indented by two spaces, UTF-8."""
+    """Write `value` with `write_bytes_atomic`, as JSON in UTF-8 with sorted keys and an indentation of two spaces."""
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     write_bytes_atomic(path, text.encode())

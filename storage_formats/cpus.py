@@ -10,14 +10,14 @@ QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cpus() -> int:
-    """Number of CPUs in this process's affinity, limited by the quota of its container (cgroup v2)."""
+    """Return the number of CPUs in the affinity mask of this process, limited to its container's quota (cgroup v2)."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cpus, _quota(QUOTA_FILE) or cpus)
 
 
 @functools.cache  # called for each fetch, and the quota of a container does not change
 def _quota(path: Path) -> int | None:
-    """Number of whole CPUs that a `cpu.max` file allows, at least 1; None if it sets no limit."""
+    """Return the number of whole CPUs that the `cpu.max` file at `path` allows, at least 1. None means no limit."""
     try:
         allowed, _, period = path.read_text().strip().partition(" ")
     except OSError:

@@ -1,7 +1,8 @@
 """Helper threads that share a task with the calling thread.
 
-`concurrent.futures` is not used because an exception from a signal handler can leave it locked; see `interrupts`.
-Threads of `_thread` are used because `threading.Thread.start` waits on such a lock. They never keep a process alive.
+`concurrent.futures` is not used because an exception from a signal handler can leave its locks taken; see `interrupts`.
+For the same reason, `_thread` is used instead of `threading.Thread`, whose `start` waits on such a lock. Helper threads
+do not keep the process alive.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _MAX_THREADS = max(64, os.cpu_count() or 1)
 
 
 class _HelperThreads:
-    """Threads that start when they are needed and then wait for further calls."""
+    """A pool of threads. A thread starts when it is first needed, and waits for the next call when it is idle."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -25,7 +26,7 @@ class _HelperThreads:
         self._started = 0
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run `call` in one of the threads. It must not raise."""
+        """Run `call` in one of the threads. `call` must not raise."""
         if len(self._idle) <= self._calls.qsize() and self._started < _MAX_THREADS:
             _thread.start_new_thread(self._run, ())
             self._started += 1
@@ -41,11 +42,11 @@ class _HelperThreads:
 
 
 class Crew(Generic[_Item]):
-    """Calls `work` for every item, in the calling thread and in helper threads.
+    """Calls `work(item)` for each of `items`, in the calling thread and in helper threads.
 
     Args:
-        work: called from several threads at a time.
-        items: the items, each passed to `work` once.
+        work: function of one item. It must be thread-safe.
+        items: the items. Each is passed to `work` once.
     """
 
     def __init__(self, work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
@@ -57,12 +58,12 @@ class Crew(Generic[_Item]):
         self._errors: list[BaseException] = []
 
     def start(self, helpers: int) -> None:
-        """Have `helpers` threads work on the items too."""
+        """Let up to `helpers` helper threads process items too."""
         for _ in range(helpers):
             _threads.submit(self._help)
 
     def finish(self) -> None:
-        """Work until no item is left, wait for the helpers, and raise the first error of one."""
+        """Process items until none is left, wait for the helpers, and raise the first error of a helper."""
         for item in self._items:
             self._work(item)
         self.abandon()
@@ -70,7 +71,7 @@ class Crew(Generic[_Item]):
             raise self._errors[0]
 
     def abandon(self) -> None:
-        """Stop after the items in progress, and wait for the helpers. A helper that starts later does nothing."""
+        """Stop the helpers after their current items, and wait for them. A helper that starts later does nothing."""
         self._closed = True
         while self._running:  # a helper leaves the list before it reports its end, so none is waited for in vain
             self._ended.get()

@@ -1,7 +1,7 @@
-"""Errors that a user of an index can meet, grouped by what a handler would do about them.
+"""Exceptions for all expected errors, with one class for each way to handle an error.
 
-Every message says what is wrong and what to do. The command line prints the message on one line and exits with
-`exit_code`.
+Every message says what is wrong and what to do. The command line prints the message on one line and exits with the
+`exit_code` of the exception class.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class EdjeError(Exception):
-    """Base class of all expected errors: something outside the program is wrong. Exit code 1.
+    """Base class of all expected errors, which have a cause outside the program. Exit code 1.
 
     Example:
         >>> from storage_formats import EdjeError, TokenStore
@@ -27,12 +27,13 @@ class EdjeError(Exception):
 
 
 class UsageError(EdjeError):
-    """The request is invalid: a wrong argument, a plan that cannot be carried out, a path without an index.
+    """A request is invalid, for example a wrong argument, an impossible plan, or a path without an index.
 
     Exit code 2.
 
     Attributes:
-        parameter: name of the wrong parameter, if there is one. The command line adds its option to the message.
+        parameter: name of the parameter with the wrong value; None if no single parameter is wrong. The command line
+            adds the name of the corresponding option to the message.
 
     Example:
         >>> from storage_formats import UsageError, codec
@@ -65,10 +66,10 @@ class RowIdError(UsageError, IndexError):
 
 
 class DeletedRowError(RowIdError):
-    """A row was deleted. This error is also an `IndexError`.
+    """A requested row was deleted. This error is also an `IndexError`.
 
     Attributes:
-        row_ids: the requested rows that are deleted.
+        row_ids: row ids of the requested rows that are deleted.
 
     Example:
         >>> from pipelines import delete_rows
@@ -91,7 +92,10 @@ class DeletedRowError(RowIdError):
 
 
 class IncompleteIndexError(EdjeError):
-    """The index is not finished. The same build command resumes a build; an `IndexWriter` has to start again.
+    """The index is not finished.
+
+    To resume an interrupted build, run the same build command again. An index that an `IndexWriter` began cannot be
+    resumed: write the index again from the start.
 
     Example:
         >>> from storage_formats import IncompleteIndexError, IndexWriter, TokenStore
@@ -106,10 +110,10 @@ class IncompleteIndexError(EdjeError):
 
 
 class CorruptIndexError(EdjeError):
-    """Bytes on disk contradict the manifest or the format.
+    """A file of the index is missing or damaged, or contradicts the manifest.
 
     Attributes:
-        row_ids: rows whose stored blocks are known to be damaged; other rows may be damaged too.
+        row_ids: row ids of blocks that are known to be damaged. Other rows may be damaged too.
 
     Example:
         >>> from pathlib import Path
@@ -128,7 +132,10 @@ class CorruptIndexError(EdjeError):
 
 
 def remedy(error: Exception, otherwise: str) -> str:
-    """What the user can do about `error`: a fixed text if file descriptors or memory ran out, else `otherwise`."""
+    """Return what the user can do about `error`, as the last part of an error message.
+
+    If file descriptors or memory ran out, the text tells how to get more. In all other cases it is `otherwise`.
+    """
     number = error.errno if isinstance(error, OSError) else None
     if number in _NO_DESCRIPTORS:
         return "raise the limit of open files (ulimit -n)"

@@ -1,6 +1,6 @@
-"""The one-line message about a missing extra of the package.
+"""The error that names the extra to install when an optional package is missing.
 
-It lives in the lowest package because all packages use it.
+This module is in the lowest package because all packages use it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ EXTRAS_OF_MODULE = {
     "zarr": ("build", "bench"),
     "zarrs": ("bench",),
 }
-"""Optional modules and the extras that install them, the smallest first."""
+"""For each optional module, the extras that install it, the smallest extra first."""
 
 
 class MissingExtraError(EdjeError, ImportError):
-    """A module of an extra is not installed; the message names the command that installs it.
+    """An optional module is not installed. The message names the command that installs the module.
 
     Example:
         >>> from storage_formats.extras import missing_extra
@@ -49,11 +49,12 @@ class MissingExtraError(EdjeError, ImportError):
 
 
 def missing_extra(error: BaseException, preferred: str = "") -> MissingExtraError | None:
-    """The error to raise in place of `error`, if that is a failed import of an optional module; else None.
+    """Return the error to raise instead of `error` if `error` is a failed import of an optional module, else None.
 
     Args:
         error: any exception.
-        preferred: the extra to name if it installs the module; otherwise the smallest one that does.
+        preferred: name of the extra to recommend if it installs the module. Otherwise the smallest extra that installs
+            the module is recommended.
     """
     if not isinstance(error, ModuleNotFoundError):
         return None
@@ -72,7 +73,7 @@ def name_missing_extra(preferred: str = "") -> Iterator[None]:
     """Context manager and decorator that turns a failed import of an optional module into `MissingExtraError`.
 
     Args:
-        preferred: as in `missing_extra`.
+        preferred: see `missing_extra`.
     """
     try:
         yield

@@ -1,8 +1,9 @@
-"""Cleaning up after an exception that may come between any two instructions.
+"""Cleanup after an exception that may be raised between any two instructions.
 
-Python runs signal handlers in the main thread, between instructions, and a handler may raise: Ctrl-C raises
-KeyboardInterrupt. An exception can therefore end a function before the function has recorded what it started, and can
-also interrupt the cleanup. Code whose helpers or requests write into the caller's memory follows this pattern:
+Python runs signal handlers in the main thread, between instructions. A handler may raise: Ctrl-C raises
+KeyboardInterrupt. An exception can therefore end a function before the function has recorded what it started. An
+exception can also interrupt the cleanup. Code that starts helper threads or kernel requests which write into the
+caller's memory follows this pattern:
 
     pending = unsettled()
     settle(pending)
@@ -15,13 +16,14 @@ also interrupt the cleanup. Code whose helpers or requests write into the caller
         raise
 
 A second exception within microseconds of the first can still prevent the cleanup, because the interpreter may raise
-before the first instruction of `settle`. The task then stays in `pending`, which keeps its memory alive, and the next
-read of the thread waits for the task first.
+before the first instruction of `settle`. The task then stays in `pending`, which keeps the task's memory alive. The
+next read in the same thread waits for the task first.
 
-`abandon` waits until nothing writes any more, and may be called again. It must determine what is running from state
-that is correct at every instruction. The only locks in such code are `threading.Lock` in a `with` statement and
+`abandon` waits until the task has stopped writing, and may be called repeatedly. It must determine what is running from
+state that is correct at every instruction. The only locks in such code are `threading.Lock` in a `with` statement and
 `queue.SimpleQueue`. Classes written in Python, such as `threading.Condition` and `concurrent.futures.Future`, can be
-interrupted between taking their lock and recording that, and then block every other thread for ever.
+interrupted after they take their lock and before they record that they hold it. They then block every other thread for
+ever.
 """
 
 from __future__ import annotations
@@ -44,15 +46,15 @@ _per_thread = _PerThread()
 
 
 def unsettled() -> Unsettled:
-    """The `abandon` functions of this thread that have not returned yet. Almost always empty."""
+    """Return the list of this thread's `abandon` functions that have not returned yet. It is almost always empty."""
     return _per_thread.unsettled
 
 
 def settle(pending: Unsettled) -> None:
-    """Call every function in `pending` until it returns, and remove it.
+    """Call each function in `pending`, again if an exception interrupts it, and remove the function when it returns.
 
-    An exception that interrupts this is raised at the end. If exceptions keep coming, the rest stays in `pending`, for
-    the next call.
+    If exceptions interrupted the calls, the last exception is raised at the end. After 10,000 exceptions, `settle`
+    gives up and leaves the remaining functions in `pending` for the next call.
     """
     interruption: BaseException | None = None
     attempts = 0

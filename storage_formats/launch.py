@@ -1,6 +1,7 @@
-"""The installed command `edje-index`. It finds the packages of this project even where others have the same names.
+"""Entry point of the installed command `edje-index`.
 
-`pipelines` and `benchmarks` are common names: a folder on PYTHONPATH with a module of that name would hide ours.
+`pipelines` and `benchmarks` are common names: a directory on PYTHONPATH with a module of that name would hide the
+package of this project. The entry point makes sure that Python imports the packages of this project.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _HOME = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
-    """Run the command line and return its exit code."""
+    """Run the command line and return the exit code."""
     if any(_is_hidden(name) for name in PACKAGES):
         _put_home_first()
     # Not an import statement: this package must not depend on those above it.
@@ -24,14 +25,14 @@ def main() -> int:
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether `import name` would find something else than the package beside this one."""
+    """Return True if `import name` would not import the package of this project with that name."""
     spec = importlib.util.find_spec(name)
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     return (_HOME / name).is_dir() and not (folders and Path(folders[0]).resolve() == _HOME / name)
 
 
 def _put_home_first() -> None:
-    """Search the folder of the packages first, in this process and in those that it starts, such as Ray's workers."""
+    """Put the parent directory of the packages first on the import path of this process and its child processes."""
     sys.path.insert(0, str(_HOME))
     others = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_HOME), *filter(None, [others])])

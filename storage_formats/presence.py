@@ -1,4 +1,4 @@
-"""A quick check of an index: every file exists with its committed length. No data file is read."""
+"""A quick check that every file of an index exists with the committed length. No data file is read."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _PROBLEMS_SHOWN = 3
 
 
 def check_files(index: CommittedIndex) -> None:
-    """Check that no file of the index is missing or differs in length from the committed one.
+    """Check that every file of the index exists with the committed length.
 
     Raises:
-        CorruptIndexError: a file is missing or differs, or the shard table is damaged.
+        CorruptIndexError: a file is missing or has another length, or a shard table is damaged.
     """
     if problems := list(_problems(index)):
         shown = "; ".join(problems[:_PROBLEMS_SHOWN])
         rest = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
         raise CorruptIndexError(
             f"{index.root} is finished but damaged: {shown}{rest}. 'edje-index verify {index.root}' lists all damage; "
-            f"restore the files, or remove {index.root} and build again"
+            f"restore the files, or remove {index.root} and build the index again"
         )
 
 

@@ -15,10 +15,10 @@ RowIds: TypeAlias = Sequence[int] | NDArray[np.integer]
 
 
 def check_row_ids(row_ids: RowIds, rows: int) -> NDArray[np.int64]:
-    """`row_ids` as int64 [k].
+    """Return `row_ids` as an array, int64 [k].
 
     Raises:
-        RowIdError: an id is negative, or not below `rows`.
+        RowIdError: a row id is not in 0..rows - 1.
         UsageError: `row_ids` is not a flat sequence of integers.
     """
     ids = as_indices(row_ids, "row_ids")
@@ -30,7 +30,10 @@ def check_row_ids(row_ids: RowIds, rows: int) -> NDArray[np.int64]:
 
 
 def as_indices(values: Sequence[int] | NDArray[np.integer], name: str) -> NDArray[np.integer]:
-    """`values` as a flat array of integers. Raises UsageError, which names the argument `name`, for anything else."""
+    """Return `values` as a flat array of integers.
+
+    Raises UsageError if `values` is anything else than a flat sequence of integers. The message calls it `name`.
+    """
     try:
         indices = np.asarray(values)
     except ValueError as error:  # nested sequences of different lengths

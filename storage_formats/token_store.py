@@ -36,14 +36,14 @@ __all__ = ["RowIds", "TokenStore"]
 
 
 class TokenStore:
-    """The token blocks of an index in one precision. Thread-safe.
+    """Reads the token blocks of an index in one precision. Thread-safe.
 
-    Opening reads only `index.json` and the lengths of two files, so its time and memory do not depend on the number
-    of rows. A store is also a context manager that closes itself.
+    Opening a store reads only `index.json` and the lengths of two files. The time and memory to open a store therefore
+    do not depend on the number of rows. A store is also a context manager that closes the store.
 
     Args:
-        index: an open index; `open` takes its directory instead.
-        precision, engine, verify_reads: as in `open`, with its errors.
+        index: an open index. To open a store by the path of an index, use `TokenStore.open`.
+        precision, engine, verify_reads: see `open`, which also lists the errors.
 
     Example:
         >>> from storage_formats import TokenStore
@@ -76,17 +76,17 @@ class TokenStore:
 
         Args:
             root: directory of the index.
-            precision: a precision that the index holds. Blocks are bfloat16 in every precision.
+            precision: a precision that the index holds. Fetched blocks are bfloat16 in every precision.
             engine: read engine, one of `storage_formats.reading.engines()`. `auto` selects an engine for each read
                 by the state of the page cache.
-            snapshot: number of an earlier snapshot to read; None reads the current one. The store keeps reading the
-                snapshot that it opened, whatever changes the index, until `refresh`.
+            snapshot: number of the snapshot to read. None reads the current snapshot. If the index changes, the store
+                continues to read the snapshot that it opened, until `refresh` is called.
             verify_reads: compare the CRC-32C of every block that is read with the stored checksum, and each file of
                 stored checksums with the shard table.
 
         Raises:
-            UsageError: there is no index at `root`, it has no such `snapshot` or does not hold `precision`, or `engine`
-                does not work here.
+            UsageError: there is no index at `root`, the index has no such `snapshot` or does not hold `precision`, or
+                `engine` does not work on this machine.
             IncompleteIndexError: the build of the index has not finished.
             CorruptIndexError: `index.json` is damaged, or the first or last shard file has a wrong length.
 
@@ -100,11 +100,11 @@ class TokenStore:
         return cls(CommittedIndex.open(root, snapshot), precision, engine, verify_reads=verify_reads)
 
     def refresh(self) -> int:
-        """Read the current snapshot of the index from now on, and return its number.
+        """Switch the store to the current snapshot of the index. Return the number of that snapshot.
 
         Raises:
-            UsageError: the index does not hold the precision any more, or another index is in its place.
-            CorruptIndexError: as `open`.
+            UsageError: the index no longer holds the precision, or the directory now holds another index.
+            CorruptIndexError: see `open`.
 
         Example:
             >>> from pipelines import delete_rows
@@ -118,12 +118,12 @@ class TokenStore:
         """
         before, index = self._view.index.manifest, CommittedIndex.open(self._view.index.root)
         if (before.plan, before.spec.shard_size) != (index.manifest.plan, index.manifest.spec.shard_size):
-            raise UsageError(f"{index.root} is another index than the one that was opened; open it again")
+            raise UsageError(f"{index.root} now holds another index than when the store was opened; open a new store")
         self._view = self._view_of(index)
         return index.manifest.snapshot.number
 
     def row_ids(self) -> NDArray[np.int64]:
-        """Row ids of all inputs that are not deleted, ascending; failed inputs and duplicates included.
+        """Return the row ids of all inputs that are not deleted, ascending, including failed inputs and duplicates.
 
         Example:
             >>> from storage_formats import TokenStore
@@ -134,7 +134,7 @@ class TokenStore:
         return live_rows(self._view.index)
 
     def __len__(self) -> int:
-        """Number of row ids, those of holes and deleted rows included."""
+        """Number of row ids, including holes and deleted rows."""
         return self._view.index.manifest.spec.rows
 
     @property
@@ -157,21 +157,23 @@ class TokenStore:
         """Read the blocks of `row_ids`, in their order.
 
         Args:
-            row_ids: [k], 0 <= id < len(self), in any order; duplicates are allowed. See `row_ids`.
-            out: bfloat16 [k, m, d], C-contiguous, to read into. Memory from `empty` is fastest. None allocates it.
-            as_torch: return a torch.bfloat16 tensor. It shares memory with `out`, if that is given.
+            row_ids: [k], each in 0..len(self) - 1, in any order; duplicates are allowed. The method `row_ids` lists
+                the row ids that can be fetched.
+            out: bfloat16 [k, m, d], C-contiguous, to read into. An array from `empty` is fastest. None allocates an
+                array.
+            as_torch: return a torch.bfloat16 tensor. If `out` is given, the tensor shares memory with `out`.
 
         Returns:
             ml_dtypes.bfloat16 [k, m, d], or a tensor of that shape. The block of a hole (a failed or duplicate input,
             or a row id that no input has) is all NaN; see `holes`.
 
         Raises:
-            RowIdError: a row id is out of range. It is an `IndexError`.
-            DeletedRowError: a row was deleted. It is a `RowIdError`.
+            RowIdError: a row id is out of range. This error is also an `IndexError`.
+            DeletedRowError: a requested row was deleted. This error is also a `RowIdError`.
             UsageError: `row_ids` is not a flat sequence of integers, `out` has a different shape or type, or PyTorch is
                 not installed.
-            CorruptIndexError: a shard file is missing or too short, or a block is damaged. Its `row_ids` are rows whose
-                blocks are damaged; `out` then holds arbitrary values.
+            CorruptIndexError: a shard file is missing or too short, or a block is damaged. The attribute `row_ids` of
+                the error lists rows with damaged blocks. After an error, `out` holds arbitrary values.
 
         Example:
             >>> from storage_formats import TokenStore
@@ -201,15 +203,15 @@ class TokenStore:
         """Read the records of `row_ids` without decoding them, for example to decode them on a GPU.
 
         Args:
-            row_ids: [k], as in `fetch`.
-            out: uint8 [k, record_bytes], C-contiguous, to read into. Records of whole sectors are read directly into
-                memory that starts at a page boundary. None allocates it.
+            row_ids: [k], see `fetch`.
+            out: uint8 [k, record_bytes], C-contiguous, to read into. If `out` starts at a page boundary and a record
+                is a multiple of the sector size, records are read directly into `out`. None allocates an array.
 
         Returns:
             uint8 [k, record_bytes].
 
         Raises:
-            RowIdError, UsageError, CorruptIndexError: as `fetch`.
+            RowIdError, UsageError, CorruptIndexError: see `fetch`.
 
         Example:
             >>> from storage_formats import TokenStore
@@ -232,9 +234,10 @@ class TokenStore:
         return out
 
     def empty(self, count: int) -> Blocks:
-        """Uninitialised memory for `count` blocks, bfloat16 [count, m, d], to pass to `fetch` as `out` repeatedly.
+        """Return an uninitialised array for `count` blocks, bfloat16 [count, m, d], to pass to `fetch` as `out`.
 
-        It is page-aligned, so that `bf16` blocks are read directly into it; other arrays may cost a copy.
+        The array starts at a page boundary, so `bf16` blocks are read directly into it. Other arrays may need an extra
+        copy. The same array can be used for many calls of `fetch`.
 
         Example:
             >>> from storage_formats import TokenStore
@@ -245,16 +248,17 @@ class TokenStore:
         return aligned_blocks(count, self.block_shape)
 
     def prefetch(self, row_ids: RowIds) -> None:
-        """Have the kernel read blocks into the page cache, for a later `fetch`. Returns before it has finished.
+        """Ask the kernel to read blocks into the page cache for a later `fetch`. Does not wait for the reads.
 
-        Use this for a few hundred rows that are needed soon. With more rows than the device's queue holds, the call
-        blocks; use `iter_fetch` to read large batches ahead. Does nothing on systems without such requests (macOS).
+        Use this method for a few hundred rows that are needed soon. If the request queue of the device is full, the
+        call blocks. To read large batches ahead, use `iter_fetch`. On systems without such requests, for example
+        macOS, this method does nothing.
 
         Args:
-            row_ids: [k], as in `fetch`.
+            row_ids: [k], see `fetch`.
 
         Raises:
-            RowIdError, UsageError, CorruptIndexError: as `fetch`.
+            RowIdError, UsageError, CorruptIndexError: see `fetch`.
 
         Example:
             >>> from storage_formats import TokenStore
@@ -266,20 +270,20 @@ class TokenStore:
             self._engines.announce(requested.batch)
 
     def iter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> Iterator[Blocks]:
-        """Iterate over the blocks of each batch of row ids; the next batches are read in the background.
+        """Yield the blocks of each batch of row ids, while a background thread reads the next batches.
 
-        One background thread reads. It ends when the iteration ends, early or not. An error is raised when the
-        iteration reaches its batch.
+        The background thread ends when the iteration ends, even if the caller stops early. If reading a batch fails,
+        the error is raised when the iteration reaches that batch.
 
         Args:
-            batches: row ids of each batch, as in `fetch`.
-            ahead: maximum number of batches in memory besides the one that the caller has, at least 1.
+            batches: row ids of each batch, see `fetch`.
+            ahead: maximum number of batches to read ahead of the batch that the caller processes, at least 1.
 
         Yields:
-            ml_dtypes.bfloat16 [k, m, d] for each batch: a new array, which the caller may keep.
+            ml_dtypes.bfloat16 [k, m, d] for each batch. Each array is new, so the caller may keep it.
 
         Raises:
-            RowIdError, UsageError, CorruptIndexError: as `fetch`.
+            RowIdError, UsageError, CorruptIndexError: see `fetch`.
 
         Example:
             >>> from storage_formats import TokenStore
@@ -293,7 +297,7 @@ class TokenStore:
                 yield future.result()
 
     async def aiter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> AsyncIterator[Blocks]:
-        """As `iter_fetch`, for `async for`. The event loop runs while blocks are read.
+        """Do the same as `iter_fetch`, for `async for`. The event loop continues to run while blocks are read.
 
         Example:
             >>> import asyncio
@@ -310,9 +314,10 @@ class TokenStore:
                 yield await asyncio.wrap_future(future)
 
     def holes(self, blocks: Blocks) -> NDArray[np.bool_]:
-        """Which of the fetched `blocks` [k, m, d] are holes, bool [k].
+        """Return which of the fetched `blocks` [k, m, d] are holes, bool [k].
 
-        A stored block never contains a NaN, so the first element of each block decides (SPEC.md section 6).
+        A block that is not a hole contains no NaN, so only the first element of each block is checked (SPEC.md
+        section 6).
 
         Example:
             >>> from storage_formats import TokenStore
@@ -324,7 +329,7 @@ class TokenStore:
         return np.isnan(blocks[:, 0, 0].astype(np.float32))
 
     def close(self) -> None:
-        """Close the shard files and free memory. The store can be used again afterwards."""
+        """Close the shard files and free memory. A later call of `fetch` opens the files again."""
         self._engines.close()
         if self._view.checksums is not None:
             self._view.checksums.close()
@@ -349,7 +354,7 @@ class TokenStore:
     def _read(
         self, requested: _Requested, destinations: DestinationFactory, out: NDArray[Any], *, hole: NDArray[Any]
     ) -> None:
-        """Read each distinct row once, copy the rows of `out` [k, ...] for duplicate ids, and fill in holes."""
+        """Read each distinct row into `out` [k, ...] once and copy it for repeated ids. Unused ids get `hole`."""
         if len(requested.batch):
             for engine, part in self._engines.split(requested.batch):
                 read_batch(engine, part, destinations)
@@ -362,13 +367,15 @@ class TokenStore:
 
 @dataclass(frozen=True)
 class _Requested:
-    """The rows of one call.
+    """The requested row ids of one call, grouped by how their blocks are obtained.
+
+    All indices are indices into the requested row ids.
 
     Attributes:
-        batch: the distinct rows that have files.
-        duplicates: indices into the request of repeated ids.
-        originals: indices of their first occurrences.
-        unused: indices of row ids that no segment uses.
+        batch: the distinct rows to read from files.
+        duplicates: [n], indices of row ids that occur earlier in the request.
+        originals: [n], for each of `duplicates`, index of the first occurrence of the same row id.
+        unused: indices of row ids that belong to no segment.
     """
 
     batch: Batch
@@ -379,7 +386,7 @@ class _Requested:
 
 @dataclass(frozen=True)
 class _View:
-    """What a store reads: one snapshot of the index."""
+    """One snapshot of an index, opened for reading in one precision."""
 
     index: CommittedIndex
     codec: Codec
@@ -392,7 +399,7 @@ class _View:
         return None if self.checksums is None else self.checksums.check
 
     def checked(self, row_ids: RowIds) -> NDArray[np.int64]:
-        """`row_ids` as an array. Raises as `fetch` if they are invalid or one was deleted."""
+        """Return `row_ids` as int64 [k]. Raises the errors of `fetch` if a row id is invalid or deleted."""
         ids = check_row_ids(row_ids, self.index.manifest.spec.rows)
         self.deleted.refuse(ids)
         return ids
@@ -412,7 +419,7 @@ class _View:
 
 
 def _held_codec(index: CommittedIndex, precision: str) -> Codec:
-    """The codec of a precision. Raises UsageError if the index does not hold it."""
+    """Return the codec of a precision. Raises UsageError if the index does not hold the precision."""
     spec = index.manifest.spec
     if precision not in spec.precisions:
         held = ", ".join(spec.precisions)
@@ -421,12 +428,15 @@ def _held_codec(index: CommittedIndex, precision: str) -> Codec:
 
 
 def _shard_path(layout: Layout, token_codec: Codec, shard: int) -> Path:
-    """Path of a token shard. Raises OSError if it leads out of the index."""
+    """Return the path of a token shard. Raises OSError if the path leads outside the index."""
     return check_inside(layout.root, layout.token_shard(token_codec.name, shard, len(token_codec.record_shape)))
 
 
 class _ReadAhead:
-    """Fetches batches in a background thread before they are needed. Iterates over futures, in order."""
+    """Fetches batches in a background thread before they are needed.
+
+    Iteration yields one future per batch, in the order of the batches.
+    """
 
     def __init__(self, store: TokenStore, batches: Iterable[RowIds], ahead: int) -> None:
         if ahead < 1:

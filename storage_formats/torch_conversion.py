@@ -1,4 +1,4 @@
-"""Conversion of token blocks to PyTorch tensors. The only module of this package that imports torch."""
+"""Conversion of token blocks to PyTorch tensors. Only this module of the package imports torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensor: TypeAlias = "torch.Tensor"
 
 @name_missing_extra("search")
 def to_tensor(blocks: Blocks) -> Tensor:
-    """A torch.bfloat16 tensor that shares memory with `blocks`, of the same shape and on the CPU.
+    """Return a torch.bfloat16 tensor on the CPU that has the shape of `blocks` and shares memory with `blocks`.
 
     `torch.from_numpy` refuses the NumPy type ml_dtypes.bfloat16, so the bits are reinterpreted.
 

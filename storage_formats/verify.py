@@ -1,4 +1,7 @@
-"""Verification of an index: all files, checksums and rows, and that zarr-python, if installed, opens the arrays."""
+"""Verification of an index: all files, checksums and rows.
+
+If zarr-python is installed, verification also checks that zarr-python opens the arrays.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,9 @@ class Problem:
     """One problem of an index.
 
     Attributes:
-        path: file, relative to the index.
-        code: kind of the problem, for programs.
-        message: a sentence without its subject, which is the file: what is wrong with it.
+        path: path of the file with the problem, relative to the index.
+        code: short name of the kind of problem, such as `missing-file`, for use in programs.
+        message: what is wrong with the file, worded to follow the path: "cannot be read: ...".
 
     Example:
         >>> from pathlib import Path
@@ -55,14 +58,14 @@ class Problem:
 
 
 def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """Read every file of an index and list all problems.
+    """Read every file of an index and return all problems.
 
     Args:
         root: directory of the index.
-        on_progress: called as `on_progress(done, total)` after each shard, with numbers of shards.
+        on_progress: called as `on_progress(done, total)` after each shard. Both arguments are numbers of shards.
 
     Returns:
-        All problems; an empty list if the index is sound.
+        All problems. The list is empty if the index is sound.
 
     Raises:
         UsageError: there is no index at `root`.
@@ -103,7 +106,7 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
     problems += _check_strays(layout, manifest)
     problems += _check_ann(layout, manifest)
     if problems and read_index_file(root, layout.manifest) != manifest_bytes:
-        return [Problem("index.json", "changed", "changed while the index was verified; verify it again")]
+        return [Problem("index.json", "changed", "changed while the index was verified; verify the index again")]
     return problems
 
 
@@ -121,7 +124,10 @@ def _add(left: Counts, right: Counts) -> Counts:
 
 
 def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
-    """Check that the Zarr documents are those of SPEC.md, and that zarr-python, if installed, opens them."""
+    """Check that the Zarr documents are as SPEC.md prescribes.
+
+    If zarr-python is installed, also check that it opens the arrays.
+    """
     for path, document in zarr_documents(layout, spec).items():
         where = layout.relative(path)
         try:
@@ -138,7 +144,10 @@ def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
 
 
 def _differs_in_rows(actual: Any, document: dict[str, Any]) -> bool:
-    """Whether two documents of an array differ only in the number of rows, as during an append or a rollback."""
+    """Return True if two Zarr documents of an array differ only in the number of rows.
+
+    They do so during an append or a rollback.
+    """
     try:
         rows, *record_shape = actual["shape"]
         expected_rows = document["shape"][0]
@@ -165,7 +174,7 @@ def _check_stock_reader(array_dir: Path, where: str, document: dict[str, Any]) -
 
 
 class _ShardCheck:
-    """All checks of one shard. After `run`, `counts` holds the counts of its rows table."""
+    """All checks of one shard. After `run`, `counts` holds the counts of the shard's rows table."""
 
     def __init__(self, layout: Layout, spec: IndexSpec, shard: int, files: dict[str, FileEntry]) -> None:
         self._layout = layout
@@ -221,7 +230,7 @@ class _ShardCheck:
             yield self._problem(path, "checksum", f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}")
 
     def _check_rows(self, problems: list[Problem]) -> NDArray[np.bool_]:
-        """Check the rows table; returns which rows are indexed."""
+        """Check the rows table and append to `problems`. Return which rows of the shard are indexed, bool [rows]."""
         table = read_shard_rows(self._layout, self._shard)
         path = self._layout.rows_file(self._shard)
         # Numbers are compared first: a claimed number of rows must not become a list.
@@ -241,7 +250,7 @@ class _ShardCheck:
         return np.array([status == INDEXED for status in statuses])
 
     def _check_tokens(self, name: str, indexed: NDArray[np.bool_] | None) -> Iterator[Problem]:
-        """Check block checksums, the shard index and holes, which tell which blocks of a damaged file are damaged."""
+        """Check block checksums, the shard index and holes of one precision, to find the damaged blocks of a file."""
         token_codec = codec(name, self._spec.block_shape)
         path, rows = self._token_path(name), len(self._rows)
         index_offset, length = padded_shard_bytes(rows, self._spec.shard_size, token_codec.record_bytes)
@@ -269,7 +278,7 @@ class _ShardCheck:
         checksums: NDArray[np.uint32],
         indexed: NDArray[np.bool_] | None,
     ) -> Iterator[Problem]:
-        """Check the records of a shard file in pieces, so that memory does not depend on the shard size."""
+        """Check the records of a shard file in pieces, so that memory use does not depend on the shard size."""
         path, size = self._token_path(token_codec.name), token_codec.record_bytes
         step = max(1, _PIECE_BYTES // size)
         for first in range(0, len(self._rows), step):
@@ -277,7 +286,7 @@ class _ShardCheck:
             records = np.fromfile(file, dtype=np.uint8, count=count * size).reshape(count, size)
             for position in first + np.flatnonzero(crc32c_rows(records) != checksums[first : first + count]):
                 row_id = self._rows.start + position
-                yield self._problem(path, "block-checksum", f"has a damaged block, of row {row_id}")
+                yield self._problem(path, "block-checksum", f"holds a damaged block for row {row_id}")
             present = np.ones(count, dtype=np.bool_) if indexed is None else indexed[first : first + count]
             for position in np.flatnonzero(~present):
                 if (records[position] != fill_record(token_codec)[0]).any():
@@ -309,9 +318,9 @@ def _check_tombstones(root: str | Path, manifest: Manifest) -> Iterator[Problem]
 
 
 def _check_strays(layout: Layout, manifest: Manifest) -> Iterator[Problem]:
-    """Find files in the data directories that no snapshot names.
+    """Yield a problem for each file in the data directories that no snapshot names.
 
-    Files that a change or a conversion in progress wrote, or has yet to remove, are not reported.
+    While a change or a conversion is in progress, its files that are not yet committed or removed are not reported.
     """
     try:
         named = named_files(layout, kept_snapshots(CommittedIndex(layout.root, manifest)))
@@ -323,11 +332,11 @@ def _check_strays(layout: Layout, manifest: Manifest) -> Iterator[Problem]:
         is_table = _SHARD_TABLE.fullmatch(where) is not None  # a conversion leaves the one before
         belongs = path.name == "zarr.json" or is_table or where in named
         if not path.is_dir() and not belongs and not (layout.build.exists() and _is_unfinished(where, manifest)):
-            yield Problem(where, "stray-file", "does not belong to this index; delete it")
+            yield Problem(where, "stray-file", "does not belong to this index; delete the file")
 
 
 def _is_unfinished(path: str, manifest: Manifest) -> bool:
-    """Whether a change or a conversion may have written the file at the relative `path` and not committed it yet."""
+    """Return True if the file at the relative `path` may belong to an uncommitted change or conversion."""
     if path.startswith(("manifest/", "ann/")) or _precision_of(path) not in (None, *manifest.spec.precisions):
         return True
     numbers = re.findall(r"\d+", path.rpartition("/")[2])
@@ -335,7 +344,7 @@ def _is_unfinished(path: str, manifest: Manifest) -> bool:
 
 
 def _precision_of(path: str) -> str | None:
-    """The precision that a relative path belongs to."""
+    """Return the precision to which a relative path belongs, or None if it belongs to no precision."""
     first, _, rest = path.partition("/")
     return rest.partition("/")[0] if first in ("tokens", "checksums") and "/" in rest else None
 
@@ -349,7 +358,7 @@ def _check_ann(layout: Layout, manifest: Manifest) -> Iterator[Problem]:
             yield Problem(entry.path, "missing-file", f"cannot be read: {error.strerror}")
             continue
         if not is_sound:
-            yield Problem(entry.path, "checksum", "is not the file that was committed; it can be rebuilt")
+            yield Problem(entry.path, "checksum", "is not the committed file; rebuild the nearest-neighbour index")
     vectors = manifest.ann.get("vectors")
     if vectors is not None and vectors != manifest.counts.indexed:
         yield Problem("ann", "counts", f"holds {vectors} vectors, but {manifest.counts.indexed} rows are indexed")

@@ -1,4 +1,4 @@
-"""The registry of token precisions. A new precision is one module with a codec class and one entry here."""
+"""The registry of token precisions. To add a precision, write a module with a codec class and add one entry here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CODECS: dict[str, Callable[[tuple[int, int]], Codec]] = {
 
 
 def precisions() -> tuple[str, ...]:
-    """Names of all precisions that this version reads and writes, from the most accurate to the smallest.
+    """Return the names of all precisions that this version reads and writes, most accurate first.
 
     Example:
         >>> from storage_formats import precisions
@@ -39,7 +39,7 @@ def precisions() -> tuple[str, ...]:
 
 
 def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Codec:
-    """The codec of a precision, which encodes bfloat16 blocks to records and decodes them.
+    """Return the codec of a precision. A codec encodes bfloat16 blocks to records and decodes records to blocks.
 
     Args:
         name: one of `precisions()`.
@@ -47,7 +47,7 @@ def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Code
 
     Returns:
         A `storage_formats.codecs.base.Codec`: `.encode(blocks)` takes ml_dtypes.bfloat16 [k, m, d] and returns uint8
-        [k, record_bytes]; `.decode(records, out=None)` is its inverse.
+        [k, record_bytes]. `.decode(records, out=None)` turns records back into blocks.
 
     Raises:
         UsageError: the name is unknown, or d is not a multiple of the precision's group size.
@@ -70,7 +70,7 @@ def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Code
 
 
 def fill_record(codec: Codec) -> Records:
-    """The record of a hole: the fill value repeated, uint8 [1, record_bytes]."""
+    """Return the record of a hole, uint8 [1, record_bytes]: the fill value repeated."""
     value = np.array(codec.fill_value, dtype=np.dtype(codec.zarr_dtype).newbyteorder("<"))
     count = codec.record_bytes // value.itemsize
     return np.full((1, count), value).view(np.uint8)

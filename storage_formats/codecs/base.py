@@ -1,4 +1,7 @@
-"""The interface of a token precision: a record of fixed length per block, and the conversions."""
+"""The interface of a codec, and checks of the arrays that are passed to one.
+
+A codec converts each block to a record of fixed length, and back.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Records: TypeAlias = NDArray[np.uint8]
 Indices: TypeAlias = Sequence[int] | NDArray[np.integer]
 """Indices or byte offsets, [k]."""
 Check: TypeAlias = Callable[[int, int], None]
-"""Checks records [start, stop)."""
+"""A function `check(start, stop)` that raises if one of the records [start, stop) is damaged."""
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -28,21 +31,21 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 class Codec(Protocol):
     """Encodes and decodes blocks of one shape in one precision. Thread-safe.
 
-    Conversions accept every input. Finite blocks decode to finite blocks. A value that is not finite is stored as
-    NaN, together with all values that share its scale; a block of NaN therefore becomes the bytes of a hole.
-    (`bf16` keeps all bits.)
+    A codec accepts any values. Finite values decode to finite values. If a value is NaN or infinite, that value and
+    all values that share its scale are stored as NaN. A block of NaN is therefore stored as the bytes of a hole.
+    `bf16` is the exception: it keeps every bit.
 
-    `threads` is the maximum number of threads, by default `threads.default_threads()`. The result does not depend
-    on it.
+    `threads` is the maximum number of threads of a conversion, by default `threads.default_threads()`. The result
+    does not depend on the number of threads.
 
     Attributes:
         name: name of the precision and of its directory under `tokens/`.
-        logical_dtype: meaning of the stored bits.
+        logical_dtype: name of the number format of the stored values, such as `bfloat16` or `int8`.
         block_shape: (m, d), tokens per block and values per token.
-        record_bytes: length of a record in bytes, scales included.
-        record_shape: shape of a record in its Zarr array.
-        zarr_dtype: core Zarr v3 data type of that array.
-        fill_value: fill value of that array; a record of fill values decodes to NaN.
+        record_bytes: length of a record in bytes, including scales.
+        record_shape: shape of one record in the Zarr array of the precision.
+        zarr_dtype: core Zarr v3 data type of the Zarr array.
+        fill_value: fill value of the Zarr array. A record of fill values decodes to NaN.
 
     Example:
         >>> import ml_dtypes, numpy as np
@@ -65,22 +68,22 @@ class Codec(Protocol):
     fill_value: int
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
-        """Encode bf16 [k, m, d] to uint8 [k, record_bytes], which may share memory with `blocks`."""
+        """Encode bf16 [k, m, d] to uint8 [k, record_bytes]. The result may share memory with `blocks`."""
         ...
 
     def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
-        """Decode uint8 [k, record_bytes] to bf16 [k, m, d], into `out` if given."""
+        """Decode uint8 [k, record_bytes] to bf16 [k, m, d]. If `out` is given, write to `out` and return it."""
         ...
 
     def decode_rows(
         self, records: Records, rows: Indices, out: Blocks | None = None, threads: int | None = None
     ) -> Blocks:
-        """Decode `records[rows]` to bf16 [k, m, d] without copying the records, into `out` if given.
+        """Decode `records[rows]` to bf16 [k, m, d] without copying the records.
 
         Args:
-            records: uint8 [n, record_bytes], C-contiguous, for example a mapped shard.
-            rows: [k], indices of records.
-            out: bf16 [k, m, d].
+            records: uint8 [n, record_bytes], C-contiguous, for example a memory-mapped shard.
+            rows: [k], indices of the records to decode.
+            out: bf16 [k, m, d], to write to and return. None allocates an array.
             threads: maximum number of threads.
 
         Raises:
@@ -97,7 +100,7 @@ class Codec(Protocol):
         threads: int | None = None,
         check: Check | None = None,
     ) -> None:
-        """Decode the record at byte `offsets[i]` of `memory` into `out[indices[i]]`, for every i.
+        """Decode the record that starts at byte `offsets[i]` of `memory` into `out[indices[i]]`, for each i.
 
         Args:
             memory: uint8 [bytes], contiguous.
@@ -105,8 +108,8 @@ class Codec(Protocol):
             out: bf16 [n, m, d].
             indices: [k], distinct indices of blocks of `out`.
             threads: maximum number of threads.
-            check: called with each part [start, stop) of the records before they are decoded, on the same thread,
-                while they are in its processor's cache. It raises if a record is damaged.
+            check: called as `check(start, stop)` before records [start, stop) are decoded, on the thread that decodes
+                them. The records are then in the processor's cache. `check` raises if a record is damaged.
 
         Raises:
             UsageError: an offset or an index is out of range, or an array has the wrong type or shape.
@@ -115,7 +118,7 @@ class Codec(Protocol):
 
 
 def check_blocks(blocks: Blocks, block_shape: tuple[int, int]) -> Blocks:
-    """`blocks` as a contiguous array. Raises UsageError unless it is bfloat16 [k, *block_shape]."""
+    """Return `blocks` as a contiguous array. Raises UsageError unless `blocks` is bfloat16 [k, *block_shape]."""
     if blocks.dtype != BF16 or blocks.ndim != 3 or blocks.shape[1:] != block_shape:
         raise UsageError(
             f"blocks must be bfloat16 [k, {block_shape[0]}, {block_shape[1]}], got {blocks.dtype} {list(blocks.shape)}"
@@ -124,21 +127,21 @@ def check_blocks(blocks: Blocks, block_shape: tuple[int, int]) -> Blocks:
 
 
 def check_records(records: Records, record_bytes: int) -> Records:
-    """`records` as a contiguous array. Raises UsageError unless it is uint8 [k, record_bytes]."""
+    """Return `records` as a contiguous array. Raises UsageError unless `records` is uint8 [k, record_bytes]."""
     if records.dtype != np.uint8 or records.ndim != 2 or records.shape[1] != record_bytes:
         raise UsageError(f"records must be uint8 [k, {record_bytes}], got {records.dtype} {list(records.shape)}")
     return np.ascontiguousarray(records)
 
 
 def check_contiguous_records(records: Records, record_bytes: int) -> Records:
-    """As `check_records`, but raises UsageError instead of copying if `records` is not contiguous."""
+    """Do the same as `check_records`, but raise UsageError if `records` is not contiguous, instead of copying."""
     if not records.flags.c_contiguous:
         raise UsageError("records must be C-contiguous; pass numpy.ascontiguousarray(records)")
     return np.asarray(check_records(records, record_bytes))
 
 
 def check_indices(indices: Indices, count: int, name: str = "rows") -> NDArray[np.int64]:
-    """`indices` as a new array, int64 [k]. Raises UsageError unless all are in 0..count - 1."""
+    """Copy `indices` to a new array, int64 [k]. Raises UsageError unless all indices are in 0..count - 1."""
     checked = as_indices(indices, name)
     if checked.size and (checked.min() < 0 or checked.max() >= count):
         raise UsageError(f"{name} must be in 0..{count - 1}, got {checked.min()}..{checked.max()}")
@@ -148,7 +151,7 @@ def check_indices(indices: Indices, count: int, name: str = "rows") -> NDArray[n
 def check_moves(
     memory: NDArray[np.uint8], record_bytes: int, offsets: Indices, count: int, indices: Indices
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`offsets` and `indices` as new arrays, int64 [k].
+    """Copy `offsets` and `indices` to new arrays, int64 [k].
 
     Raises UsageError unless all records lie within `memory` and all indices are in 0..count - 1.
     """
@@ -164,7 +167,10 @@ def check_moves(
 
 
 def check_out(out: Blocks | None, count: int, block_shape: tuple[int, int]) -> Blocks:
-    """`out`, or a new array, for `count` blocks. Raises UsageError unless it is writeable C-contiguous bfloat16."""
+    """Return `out`, or a new array if `out` is None, for `count` blocks.
+
+    Raises UsageError unless `out` is a writeable C-contiguous bfloat16 array [count, *block_shape].
+    """
     shape = (count, *block_shape)
     if out is None:
         return np.empty(shape, dtype=BF16)

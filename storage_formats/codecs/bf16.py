@@ -1,4 +1,4 @@
-"""`bf16`: the block itself.
+"""`bf16`: bfloat16 values, stored unchanged.
 
 A record holds m x d bfloat16 values, little endian, tokens in order: 2 m d bytes.
 
@@ -50,12 +50,12 @@ class BF16Codec:
         self.record_bytes = 2 * block_shape[0] * block_shape[1]
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
-        """bf16 [k, m, d] -> uint8 [k, record_bytes], a view of `blocks` if that is contiguous."""
+        """Return the blocks, bf16 [k, m, d], as uint8 [k, record_bytes]. Copies only if `blocks` is not contiguous."""
         blocks = check_blocks(blocks, self.block_shape)
         return blocks.view("u1").reshape(len(blocks), self.record_bytes)
 
     def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
-        """uint8 [k, record_bytes] -> bf16 [k, m, d], a copy."""
+        """Copy the records, uint8 [k, record_bytes], to bf16 [k, m, d]."""
         records = check_records(records, self.record_bytes)
         out = check_out(out, len(records), self.block_shape)
         out[...] = records.view(BF16).reshape(out.shape)
@@ -64,7 +64,7 @@ class BF16Codec:
     def decode_rows(
         self, records: Records, rows: Indices, out: Blocks | None = None, threads: int | None = None
     ) -> Blocks:
-        """`records[rows]` as bf16 [k, m, d], a copy. See `storage_formats.codecs.base.Codec`."""
+        """Copy `records[rows]` to bf16 [k, m, d]. See `storage_formats.codecs.base.Codec`."""
         indices = check_indices(rows, len(records))
         records = check_contiguous_records(records, self.record_bytes)
         out = check_out(out, len(indices), self.block_shape)

@@ -1,4 +1,7 @@
-"""Base class of the compiled codecs: checks, flat views and threads around an encoder and a decoder kernel."""
+"""Base class of the compiled codecs.
+
+It checks the arguments, makes flat views of the arrays, and calls the encoder or decoder kernel on several threads.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,13 @@ Bits: TypeAlias = NDArray[np.uint16]
 Bytes: TypeAlias = NDArray[np.uint8]
 """Bytes of records, flat."""
 Moves: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""(offsets, blocks): the record at byte `offsets[i]` becomes block `blocks[i]`. Both are new arrays."""
+"""(offsets, blocks): the record at byte `offsets[i]` is decoded to block `blocks[i]`. Both are int64 [k]."""
 Span: TypeAlias = tuple[int, int]
-"""(start, stop)"""
+"""(start, stop), a half-open range of items."""
 
 
 class CompiledCodec(ABC):
-    """A precision that is converted by compiled kernels. See `storage_formats.codecs.base.Codec`.
+    """Base class of codecs with compiled kernels. See `storage_formats.codecs.base.Codec`.
 
     Subclasses import `storage_formats.codecs.kernels`, and with it Numba, at the first conversion.
     """
@@ -52,14 +55,14 @@ class CompiledCodec(ABC):
 
     @abstractmethod
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
-        """Encode the blocks of `span`."""
+        """Encode blocks [start, stop) of `span` = (start, stop)."""
 
     @abstractmethod
     def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        """Decode the records of the items `span` of `moves`."""
+        """Decode the records of items [start, stop) of `moves`, where `span` = (start, stop)."""
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
-        """bf16 [k, m, d] -> uint8 [k, record_bytes]."""
+        """Encode bf16 [k, m, d] to uint8 [k, record_bytes]."""
         blocks = check_blocks(blocks, self.block_shape)
         records = np.empty((len(blocks), self.record_bytes), dtype=np.uint8)
         bits, flat = blocks.view(np.uint16).reshape(-1), records.reshape(-1)
@@ -71,14 +74,14 @@ class CompiledCodec(ABC):
         return records
 
     def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
-        """uint8 [k, record_bytes] -> bf16 [k, m, d], into `out` if given."""
+        """Decode uint8 [k, record_bytes] to bf16 [k, m, d]. If `out` is given, write to `out` and return it."""
         records = check_records(records, self.record_bytes)
         return self.decode_rows(records, np.arange(len(records)), out, threads)
 
     def decode_rows(
         self, records: Records, rows: Indices, out: Blocks | None = None, threads: int | None = None
     ) -> Blocks:
-        """`records[rows]` as bf16 [k, m, d], into `out` if given. See `storage_formats.codecs.base.Codec`."""
+        """Decode `records[rows]` to bf16 [k, m, d], into `out` if given. See `storage_formats.codecs.base.Codec`."""
         indices = check_indices(rows, len(records))
         out = check_out(out, len(indices), self.block_shape)
         flat = check_contiguous_records(records, self.record_bytes).reshape(-1)

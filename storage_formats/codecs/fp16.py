@@ -5,7 +5,8 @@ A record holds m x d binary16 values (sign 1, exponent 5 with bias 15, fraction 
 
 bfloat16 values with a magnitude from 2 ** -14 to 65,504 are stored exactly. Smaller values are rounded to a multiple
 of 2 ** -24, ties to even. Larger values saturate at 65,504. Values that are not finite become the NaN 0x7E00. Decoding
-rounds to nearest, ties to even. Infinities, which no encoder writes, stay infinite.
+rounds each value to the nearest bfloat16, ties to even. An infinity in a record decodes to an infinity, although no
+encoder writes one.
 
 The values of the Zarr array can be decoded with NumPy alone:
 
@@ -62,7 +63,7 @@ class FP16Codec(CompiledCodec):
 
 @functools.cache
 def _from_bf16() -> NDArray[np.uint16]:
-    """Bits of the binary16 for every bfloat16, uint16 [65536]."""
+    """Return the bits of the binary16 that encodes each of the 65,536 bfloat16, uint16 [65536]."""
     numbers = np.arange(0x10000, dtype=np.uint16).view(BF16).astype(np.float32)
     nearest = np.clip(numbers, -_LARGEST, _LARGEST).astype(np.float16).view(np.uint16)
     return np.where(np.isfinite(numbers), nearest, np.uint16(FP16Codec.fill_value))
@@ -70,7 +71,7 @@ def _from_bf16() -> NDArray[np.uint16]:
 
 @functools.cache
 def _to_bf16() -> NDArray[np.uint16]:
-    """Bits of the bfloat16 for every binary16, uint16 [65536]."""
+    """Return the bits of the bfloat16 to which each of the 65,536 binary16 decodes, uint16 [65536]."""
     with np.errstate(invalid="ignore"):  # signalling NaN
         nearest = np.arange(0x10000, dtype=np.uint16).view(np.float16).astype(np.float32).astype(BF16)
     return np.where(np.isnan(nearest), np.uint16(CANONICAL_NAN), nearest.view(np.uint16))

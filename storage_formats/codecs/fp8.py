@@ -8,9 +8,9 @@ subnormal, 0x7F and 0xFF are NaN, there are no infinities, and the largest value
 Formats for Deep Learning", 2022; OCP OFP8 1.0). An E8M0 scale is 2 ** (byte - 127), and 0xFF is NaN (OCP MX 1.0,
 section 5.4.1). The value is code x scale, which bfloat16 holds exactly.
 
-The encoder takes the smallest scale for which the token's largest magnitude / scale does not exceed 448 (the rule of
-cuBLAS for MXFP8, applied to a token). No code saturates, and the relative error does not depend on the magnitude of
-the tokens. Plain E4M3 loses tokens whose values are far below 2 ** -6 or above 448.
+The encoder takes the smallest scale for which the token's largest magnitude / scale does not exceed 448. cuBLAS uses
+the same rule for the groups of MXFP8. No code saturates, and the relative error does not depend on the magnitude of the
+tokens. Without a scale, E4M3 would lose tokens whose values are far below 2 ** -6 or above 448.
 
 The values of the Zarr array can be decoded with NumPy alone:
 
@@ -38,7 +38,7 @@ from storage_formats.codecs.minifloat import E4M3, e8m0_codes, e8m0_values
 
 
 class FP8Codec(GroupScaledCodec):
-    """E4M3 codes with one E8M0 scale per token."""
+    """Stores E4M3 codes with one E8M0 scale per token."""
 
     name = "fp8"
     logical_dtype = "float8_e4m3fn"
@@ -50,6 +50,10 @@ class FP8Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Codes of the smallest 2 ** e with largest / 2 ** e <= 448."""
+        """Return the E8M0 code of the smallest scale 2 ** e with largest / 2 ** e <= 448, uint8.
+
+        Args:
+            largest: largest magnitude of each token, float32, finite.
+        """
         fraction, exponent = np.frexp(largest.astype(np.float64) / E4M3.largest)  # fraction in [0.5, 1)
         return e8m0_codes(np.where(largest > 0, exponent - (fraction == 0.5), -127))

@@ -1,7 +1,7 @@
 """Codecs in which a group of values shares a one-byte scale: fp8, mxfp8, mxfp4, nvfp4.
 
 A value is code x scale. The product of an E4M3 or E2M1 code and an E8M0 or E4M3 scale has at most 8 significant
-bits, so bfloat16 holds it exactly unless the result is subnormal.
+bits, so bfloat16 holds the product exactly unless the product is subnormal.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from storage_formats.codecs.minifloat import CANONICAL_NAN, E4M3, NAN_CODE, Mini
 from storage_formats.errors import UsageError
 
 LARGEST_INPUT = 15 * 2.0**124
-"""Larger magnitudes are encoded as this one: E4M3 would round them to 2**128, which bfloat16 cannot hold."""
+"""Larger finite magnitudes are encoded as this number: E4M3 would round them to 2**128, too large for bfloat16."""
 
 
 class GroupScaledCodec(CompiledCodec):
-    """Minifloat codes, two per byte if they have four bits, followed by the scales of all groups in order.
+    """Stores minifloat codes, followed by the scales of all groups in order.
+
+    A byte holds one code of eight bits or two codes of four bits.
 
     Attributes:
         element: number format of the codes.
         scale_values: value of every scale code, float32 [256], NaN at 0xFF.
-        group: number of consecutive values of a token that share a scale.
+        group: number of consecutive values of a token that share one scale.
     """
 
     element: MiniFloat
@@ -47,7 +49,11 @@ class GroupScaledCodec(CompiledCodec):
     @staticmethod
     @abstractmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Scale codes of groups by their largest magnitudes, which are finite."""
+        """Return the scale code of each group, uint8, in the shape of `largest`.
+
+        Args:
+            largest: largest magnitude of each group, float32, finite.
+        """
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
         from storage_formats.codecs import kernels
@@ -73,7 +79,10 @@ class GroupScaledCodec(CompiledCodec):
     @classmethod
     @functools.cache
     def _scale_table(cls) -> NDArray[np.uint8]:
-        """Scale code for the bits of every bfloat16 magnitude, uint8 [32768]; the NaN code if it is not finite."""
+        """Return the scale code for each of the 32,768 bfloat16 magnitudes, indexed by their bits, uint8 [32768].
+
+        Infinity and NaN have the NaN code.
+        """
         magnitudes = np.arange(0x8000, dtype=np.uint16).view(BF16).astype(np.float32)
         finite = np.isfinite(magnitudes)
         table = np.full(len(magnitudes), NAN_CODE, dtype=np.uint8)
@@ -83,7 +92,7 @@ class GroupScaledCodec(CompiledCodec):
     @classmethod
     @functools.cache
     def _products(cls) -> NDArray[np.uint16]:
-        """bfloat16 bits of every scale x code, uint16 [256 * codes]."""
+        """Return the bfloat16 bits of each product scale x code, uint16 [256 scales x number of codes], flat."""
         with np.errstate(over="ignore"):  # with scales that no encoder writes
             products = (cls.scale_values[:, None] * cls.element.values).astype(BF16)
         return np.where(np.isnan(products), np.uint16(CANONICAL_NAN), products.view(np.uint16)).reshape(-1)
@@ -91,7 +100,11 @@ class GroupScaledCodec(CompiledCodec):
     @classmethod
     @functools.cache
     def _pairs(cls) -> NDArray[np.uint32]:
-        """bfloat16 bits of the two values of every scale and byte, the low half first, uint32 [256 * 256]."""
+        """Return the bfloat16 bits of the two values that a byte of two codes has with each scale.
+
+        Returns:
+            uint32 [256 scales x 256 bytes], flat. The value of the low four bits is in the lower half of a word.
+        """
         products = cls._products().reshape(256, -1).astype(np.uint32)
         byte = np.arange(256)
         return (products[:, byte & 15] | (products[:, byte >> 4] << np.uint32(16))).reshape(-1)

@@ -7,8 +7,8 @@ rounded once to bfloat16.
 The encoder takes the scale nearest to the token's largest magnitude / 127 and rounds value / scale to the nearest
 integer, ties to even, saturated at -127 and 127 (the symmetric scheme of Jacob et al., "Quantization and Training
 of Neural Networks for Efficient Integer-Arithmetic-Only Inference", 2018). The scale is at least 2 ** -133, the
-smallest bfloat16, and at most 2 ** 121, so that 127 x scale is still a bfloat16. With a bfloat16 scale the product is
-exact in float32.
+smallest positive bfloat16, and at most 2 ** 121, so that 127 x scale is still a bfloat16. Because the scale is a
+bfloat16, integer x scale is exact in float32.
 
 The values of the Zarr array can be decoded with NumPy alone (a bfloat16 is the upper half of a float32):
 
@@ -35,11 +35,11 @@ from storage_formats.codecs.base import BF16
 from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec, Moves, Span
 
 NAN_SCALE = 0xFFFF
-"""Bits of the scale of a token with a value that is not finite: the fill byte repeated."""
+"""Bits of the scale of a token that contains NaN or infinity: the fill byte repeated."""
 
 
 class Int8Codec(CompiledCodec):
-    """Eight-bit integers with one bfloat16 scale per token."""
+    """Stores eight-bit integers with one bfloat16 scale per token."""
 
     name = "int8"
     logical_dtype = "int8"
@@ -49,7 +49,11 @@ class Int8Codec(CompiledCodec):
 
     @staticmethod
     def scales(largest: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Scales of tokens by their largest magnitudes, which are finite."""
+        """Return the scale of each token, float32, in the shape of `largest`.
+
+        Args:
+            largest: largest magnitude of each token, float32, finite.
+        """
         return np.clip((largest / 127).astype(BF16).astype(np.float32), 2.0**-133, 2.0**121)
 
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
@@ -69,7 +73,10 @@ class Int8Codec(CompiledCodec):
 
 @functools.cache
 def _scale_table() -> NDArray[np.uint16]:
-    """Bits of the scale, indexed by the bits of a token's largest magnitude, uint16 [32768]; NaN if not finite."""
+    """Return the bits of the bfloat16 scale, indexed by the bits of a token's largest magnitude, uint16 [32768].
+
+    The scale is NaN if the magnitude is infinity or NaN.
+    """
     magnitudes = np.arange(0x8000, dtype=np.uint16).view(BF16).astype(np.float32)
     finite = np.isfinite(magnitudes)
     table = np.full(len(magnitudes), NAN_SCALE, dtype=np.uint16)

@@ -1,6 +1,7 @@
 """Compilation of Numba kernels, with a cache on disk. Importing this module imports Numba.
 
-Each kernel has exactly one signature, so processes that fill Numba's cache at the same time write the same files.
+Each kernel has exactly one signature. Several processes may therefore fill Numba's cache at the same time: they write
+the same files.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ _njit: Any = functools.partial(numba.njit, nogil=True, error_model="numpy")
 
 
 class Kernel:
-    """A function that is compiled for one signature at its first call. It releases the GIL.
+    """A function that is compiled for one signature when it is first called. The compiled code releases the GIL.
 
     Compiled code is cached on disk if the installation or the home directory is writeable.
 
     Args:
-        function: Python source of the kernel; it returns nothing.
-        arguments: Numba types of its arguments.
+        function: Python function to compile. It returns None.
+        arguments: Numba types of the arguments of `function`.
     """
 
     def __init__(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -45,21 +46,21 @@ class Kernel:
 
 
 def kernel(*arguments: Any) -> Callable[[Callable[..., None]], Kernel]:
-    """Decorator: a `Kernel` with these argument types."""
+    """Return a decorator that turns a function into a `Kernel` whose arguments have the given Numba types."""
     return lambda function: Kernel(function, arguments)
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: a function that kernels call."""
+    """Compile a helper function that kernels call. Use this as a decorator."""
     compiled: Callable[..., Any] = _njit(function)
     return compiled
 
 
 def input_array(number: Any) -> Any:
-    """Type of a flat C-contiguous array that a kernel reads, at any address."""
+    """Return the Numba type of a flat C-contiguous array of `number` that a kernel reads. Any alignment is allowed."""
     return types.Array(number, 1, "C", readonly=True, aligned=False)
 
 
 def output_array(number: Any) -> Any:
-    """Type of a flat C-contiguous array that a kernel writes, at any address."""
+    """Return the Numba type of a flat C-contiguous array of `number` that a kernel writes. Any alignment is allowed."""
     return types.Array(number, 1, "C", aligned=False)

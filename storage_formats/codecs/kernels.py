@@ -1,16 +1,17 @@
-"""Compiled kernels of the codecs. The codecs import this module, and with it Numba, at their first conversion.
+"""Compiled kernels of the codecs. A codec imports this module, and with it Numba, at its first conversion.
 
-A kernel runs on one thread and releases the GIL; callers start the threads. It takes flat arrays and:
+A kernel runs on the calling thread and releases the GIL, so the caller may run it on several threads at once. Each
+kernel takes flat arrays and some of these arguments:
 
-- `geometry` (values, width, group): values per block (m x d), values per token (d), values that share a scale;
-- `span` (start, stop): encoders convert blocks [start, stop), decoders the items [start, stop) of `moves`;
-- `moves` (offsets, blocks), for decoders: the record that starts at byte `offsets[i]` of `records` becomes block
-  `blocks[i]` of the output. Both are new int64 arrays, because Numba converts no read-only arrays within a tuple.
+- `geometry` (values, width, group): values per block (m x d), values per token (d), values that share one scale;
+- `span` (start, stop): an encoder converts blocks [start, stop), a decoder converts items [start, stop) of `moves`;
+- `moves` (offsets, blocks), for decoders: the record that starts at byte `offsets[i]` of `records` is decoded to block
+  `blocks[i]` of the output. Both are writeable int64 arrays, because Numba accepts no read-only array in a tuple.
 
 All kernels and their helpers are in one module because Numba's cache notices changes only in a kernel's own file.
-Indices are unsigned: this avoids Numba's handling of negative indices and lets LLVM vectorise. Parts of arrays are
-given by their first index because Numba counts references of slices. In Numba, the sum of an unsigned and a signed
-integer is a float.
+Indices are unsigned: this avoids Numba's handling of negative indices and lets LLVM vectorise. A helper takes an array
+and the index of the first element to use, not a slice, because Numba counts the references to a slice. Unsigned and
+signed integers are not mixed, because their sum is a float in Numba.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _bf16(bits: np.uint16) -> Any:
 
 @inlined
 def _rounded_bf16(number: np.float32) -> np.uint16:
-    """Bits of the nearest bfloat16, ties to even. Every NaN gives 0x7FC0."""
+    """Return the bits of the bfloat16 nearest to `number`, ties to even. Every NaN gives 0x7FC0."""
     bits = _bits(number)
     even = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
@@ -63,10 +64,11 @@ def _rounded_bf16(number: np.float32) -> np.uint16:
 
 @inlined
 def _minifloat_code(number: np.float32, fraction_bits: int, bias: int, largest: float) -> np.uint32:
-    """Code of |number| in a `MiniFloat`, rounded to nearest, ties to even, and saturated.
+    """Return the code of |number| in a `MiniFloat`, rounded to nearest, ties to even, and saturated at `largest`.
 
-    Normal results are rounded in the bits of the float32. Subnormal results are rounded by adding the float32 whose
-    last bit has the weight of the smallest subnormal; the low bits of the sum are the code.
+    Normal results are rounded by integer arithmetic on the bits of the float32. For subnormal results, the function
+    adds a power of two whose last bit has the weight of the smallest subnormal: the addition rounds the number, and
+    the low bits of the sum are the code.
     """
     magnitude = min(abs(number), np.float32(largest))
     bits = _bits(magnitude)
@@ -81,7 +83,10 @@ def _minifloat_code(number: np.float32, fraction_bits: int, bias: int, largest: 
 
 @inlined
 def _largest_magnitude(bits: U16, first: Index, count: Index) -> int:
-    """Bits of the largest magnitude. The bits of magnitudes sort like their values; infinity and NaN are last."""
+    """Return the bits of the largest magnitude of `count` bfloat16 values from index `first`.
+
+    The bits of magnitudes sort like the magnitudes, with infinity and NaN last.
+    """
     largest = np.uint16(0)
     for i in range(count):
         largest = max(largest, np.uint16(bits[first + i] & np.uint16(0x7FFF)))
@@ -92,7 +97,7 @@ def _largest_magnitude(bits: U16, first: Index, count: Index) -> int:
 def _choose_scales(
     bits: U16, first: Index, width: Index, group: Index, scale_codes: U8, records: U8, scales_at: Index
 ) -> bool:
-    """Write the scale code of each group of a token. Returns whether one of them is NaN."""
+    """Write the scale code of each group of a token. Return True if one of the codes is NaN."""
     has_nan = False
     for index in range(width // group):
         code = scale_codes[_largest_magnitude(bits, first + index * group, group)]
@@ -103,7 +108,7 @@ def _choose_scales(
 
 @inlined
 def _spread(records: U8, scales_at: Index, group: Index, scale_values: F32, spread: F32) -> None:
-    """Write the value of each scale code of a token, repeated for each value of its group."""
+    """Write to `spread` the scale of each value of a token: the value of each scale code, repeated for its group."""
     for index in range(np.uint64(len(spread)) // group):
         value = scale_values[records[scales_at + index]]
         for i in range(group):
@@ -112,9 +117,9 @@ def _spread(records: U8, scales_at: Index, group: Index, scale_values: F32, spre
 
 @inlined
 def _scale_exponents(records: U8, scales_at: Index, group: Index, exponents: U16) -> bool:
-    """Write what each E8M0 scale adds to the exponent field when an E4M3 code becomes a bfloat16.
+    """Write to `exponents`, for each value of a token, the offset from its E4M3 exponent to its bfloat16 exponent.
 
-    Returns whether a result may leave the range of bfloat16.
+    The offset follows from the E8M0 scale of the group. Return True if a result may leave the range of bfloat16.
     """
     extreme = False
     for index in range(np.uint64(len(exponents)) // group):
@@ -127,7 +132,7 @@ def _scale_exponents(records: U8, scales_at: Index, group: Index, exponents: U16
 
 @inlined
 def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
-    """Whether a value of a token becomes a subnormal E4M3 code under its power-of-two scale."""
+    """Return True if a value of the token, divided by its power-of-two scale, has a subnormal E4M3 code."""
     highest = np.uint16(0)
     for i in range(np.uint64(len(exponents))):
         magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
@@ -138,7 +143,10 @@ def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
 
 @inlined
 def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
-    """E4M3 code of a number divided by a power of two, if the code is zero or normal: shift the fields, then round."""
+    """Return the E4M3 code of a number divided by a power of two: shift the bit fields, then round.
+
+    This is correct only if the code is zero or normal.
+    """
     magnitude = np.uint16(number & np.uint16(0x7FFF))
     field = np.uint16(magnitude - exponent) if magnitude else np.uint16(0)
     even = np.uint16(field >> np.uint16(4)) & np.uint16(1)
@@ -148,20 +156,23 @@ def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
 
 @inlined
 def _magnitude(number: np.uint16) -> Any:
-    """|number|, at most 15 x 2**124. E4M3 would round larger numbers to 2**128, which bfloat16 cannot hold."""
+    """Return |number|, limited to 15 x 2**124. E4M3 would round larger numbers to 2**128, too large for bfloat16."""
     return _bf16(min(np.uint16(number & np.uint16(0x7FFF)), np.uint16(0x7F70)))
 
 
 @inlined
 def _rounded_e4m3(number: np.uint16, factor: np.float32) -> Any:
-    """E4M3 code of a number times the inverse of its scale, for all inputs."""
+    """Return the E4M3 code of number x factor, where `factor` is the inverse of the scale. Accepts every number."""
     code = _minifloat_code(_magnitude(number) * factor, 3, 7, 448.0)
     return np.uint8(code | (np.uint32(number >> np.uint16(8)) & np.uint32(0x80)))
 
 
 @inlined
 def _extremes(bits: U16, first: Index, count: Index) -> Any:
-    """(bits of the largest magnitude, bits of the smallest nonzero magnitude minus one; 65535 if all are zero)."""
+    """Return (bits of the largest magnitude, bits of the smallest nonzero magnitude minus one).
+
+    If all magnitudes are zero, the second number is 65535.
+    """
     largest, below_smallest = np.uint16(0), np.uint16(0xFFFF)
     for i in range(count):
         magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
@@ -172,7 +183,7 @@ def _extremes(bits: U16, first: Index, count: Index) -> Any:
 
 @inlined
 def _fill_nan_groups(records: U8, codes_at: Index, scales_at: Index, groups: Index, size: Index) -> None:
-    """Set all code bytes, `size` per group, of the groups of a token whose scale is NaN."""
+    """Set the code bytes of each group whose scale is NaN to 0xFF. A group has `size` bytes of codes."""
     for index in range(groups):
         if records[scales_at + index] == np.uint8(0xFF):
             for i in range(size):
@@ -187,11 +198,11 @@ _GROUP_ENCODER = (
 
 @kernel(*_GROUP_ENCODER)
 def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, geometry: Geometry, span: Span) -> None:
-    """Encode to E4M3 codes and E8M0 scales.
+    """Encode bfloat16 values to E4M3 codes and E8M0 scales.
 
-    `scale_codes` [32768] maps the bits of a group's largest magnitude to its scale code; `inverse_scales` [256]
-    holds the inverse of each scale. Tokens without subnormal codes take a path without floating point, which gives
-    the same result.
+    `scale_codes` [32768] maps the bits of a group's largest magnitude to the scale code of the group.
+    `inverse_scales` [256] holds the inverse of each scale. Tokens without subnormal codes take a faster path with
+    integer arithmetic only, which gives the same result.
     """
     values, width, group = geometry
     exponents = np.empty(width, dtype=np.uint16)
@@ -220,7 +231,10 @@ def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, ge
 def encode_e4m3_tokens(
     bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, geometry: Geometry, span: Span
 ) -> None:
-    """As `encode_e4m3`, for groups that are whole tokens: one pass finds the scale and any subnormal code."""
+    """Do the same as `encode_e4m3`, faster, if each group is a whole token.
+
+    One pass over the token finds both the scale and whether a code is subnormal.
+    """
     values, width, group = geometry
     start, stop = span
     for block in range(start, stop):
@@ -247,7 +261,10 @@ def encode_e4m3_tokens(
 
 @kernel(*_GROUP_ENCODER)
 def encode_e2m1(bits: U16, scale_codes: U8, scale_values: F32, records: U8, geometry: Geometry, span: Span) -> None:
-    """Encode to E2M1 codes, two per byte, and one-byte scales, whose values are `scale_values` [256]."""
+    """Encode bfloat16 values to E2M1 codes, two per byte, and one-byte scales.
+
+    `scale_values` [256] holds the value of each scale code. `scale_codes` [32768] is as in `encode_e4m3`.
+    """
     values, width, group = geometry
     half = width >> np.uint64(1)
     divisors = np.empty(width, dtype=np.float32)
@@ -274,7 +291,7 @@ def encode_e2m1(bits: U16, scale_codes: U8, scale_values: F32, records: U8, geom
 
 @inlined
 def _needs_table(records: U8, codes_at: Index, width: Index) -> bool:
-    """Whether an E4M3 code of a token is subnormal or NaN."""
+    """Return True if an E4M3 code of the token is subnormal or NaN."""
     highest = np.uint8(0)
     for i in range(width):
         magnitude = np.uint8(records[codes_at + i] & np.uint8(0x7F))
@@ -284,7 +301,10 @@ def _needs_table(records: U8, codes_at: Index, width: Index) -> bool:
 
 @inlined
 def _rescaled(code: np.uint8, exponent: np.uint16) -> Any:
-    """bfloat16 bits of an E4M3 number, zero or normal, times a power of two: shift the fields, add the exponents."""
+    """Return the bfloat16 bits of an E4M3 code times a power of two: shift the bit fields, add the exponents.
+
+    This is correct only if the code is zero or normal.
+    """
     magnitude = np.uint16(code & np.uint8(0x7F))
     field = np.uint16(np.uint16(magnitude << np.uint16(4)) + exponent) if magnitude else np.uint16(0)
     return np.uint16(field | np.uint16(np.uint16(code & np.uint8(0x80)) << np.uint16(8)))
@@ -292,9 +312,10 @@ def _rescaled(code: np.uint8, exponent: np.uint16) -> Any:
 
 @kernel(input_array(types.uint8), _MOVES, input_array(types.uint16), output_array(types.uint16), _GEOMETRY, _SPAN)
 def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geometry, span: Span) -> None:
-    """Decode E4M3 codes and E8M0 scales. `table` [256 scales x 256 codes] holds the bits of every product.
+    """Decode E4M3 codes and E8M0 scales to bfloat16 values.
 
-    Tokens without subnormal codes take a faster path without the table, which gives the same result.
+    `table` [256 scales x 256 codes] holds the bfloat16 bits of each product. Tokens without subnormal codes and NaN
+    take a faster path without the table, which gives the same result.
     """
     values, width, group = geometry
     exponents = np.empty(width, dtype=np.uint16)
@@ -320,7 +341,10 @@ def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geom
 
 @kernel(input_array(types.uint8), _MOVES, input_array(types.uint32), output_array(types.uint32), _GEOMETRY, _SPAN)
 def decode_e2m1(records: U8, moves: Moves, table: U32, pairs: U32, geometry: Geometry, span: Span) -> None:
-    """Decode E2M1 codes and one-byte scales. `table` [256 scales x 256 bytes] holds the bits of two products."""
+    """Decode E2M1 codes and one-byte scales to pairs of bfloat16 values.
+
+    `table` [256 scales x 256 bytes] holds the bits of the two values of each byte of two codes.
+    """
     codes, group = geometry[0] >> np.uint64(1), geometry[2] >> np.uint64(1)
     offsets, blocks = moves
     start, stop = span
@@ -350,7 +374,7 @@ def _read_word(records: U8, at: Index) -> Any:
 
 @kernel(input_array(types.uint8), _MOVES, input_array(types.uint16), output_array(types.uint16), types.uint64, _SPAN)
 def translate(records: U8, moves: Moves, table: U16, out: U16, values: Index, span: Span) -> None:
-    """Replace each 16-bit word of the records by its entry in `table` [65536]; `values` words per record."""
+    """Replace each 16-bit word w of the records by `table[w]`. A record has `values` words; `table` has 65,536."""
     offsets, blocks = moves
     start, stop = span
     for move in range(start, stop):
@@ -361,7 +385,10 @@ def translate(records: U8, moves: Moves, table: U16, out: U16, values: Index, sp
 
 @kernel(input_array(types.uint16), input_array(types.uint16), output_array(types.uint8), _GEOMETRY, _SPAN)
 def encode_int8(bits: U16, scale_bits: U16, records: U8, geometry: Geometry, span: Span) -> None:
-    """Encode to integers and bfloat16 scales. `scale_bits` [32768] maps a largest magnitude's bits to its scale."""
+    """Encode bfloat16 values to integers and bfloat16 scales.
+
+    `scale_bits` [32768] maps the bits of a token's largest magnitude to the bits of the token's scale.
+    """
     values, width, _ = geometry
     shifter = np.float32(1.5 * 2.0**23)  # its last bit has weight 1, so adding it rounds to an integer
     start, stop = span
@@ -384,7 +411,10 @@ def encode_int8(bits: U16, scale_bits: U16, records: U8, geometry: Geometry, spa
 
 @kernel(input_array(types.uint8), _MOVES, output_array(types.uint16), _GEOMETRY, _SPAN)
 def decode_int8(records: U8, moves: Moves, bits: U16, geometry: Geometry, span: Span) -> None:
-    """Decode integers and bfloat16 scales. A product has at most 16 significant bits, so it is rounded only once."""
+    """Decode integers and bfloat16 scales to bfloat16 values.
+
+    A product has at most 16 significant bits and is exact in float32, so it is rounded only once.
+    """
     values, width, _ = geometry
     offsets, blocks = moves
     start, stop = span
@@ -402,7 +432,10 @@ def decode_int8(records: U8, moves: Moves, bits: U16, geometry: Geometry, span: 
 
 @kernel(input_array(types.uint16), output_array(types.uint8), _GEOMETRY, _SPAN)
 def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None:
-    """Encode to sign bits, the first in the lowest bit, and one bfloat16 scale per token, the mean magnitude."""
+    """Encode bfloat16 values to sign bits and one bfloat16 scale per token, the mean magnitude of the token.
+
+    A byte holds eight signs, the first one in the lowest bit.
+    """
     values, width, _ = geometry
     size = width >> np.uint64(3)
     start, stop = span
@@ -430,7 +463,11 @@ def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None
 
 @kernel(input_array(types.uint8), _MOVES, input_array(types.uint64), output_array(types.uint64), _GEOMETRY, _SPAN)
 def decode_sign1(records: U8, moves: Moves, table: U64, quads: U64, geometry: Geometry, span: Span) -> None:
-    """Decode signs and bfloat16 scales. `table` [256 x 2] spreads a byte's bits over two words of four values."""
+    """Decode sign bits and bfloat16 scales to words of four bfloat16 values.
+
+    `table` [256 bytes x 2 words] holds, for each byte of eight signs, two words of four values with only the sign bits
+    set.
+    """
     values, width, _ = geometry
     size = width >> np.uint64(3)
     offsets, blocks = moves

@@ -8,8 +8,8 @@ An E2M1 code (section 5.3.3 of the standard) has the sign in bit 3, the exponent
 in bit 0; its magnitudes are 0, 0.5, 1, 1.5, 2, 3, 4, 6. A scale is 2 ** (byte - 127), and 0xFF is NaN. The value is
 code x scale, which bfloat16 holds exactly.
 
-The encoder follows section 6.3: the scale is the largest power of two that does not exceed the group's largest
-magnitude, divided by 2 ** 2, the largest power of two of E2M1. Quotients above 6 saturate.
+The encoder follows section 6.3 of the standard: the scale is the largest power of two that does not exceed the group's
+largest magnitude, divided by 2 ** 2, the largest power of two of E2M1. Values above 6 x scale saturate.
 
 The values of the Zarr array can be decoded with NumPy alone:
 
@@ -36,7 +36,7 @@ from storage_formats.codecs.minifloat import E2M1, e8m0_values, mx_scale_codes
 
 
 class MXFP4Codec(GroupScaledCodec):
-    """E2M1 codes with one E8M0 scale per 32 values."""
+    """Stores E2M1 codes with one E8M0 scale per 32 values."""
 
     name = "mxfp4"
     logical_dtype = "mxfp4_e2m1"
@@ -48,5 +48,5 @@ class MXFP4Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Codes by OCP MX 1.0, section 6.3. The largest power of two of E2M1 is 2 ** 2."""
+        """Return the E8M0 scale codes of OCP MX 1.0, section 6.3. The largest power of two of E2M1 is 2 ** 2."""
         return mx_scale_codes(largest, 2)

@@ -5,7 +5,7 @@ E8M0 scales of one byte, one per group of 32 consecutive values of a token. d mu
 64 x 384 takes 24,576 + 768 = 25,344 bytes. The value is code x scale.
 
 The encoder follows section 6.3 of the standard: the scale is the largest power of two that does not exceed the
-group's largest magnitude, divided by 2 ** 8, the largest power of two of E4M3. Quotients above 448 saturate.
+group's largest magnitude, divided by 2 ** 8, the largest power of two of E4M3. Values above 448 x scale saturate.
 
 The values of the Zarr array can be decoded with NumPy alone:
 
@@ -33,7 +33,7 @@ from storage_formats.codecs.minifloat import E4M3, e8m0_values, mx_scale_codes
 
 
 class MXFP8Codec(GroupScaledCodec):
-    """E4M3 codes with one E8M0 scale per 32 values."""
+    """Stores E4M3 codes with one E8M0 scale per 32 values."""
 
     name = "mxfp8"
     logical_dtype = "mxfp8_e4m3"
@@ -45,5 +45,5 @@ class MXFP8Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Codes by OCP MX 1.0, section 6.3. The largest power of two of E4M3 is 2 ** 8."""
+        """Return the E8M0 scale codes of OCP MX 1.0, section 6.3. The largest power of two of E4M3 is 2 ** 8."""
         return mx_scale_codes(largest, 8)

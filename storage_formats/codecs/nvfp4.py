@@ -5,12 +5,13 @@ with the first in the low half, and then m x d / 16 E4M3 scales of one byte (see
 consecutive values of a token. d must be a multiple of 16. A block of 64 x 384 takes 12,288 + 1,536 = 13,824 bytes.
 
 The value is code x scale / 8, which bfloat16 holds exactly. The factor 1/8 = 2 ** -3 is NVFP4's second-level (fp32)
-scale, here a constant of the format. Scales have full precision for groups whose largest magnitude is between 0.012
-and 336, and are subnormal down to 0.0015. Values above 336 saturate. A power of two keeps the products exact. One
-constant keeps the record at 13,824 bytes and records independent of each other.
+scale, which is a constant in this format. If the largest magnitude of a group is between 0.012 and 336, the group's
+scale has full precision. If it is between 0.0015 and 0.012, the scale is a subnormal E4M3. Values above 336 saturate.
+Because the constant is a power of two, the products are exact. Because it is not stored, a record has 13,824 bytes and
+does not depend on other records.
 
-The encoder takes the E4M3 nearest to 8/6 of the group's largest magnitude, and at least 2 ** -9, the smallest E4M3.
-Quotients above 6 saturate.
+The encoder takes the E4M3 scale nearest to 8/6 of the group's largest magnitude, and at least 2 ** -9, the smallest
+positive E4M3. Values above 6 x scale / 8 saturate.
 
 The values of the Zarr array can be decoded with NumPy alone:
 
@@ -41,7 +42,7 @@ SECOND_LEVEL_SCALE = 2.0**-3
 
 
 class NVFP4Codec(GroupScaledCodec):
-    """E2M1 codes with one E4M3 scale per 16 values and the constant `SECOND_LEVEL_SCALE`."""
+    """Stores E2M1 codes with one E4M3 scale per 16 values and the constant factor `SECOND_LEVEL_SCALE`."""
 
     name = "nvfp4"
     logical_dtype = "nvfp4_e2m1"
@@ -53,6 +54,9 @@ class NVFP4Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Codes of the E4M3 nearest to largest / (6 SECOND_LEVEL_SCALE), saturated at 448, and never zero."""
+        """Return the code of the E4M3 number nearest to largest / (6 x SECOND_LEVEL_SCALE), saturated at 448.
+
+        A code is never zero: the smallest is 1, which stands for 2 ** -9.
+        """
         scales = largest.astype(np.float64) / (E2M1.largest * SECOND_LEVEL_SCALE)
         return np.maximum(E4M3.encode(scales), np.uint8(1))

@@ -1,7 +1,7 @@
 """The record formats in plain NumPy. Tests compare the compiled kernels with this module bit for bit.
 
-Other implementations can be tested against it too. It shares with the codecs the definitions of the small formats
-(`minifloat`) and the scale rules, but no conversion code.
+Authors of other implementations can test them against this module too. It uses the definitions of the small formats
+(`minifloat`) and the scale rules of the codecs, but none of their conversion code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from storage_formats.codecs.sign1 import Sign1Codec
 
 
 def encode(codec: Codec, blocks: Blocks) -> Records:
-    """bf16 [k, m, d] -> uint8 [k, record_bytes]."""
+    """Encode bf16 [k, m, d] to uint8 [k, record_bytes]."""
     numbers = blocks.astype(np.float32)
     match codec:
         case GroupScaledCodec():
@@ -35,7 +35,7 @@ def encode(codec: Codec, blocks: Blocks) -> Records:
 
 
 def decode(codec: Codec, records: Records) -> Blocks:
-    """uint8 [k, record_bytes] -> bf16 [k, m, d]."""
+    """Decode uint8 [k, record_bytes] to bf16 [k, m, d]."""
     with np.errstate(over="ignore", invalid="ignore"):  # with scales that no encoder writes
         match codec:
             case GroupScaledCodec():

@@ -1,8 +1,9 @@
 """`sign1`: the sign of each value, with one scale per token.
 
-A record of m tokens of width d holds m x d / 8 bytes of sign bits, tokens in order, eight per byte with the first in
-the lowest bit, 1 for negative (-0 included), and then m bfloat16 scales, little endian. d must be a multiple of 8.
-A block of 64 x 384 takes 3,072 + 128 = 3,200 bytes. The value is +scale or -scale; a NaN scale makes the token NaN.
+A record of m tokens of width d holds m x d / 8 bytes of sign bits, tokens in order, and then m bfloat16 scales, little
+endian. A byte holds eight sign bits, the first in the lowest bit. A sign bit is 1 for negative values, including -0.
+d must be a multiple of 8. A block of 64 x 384 takes 3,072 + 128 = 3,200 bytes. The value is +scale or -scale. If the
+scale is NaN, all values of the token are NaN.
 
 The scale is the mean magnitude of the token, which minimises the squared error of signs with one scale (Rastegari et
 al., "XNOR-Net", 2016, section 3.1). The encoder sums in float64 from the first value to the last, divides by d, and
@@ -34,7 +35,7 @@ from storage_formats.errors import UsageError
 
 
 class Sign1Codec(CompiledCodec):
-    """Sign bits with one bfloat16 scale per token."""
+    """Stores sign bits with one bfloat16 scale per token."""
 
     name = "sign1"
     logical_dtype = "sign1"
@@ -65,6 +66,6 @@ class Sign1Codec(CompiledCodec):
 
 @functools.cache
 def _sign_words() -> NDArray[np.uint64]:
-    """For each byte of 8 signs, two words of four bfloat16 with only the sign bits set, uint64 [512]."""
+    """Return, for each byte of eight signs, two words of four bfloat16 with only the sign bits set, uint64 [512]."""
     signs = (np.arange(256)[:, None] >> np.arange(8)) & 1
     return (signs.astype(np.uint16) << np.uint16(15)).view(np.uint64).reshape(-1)

@@ -18,8 +18,8 @@ _LINE = ir.VectorType(_WORD, LINE_BYTES // 8)
 def store_lines(_: Any, target: Any, source: Any, size: Any) -> Any:
     """Copy `size` bytes from address `source` to address `target` with non-temporal stores.
 
-    `size` and `target` must be multiples of `LINE_BYTES`. A fence orders the stores before later stores of the same
-    thread (LLVM Language Reference, "fence").
+    `size` and `target` must be multiples of `LINE_BYTES`. A fence at the end keeps later stores of the
+    same thread from overtaking these stores (LLVM Language Reference, "fence").
     """
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Python threads for conversions, which release the GIL.
+"""Python threads for conversions. They run in parallel because the kernels release the GIL.
 
-Numba's own thread pools are not used: they abort the process if two threads call at once (workqueue) or after a fork
-(OpenMP), and stores are read from many threads in processes that fork.
+Numba's own thread pools are not used, because token stores are read from many threads in processes that fork. The
+workqueue pool aborts the process if two threads use it at once; the OpenMP pool aborts a forked process.
 """
 
 from __future__ import annotations
@@ -17,17 +17,26 @@ _CHUNK_BYTES = 2 << 20  # of bfloat16: about 0.3 ms of work, much longer than ha
 
 
 def default_threads() -> int:
-    """Number of CPUs that this process may use, at most OMP_NUM_THREADS, which Ray sets to a worker's share."""
+    """Return the number of CPUs that this process may use, limited to OMP_NUM_THREADS if that variable is set.
+
+    Ray sets OMP_NUM_THREADS to the number of CPUs of each worker.
+    """
     cpus = usable_cpus()
     limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return max(1, min(cpus, int(limit))) if limit.isdigit() else cpus
 
 
 def run_chunks(work: Callable[[int, int], None], count: int, block_bytes: int, threads: int | None) -> None:
-    """Call `work(start, stop)` for consecutive parts of range(count), on at most `threads` threads.
+    """Split range(count) into consecutive parts and call `work(start, stop)` for each part.
 
-    The calling thread is one of them. The first exception of a thread is raised. No thread works any more when this
-    returns or raises.
+    If a call of `work` raises, the first exception is raised. When this function returns or raises, no thread calls
+    `work` any more.
+
+    Args:
+        work: converts blocks [start, stop).
+        count: number of blocks.
+        block_bytes: bytes of one decoded block, which determine the number of parts.
+        threads: maximum number of threads, including the calling thread. None means `default_threads()`.
     """
     limit = default_threads() if threads is None else threads
     chunk_count = max(1, -(-count * block_bytes // _CHUNK_BYTES))

@@ -21,17 +21,20 @@ _CHUNK_BYTES = 8 << 20
 
 
 def crc32c(data: bytes | NDArray[np.uint8], seed: int = 0) -> int:
-    """CRC-32C of `data`, continued from `seed`. A contiguous uint8 array is not copied."""
+    """Return the CRC-32C of `data`. `seed` is the CRC-32C of the bytes before `data`, 0 if there are none.
+
+    A contiguous uint8 array is not copied.
+    """
     return int(google_crc32c.extend(seed, data))
 
 
 def crc32c_rows(records: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """CRC-32C of each row of `records` [k, record_bytes], uint32 [k]."""
+    """Return the CRC-32C of each row of `records` [k, record_bytes], uint32 [k]."""
     return np.fromiter((google_crc32c.value(row) for row in records), dtype="<u4", count=len(records))
 
 
 def crc32c_file(path: Path) -> tuple[int, int]:
-    """(length in bytes, CRC-32C) of a regular file, which is read once in pieces of 8 MiB.
+    """Return (length in bytes, CRC-32C) of a regular file. Reads the file once, in pieces of 8 MiB.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
@@ -42,7 +45,7 @@ def crc32c_file(path: Path) -> tuple[int, int]:
 
 
 def crc32c_stream(file: BinaryIO | FileIO) -> int:
-    """CRC-32C of an open file from its position to its end, which is read in pieces of 8 MiB."""
+    """Return the CRC-32C of an open file from its current position to its end. Reads in pieces of 8 MiB."""
     crc = 0
     while piece := file.read(_CHUNK_BYTES):
         crc = crc32c(piece, crc)
@@ -50,11 +53,11 @@ def crc32c_stream(file: BinaryIO | FileIO) -> int:
 
 
 def read_checksums(layout: Layout, precision: str, shard: int, rows: int) -> NDArray[np.uint32]:
-    """CRC-32C of each record of a shard, [rows].
+    """Read the stored CRC-32C of each record of a shard, uint32 [rows].
 
     Raises:
         OSError: the file of checksums cannot be read.
-        CorruptIndexError: it does not hold `rows` checksums.
+        CorruptIndexError: the file of checksums does not hold `rows` checksums.
     """
     path = layout.checksums(precision, shard)
     with open_index_file(layout.root, path) as file:
@@ -66,12 +69,15 @@ def read_checksums(layout: Layout, precision: str, shard: int, rows: int) -> NDA
 
 
 def to_hex(crc: int) -> str:
-    """A checksum as it is written in JSON files: eight lower-case hexadecimal digits."""
+    """Format a checksum for a JSON file: eight lower-case hexadecimal digits."""
     return f"{crc:08x}"
 
 
 def json_checksum(value: dict[str, Any]) -> str:
-    """CRC-32C of the members except `crc32c`, as sorted JSON on one line (SPEC.md section 4)."""
+    """Return the CRC-32C, in hexadecimal, of all members of `value` except `crc32c` (SPEC.md section 4).
+
+    The members are written as JSON on one line with sorted keys.
+    """
     members = {name: member for name, member in value.items() if name != "crc32c"}
     text = json.dumps(members, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return to_hex(crc32c(text.encode()))

@@ -21,11 +21,13 @@ from storage_formats.format.shard_table import EXCHANGED, SHARD_TABLE_SCHEMA, Fi
 
 
 class CommittedFiles:
-    """The committed files of one kind, from the shard tables. Reads row groups when needed. Thread-safe.
+    """Looks up the entries of one kind of data file in the shard tables. Thread-safe.
+
+    A lookup reads only the row groups of the shard tables that can hold the requested shards.
 
     Args:
         index: the index.
-        path: path of the file of a shard, such as `layout.rows_file`.
+        path: function that returns the path of the data file of a shard number, such as `layout.rows_file`.
     """
 
     def __init__(self, index: CommittedIndex, path: Callable[[int], Path]) -> None:
@@ -37,10 +39,10 @@ class CommittedFiles:
         self._lock = threading.Lock()
 
     def files(self, shards: Iterable[int]) -> dict[int, FileEntry]:
-        """The committed file of each of `shards`, which must belong to used segments.
+        """Return the file entry of each of `shards`, by shard number. Each shard must belong to a segment.
 
         Raises:
-            CorruptIndexError: a table cannot be read, or does not list a shard.
+            CorruptIndexError: a shard table cannot be read, or does not list one of `shards`.
         """
         requested = list(shards)
         with self._lock:
@@ -66,7 +68,7 @@ class CommittedFiles:
 
 
 class _Table:
-    """One shard table. It is read again if its file is replaced, and compared with its checksum each time."""
+    """One shard table. If its file is replaced, the new file is read and compared with the checksum in the manifest."""
 
     def __init__(self, layout: Layout, entry: FileEntry) -> None:
         self.path = layout.root / entry.path
@@ -76,7 +78,11 @@ class _Table:
         self._identity: tuple[int, ...] = ()
 
     def row_groups(self, shards: list[int]) -> list[pa.Table]:
-        """The row groups that can list one of `shards`. Raises CorruptIndexError if the table cannot be read."""
+        """Return the row groups that can list one of `shards`.
+
+        Raises:
+            CorruptIndexError: the shard table cannot be read or is not the committed one.
+        """
         try:
             with open_index_file(self._root, self.path) as file:
                 self._open(file)

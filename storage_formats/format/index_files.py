@@ -21,13 +21,13 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
         flags: further flags of open(2).
 
     Raises:
-        OSError: the file cannot be opened, or it is a FIFO, a device or a directory.
+        OSError: the file cannot be opened, or `path` is a FIFO, a device or a directory.
     """
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.ENOTSUP, "it is not a regular file", str(path))
+            raise OSError(errno.ENOTSUP, "not a regular file", str(path))
         os.set_blocking(fd, True)
     except BaseException:
         os.close(fd)
@@ -36,13 +36,13 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
 
 
 def check_inside(root: str | Path, path: Path) -> Path:
-    """Return `path`, which must be inside the index at `root` after symbolic links are followed.
+    """Return `path` if it lies inside the index at `root` after symbolic links are followed.
 
     Raises:
-        OSError: it is outside.
+        OSError: `path` leads outside the index.
     """
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
-        raise OSError(errno.ENOTSUP, "it leads outside the index; replace the link with a copy of the file", str(path))
+        raise OSError(errno.ENOTSUP, "leads outside the index; replace the link with a copy of its target", str(path))
     return path
 
 
@@ -50,19 +50,19 @@ def open_index_file(root: str | Path, path: Path) -> BinaryIO:
     """Open a regular file inside the index at `root` for buffered reading.
 
     Raises:
-        OSError: the file cannot be opened, is not a regular file, or is outside the index.
+        OSError: the file cannot be opened, is not a regular file, or lies outside the index.
     """
     return os.fdopen(open_regular(check_inside(root, path)), "rb")
 
 
 def read_index_file(root: str | Path, path: Path, *, max_bytes: int | None = None) -> bytes:
-    """The contents of a regular file inside the index at `root`.
+    """Return the contents of a regular file inside the index at `root`.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, is outside the index, or has more than `max_bytes`.
+        OSError: the file cannot be read, is not a regular file, lies outside the index, or is longer than `max_bytes`.
     """
     with open_index_file(root, path) as file:
         length = os.fstat(file.fileno()).st_size
         if max_bytes is not None and length > max_bytes:
-            raise OSError(errno.EFBIG, f"it has {length} bytes, more than the {max_bytes} expected", str(path))
+            raise OSError(errno.EFBIG, f"the file has {length} bytes, but at most {max_bytes} are expected", str(path))
         return file.read(length)

@@ -1,6 +1,6 @@
 """All paths, names and offsets of an index as pure functions, without access to the disk.
 
-SPEC.md, sections 3 and 6, is the normative text.
+Sections 3 and 6 of SPEC.md are the normative text.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Segment:
     """Consecutive rows that one build or one append wrote (SPEC.md section 12).
 
     Attributes:
-        first_row: its first row id, a multiple of the shard size.
-        rows: number of its rows.
+        first_row: first row id of the segment, a multiple of the shard size.
+        rows: number of rows in the segment.
     """
 
     first_row: int
@@ -35,7 +35,7 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """The row id after the last row of the segment."""
+        """Row id after the last row of the segment."""
         return self.first_row + self.rows
 
 
@@ -44,15 +44,16 @@ class IndexSpec:
     """The shape of an index. It determines the layout of every file.
 
     Attributes:
-        rows: number of row ids: those of inputs, holes included, and those that no segment uses.
+        rows: number of row ids. It counts the rows of all inputs, including holes, and row ids that no segment uses.
         shard_size: rows per shard; the last shard of a segment may hold fewer.
         block_shape: (m, d), tokens per block and values per token.
         embed_dim: width of the embeddings.
         precisions: names of the precisions, see `storage_formats.precisions`.
-        segments: the rows in use, ascending; empty if one segment holds all `rows`. See `used_segments`.
+        segments: the segments in ascending order. Empty means one segment with all `rows`. See `used_segments`.
 
     Raises:
-        UsageError: a number is not positive, or the segments do not fit.
+        UsageError: a number is not positive, or the segments overlap, are not in ascending order, or do not fit `rows`
+            and `shard_size`.
 
     Example:
         >>> from storage_formats import IndexSpec
@@ -77,20 +78,23 @@ class IndexSpec:
         aligned = not any(segment.first_row % self.shard_size for segment in used)
         spans = used[0].first_row == 0 and used[-1].stop == self.rows and min(each.rows for each in used) > 0
         if not (apart and aligned and spans):
-            raise UsageError(f"the segments {used} do not fit {self.rows} rows in shards of {self.shard_size}")
+            raise UsageError(
+                f"the segments {used} do not fit {self.rows} rows in shards of {self.shard_size}: each segment must "
+                "start at a multiple of the shard size, and the last segment must end at the last row"
+            )
 
     @property
     def used_segments(self) -> tuple[Segment, ...]:
-        """The segments in use; if `segments` is empty, the one that holds all rows."""
+        """The segments of the index. If `segments` is empty, this is one segment with all rows."""
         return self.segments or (Segment(0, self.rows),)
 
     @property
     def shards(self) -> int:
-        """Number of shards, those that no segment uses included."""
+        """Number of shards, including shards that no segment uses."""
         return -(-self.rows // self.shard_size)
 
     def shard_numbers(self) -> Iterator[int]:
-        """The shards that have files, ascending."""
+        """Iterate over the numbers of the shards that have files, ascending."""
         return itertools.chain.from_iterable(map(self.segment_shards, self.used_segments))
 
     @property
@@ -99,11 +103,15 @@ class IndexSpec:
         return sum(segment.rows for segment in self.used_segments)
 
     def segment_shards(self, segment: Segment) -> range:
-        """The shards of `segment`."""
+        """Return the shard numbers of `segment`."""
         return range(segment.first_row // self.shard_size, -(-segment.stop // self.shard_size))
 
     def shard_rows(self, shard: int) -> range:
-        """Row ids of `shard`; none if no segment uses it."""
+        """Return the row ids of `shard`. The range is empty if no segment uses the shard.
+
+        Raises:
+            UsageError: `shard` is out of range.
+        """
         if not 0 <= shard < self.shards:
             raise UsageError(f"shard must be in 0..{self.shards - 1}, got {shard}")
         first = shard * self.shard_size
@@ -113,7 +121,7 @@ class IndexSpec:
 
 
 def padded_shard_bytes(rows: int, shard_size: int, record_bytes: int) -> tuple[int, int]:
-    """(offset of the shard index, length of the file) of a token shard with `rows` records, in bytes."""
+    """Return (offset of the shard index, length of the file), in bytes, of a token shard with `rows` records."""
     index_bytes = shard_size * INDEX_ENTRY_BYTES + CRC_BYTES
     total = rows * record_bytes + index_bytes
     total = -(-total // PAGE_BYTES) * PAGE_BYTES
@@ -181,11 +189,11 @@ class Layout:
         return self.tokens / precision
 
     def data_folders(self) -> list[Path]:
-        """The directories of committed files besides `index.json` and `snapshots/`."""
+        """Return the directories that hold committed files, except the root and `snapshots/`."""
         return [self.rows, self.embeddings, self.tokens, self.root / "checksums", self.root / "manifest", self.ann]
 
     def zarr_files(self, precisions: Iterable[str]) -> list[Path]:
-        """Paths of every `zarr.json`: of the group of tokens, of the embeddings, and of each precision."""
+        """Return the path of each `zarr.json`: the token group, then the embeddings, then each of `precisions`."""
         return [folder / "zarr.json" for folder in (self.tokens, self.embeddings, *map(self.token_array, precisions))]
 
     def token_shard(self, precision: str, shard: int, record_ndim: int = 2) -> Path:
@@ -222,5 +230,5 @@ class Layout:
         return self.build / "pieces" / f"{shard:08d}"
 
     def relative(self, path: Path) -> str:
-        """`path` relative to the root, with forward slashes, as manifests store it."""
+        """Return `path` relative to the root, with forward slashes, the form in which manifests store paths."""
         return path.relative_to(self.root).as_posix()

@@ -24,7 +24,10 @@ _MAX_SHARDS = 1 << 31  # the shard table has 32 bits for a shard
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of inputs: `inputs` = `indexed` + `duplicates` + the sum of `failed`, which counts by reason."""
+    """Numbers of inputs. `failed` holds the number of failed inputs for each reason.
+
+    `inputs` is the sum of `indexed`, `duplicates` and all numbers in `failed`.
+    """
 
     inputs: int
     indexed: int
@@ -36,7 +39,7 @@ class Counts:
         return sum(self.failed.values())
 
     def check(self) -> None:
-        """Raise CorruptIndexError unless the numbers add up to `inputs`."""
+        """Raise CorruptIndexError unless the other numbers add up to `inputs`."""
         total = self.indexed + self.duplicates + self.failed_total
         if total != self.inputs:
             raise CorruptIndexError(
@@ -47,13 +50,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state of an index (SPEC.md section 12). The defaults are those of an index that was built and never changed.
+    """A state of an index (SPEC.md section 12). The defaults describe an index that has not changed since its build.
 
     Attributes:
         number: number of the snapshot.
-        change: `kind`, `created` and further members; empty for a build.
-        next_shard: first shard that neither this nor an earlier snapshot has used; 0 stands for the number of shards.
-        deleted: file of the tombstones; None if no row is deleted.
+        change: the change that made the snapshot: `kind`, `created` and further members; empty for a build.
+        next_shard: first shard number that neither this snapshot nor an earlier one has used; 0 means the number of
+            shards of the index.
+        deleted: entry of the file of tombstones; None if no row is deleted.
         deleted_rows: number of deleted rows.
     """
 
@@ -64,7 +68,7 @@ class Snapshot:
     deleted_rows: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The members that `index.json` holds for the snapshot; none for that of a build."""
+        """Return the members that `index.json` holds for the snapshot; an empty dict for the snapshot of a build."""
         if not self.number:
             return {}
         value = {"snapshot": self.number, "change": self.change, "next_shard": self.next_shard}
@@ -74,7 +78,10 @@ class Snapshot:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Snapshot:
-        """The snapshot of an `index.json`. Raises KeyError, TypeError or ValueError if a member is not valid."""
+        """Read the snapshot from the members of an `index.json`.
+
+        Raises KeyError, TypeError or ValueError if a member is not valid.
+        """
         deleted = value.get("deleted")
         snapshot = cls(
             number=int(value.get("snapshot", 0)),
@@ -84,7 +91,7 @@ class Snapshot:
             deleted_rows=0 if deleted is None else int(deleted["rows"]),
         )
         if snapshot.number < 0 or not 0 <= snapshot.next_shard < _MAX_SHARDS:
-            raise ValueError(f"snapshot {snapshot.number} with next_shard {snapshot.next_shard}")
+            raise ValueError(f"snapshot {snapshot.number} or next_shard {snapshot.next_shard} is out of range")
         return snapshot
 
 
@@ -92,9 +99,9 @@ class Snapshot:
 class Manifest:
     """The contents of `index.json`. SPEC.md section 4 describes the fields.
 
-    `encoded_from` maps a precision to the precisions that its blocks were converted from, first to last. A precision
-    without an entry was written by the model, or its origin is unknown. `further_tables` are the shard tables of the
-    segments after the first.
+    `encoded_from` maps each converted precision to the chain of precisions from which its blocks were converted, the
+    first of the chain first. A precision without an entry holds blocks that the model wrote, or its origin is unknown.
+    `shard_table` is the shard table of the first segment, and `further_tables` are those of the other segments.
 
     Example:
         >>> from storage_formats import Manifest
@@ -119,11 +126,15 @@ class Manifest:
 
     @classmethod
     def load(cls, root: str | Path, snapshot: int | None = None) -> Manifest:
-        """Read the manifest of the index at `root`, or that of an earlier `snapshot`.
+        """Read the manifest of the index at `root`.
+
+        Args:
+            root: directory of the index.
+            snapshot: number of the snapshot whose manifest to read; None means the current snapshot.
 
         Raises:
-            UsageError: there is no index at `root`, it has no such snapshot, or its format version is unknown to this
-                version.
+            UsageError: there is no index at `root`, the index has no such snapshot, or this version of the package
+                cannot read the format version of the index.
             IncompleteIndexError: the build of the index has not finished.
             CorruptIndexError: `index.json` is damaged.
         """
@@ -142,7 +153,7 @@ class Manifest:
 
     @classmethod
     def _read(cls, layout: Layout, path: Path) -> Manifest:
-        """Read the manifest at `path`. Raises FileNotFoundError if there is none."""
+        """Read the manifest at `path`. Raises FileNotFoundError if the file does not exist."""
         try:
             value = json.loads(read_index_file(layout.root, path, max_bytes=_MAX_MANIFEST_BYTES))
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -153,7 +164,7 @@ class Manifest:
 
     @property
     def shard_tables(self) -> tuple[FileEntry, ...]:
-        """The shard table of each segment."""
+        """File entries of the shard tables, one per segment."""
         return (self.shard_table, *self.further_tables)
 
     def write(self, layout: Layout) -> None:
@@ -189,17 +200,17 @@ class Manifest:
 
     @property
     def ann_files(self) -> list[FileEntry]:
-        """The files of the nearest-neighbour index."""
+        """File entries of the nearest-neighbour index."""
         return [FileEntry.from_json(value) for value in self.ann.get("files", [])]
 
 
 @dataclass(frozen=True)
 class CommittedIndex:
-    """An index whose build has finished. Functions take it instead of a path, to read the manifest only once.
+    """An index whose build has finished. Functions take a `CommittedIndex`, so that the manifest is read only once.
 
     Attributes:
-        root: its directory, an absolute path.
-        manifest: its manifest.
+        root: absolute path of the index.
+        manifest: manifest of one snapshot of the index.
     """
 
     root: Path
@@ -207,17 +218,17 @@ class CommittedIndex:
 
     @functools.cached_property
     def deleted(self) -> Tombstones:
-        """The rows that are deleted. They are read at the first use. Raises CorruptIndexError if they are damaged."""
+        """Tombstones of the deleted rows. Read at the first use. Raises CorruptIndexError if their file is damaged."""
         return read_tombstones(self.root, self.manifest.spec, self.manifest.snapshot)
 
     @classmethod
     def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
-        """Read the manifest of the index at `root`, or that of an earlier `snapshot`. Raises as `Manifest.load`."""
+        """Open the index at `root`. Arguments and errors are those of `Manifest.load`."""
         return cls(Path(root).absolute(), Manifest.load(root, snapshot))
 
 
 def earlier_snapshots(layout: Layout, current: Manifest) -> list[int]:
-    """Numbers of the snapshots that are kept besides the current one, ascending."""
+    """Return the numbers of the snapshots before `current` that are still on disk, ascending."""
     numbers = [int(path.stem) for path in layout.snapshot(0).parent.glob("*.json") if path.stem.isdecimal()]
     return sorted(number for number in numbers if number < current.snapshot.number)
 
@@ -246,7 +257,7 @@ def _parse(where: Path, value: Any) -> Manifest:
             f"{where} has format version {format_version}, but this version reads {FORMAT_VERSION}; upgrade edje-index"
         )
     if value.get("crc32c") != json_checksum(value):
-        raise CorruptIndexError(f"{where} does not match its own checksum: it was damaged or edited; restore the file")
+        raise CorruptIndexError(f"{where} does not match its own checksum: the file was damaged or edited; restore it")
     try:
         manifest = _from_members(value)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -263,8 +274,8 @@ def _parse(where: Path, value: Any) -> Manifest:
             )
     if manifest.counts.inputs != spec.used_rows or int(value.get("shards", -1)) != spec.shards:
         raise CorruptIndexError(
-            f"{where} contradicts itself: {spec.used_rows} rows of {manifest.counts.inputs} inputs in "
-            f"{value.get('shards')} shards of {spec.shard_size}; restore the file"
+            f"{where} contradicts itself: it names {spec.used_rows} rows for {manifest.counts.inputs} inputs, and "
+            f"{value.get('shards')} shards of {spec.shard_size} rows; restore the file"
         )
     return manifest
 
@@ -315,7 +326,7 @@ def _checked_ann(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def created_by() -> str:
-    """Package and version for the member `created_by` of a manifest."""
+    """Return the package name and version for the member `created_by` of a manifest."""
     try:
         return f"edje-index {version('edje-index')}"
     except PackageNotFoundError:  # running from a source tree that is not installed

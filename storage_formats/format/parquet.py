@@ -1,6 +1,6 @@
-"""Reading Parquet files, always in the calling thread.
+"""Functions that read Parquet files in the calling thread only.
 
-Threads that pyarrow starts for a read can outlive it, and then abort the interpreter when it exits.
+Threads that pyarrow starts for a read can outlive the read and then abort the interpreter at exit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MIN_TEXT_BYTES = 64 << 20
 
 
 def open_parquet(source: str | Path | pa.Buffer) -> pq.ParquetFile:
-    """Open a Parquet file. It is a context manager that closes itself.
+    """Open a Parquet file. The returned object is a context manager that closes the file.
 
     Raises:
         OSError, pyarrow.ArrowException: the file cannot be read or is not a Parquet file.
@@ -39,22 +39,22 @@ def iter_batches(file: pq.ParquetFile, rows: int, columns: list[str]) -> Iterato
 
 
 def read_table(data: bytes, columns: list[str] | None = None) -> pa.Table:
-    """The table in `data`, a whole Parquet file whose rows are distinct.
+    """Read the table in `data`, the contents of a Parquet file whose rows are distinct.
 
     Args:
-        data: contents of the file.
-        columns: names of the columns to read, in this order; None reads all.
+        data: contents of the whole file.
+        columns: names of the columns to read, in this order. None reads all columns.
 
     Raises:
-        OSError, ValueError, pyarrow.ArrowException: `data` is damaged, lacks a column, or claims sizes that a table
-            of distinct rows cannot have in so few bytes.
+        OSError, ValueError, pyarrow.ArrowException: `data` is damaged, lacks a column, or claims a larger table than
+            distinct rows in so few bytes can hold.
     """
     with open_parquet(pa.py_buffer(data)) as file:
         _check_size(file.metadata, len(data))
         schema = file.schema_arrow
     names = schema.names if columns is None else columns
     if missing := sorted(set(names) - set(schema.names)):
-        raise ValueError(f"it has no column {missing[0]!r}")
+        raise ValueError(f"the file has no column {missing[0]!r}")
     # Text is read as a dictionary, so that one long value of many rows is in memory once until its size is checked.
     texts = [field.name for field in schema if field.type in (pa.string(), pa.binary())]
     with pq.ParquetFile(pa.py_buffer(data), read_dictionary=texts, pre_buffer=False) as file:
@@ -64,12 +64,12 @@ def read_table(data: bytes, columns: list[str] | None = None) -> pa.Table:
 
 
 class ParquetRowGroups:
-    """Reads the row groups of an open file that can hold given values of an integer column.
+    """Reads only those row groups of a Parquet file that can hold given values of an integer column.
 
     Args:
-        file: the file, at its beginning.
-        length: its length.
-        column: an integer column. Row groups without statistics for the column are always read.
+        file: the open file, positioned at its beginning.
+        length: length of the file in bytes.
+        column: name of the integer column. Row groups without statistics for the column are always read.
 
     Raises:
         OSError, ValueError, pyarrow.ArrowException: the file is damaged, or is not a Parquet file.
@@ -81,7 +81,7 @@ class ParquetRowGroups:
             self._schema = opened.schema_arrow
         index = self._schema.get_field_index(column)
         if index < 0 or not pa.types.is_integer(self._schema.field(index).type):
-            raise ValueError(f"it has no column {column!r} of integers")
+            raise ValueError(f"the file has no column {column!r} of integers")
         _check_size(self._metadata, length)
         self._length = length
         groups = [self._metadata.row_group(group).column(index) for group in range(self._metadata.num_row_groups)]
@@ -95,10 +95,10 @@ class ParquetRowGroups:
         self._spans = np.array(spans, dtype=np.int64).reshape(-1, 2)
 
     def read(self, file: BinaryIO, values: Sequence[int]) -> Iterator[pa.Table]:
-        """The row groups of `file` that can hold one of `values` in the integer column.
+        """Yield the row groups of `file` that can hold one of `values` in the integer column.
 
         Raises:
-            OSError, ValueError, pyarrow.ArrowException: as the constructor.
+            OSError, ValueError, pyarrow.ArrowException: the file is damaged.
         """
         ascending = np.sort(np.asarray(values, dtype=np.int64))
         after_min = np.searchsorted(ascending, self._spans[:, 0])
@@ -112,18 +112,21 @@ class ParquetRowGroups:
 
 
 def _check_texts(table: pa.Table, length: int) -> None:
-    """Raise ValueError if the values of dictionary columns, written out, would take far more memory than the file."""
+    """Raise ValueError if the expanded values of dictionary columns would take far more memory than the file."""
     chunks = [chunk for column in table.columns for chunk in column.chunks if pa.types.is_dictionary(chunk.type)]
     lengths = [pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in chunks]
     total = sum(pc.sum(values).as_py() or 0 for values in lengths)
     if total > max(_MIN_TEXT_BYTES, _MAX_TEXT_EXPANSION * length):
-        raise ValueError(f"it holds {total} bytes of text, which do not fit its length of {length} bytes")
+        raise ValueError(f"the file claims {total} bytes of text, too many for its length of {length} bytes")
 
 
 def _check_size(metadata: pq.FileMetaData, length: int) -> None:
-    """Raise ValueError if the table would take far more memory than the file, as a few repeated values can."""
+    """Raise ValueError if the table would take far more memory than the file.
+
+    A small Parquet file can hold a huge table if few values are repeated.
+    """
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
     decoded = sum(group.column(index).total_uncompressed_size for group in groups for index in range(group.num_columns))
     if rows > _MAX_ROWS_PER_BYTE * length or decoded > _MAX_EXPANSION * length:
-        raise ValueError(f"it claims {rows} rows of {decoded} bytes, which do not fit its length of {length} bytes")
+        raise ValueError(f"the file claims {rows} rows of {decoded} bytes, too many for its length of {length} bytes")

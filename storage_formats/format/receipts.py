@@ -16,14 +16,16 @@ from storage_formats.format.shard_table import FileEntry
 
 @dataclass(frozen=True)
 class ShardReceipt:
-    """The contents of a committed shard.
+    """A receipt: the counts and files of a committed shard.
 
     Attributes:
         shard: shard number.
-        plan: fingerprint of the plan of the shard.
-        rows, indexed, duplicates: numbers of rows.
+        plan: fingerprint of the build plan to which the shard belongs.
+        rows: number of rows of the shard.
+        indexed: number of indexed rows.
+        duplicates: number of rows whose input is a duplicate.
         failed: number of failed rows for each reason.
-        files: all files of the shard.
+        files: entries of all files of the shard.
         seconds: time spent in each stage (read, decode, wait, encode, write), summed over threads.
     """
 
@@ -37,13 +39,16 @@ class ShardReceipt:
     seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """The receipt as a JSON object, with its checksum as `crc32c`."""
+        """Return the receipt as a JSON object. The member `crc32c` holds the checksum of the other members."""
         value = {**self.__dict__, "files": [file.to_json() for file in self.files]}
         return {**value, "crc32c": json_checksum(value)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ShardReceipt:
-        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError if `value` is not a receipt."""
+        """Convert the result of `to_json` back to a receipt.
+
+        Raises KeyError, TypeError or ValueError if `value` is not a receipt.
+        """
         if value["crc32c"] != json_checksum(value):
             raise ValueError("the receipt does not match its checksum")
         members = {name: member for name, member in value.items() if name != "crc32c"}
@@ -51,21 +56,24 @@ class ShardReceipt:
         return cls(**{**members, "files": files})
 
     def write(self, layout: Layout) -> None:
-        """Commit the shard by writing the receipt."""
+        """Write the receipt to disk, which commits the shard."""
         write_json_atomic(layout.receipt(self.shard), self.to_json())
 
 
 def read_receipts(layout: Layout, shards: Iterable[int], plan: str) -> dict[int, ShardReceipt]:
-    """The receipts of those `shards` that earlier runs of the plan with fingerprint `plan` finished, by shard."""
+    """Return the valid receipts of `shards` for the plan with fingerprint `plan`, by shard number.
+
+    Shards without a valid receipt are left out; see `read_receipt`.
+    """
     receipts = ((shard, read_receipt(layout, shard, plan)) for shard in shards)
     return {shard: receipt for shard, receipt in receipts if receipt is not None}
 
 
 def read_receipt(layout: Layout, shard: int, plan: str) -> ShardReceipt | None:
-    """The receipt of a shard.
+    """Read the receipt of a shard for the plan with fingerprint `plan`.
 
-    Returns None if there is no receipt, it is damaged, it belongs to another plan, or a file of the shard is missing or
-    differs in length.
+    Returns None if the receipt is missing, is damaged or belongs to another plan, or if a file of the shard is missing
+    or differs in length.
     """
     try:
         receipt = ShardReceipt.from_json(json.loads(read_index_file(layout.root, layout.receipt(shard))))

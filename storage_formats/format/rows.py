@@ -1,4 +1,4 @@
-"""The rows table: one line per input, in Parquet, one file per shard (SPEC.md section 9)."""
+"""The rows table, which has one line per input. It is stored as one Parquet file per shard (SPEC.md section 9)."""
 
 from __future__ import annotations
 
@@ -67,18 +67,18 @@ class RowEntry:
     encode_seconds: float = 0.0
 
     def fail(self, reason: str, detail: str) -> None:
-        """Mark the row as failed."""
+        """Set the status of the row to failed, with a reason and a detail."""
         self.status, self.reason, self.detail = FAILED, reason, detail
 
 
 def rows_table(entries: Sequence[RowEntry]) -> pa.Table:
-    """The table of `entries`, in their order, with the columns of `ROW_SCHEMA`."""
+    """Return `entries` as a table with the columns of `ROW_SCHEMA`, in the given order."""
     columns = [pa.array([getattr(entry, field.name) for entry in entries], field.type) for field in ROW_SCHEMA]
     return pa.Table.from_arrays(columns, schema=ROW_SCHEMA)
 
 
 def write_rows(path: Path, table: pa.Table) -> None:
-    """Write the rows of one shard, compressed with zstd because there may be millions of paths."""
+    """Write the rows of one shard as a Parquet file, compressed with zstd because there may be millions of paths."""
     with naming(path):
         pq.write_table(table, path, compression="zstd")
 
@@ -86,16 +86,17 @@ def write_rows(path: Path, table: pa.Table) -> None:
 def read_shard_rows(
     layout: Layout, shard: int, columns: list[str] | None = None, committed: FileEntry | None = None
 ) -> pa.Table:
-    """Rows of one shard in row order.
+    """Read the rows of one shard, in row order.
 
     Args:
-        layout: the index.
+        layout: layout of the index.
         shard: shard number.
-        columns: names of columns; None reads all.
-        committed: the entry of the file in the shard table, to compare with; None during a build.
+        columns: names of the columns to read. None reads all columns.
+        committed: entry of the file in the shard table, with which the file is compared. None, as during a build,
+            skips the comparison.
 
     Raises:
-        CorruptIndexError: the file is missing, is not a rows table, or is not the one that was committed.
+        CorruptIndexError: the file is missing, is not a rows table, or differs from the committed file.
     """
     path = layout.rows_file(shard)
     schema = ROW_SCHEMA if columns is None else pa.schema([ROW_SCHEMA.field(name) for name in columns])
@@ -106,15 +107,19 @@ def read_shard_rows(
         return read_table(data, columns).cast(schema)
     except (OSError, ValueError, pa.ArrowException) as error:  # damaged names and text raise ValueError
         raise CorruptIndexError(
-            f"cannot read rows of shard {shard} ({path}): {error}; run 'edje-index verify'"
+            f"cannot read the rows of shard {shard} ({path}): {error}; run 'edje-index verify'"
         ) from error
 
 
 def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """The rows of each shard that are not deleted, in row order. `columns` is as for `read_rows`.
+    """Yield one table per shard with the rows that are not deleted, in row order.
+
+    Args:
+        index: an open index.
+        columns: names of the columns to read. None reads all columns.
 
     Raises:
-        CorruptIndexError: a file is missing, is not a rows table, or is not the one that was committed.
+        CorruptIndexError: a file is missing, is not a rows table, or differs from the committed file.
     """
     spec = index.manifest.spec
     names = None if columns is None else list(columns)
@@ -125,24 +130,25 @@ def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> It
 
 
 def read_all_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> pa.Table:
-    """All rows of an index that are not deleted, in row order. Arguments and errors as for `iter_rows`."""
+    """Return all rows of an index that are not deleted, in row order. See `iter_rows` for arguments and errors."""
     return pa.concat_tables(iter_rows(index, columns))
 
 
 def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:
-    """Rows of an index as a `pyarrow.Table`. Reads only the shards that hold a requested row.
+    """Read rows of the rows table as a `pyarrow.Table`. Only the files of shards with requested rows are read.
 
     Args:
         root: directory of the index.
         row_ids: [k], in any order; duplicates are allowed. None reads all rows that are not deleted, in row order.
-        columns: names of columns, see SPEC.md section 9. None reads all columns.
+        columns: names of the columns to read, see SPEC.md section 9. None reads all columns.
 
     Returns:
-        A table of k lines, in the order of `row_ids`.
+        A table of k lines in the order of `row_ids`. If `row_ids` is None, a table of all rows that are not deleted.
 
     Raises:
         RowIdError: a row id is out of range, belongs to no input, or was deleted (`DeletedRowError`).
-        UsageError, IncompleteIndexError, CorruptIndexError: as `Manifest.load`.
+        UsageError, IncompleteIndexError: see `Manifest.load`.
+        CorruptIndexError: `index.json` or a file with requested rows is damaged.
 
     Example:
         >>> from storage_formats import read_rows
@@ -154,14 +160,14 @@ def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str
 
 
 def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:
-    """As `read_rows`, for an open index, whose manifest is not read again."""
+    """Do the same as `read_rows` for an open index, without reading the manifest again."""
     if row_ids is None:
         return read_all_rows(index, columns)
     spec = index.manifest.spec
     ids = check_row_ids(row_ids, spec.rows)
     index.deleted.refuse(ids)
     if len(unused := ids[~rows_in_use(ids, spec)]):
-        raise RowIdError(f"row id {unused[0]} belongs to no input: it lies between two segments of the index")
+        raise RowIdError(f"row id {unused[0]} belongs to no input: no segment of the index holds this row")
     if not len(ids):
         return ROW_SCHEMA.empty_table().select(columns or ROW_SCHEMA.names)
     shards, shard_indices = np.unique(ids // spec.shard_size, return_inverse=True)
@@ -179,7 +185,7 @@ def _rows_files(index: CommittedIndex, shards: Iterable[int]) -> dict[int, FileE
 
 
 def failures_by_reason(table: pa.Table) -> dict[str, int]:
-    """Number of failed rows for each reason, sorted by reason."""
+    """Return the number of failed rows of `table` for each reason, sorted by reason."""
     reasons = table.filter(pc.equal(table["status"], FAILED))["reason"]
     counts = {str(item["values"]): int(item["counts"]) for item in pc.value_counts(reasons).to_pylist()}
     return dict(sorted(counts.items()))

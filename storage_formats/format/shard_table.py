@@ -18,10 +18,10 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.parquet import read_table
 
 EXCHANGED = (
-    "it was damaged or exchanged with another, or the index was replaced while it was open. Open the index again; if "
-    "the error stays, run 'edje-index verify'"
+    "the file was damaged or replaced, or the whole index was replaced while it was open. Open the index again; if the "
+    "error remains, run 'edje-index verify'"
 )
-"""What to do about a file with other contents than the committed ones."""
+"""Part of an error message: why a file may differ from the committed one, and what to do."""
 
 _TABLE_GROUP_LINES = 4096  # a reader that needs one shard reads about 1 ms of lines
 
@@ -37,12 +37,12 @@ SHARD_TABLE_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A committed file.
+    """The entry of a committed file in a shard table or in the manifest.
 
     Attributes:
-        path: path relative to the index.
-        bytes: length.
-        crc32c: CRC-32C of the contents.
+        path: path of the file, relative to the index.
+        bytes: length of the file in bytes.
+        crc32c: CRC-32C of the contents of the file.
     """
 
     path: str
@@ -51,17 +51,20 @@ class FileEntry:
 
     @classmethod
     def of(cls, layout: Layout, path: Path) -> FileEntry:
-        """The entry of a file on disk, which is read once."""
+        """Return the entry of the file at `path`. Reads the file once, to compute its checksum."""
         length, crc = crc32c_file(path)
         return cls(layout.relative(path), length, crc)
 
     def to_json(self) -> dict[str, Any]:
-        """The entry as a JSON object, with a hexadecimal checksum."""
+        """Return the entry as a JSON object, with a hexadecimal checksum."""
         return {"path": self.path, "bytes": self.bytes, "crc32c": to_hex(self.crc32c)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> FileEntry:
-        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError if `value` is not an entry."""
+        """Convert the result of `to_json` back to an entry.
+
+        Raises KeyError, TypeError or ValueError if `value` is not an entry.
+        """
         path = str(value["path"])
         if "\0" in path:
             raise ValueError(f"a path holds a NUL character: {path!r}")
@@ -69,20 +72,21 @@ class FileEntry:
 
 
 def check_content(path: Path, entry: FileEntry, content: bytes, *, row_ids: tuple[int, ...] = ()) -> None:
-    """Check the whole contents of the committed file at `path`.
+    """Check that `content`, read from the file at `path`, is what was committed.
 
     Raises:
-        CorruptIndexError: the length or CRC-32C differs from `entry`. The error names `row_ids`.
+        CorruptIndexError: the length or CRC-32C of `content` differs from `entry`. The attribute `row_ids` of the error
+            is the argument `row_ids`.
     """
     if (len(content), crc32c(content)) != (entry.bytes, entry.crc32c):
         raise CorruptIndexError(f"{path} is not the file that was committed: {EXCHANGED}", row_ids=row_ids)
 
 
 def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, FileEntry]]:
-    """(shard, file) of every line of the shard table that the manifest names as `table`.
+    """Read the shard table with the file entry `table`. Return (shard number, file entry) for each line.
 
     Raises:
-        CorruptIndexError: the table is missing or does not match its checksum.
+        CorruptIndexError: the shard table is missing or damaged.
     """
     path = Path(root) / table.path
     try:
@@ -101,12 +105,12 @@ def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, File
 
 
 def read_shard_tables(root: str | Path, tables: Iterable[FileEntry]) -> list[tuple[int, FileEntry]]:
-    """The lines of several shard tables. Raises as `read_shard_table`."""
+    """Read several shard tables and return all their lines. See `read_shard_table`."""
     return [line for table in tables for line in read_shard_table(root, table)]
 
 
 def write_shard_table(layout: Layout, files: Iterable[tuple[int, FileEntry]]) -> FileEntry:
-    """Write the table of (shard, file), sorted, and return the entry of the table itself."""
+    """Write a shard table with the lines (shard number, file entry), sorted. Return the file entry of the table."""
     ordered = sorted(files, key=lambda item: (item[0], item[1].path))
     table = pa.table(
         {

@@ -1,4 +1,4 @@
-"""Tombstones: the deleted rows of a snapshot (SPEC.md section 12)."""
+"""Tombstones, which record the deleted rows of a snapshot (SPEC.md section 12)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Tombstones:
-    """Which rows are deleted. Its memory depends on the number of shards with deleted rows.
+    """The set of deleted rows. It takes memory only for shards with deleted rows.
 
     Attributes:
         shard_size: rows per shard.
-        shards: [n], ascending, the shards with deleted rows.
-        bits: uint8 [n, ceil(shard_size / 8)]; bit i % 8 of byte i // 8 tells whether position i is deleted.
+        shards: int64 [n], the numbers of the shards with deleted rows, ascending.
+        bits: uint8 [n, ceil(shard_size / 8)], one bitmap per shard of `shards`. Bit i % 8 of byte i // 8 is 1 if the
+            row at position i of the shard is deleted.
 
     Example:
         >>> from storage_formats.format.tombstones import Tombstones
@@ -43,7 +44,7 @@ class Tombstones:
 
     @classmethod
     def none(cls, shard_size: int) -> Tombstones:
-        """Tombstones of an index without deleted rows."""
+        """Return the tombstones of an index without deleted rows."""
         return cls(shard_size, np.empty(0, np.int64), np.empty((0, _bitmap_bytes(shard_size)), np.uint8))
 
     def __len__(self) -> int:
@@ -51,7 +52,7 @@ class Tombstones:
         return int(np.bitwise_count(self.bits).sum())
 
     def contain(self, row_ids: Ints | list[int]) -> Bools:
-        """Whether each of `row_ids` [k] is deleted, [k]."""
+        """Return which of `row_ids` [k] are deleted, bool [k]."""
         shards, positions = np.divmod(np.asarray(row_ids, dtype=np.int64), self.shard_size)
         if not len(self.shards):
             return np.zeros(len(shards), dtype=np.bool_)
@@ -65,13 +66,13 @@ class Tombstones:
             raise DeletedRowError(tuple(dict.fromkeys(row_ids[deleted].tolist())))
 
     def row_ids(self) -> Ints:
-        """The deleted rows, ascending."""
+        """Return the row ids of the deleted rows, int64, ascending."""
         positions = np.unpackbits(self.bits, axis=1, bitorder="little")
         lines, offsets = np.nonzero(positions)
         return np.asarray(self.shards[lines] * self.shard_size + offsets, dtype=np.int64)
 
     def with_rows(self, row_ids: Ints | list[int]) -> Tombstones:
-        """Tombstones of these rows and of `row_ids`."""
+        """Return new tombstones with the rows of this object and `row_ids`."""
         added = np.asarray(row_ids, dtype=np.int64)
         shards = np.union1d(self.shards, added // self.shard_size)
         bits = np.zeros((len(shards), self.bits.shape[1]), dtype=np.uint8)
@@ -81,28 +82,31 @@ class Tombstones:
         return Tombstones(self.shard_size, shards, bits)
 
     def to_bytes(self) -> bytes:
-        """The contents of the file: all shard numbers, then all bitmaps."""
+        """Return the contents of the file of tombstones: all shard numbers, then all bitmaps."""
         return self.shards.astype("<i8").tobytes() + self.bits.tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes, spec: IndexSpec) -> Tombstones:
-        """The inverse of `to_bytes`. Raises ValueError if `data` does not fit an index of shape `spec`."""
+        """Convert the result of `to_bytes` back to tombstones.
+
+        Raises ValueError if `data` does not fit an index of shape `spec`.
+        """
         width = _bitmap_bytes(spec.shard_size)
         count, rest = divmod(len(data), 8 + width)
         if rest:
-            raise ValueError(f"it has {len(data)} bytes, not a multiple of {8 + width}")
+            raise ValueError(f"the file has {len(data)} bytes, which is not a multiple of {8 + width}")
         shards = np.frombuffer(data, dtype="<i8", count=count).astype(np.int64)
         bits = np.frombuffer(data, dtype=np.uint8, offset=8 * count).reshape(count, width)
         if count and (shards[0] < 0 or shards[-1] >= spec.shards or not (np.diff(shards) > 0).all()):
-            raise ValueError(f"its shards do not ascend within 0..{spec.shards - 1}")
+            raise ValueError(f"the shard numbers must be ascending and in 0..{spec.shards - 1}")
         tombstones = cls(spec.shard_size, shards, bits)
         if not rows_in_use(tombstones.row_ids(), spec).all():
-            raise ValueError("it names rows that the index does not use")
+            raise ValueError("the file names rows that no segment of the index holds")
         return tombstones
 
 
 def rows_in_use(row_ids: Ints, spec: IndexSpec) -> Bools:
-    """Whether a segment of the index holds each of `row_ids` [k], which are in 0..rows - 1."""
+    """Return which of `row_ids` [k] belong to a segment, bool [k]. All ids must be in 0..rows - 1."""
     starts = np.array([segment.first_row for segment in spec.used_segments], dtype=np.int64)
     stops = np.array([segment.stop for segment in spec.used_segments], dtype=np.int64)
     used: Bools = row_ids < stops[np.searchsorted(starts, row_ids, side="right") - 1]
@@ -110,7 +114,7 @@ def rows_in_use(row_ids: Ints, spec: IndexSpec) -> Bools:
 
 
 def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombstones:
-    """The deleted rows of a snapshot of the index at `root`.
+    """Read the tombstones of a snapshot of the index at `root`.
 
     Raises:
         CorruptIndexError: the file of tombstones is missing or damaged.
@@ -124,17 +128,17 @@ def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombston
         check_content(path, entry, data)
         tombstones = Tombstones.from_bytes(data, spec)
     except (OSError, ValueError) as error:
-        raise CorruptIndexError(f"cannot read the deleted rows {path}: {error}; restore the file") from error
+        raise CorruptIndexError(f"cannot read the tombstones {path}: {error}; restore the file") from error
     if len(tombstones) != snapshot.deleted_rows:
         raise CorruptIndexError(
-            f"{path} marks {len(tombstones)} rows as deleted, but index.json says {snapshot.deleted_rows}; "
+            f"{path} marks {len(tombstones)} rows as deleted, but index.json counts {snapshot.deleted_rows}; "
             "restore the file"
         )
     return tombstones
 
 
 def live_rows(index: CommittedIndex) -> Ints:
-    """Row ids of all inputs that are not deleted, ascending; failed inputs and duplicates included."""
+    """Return the row ids of all inputs that are not deleted, ascending, including failed inputs and duplicates."""
     spec = index.manifest.spec
     parts = [np.arange(segment.first_row, segment.stop, dtype=np.int64) for segment in spec.used_segments]
     row_ids = np.concatenate(parts)

@@ -1,7 +1,7 @@
-"""The `zarr.json` documents of an index: Zarr v3 core specification and its sharding codec (ZEP 2).
+"""The `zarr.json` documents of an index, which follow the Zarr v3 core specification and its sharding codec (ZEP 2).
 
-SPEC.md fixes the documents, so this module writes them itself and does not depend on the defaults of a library.
-`verify` opens them with zarr-python, and the tests also with TensorStore.
+SPEC.md prescribes the documents word for word, so this module builds them itself instead of relying on the defaults of
+a library. `verify` opens the arrays with zarr-python. The tests also open them with TensorStore.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _ARRAY = {
 
 
 def zarr_documents(layout: Layout, spec: IndexSpec) -> dict[Path, dict[str, Any]]:
-    """Path and contents of every `zarr.json` of an index."""
+    """Return the contents of each `zarr.json` of an index, by path."""
     embeddings = embedding_array_metadata(spec)
     tokens = [token_array_metadata(spec, name) for name in spec.precisions]
     return dict(zip(layout.zarr_files(spec.precisions), (group_metadata(), embeddings, *tokens), strict=True))
 
 
 def group_metadata() -> dict[str, Any]:
-    """Contents of `tokens/zarr.json`."""
+    """Return the contents of `tokens/zarr.json`."""
     return {"zarr_format": 3, "node_type": "group", "attributes": {"edje": {"format_version": FORMAT_VERSION}}}
 
 
 def token_array_metadata(spec: IndexSpec, precision: str) -> dict[str, Any]:
-    """Contents of `tokens/<precision>/zarr.json`."""
+    """Return the contents of `tokens/<precision>/zarr.json`."""
     token_codec = codec(precision, spec.block_shape)
     bytes_codec = _LITTLE_ENDIAN if token_codec.zarr_dtype != "uint8" else {"name": "bytes"}
     sharding = {
@@ -67,7 +67,7 @@ def token_array_metadata(spec: IndexSpec, precision: str) -> dict[str, Any]:
 
 
 def embedding_array_metadata(spec: IndexSpec) -> dict[str, Any]:
-    """Contents of `embeddings/zarr.json`."""
+    """Return the contents of `embeddings/zarr.json`."""
     return {
         **_ARRAY,
         "shape": [spec.rows, spec.embed_dim],

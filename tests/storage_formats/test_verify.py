@@ -114,5 +114,5 @@ def test_an_index_that_changes_during_verification_is_not_called_damaged(copy):
 
     problems = verify_index(copy, change)
     assert [problem.code for problem in problems] == ["changed"]
-    assert "verify it again" in problems[0].message
+    assert "verify the index again" in problems[0].message
     assert codes(copy) == {("tokens/bf16/extra", "stray-file")}
