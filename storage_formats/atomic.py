@@ -14,7 +14,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context manager that adds `path` to an OSError without a file name, such as one from writing to a descriptor."""
+    """Context manager that adds the file name `path` to an OSError that has none.
+
+    An OSError has no file name if, for example, a write to a file descriptor failed.
+    """
     try:
         yield
     except OSError as error:
@@ -34,13 +37,13 @@ def fsync_path(path: Path) -> None:
 
 
 def fsync_paths(paths: Iterable[Path]) -> None:
-    """Flush each distinct path once, in parallel, so that a journalling file system commits them together."""
+    """Flush each distinct path once. Flushes run in parallel, so a journalling file system can commit them together."""
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(fsync_path, set(paths)))
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and its missing parents, and flush them so that they survive a power failure."""
+    """Make a directory and its missing parents. Flush all new directories so that they survive a power failure."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for directory in missing:

@@ -53,7 +53,7 @@ class Crew(Generic[_Item]):
         self._work = work
         self._items = iter(items)
         self._closed = False
-        self._running: list[None] = []  # one entry per helper at work
+        self._running: list[None] = []  # one entry per running helper
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
 
@@ -71,7 +71,7 @@ class Crew(Generic[_Item]):
             raise self._errors[0]
 
     def abandon(self) -> None:
-        """Stop the helpers after their current items, and wait for them. A helper that starts later does nothing."""
+        """Stop each helper after its current item, and wait until all have stopped. Later helpers do nothing."""
         self._closed = True
         while self._running:  # a helper leaves the list before it reports its end, so none is waited for in vain
             self._ended.get()

@@ -52,7 +52,7 @@ class UsageError(EdjeError):
 
 
 class RowIdError(UsageError, IndexError):
-    """A row id is out of range. This error is also an `IndexError`.
+    """A row id is out of range or belongs to no input. This error is also an `IndexError`.
 
     Example:
         >>> from storage_formats import RowIdError, TokenStore
@@ -134,7 +134,7 @@ class CorruptIndexError(EdjeError):
 def remedy(error: Exception, otherwise: str) -> str:
     """Return what the user can do about `error`, as the last part of an error message.
 
-    If file descriptors or memory ran out, the text tells how to get more. In all other cases it is `otherwise`.
+    If file descriptors or memory ran out, the text tells how to get more. For all other errors, return `otherwise`.
     """
     number = error.errno if isinstance(error, OSError) else None
     if number in _NO_DESCRIPTORS:

@@ -1,4 +1,4 @@
-"""Reading token blocks by row id."""
+"""The reader of token blocks by row id."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class TokenStore:
     def fetch(self, row_ids: RowIds, out: Blocks | None = None, *, as_torch: Literal[True]) -> Tensor: ...
 
     def fetch(self, row_ids: RowIds, out: Blocks | None = None, *, as_torch: bool = False) -> Blocks | Tensor:
-        """Read the blocks of `row_ids`, in their order.
+        """Read the blocks of `row_ids`, in the order of `row_ids`.
 
         Args:
             row_ids: [k], each in 0..len(self) - 1, in any order; duplicates are allowed. The method `row_ids` lists
@@ -354,7 +354,10 @@ class TokenStore:
     def _read(
         self, requested: _Requested, destinations: DestinationFactory, out: NDArray[Any], *, hole: NDArray[Any]
     ) -> None:
-        """Read each distinct row into `out` [k, ...] once and copy it for repeated ids. Unused ids get `hole`."""
+        """Read each distinct row once, copy it for repeated ids, and write `hole` for ids that no segment uses.
+
+        All rows are written to `out` [k, ...].
+        """
         if len(requested.batch):
             for engine, part in self._engines.split(requested.batch):
                 read_batch(engine, part, destinations)

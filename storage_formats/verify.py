@@ -126,7 +126,7 @@ def _add(left: Counts, right: Counts) -> Counts:
 def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
     """Check that the Zarr documents are as SPEC.md prescribes.
 
-    If zarr-python is installed, also check that it opens the arrays.
+    If zarr-python is installed, also check that zarr-python opens the arrays.
     """
     for path, document in zarr_documents(layout, spec).items():
         where = layout.relative(path)
@@ -235,7 +235,7 @@ class _ShardCheck:
         path = self._layout.rows_file(self._shard)
         # Numbers are compared first: a claimed number of rows must not become a list.
         if len(table) != len(self._rows) or table["row_id"].to_pylist() != list(self._rows):
-            raise CorruptIndexError(f"has row ids that are not {self._rows.start}..{self._rows.stop - 1} in order")
+            raise CorruptIndexError(f"must hold row ids {self._rows.start}..{self._rows.stop - 1} in ascending order")
         statuses = table["status"].to_pylist()
         self.counts = Counts(
             inputs=len(self._rows),

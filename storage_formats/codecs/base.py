@@ -68,11 +68,11 @@ class Codec(Protocol):
     fill_value: int
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
-        """Encode bf16 [k, m, d] to uint8 [k, record_bytes]. The result may share memory with `blocks`."""
+        """Encode blocks, bf16 [k, m, d], to records, uint8 [k, record_bytes]. The two may share memory."""
         ...
 
     def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
-        """Decode uint8 [k, record_bytes] to bf16 [k, m, d]. If `out` is given, write to `out` and return it."""
+        """Decode records, uint8 [k, record_bytes], to blocks, bf16 [k, m, d], in `out` or in a new array."""
         ...
 
     def decode_rows(
@@ -108,8 +108,8 @@ class Codec(Protocol):
             out: bf16 [n, m, d].
             indices: [k], distinct indices of blocks of `out`.
             threads: maximum number of threads.
-            check: called as `check(start, stop)` before records [start, stop) are decoded, on the thread that decodes
-                them. The records are then in the processor's cache. `check` raises if a record is damaged.
+            check: called as `check(start, stop)` just before the same thread decodes records [start, stop), so that
+                the records are still in the processor's cache. `check` raises if a record is damaged.
 
         Raises:
             UsageError: an offset or an index is out of range, or an array has the wrong type or shape.
@@ -141,7 +141,7 @@ def check_contiguous_records(records: Records, record_bytes: int) -> Records:
 
 
 def check_indices(indices: Indices, count: int, name: str = "rows") -> NDArray[np.int64]:
-    """Copy `indices` to a new array, int64 [k]. Raises UsageError unless all indices are in 0..count - 1."""
+    """Return a copy of `indices`, int64 [k]. Raises UsageError unless all indices are in 0..count - 1."""
     checked = as_indices(indices, name)
     if checked.size and (checked.min() < 0 or checked.max() >= count):
         raise UsageError(f"{name} must be in 0..{count - 1}, got {checked.min()}..{checked.max()}")
@@ -151,9 +151,10 @@ def check_indices(indices: Indices, count: int, name: str = "rows") -> NDArray[n
 def check_moves(
     memory: NDArray[np.uint8], record_bytes: int, offsets: Indices, count: int, indices: Indices
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Copy `offsets` and `indices` to new arrays, int64 [k].
+    """Return copies of `offsets` and `indices`, int64 [k].
 
-    Raises UsageError unless all records lie within `memory` and all indices are in 0..count - 1.
+    Raises UsageError unless each record that starts at one of `offsets` lies within `memory` and each of `indices` is
+    in 0..count - 1.
     """
     if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
         raise UsageError(f"memory must be contiguous uint8 [bytes], got {memory.dtype} {list(memory.shape)}")
@@ -167,7 +168,7 @@ def check_moves(
 
 
 def check_out(out: Blocks | None, count: int, block_shape: tuple[int, int]) -> Blocks:
-    """Return `out`, or a new array if `out` is None, for `count` blocks.
+    """Return `out`, or a new array for `count` blocks if `out` is None.
 
     Raises UsageError unless `out` is a writeable C-contiguous bfloat16 array [count, *block_shape].
     """

@@ -74,7 +74,7 @@ class CompiledCodec(ABC):
         return records
 
     def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
-        """Decode uint8 [k, record_bytes] to bf16 [k, m, d]. If `out` is given, write to `out` and return it."""
+        """Decode records, uint8 [k, record_bytes], to blocks, bf16 [k, m, d], in `out` or in a new array."""
         records = check_records(records, self.record_bytes)
         return self.decode_rows(records, np.arange(len(records)), out, threads)
 

@@ -93,7 +93,7 @@ class GroupScaledCodec(CompiledCodec):
     @functools.cache
     def _products(cls) -> NDArray[np.uint16]:
         """Return the bfloat16 bits of each product scale x code, uint16 [256 scales x number of codes], flat."""
-        with np.errstate(over="ignore"):  # with scales that no encoder writes
+        with np.errstate(over="ignore"):  # only scales that no encoder writes overflow
             products = (cls.scale_values[:, None] * cls.element.values).astype(BF16)
         return np.where(np.isnan(products), np.uint16(CANONICAL_NAN), products.view(np.uint16)).reshape(-1)
 

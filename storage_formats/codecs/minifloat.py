@@ -52,7 +52,7 @@ class MiniFloat:
 
     @property
     def largest(self) -> float:
-        """The largest finite value."""
+        """Largest finite value."""
         return float(self.magnitudes[-1])
 
     def encode(self, numbers: NDArray[np.floating]) -> NDArray[np.uint8]:

@@ -6,9 +6,9 @@ consecutive values of a token. d must be a multiple of 16. A block of 64 x 384 t
 
 The value is code x scale / 8, which bfloat16 holds exactly. The factor 1/8 = 2 ** -3 is NVFP4's second-level (fp32)
 scale, which is a constant in this format. If the largest magnitude of a group is between 0.012 and 336, the group's
-scale has full precision. If it is between 0.0015 and 0.012, the scale is a subnormal E4M3. Values above 336 saturate.
-Because the constant is a power of two, the products are exact. Because it is not stored, a record has 13,824 bytes and
-does not depend on other records.
+scale has full precision. If the magnitude is between 0.0015 and 0.012, the scale is a subnormal E4M3. Values above 336
+saturate. Because the constant is a power of two, the products are exact. Because the constant is not stored, a record
+has 13,824 bytes and does not depend on other records.
 
 The encoder takes the E4M3 scale nearest to 8/6 of the group's largest magnitude, and at least 2 ** -9, the smallest
 positive E4M3. Values above 6 x scale / 8 saturate.

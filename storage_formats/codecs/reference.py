@@ -1,7 +1,7 @@
 """The record formats in plain NumPy. Tests compare the compiled kernels with this module bit for bit.
 
-Authors of other implementations can test them against this module too. It uses the definitions of the small formats
-(`minifloat`) and the scale rules of the codecs, but none of their conversion code.
+Other implementations can be tested against this module too. This module uses the definitions of the small formats
+(`minifloat`) and the scale rules of the codecs, but no conversion code of the codecs.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def run_chunks(work: Callable[[int, int], None], count: int, block_bytes: int, t
     """
     limit = default_threads() if threads is None else threads
     chunk_count = max(1, -(-count * block_bytes // _CHUNK_BYTES))
-    chunk_count += -chunk_count % min(limit, chunk_count)  # as many for each thread
+    chunk_count += -chunk_count % min(limit, chunk_count)  # the same number for each thread
     chunk = max(1, -(-count // chunk_count))
     starts = range(0, count, chunk)
     thread_count = min(limit, len(starts))

@@ -1,4 +1,4 @@
-"""Looking up committed files in the shard table (SPEC.md section 5), without reading the whole table."""
+"""Lookup of committed files in the shard table (SPEC.md section 5) without reading the whole table."""
 
 from __future__ import annotations
 
@@ -98,6 +98,6 @@ class _Table:
         if identity == self._identity:
             return
         if (status.st_size, crc32c_stream(file)) != (self._entry.bytes, self._entry.crc32c):
-            raise CorruptIndexError(f"the shard table {self.path} is not the one that index.json names: {EXCHANGED}")
+            raise CorruptIndexError(f"the shard table {self.path} does not match index.json: {EXCHANGED}")
         file.seek(0)
         self._groups, self._identity = ParquetRowGroups(file, status.st_size, "shard"), identity

@@ -1,7 +1,7 @@
-"""Opening the files of an index, which may come from an untrusted source.
+"""Functions that open the files of an index safely, because an index may come from an untrusted source.
 
-Only regular files inside the index are opened: reading a FIFO or a device might never end, and a symbolic link
-could lead to any file of the user.
+Only regular files inside the index are opened. Reading a FIFO or a device might never end, and a symbolic link could
+lead to any file that the user can read.
 """
 
 from __future__ import annotations

@@ -99,9 +99,9 @@ class Snapshot:
 class Manifest:
     """The contents of `index.json`. SPEC.md section 4 describes the fields.
 
-    `encoded_from` maps each converted precision to the chain of precisions from which its blocks were converted, the
-    first of the chain first. A precision without an entry holds blocks that the model wrote, or its origin is unknown.
-    `shard_table` is the shard table of the first segment, and `further_tables` are those of the other segments.
+    `encoded_from` maps a precision to the precisions in which its blocks were stored before, in the order of the
+    conversions. A precision without an entry holds blocks that the model wrote, or blocks of unknown origin.
+    `shard_table` is the shard table of the first segment. `further_tables` are the shard tables of the other segments.
 
     Example:
         >>> from storage_formats import Manifest
@@ -168,7 +168,7 @@ class Manifest:
         return (self.shard_table, *self.further_tables)
 
     def write(self, layout: Layout) -> None:
-        """Write `index.json`, which commits the index."""
+        """Write `index.json`. This commits the index."""
         spec = self.spec
         value = {
             "format": FORMAT,
@@ -218,7 +218,10 @@ class CommittedIndex:
 
     @functools.cached_property
     def deleted(self) -> Tombstones:
-        """Tombstones of the deleted rows. Read at the first use. Raises CorruptIndexError if their file is damaged."""
+        """Tombstones of the deleted rows, read at the first access.
+
+        Raises CorruptIndexError if the file of tombstones is damaged.
+        """
         return read_tombstones(self.root, self.manifest.spec, self.manifest.snapshot)
 
     @classmethod
@@ -250,14 +253,16 @@ def _absent(layout: Layout) -> Exception:
 
 def _parse(where: Path, value: Any) -> Manifest:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise UsageError(f"{where} is not the manifest of an EDJE index")
+        raise UsageError(f"{where} is not the manifest of an EDJE index; give the directory of an index")
     format_version = str(value.get("format_version"))
     if format_version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
         raise UsageError(
             f"{where} has format version {format_version}, but this version reads {FORMAT_VERSION}; upgrade edje-index"
         )
     if value.get("crc32c") != json_checksum(value):
-        raise CorruptIndexError(f"{where} does not match its own checksum: the file was damaged or edited; restore it")
+        raise CorruptIndexError(
+            f"{where} does not match its own checksum: the file was damaged or edited; restore the file"
+        )
     try:
         manifest = _from_members(value)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

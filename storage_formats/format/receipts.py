@@ -1,4 +1,4 @@
-"""Receipts, which record that a shard is committed (SPEC.md section 11)."""
+"""Receipts. The receipt of a shard records that the shard is committed (SPEC.md section 11)."""
 
 from __future__ import annotations
 
