@@ -25,7 +25,7 @@ def main() -> int:
 
 
 def _is_hidden(name: str) -> bool:
-    """Return True if `import name` would not import the package of this project with that name."""
+    """Return True if `import name` would import something other than this project's package `name`."""
     spec = importlib.util.find_spec(name)
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     return (_HOME / name).is_dir() and not (folders and Path(folders[0]).resolve() == _HOME / name)

@@ -41,7 +41,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class IndexSpec:
-    """The shape of an index. It determines the layout of every file.
+    """The shape of an index, which determines the layout of every file.
 
     Attributes:
         rows: number of row ids. It counts the rows of all inputs, including holes, and row ids that no segment uses.

@@ -92,8 +92,8 @@ def read_shard_rows(
         layout: layout of the index.
         shard: shard number.
         columns: names of the columns to read. None reads all columns.
-        committed: entry of the file in the shard table, with which the file is compared. None, as during a build,
-            skips the comparison.
+        committed: entry of the file in the shard table, to compare with the file. None skips the comparison, for
+            example during a build.
 
     Raises:
         CorruptIndexError: the file is missing, is not a rows table, or differs from the committed file.

@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Tombstones:
-    """The set of deleted rows. It takes memory only for shards with deleted rows.
+    """The set of deleted rows, which takes memory only for shards with deleted rows.
 
     Attributes:
         shard_size: rows per shard.
