@@ -157,8 +157,8 @@ class TokenStore:
         """Read the blocks of `row_ids`, in the order of `row_ids`.
 
         Args:
-            row_ids: [k], each in 0..len(self) - 1, in any order; duplicates are allowed. The method `row_ids` lists
-                the row ids that can be fetched.
+            row_ids: [k], each in 0..len(self) - 1, in any order; duplicates are allowed. The method `row_ids`
+                returns the row ids of all inputs that are not deleted.
             out: bfloat16 [k, m, d], C-contiguous, to read into. An array from `empty` is fastest. None allocates an
                 array.
             as_torch: return a torch.bfloat16 tensor. If `out` is given, the tensor shares memory with `out`.
