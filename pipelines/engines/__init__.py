@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 def open_engine(name: str, workers: int | None, *, cpus: int = 1, gpus: int = 0, address: str | None = None) -> Engine:
-    """The engine `name`, "inline" or "ray"; the other arguments are those of `RayEngine`.
+    """Return the engine `name`, "inline" or "ray". The inline engine ignores the other arguments; see `RayEngine`.
 
     Raises:
-        UsageError: the address is not one of a Ray cluster.
+        UsageError: `address` does not have the form host:port.
     """
     if name == "inline":
         from pipelines.engines.inline import InlineEngine

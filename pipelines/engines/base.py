@@ -1,7 +1,7 @@
-"""The execution engine: it takes tasks and yields one outcome per task.
+"""The interface of execution engines. An engine takes tasks and yields one outcome per task.
 
-A worker is built once in the process that runs it, and then takes one task after another. Tasks must be safe to
-repeat: if a worker process dies, the engine runs its task again on another worker.
+Each worker process builds one worker, which then runs one task after another. Tasks must be safe to repeat: if a worker
+process dies, the engine runs its task again on another worker.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ WorkerFactory = Callable[[], Worker]
 
 
 class TaskInterrupted(Exception):
-    """Raised by a worker that gives up a task because `should_stop()` is true."""
+    """Raised by a worker that gives up a task because `should_stop()` returned true."""
 
 
 class EngineUnavailableError(EdjeError):
-    """This engine cannot start on this machine, or cannot reach its cluster. Another engine may work."""
+    """The engine cannot start on this machine, or cannot reach its Ray cluster. Another engine may work."""
 
 
 @dataclass(frozen=True)
 class TaskDone:
-    """The task ran to its end."""
+    """The task finished and returned `result`."""
 
     task: Task
     result: Any
@@ -39,10 +39,10 @@ class TaskDone:
 
 @dataclass(frozen=True)
 class TaskFailure:
-    """The task raised an exception, or its worker process died too often.
+    """The task raised an exception, or too many worker processes died or stalled while they ran the task.
 
     Attributes:
-        message: one line for the user.
+        message: what failed, in one line for the user.
         trace: the worker's traceback, for debugging; empty if there is none.
     """
 
@@ -55,7 +55,7 @@ Outcome = TaskDone | TaskFailure
 
 
 class Engine(Protocol):
-    """Runs tasks on workers."""
+    """Runs tasks on workers and yields their outcomes."""
 
     name: str
 
@@ -70,23 +70,23 @@ class Engine(Protocol):
         """Run every task and yield the outcomes in order of completion.
 
         Close the iterator to end early. Once `should_stop()` returns true, no further task starts, the running tasks
-        are told to stop, and the iterator ends. A task without an outcome was not done.
+        are told to stop, and the iterator ends. Tasks without an outcome are not finished.
 
         Args:
-            make_worker: called once in each worker process.
-            tasks: the engine takes the next task when a worker is free.
-            on_progress: called in this process with the latest progress of each worker.
-            should_stop: called often, so it must be fast.
+            make_worker: called once in each worker process; returns the worker.
+            tasks: tasks to run; the engine takes the next one when a worker is free.
+            on_progress: called in the process that called `run`, with the latest progress of each worker.
+            should_stop: returns whether to stop; called often, so it must be fast.
 
         Raises:
             EngineUnavailableError: the engine cannot start.
-            EdjeError: no worker can be built, or the engine broke down.
+            EdjeError: a worker cannot be built, or the engine failed during the run.
         """
         ...
 
 
 def build_worker(make_worker: WorkerFactory) -> Worker:
-    """Call `make_worker`; raises EdjeError with the reason if it fails."""
+    """Call `make_worker` and return the worker. Raises EdjeError with the reason if this fails."""
     try:
         return make_worker()
     except Exception as error:
@@ -96,7 +96,7 @@ def build_worker(make_worker: WorkerFactory) -> Worker:
 def run_task(
     worker: Worker, task: Task, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
 ) -> Outcome | None:
-    """Run `task` in this process. Returns None if the worker gave it up because of a stop."""
+    """Run `task` in this process. Returns None if the worker gave up the task because of a stop."""
     try:
         return TaskDone(task, worker(task, on_progress, should_stop))
     except TaskInterrupted:
@@ -106,7 +106,7 @@ def run_task(
 
 
 def describe_error(error: BaseException) -> str:
-    """`error` as one line for the user: the operating system's reason and the file, or the error's own message."""
+    """Describe `error` in one line: the operating system's reason and the file, or the error's own message."""
     if isinstance(error, EdjeError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -1,14 +1,16 @@
 """Connecting to Ray: start a local Ray for one run, or join a cluster that is already running.
 
-A local Ray is private to the run. It listens on 127.0.0.1 only, asks every client for a random token, sends no usage
-statistics, and keeps its files in a folder that only this user can enter. Its processes end and its folder is removed
-with the run, even if this process is killed.
+A local Ray is private to the run. It listens on 127.0.0.1 only, requires a random token from every client, sends no
+usage statistics, and keeps its files in a folder that only this user can enter. When the run ends, the processes of the
+local Ray end and its folder is removed, even if this process is killed.
 
-Ray reads the two settings that keep it private when it is first imported. A program that imports Ray earlier must set
-RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before that import. Otherwise no local Ray is started.
+Two settings keep a local Ray private. Ray reads them when it is first imported. A program that imports Ray before this
+module does must set RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before that import. Otherwise no local
+Ray is started.
 
-A cluster that is joined listens where its own `ray start` put it, and this process opens ports that the nodes of the
-cluster connect to. Set RAY_AUTH_MODE=token on each node and in this process, and keep the ports behind a firewall.
+A cluster that is joined listens on the addresses that were set when it was started with `ray start`. This process opens
+ports to which the nodes of the cluster connect. Set RAY_AUTH_MODE=token on each node and in this process, and keep the
+ports behind a firewall.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ _PRIVATE_ENVIRONMENT = {
 
 
 class RayDied(EdjeError):
-    """The local Ray has lost a process that it cannot work without."""
+    """The local Ray lost a process that it needs."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,18 @@ class RayCluster:
     """A connection to Ray.
 
     Attributes:
-        ray: the imported package.
-        daemons: the processes that a local Ray started directly; empty for a cluster that was joined.
+        ray: imported `ray` package.
+        daemons: daemon processes of a local Ray; empty for a cluster that was joined.
     """
 
     ray: Any
     daemons: tuple[Any, ...] = ()
 
     def room(self, *, cpus: int, gpus: int) -> int:
-        """Number of workers with `cpus` and `gpus` each that the cluster's nodes can hold at once.
+        """Return how many workers, with `cpus` CPUs and `gpus` GPUs each, the nodes of the cluster can hold at once.
 
         Raises:
-            UsageError: no node can hold even one.
+            UsageError: no node has room for even one worker.
         """
         needs = {name: need for name, need in (("CPU", cpus), ("GPU", gpus)) if need}
         nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
@@ -80,12 +82,16 @@ class RayCluster:
             largest = {name: max((node.get(name, 0) for node in nodes), default=0) for name in ("CPU", "GPU")}
             raise UsageError(
                 f"a worker needs {cpus} CPUs and {gpus} GPUs on one node of the Ray cluster; "
-                f"its nodes have at most {largest['CPU']:g} CPUs and {largest['GPU']:g} GPUs"
+                f"its nodes have at most {largest['CPU']:g} CPUs and {largest['GPU']:g} GPUs; "
+                "add a larger node, or reduce the CPUs and GPUs per worker"
             )
         return room
 
     def check_alive(self) -> None:
-        """Raise RayDied if the local Ray cannot go on; Ray itself notices this only after 15 to 60 seconds."""
+        """Raise RayDied if a process that the local Ray needs has ended.
+
+        Ray itself notices this only after 15 to 60 seconds.
+        """
         import psutil
 
         for daemon in self.daemons:
@@ -97,7 +103,9 @@ class RayCluster:
 
 @contextlib.contextmanager
 def connected_ray(address: str | None, *, cpus: int, gpus: int) -> Iterator[RayCluster]:
-    """Join the cluster at `address`, or start a local Ray with `cpus` and `gpus` that ends with the context.
+    """Join the cluster at `address`, or start a local Ray with `cpus` CPUs and `gpus` GPUs if `address` is None.
+
+    Leaving the context disconnects from the cluster, or ends the local Ray.
 
     Raises:
         EngineUnavailableError: the cluster cannot be joined, or Ray does not start.
@@ -135,20 +143,20 @@ def _start(stack: contextlib.ExitStack, cpus: int, gpus: int) -> RayCluster:
 
 @functools.cache
 def _check_importable_privately() -> None:
-    """Raise EngineUnavailableError if Ray was imported with settings that open it to the network.
+    """Raise EngineUnavailableError if Ray was imported without the settings that keep a local Ray private.
 
-    Only the first call can tell: later ones find the Ray that this module has imported.
+    Only the first call can check this, because this module imports Ray afterwards.
     """
     missing = [f"{name}={value}" for name, value in _PRIVATE_ENVIRONMENT.items() if os.environ.get(name) != value]
     if "ray" in sys.modules and missing:
         raise EngineUnavailableError(
-            "this process imported Ray before the engine could make its local Ray private; "
+            "this process imported Ray without the settings that keep a local Ray private; "
             f"set {' and '.join(missing)} before you import ray"
         )
 
 
 def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
-    """Call `ray.init` and return the package; `stack` shuts Ray down."""
+    """Call `ray.init` and return the `ray` package. Closing `stack` shuts Ray down."""
     import ray
 
     stack.callback(ray.shutdown)
@@ -163,7 +171,10 @@ def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
 
 
 def _probe(address: str) -> None:
-    """Raise OSError unless something listens at `address`; Ray would retry for minutes and then end this process."""
+    """Raise OSError unless a server listens at `address`.
+
+    Without this check, Ray would retry for minutes and then end this process.
+    """
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
 
@@ -183,12 +194,18 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @functools.cache
 def _token() -> str:
-    """One token per process, because Ray reads it only once."""
+    """Return the token for local Ray instances.
+
+    The token is the same within a process, because Ray reads it only once.
+    """
     return secrets.token_hex(32)
 
 
 def _python_path() -> str:
-    """A PYTHONPATH with which workers find this package in any working directory, installed or not."""
+    """Return a PYTHONPATH with which workers can import this package from any working directory.
+
+    This also works if the package is not installed.
+    """
     root = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
@@ -205,10 +222,12 @@ for _ in 1 2 3 4 5; do rm -rf "$folder" && exit; sleep 1; done
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[tuple[str, IO[str]]]:
-    """A folder that only this user can enter, and a stream that takes the process ids of a Ray that runs in it.
+    """Create a folder that only this user can enter.
 
-    When this process leaves the context or is killed, the remaining ones of these processes are killed and the folder
-    is removed.
+    Yields the folder and a stream for Ray's process ids, one per line.
+
+    When the context ends or this process is killed, the Ray processes whose ids were written to the stream are killed,
+    and the folder is removed.
     """
     short = "/tmp" if os.access("/tmp", os.W_OK) else None  # a path to a Unix socket has at most 107 bytes
     folder = tempfile.mkdtemp(prefix=f"edje-ray-{os.getpid()}-", dir=os.environ.get("RAY_TMPDIR", short))
@@ -225,7 +244,7 @@ def _private_folder() -> Iterator[tuple[str, IO[str]]]:
 
 
 def _daemons(folder: str) -> tuple[Any, ...]:
-    """The processes that Ray has started for the session in `folder`."""
+    """Return the processes that Ray started for the session in `folder`."""
     import psutil
 
     return tuple(

@@ -1,6 +1,6 @@
 """The Ray engine: each worker is an actor, on this machine or in a cluster.
 
-`pipelines.engines.ray_cluster` says what a local Ray listens on.
+`pipelines.engines.ray_cluster` describes the addresses on which Ray listens.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RayEngine:
         workers: number of actors; None starts as many as the cluster has room for.
         cpus: CPUs per actor.
         gpus: GPUs per actor.
-        address: head of a Ray cluster to join, "host:port"; None starts Ray on this machine.
-        stall_seconds: a worker without progress for this long is killed, and another one runs its task again.
+        address: address of the head of a Ray cluster to join, "host:port"; None starts Ray on this machine.
+        stall_seconds: seconds without progress after which a worker is killed; its task then runs on another worker.
     """
 
     name = "ray"
@@ -65,7 +65,9 @@ class RayEngine:
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         if address is not None and not re.fullmatch(r"[^/]+:\d+", address):
-            raise UsageError(f"cannot join {address}: give the address of the cluster's head as host:port")
+            raise UsageError(
+                f"cannot join a Ray cluster at '{address}': give the address of the cluster's head as host:port"
+            )
         self._workers = workers
         self._cpus, self._gpus = cpus, gpus
         self._address = address
@@ -93,7 +95,7 @@ class RayEngine:
 
 
 class _WorkerActor:
-    """Runs in the worker's process: one thread runs tasks, another answers `exchange`."""
+    """The actor in a worker's process: one thread runs tasks, another thread answers calls of `exchange`."""
 
     def __init__(self, make_worker: WorkerFactory) -> None:
         self._make_worker = make_worker
@@ -110,7 +112,7 @@ class _WorkerActor:
         return outcome and dataclasses.replace(outcome, task=None)  # the driver has the task already
 
     def exchange(self, stop: bool) -> Any:
-        """Record whether to stop, and return the latest progress."""
+        """Tell the running task to stop if `stop` is true. Returns the latest progress of the task, or None."""
         if stop:
             self._stop.set()
         return self._progress
@@ -121,13 +123,13 @@ class _WorkerActor:
 
 @dataclasses.dataclass
 class _Assignment:
-    """A task on an actor.
+    """A task that runs on an actor.
 
     Attributes:
-        task: the task, and the number of workers that died or stalled while they ran it.
-        question: pending request for progress.
-        progress: latest answer.
-        stalled_seconds: seconds since the last change of `progress`, without pauses of this process.
+        task: the task, and the number of workers that died or stalled while they ran the task.
+        question: pending request for the progress of the task; None if there is none.
+        progress: latest progress that the worker reported.
+        stalled_seconds: seconds since `progress` last changed, not counting pauses of this process.
     """
 
     actor: Any
@@ -138,7 +140,7 @@ class _Assignment:
 
 
 class _Pool:
-    """Gives each actor one task at a time, and takes no more tasks than there are actors."""
+    """Gives each actor one task at a time, and never holds more unfinished tasks than there are actors."""
 
     def __init__(
         self, cluster: RayCluster, start_actor: Callable[[], Any], tasks: Iterable[Task], stall_seconds: float
@@ -192,7 +194,10 @@ class _Pool:
             self._ray.kill(self._idle.pop())
 
     def _admit(self, answer: Any) -> Iterator[Outcome]:
-        """Make a started actor idle. If it died during the start, a waiting task counts it as a lost worker."""
+        """Mark a started actor as idle.
+
+        If the actor died during its start, a waiting task counts this as a lost worker.
+        """
         actor = self._starting.pop(answer)
         try:
             self._ray.get(answer)
@@ -203,7 +208,7 @@ class _Pool:
             self._idle.append(actor)
 
     def _exchange(self, assignment: _Assignment, on_progress: Callable[[Any], None], *, stop: bool) -> None:
-        """Pass on the progress of a task, and tell its worker whether to stop."""
+        """Pass the progress of a task to `on_progress`, and tell the task's worker whether to stop."""
         if assignment.question is None:
             assignment.question = assignment.actor.exchange.remote(stop)
         elif self._ray.wait([assignment.question], timeout=0)[0]:
@@ -215,7 +220,7 @@ class _Pool:
                     on_progress(progress)
 
     def _end(self, reply: Any) -> Iterator[Outcome]:
-        """Yield the outcome of a task that has ended, unless it was interrupted or runs again."""
+        """Yield the outcome of a task that has ended. Yields nothing if the task was interrupted or will run again."""
         assignment = self._running.pop(reply)
         errors = self._ray.exceptions
         try:
@@ -233,14 +238,16 @@ class _Pool:
             yield dataclasses.replace(outcome, task=assignment.task[0])
 
     def _check_start(self, error: Exception) -> None:
-        """Raise EdjeError if an actor died for a reason that would also end the next one."""
+        """Raise EdjeError if an actor died for a reason that would also end the next actor."""
         self._cluster.check_alive()
         if getattr(error, "actor_init_failed", False):
             reason = str(error).strip().splitlines()[-1]
-            raise EdjeError(f"a worker could not start: {reason} (every node needs edje-index)") from error
+            raise EdjeError(
+                f"a worker could not start: {reason}; check that edje-index is installed on every node"
+            ) from error
 
     def _replace(self, actor: Any, task: tuple[Task, int]) -> Iterator[Outcome]:
-        """End an actor that died or stalled. Its task runs again, or fails after `ATTEMPTS`."""
+        """End an actor that died or stalled. Its task runs again, or fails after `ATTEMPTS` lost workers."""
         self._ray.kill(actor)
         lost_workers = task[1] + 1
         if lost_workers < ATTEMPTS:
@@ -249,5 +256,5 @@ class _Pool:
         yield TaskFailure(
             task[0],
             f"{ATTEMPTS} worker processes died (killed, out of memory, or a crash in native code) or made no progress "
-            f"for {duration(self._stall_seconds)} while running it",
+            f"for {duration(self._stall_seconds)} while running this task",
         )

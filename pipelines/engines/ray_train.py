@@ -1,7 +1,8 @@
 """Training on several workers with Ray Train: each worker runs the same function, in a process group that Ray sets up.
 
-The workers and this process communicate through files of the run folder, which every node must see: the log that
-the first worker writes, the checkpoints from which a restarted group resumes, and a file that requests a stop.
+The workers and this process communicate through files in the run folder, so every node must have access to this folder.
+The files are the log that the first worker writes, the checkpoints from which a restarted group resumes, and a file
+that requests a stop.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Ca
     """Train `task` on `runtime.workers` processes, which communicate by NCCL if each has a GPU, else by Gloo.
 
     Raises:
-        JobStopped: `should_stop()` returned true, and the last checkpoint holds all finished steps; or Ray died.
-        UsageError: the cluster has too little room.
-        EdjeError: Ray, or the training on it, failed; the message says why.
+        JobStopped: `should_stop()` returned true, and the last checkpoint holds all finished steps. Also raised if the
+            local Ray died; the last checkpoint is then kept.
+        UsageError: the cluster has no room for `runtime.workers` workers.
+        EdjeError: Ray or the training run failed; the message gives the reason.
     """
     workers, cpus, gpus = task.runtime.workers, task.runtime.threads or 1, _gpus(task)
     stop_file = task.runtime.run_dir / STOP_FILE
@@ -68,7 +70,7 @@ def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Ca
 
 
 def _gpus(task: TrainTask) -> int:
-    """GPUs per worker."""
+    """Return the number of GPUs per worker."""
     from pipelines.planning.machine import cuda_devices
 
     device = task.runtime.device
@@ -100,7 +102,11 @@ def _make_trainer(task: TrainTask, *, cpus: int, gpus: int) -> TorchTrainer:
 
 
 class _Fit(threading.Thread):
-    """Runs `trainer.fit()`, which returns only at the end of the training; `error` is what it raised."""
+    """Thread that runs `trainer.fit()`, which returns only when the training run ends.
+
+    Attributes:
+        error: exception that `trainer.fit()` raised; None if it raised none.
+    """
 
     def __init__(self, trainer: TorchTrainer) -> None:
         super().__init__(daemon=True)
@@ -116,7 +122,7 @@ class _Fit(threading.Thread):
 
 
 def _worker_loop(config: dict[str, Any]) -> None:
-    """Train as one of Ray's workers."""
+    """Train as one of the workers that Ray started."""
     from edje_index.training.loop.distributed import WorkerGroup
     from edje_index.training.loop.train_worker import run_worker
     from edje_index.training.loop.training_loop import TrainingStopped
@@ -127,7 +133,10 @@ def _worker_loop(config: dict[str, Any]) -> None:
 
 
 def _show_new_record(run_dir: Path, records_shown: int, on_record: Callable[[dict[str, Any]], None]) -> int:
-    """Pass on the newest record of the log unless it has been shown; returns the number of records."""
+    """Pass the newest record of the log to `on_record` unless it was already shown.
+
+    Returns the number of records in the log.
+    """
     from edje_index.training.loop.log import read_log
 
     records = read_log(run_dir)
@@ -137,7 +146,7 @@ def _show_new_record(run_dir: Path, records_shown: int, on_record: Callable[[dic
 
 
 def _cause(error: BaseException) -> str:
-    """The error of the worker itself, without the errors that Ray wraps around it."""
+    """Describe the error of the worker itself in one line, without the errors that Ray wraps around it."""
     failures = getattr(error, "worker_failures", None)
     inner = next(iter(failures.values())) if failures else error
     while (cause := getattr(inner, "cause", None) or inner.__cause__) is not None:

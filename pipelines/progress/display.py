@@ -22,7 +22,10 @@ _SHARD_LOG_SECONDS = 1.0
 
 @contextlib.contextmanager
 def progress_display(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[OnEvent]:
-    """Yield a callback that shows events on `stream` (default: standard error), or does nothing if `quiet`."""
+    """Yield a callback that shows events on `stream` (default: standard error).
+
+    If `quiet` is true, the callback does nothing.
+    """
     stream = stream or sys.stderr
     if quiet:
         yield lambda _: None
@@ -34,7 +37,7 @@ def progress_display(*, quiet: bool = False, stream: TextIO | None = None) -> It
 
 
 def describe_plan(plan: PlanReady) -> list[str]:
-    """A plan in lines of text."""
+    """Describe a plan in lines of text."""
     workers = "" if plan.workers is None else f", {counted(plan.workers, 'worker')}"
     lines = [f"{counted(plan.inputs, 'input')} in {counted(plan.shards, 'shard')}{workers}"]
     if plan.duplicates:
@@ -48,7 +51,10 @@ def describe_plan(plan: PlanReady) -> list[str]:
 
 
 def describe_progress(progress: Progress, *, speed: float | None = None, seconds_left: float | None = None) -> str:
-    """Progress as one line of text, without the name of the activity."""
+    """Describe progress in one line of text, without the name of the activity.
+
+    `speed` is in units of work per second.
+    """
     parts = [f"{progress.done:,}" if progress.total is None else f"{progress.done:,}/{progress.total:,}"]
     if speed is not None:
         parts.append(f"{speed:,.1f}/s")
@@ -64,7 +70,7 @@ def describe_progress(progress: Progress, *, speed: float | None = None, seconds
 
 
 class _Tracker:
-    """Keeps the current activity as a task of `rich`, which measures its speed and the time left."""
+    """Tracks the current activity with `rich`, which measures the activity's speed and estimates the time left."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
         from rich import progress
@@ -83,7 +89,7 @@ class _Tracker:
         )
 
     def update(self, event: Progress) -> str:
-        """Record `event` and return its line."""
+        """Record `event`, and return the line of text that describes it."""
         task = self._task_of(event)
         self.bar.update(task.id, total=event.total, completed=event.done)
         line = describe_progress(event, speed=task.speed, seconds_left=task.time_remaining)
@@ -91,7 +97,10 @@ class _Tracker:
         return line
 
     def _task_of(self, event: Progress) -> Task:
-        """The task of the event's activity. Work done before its first event does not count towards the speed."""
+        """Return the `rich` task of the event's activity.
+
+        Work that was done before the first event of the activity does not count towards its speed.
+        """
         for task in self.bar.tasks:
             if task.description == event.activity:
                 return task
@@ -101,7 +110,7 @@ class _Tracker:
 
 
 class _Display(ABC):
-    """Passes each event to the method of a display that shows it."""
+    """Base class of displays. Passes each event to the method that shows it."""
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -121,7 +130,7 @@ class _Display(ABC):
 
 
 class LogDisplay(_Display):
-    """Prints plain lines. Progress is printed every ten seconds, when a shard ends, and when an activity ends."""
+    """Prints events as plain lines. Prints progress every ten seconds, when a shard ends, and when an activity ends."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -139,7 +148,7 @@ class LogDisplay(_Display):
             self._print(line)
 
     def _interval(self, event: Progress) -> float:
-        """Seconds that have to pass between two lines of progress."""
+        """Return the minimum number of seconds between the last printed line of progress and the line of `event`."""
         shards = event.shards
         if event.done == event.total and (shards is None or shards.finished == shards.total):
             return 0.0
@@ -150,7 +159,7 @@ class LogDisplay(_Display):
 
 
 class LiveDisplay(_Display):
-    """Draws the current activity in place and prints other lines above it. Use it as a context manager."""
+    """Redraws the line of the current activity and prints other lines above it. Use it as a context manager."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._tracker = _Tracker(stream, clock)

@@ -13,22 +13,22 @@ Bottleneck = Literal["decode", "model", "write"]
 
 @dataclass(frozen=True)
 class StatusMessage:
-    """One line about what the job does next or has noticed."""
+    """One line of text about what the job does next or has noticed."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class PlanReady:
-    """The amount of work is known.
+    """The plan of a job, reported once the amount of work is known.
 
     Attributes:
-        inputs: inputs of all sources.
-        shards: shards of the index.
-        finished_shards: shards that an earlier run finished.
-        workers: worker processes; None if the engine decides.
-        duplicates: inputs that are byte-identical to an earlier one.
-        ignored: number of files that are not inputs, by extension.
+        inputs: number of inputs of all sources.
+        shards: number of shards of the index.
+        finished_shards: number of shards that earlier runs finished.
+        workers: number of worker processes; None if the engine decides.
+        duplicates: number of inputs that are byte-identical to an earlier input.
+        ignored: number of files that are not inputs, by file extension.
     """
 
     inputs: int
@@ -41,13 +41,13 @@ class PlanReady:
 
 @dataclass(frozen=True)
 class ShardCounts:
-    """Shards of a job, those of earlier runs included.
+    """Counts of the shards of a job, including shards that earlier runs finished.
 
     Attributes:
-        finished: committed shards.
-        total: shards of the index.
-        failed_rows: rows that could not be encoded.
-        bottleneck: the stage that the workers of this run spent most time on, if any has been measured.
+        finished: number of committed shards.
+        total: number of shards of the index.
+        failed_rows: number of rows that could not be encoded.
+        bottleneck: stage in which the workers of this run spent the most time; None if no time was measured yet.
     """
 
     finished: int
@@ -58,13 +58,13 @@ class ShardCounts:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one activity has come.
+    """How much of one activity is finished.
 
     Attributes:
-        activity: for example "indexing".
-        done: finished units of work.
-        total: all units; None if unknown.
-        shards: set by jobs that work shard by shard.
+        activity: name of the activity, for example "indexing".
+        done: number of finished units of work.
+        total: number of all units of work; None if unknown.
+        shards: counts of shards; None for jobs that do not work shard by shard.
     """
 
     activity: str
@@ -78,5 +78,5 @@ OnEvent = Callable[[Event], None]
 
 
 def progress_callback(on_event: OnEvent) -> OnProgress:
-    """A callback for library functions that reports `Progress` events to `on_event`."""
+    """Return a callback for library functions that passes their progress to `on_event` as `Progress` events."""
     return lambda activity, done, total: on_event(Progress(activity, done, total))

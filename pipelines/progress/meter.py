@@ -1,4 +1,4 @@
-"""Adds up what the workers of a job report about their shards."""
+"""Adds up the states of a job's shards, as the workers report them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ _BOTTLENECK_OF_STAGE: dict[str, Bottleneck] = {"wait": "decode", "encode": "mode
 
 
 def bottleneck(stage_seconds: Mapping[str, float]) -> Bottleneck | None:
-    """The bottleneck that the slowest stage stands for; None if no stage took any time."""
+    """Return the bottleneck that corresponds to the slowest stage, or None if no stage took any time."""
     slowest = max(_BOTTLENECK_OF_STAGE, key=lambda stage: stage_seconds.get(stage, 0.0))
     return _BOTTLENECK_OF_STAGE[slowest] if stage_seconds.get(slowest, 0.0) > 0 else None
 
 
 @dataclass(frozen=True)
 class ShardState:
-    """Progress of one shard: finished rows, failed rows among them, and seconds spent in each stage."""
+    """Progress of one shard.
+
+    Attributes:
+        done: number of finished rows, including failed rows.
+        failed: number of failed rows.
+        stage_seconds: seconds spent in each stage.
+    """
 
     done: int
     failed: int = 0
@@ -27,12 +33,12 @@ class ShardState:
 
 
 class ShardMeter:
-    """The latest state of every shard of a job, and their sum as a `Progress` event.
+    """Keeps the latest state of every shard of a job, and adds up these states to a `Progress` event.
 
     Args:
         activity: name of the activity.
-        rows: rows of the whole job.
-        shards: shards of the whole job.
+        rows: number of rows of the whole job.
+        shards: number of shards of the whole job.
     """
 
     def __init__(self, activity: str, rows: int, shards: int) -> None:
@@ -59,7 +65,7 @@ class ShardMeter:
         return self.progress()
 
     def progress(self) -> Progress:
-        """The progress of the job."""
+        """Return the progress of the job."""
         total = _sum([self._finished, *self._running.values()])
         shards = ShardCounts(self._finished_shards, self._shards, total.failed, bottleneck(total.stage_seconds))
         return Progress(self._activity, total.done, self._rows, shards)

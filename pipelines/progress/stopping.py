@@ -31,7 +31,7 @@ class JobStopped(EdjeError):
 
 
 class StopFlag:
-    """A `ShouldStop` that returns True from the first call of `set` on."""
+    """A `ShouldStop` callback that returns True once `set` was called."""
 
     def __init__(self) -> None:
         self._requests = 0
@@ -40,7 +40,7 @@ class StopFlag:
         return self._requests > 0
 
     def set(self) -> int:
-        """Request a stop and return how many times one has been requested."""
+        """Request a stop. Returns the number of requests so far, including this one."""
         self._requests += 1
         return self._requests
 

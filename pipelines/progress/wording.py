@@ -1,15 +1,15 @@
-"""Counts, sizes, durations and names as text for people."""
+"""Formats counts, sizes, durations and names as text for people."""
 
 from __future__ import annotations
 
 
 def counted(count: int, noun: str) -> str:
-    """A count with its noun: "1 shard", "2,000 shards"."""
+    """Format a count together with its noun: "1 shard", "2,000 shards"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def human_bytes(size: float) -> str:
-    """A size with a decimal unit."""
+    """Format a size in bytes with a decimal unit: "1.5 MB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -18,12 +18,12 @@ def human_bytes(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration in its two largest units: "3m13s"."""
+    """Format a duration in seconds with its two largest units: "3m13s"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 def printable(text: str) -> str:
-    """`text` with every control character escaped, so that a file name cannot drive the terminal."""
+    """Escape every non-printable character of `text`, so that a file name cannot control the terminal."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -1,7 +1,7 @@
-"""Decides when to read a shard through the page cache instead of directly, because it is read repeatedly.
+"""Decides when a shard that is read repeatedly should be read through the page cache instead of directly.
 
-Direct reads are the fastest for blocks that are read once, but they leave nothing in the page cache for later reads,
-and memory is several times faster than a disk. Ski-rental rule: admit a shard to the page cache after direct
+Direct reads are the fastest for blocks that are read once, but they leave nothing in the page cache. From memory, later
+reads would be several times faster than from a disk. Ski-rental rule: admit a shard to the page cache after direct
 reads of twice its length.
 """
 
@@ -37,15 +37,16 @@ class Admission:
         self._lock = threading.Lock()
 
     def through_cache(self, shard: int, position: int, size: int, is_resident: Callable[[int, int], bool]) -> bool:
-        """Whether the next read of a shard should go through the page cache.
+        """Record the next read of a shard, and return whether this read should go through the page cache.
 
-        If the page cache has evicted an admitted record, memory is short: the threshold of the shard then doubles.
+        If the page cache has evicted a record of an admitted shard, memory is short. The shard is then admitted again
+        only after twice as many bytes of direct reads as before.
 
         Args:
             shard: shard number.
             position: position of one of the records to read.
-            size: bytes to read.
-            is_resident: whether the record at (shard, position) is in the page cache.
+            size: number of bytes to read.
+            is_resident: function of (shard, position) that returns whether this record is in the page cache.
         """
         now = time.monotonic()
         with self._lock:

@@ -1,6 +1,7 @@
 """Linux AIO through its system calls: many direct reads in flight from one thread, for sandboxes without io_uring.
 
-The interface is defined in `linux/aio_abi.h`. Without direct I/O, the kernel serves a request while it is submitted.
+The interface is defined in `linux/aio_abi.h`. For a file that is not open for direct I/O, the kernel reads the data
+within the system call that submits the request.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _COMPLETION = np.dtype([("tag", "u8"), ("request", "u8"), ("result", "i8"), ("re
 
 
 class AioQueue:
-    """One AIO context; see `queues.Queue`. Raises OSError if the kernel refuses it."""
+    """A `queues.Queue` that uses one Linux AIO context. Raises OSError if the kernel refuses to create the context."""
 
     def __init__(self, entries: int) -> None:
         self._setup, self._destroy, self._submit, self._getevents = _NUMBERS[platform.machine()]
@@ -81,7 +82,7 @@ class AioQueue:
         return np.concatenate([refused[:, 0], tags]), np.concatenate([refused[:, 1], results])
 
     def close(self) -> None:
-        """Wait for the requests; see `queues.Queue`. The kernel does so while it destroys a context."""
+        """Destroy the context; see `queues.Queue`. The kernel waits for the requests while it destroys a context."""
         if self._at_end.alive:
             with contextlib.suppress(OSError):  # an interrupted call has destroyed it
                 _destroy(self._destroy, self._context, self._owner)
@@ -95,7 +96,7 @@ def _destroy(number: int, context: int, owner: int) -> None:
 
 @functools.cache
 def aio_works() -> bool:
-    """Whether this process can use AIO."""
+    """Whether this process can use Linux AIO."""
     if sys.platform != "linux" or platform.machine() not in _NUMBERS:
         return False
     try:

@@ -22,12 +22,12 @@ Finish = Callable[[], None]
 
 @dataclass(frozen=True)
 class Batch:
-    """Records to read, each once, in file order.
+    """Records to read, sorted by shard and position. Each record occurs once.
 
     Attributes:
-        shards: [n], ascending shard numbers.
-        positions: [n], position within the shard, ascending within each shard.
-        out_indices: [n], index of the block in the output.
+        shards: int64 [n], shard number of each record, ascending.
+        positions: int64 [n], position of each record within its shard, ascending within each shard.
+        out_indices: int64 [n], index of each record in the output.
     """
 
     shards: Ints
@@ -42,27 +42,30 @@ class Batch:
 
     @functools.cached_property
     def shard_spans(self) -> list[tuple[int, int, int]]:
-        """(shard, start, stop) of each shard: it holds records [start, stop) of the batch, which must not be empty."""
+        """(shard, start, stop) of each shard in the batch: records [start, stop) of the batch belong to this shard.
+
+        The batch must not be empty.
+        """
         if self.shards[0] == self.shards[-1]:
             return [(int(self.shards[0]), 0, len(self))]
         edges = [0, *(np.flatnonzero(np.diff(self.shards)) + 1).tolist(), len(self)]
         return list(zip(self.shards[edges[:-1]].tolist(), edges, edges[1:], strict=False))
 
     def per_record(self, values: list[int]) -> Ints:
-        """Expand one value per shard to one value per record, [n]."""
+        """Expand one value per shard of the batch to one value per record, int64 [n]."""
         counts = [stop - start for _, start, stop in self.shard_spans]
         return np.repeat(np.array(values, dtype=np.int64), counts)
 
     def pieces(self, length: int) -> list[Batch]:
-        """Consecutive parts of `length` records; the last may be shorter."""
+        """Split the batch into consecutive pieces of `length` records; the last piece may be shorter."""
         return [self[start : start + length] for start in range(0, len(self), length)]
 
 
 class Destination(Protocol):
-    """Receives the records of one piece.
+    """Receives the records of one piece, which is a part of a batch.
 
-    An engine either reads record i into `records[record_indices[i]]` and then calls `finish`, or reads all records
-    into its own memory and passes them to `take`.
+    An engine has two options. It may read each record i into `records[record_indices[i]]` and then call `finish`. Or
+    it may read all records into its own memory and pass them to `take`.
     """
 
     direct: bool
@@ -71,19 +74,19 @@ class Destination(Protocol):
 
     @property
     def records(self) -> Records:
-        """Memory for records, allocated at the first access."""
+        """Memory into which an engine may read records; allocated at the first access."""
         ...
 
     def take(self, memory: Records, offsets: Ints, part: slice, threads: int | None) -> None:
-        """Take the records `part` of the piece from `memory`, where they start at bytes `offsets`.
+        """Process the records `piece[part]`, which start at bytes `offsets` [k] of `memory`.
 
-        The engine may call this once for the whole piece or for parts that cover it. It reuses `memory` afterwards.
-        `threads` is the maximum number of threads; None uses `default_threads()`.
+        The engine may call this once for the whole piece, or several times for parts that together cover the piece. The
+        engine reuses `memory` afterwards. `threads` is the maximum number of threads; None uses `default_threads()`.
         """
         ...
 
     def finish(self, threads: int | None) -> None:
-        """Process the records, all of which are now in `records`."""
+        """Process the records after the engine has read all of them into `records`. `threads` is as for `take`."""
         ...
 
 
@@ -93,7 +96,7 @@ DestinationFactory = Callable[[Batch], Destination]
 
 @dataclass(frozen=True)
 class Runs:
-    """Neighbouring records of a batch that one request reads.
+    """Runs of neighbouring records of a batch. One request reads one run.
 
     Attributes:
         first: [r], index within the batch of the first record of each run.
@@ -105,13 +108,13 @@ class Runs:
 
     @classmethod
     def of(cls, batch: Batch, record_bytes: int, *, gap: int = 0, record_indices: Ints | None = None) -> Runs:
-        """Split a batch into runs of about `RUN_BYTES` at most.
+        """Split a batch into runs of at most about `RUN_BYTES` bytes.
 
         Args:
             batch: records to read.
-            record_bytes: length of a record.
-            gap: maximum number of unrequested records that a run may read between two requested ones.
-            record_indices: [n], destination of each record in memory; if given, a run is contiguous there as well.
+            record_bytes: length of a record in bytes.
+            gap: maximum number of unrequested records that a run may contain between two requested records.
+            record_indices: [n], index of each record in the destination; if given, each run is contiguous there too.
         """
         is_apart = (np.diff(batch.shards) != 0) | (np.diff(batch.positions) > 1 + gap)
         if record_indices is not None:
@@ -125,40 +128,40 @@ class Runs:
 
 
 class Reader(Protocol):
-    """Reads pieces for one caller, several at a time."""
+    """Reads the pieces of a batch for one caller, several pieces at a time."""
 
     piece_records: int
     """Maximum number of records of a piece."""
 
     @property
     def ahead(self) -> int:
-        """Number of pieces to keep in flight. It may depend on the pieces that are in flight now."""
+        """Maximum number of pieces to keep in flight. Depends on the pieces that are in flight now."""
         ...
 
     def start(self, batch: Batch, destination: Destination) -> Finish:
-        """Start to read a piece.
+        """Start to read the piece `batch` into `destination`.
 
-        Returns a function that waits until the piece is read and has the destination process it. Both may raise
-        CorruptIndexError.
+        Returns a function that waits until all records are read and then calls the destination to process them. Both
+        `start` and the returned function may raise CorruptIndexError.
         """
         ...
 
     def close(self) -> None:
-        """Free what the reader holds. All its pieces must have been read."""
+        """Free the resources of the reader. Every piece that was started must be finished."""
         ...
 
     def abandon(self) -> None:
-        """Wait until nothing writes to a destination, after an exception. See `storage_formats.interrupts`."""
+        """After an exception, wait until nothing writes to a destination any more. See `storage_formats.interrupts`."""
         ...
 
 
 class ReadEngine(Protocol):
-    """A way to read records. Thread-safe: each `reader()` serves one caller."""
+    """A way to read records. Thread-safe, because each caller uses its own `reader()`."""
 
     name: str
 
     def reader(self) -> Reader:
-        """A new reader. The caller must call `close` or, after an exception, `abandon`."""
+        """Return a new reader. The caller must call its `close`, or its `abandon` after an exception."""
         ...
 
     def close(self) -> None:

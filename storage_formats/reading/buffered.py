@@ -1,4 +1,4 @@
-"""Reading through the page cache, on any system."""
+"""Engines that read through the page cache. `PortableEngine` works on any system."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ _DECODE_THREADS = 1  # while the device is the bottleneck: more threads would on
 
 @dataclass(frozen=True)
 class Request:
-    """Neighbouring records from `position` of `file`, with their indices in the destination's `records`."""
+    """Neighbouring records that one system call reads.
+
+    Attributes:
+        file: file that holds the records.
+        position: position of the first record in the file.
+        record_indices: index of each record in the destination's `records`.
+    """
 
     file: ShardFile
     position: int
@@ -27,7 +33,7 @@ class Request:
 
 
 class BufferedEngine:
-    """Announces the reads of several pieces to the kernel (WILLNEED), then copies the records on one thread."""
+    """Asks the kernel to prefetch several pieces (POSIX_FADV_WILLNEED), then copies the records on one thread."""
 
     name = "buffered"
 
@@ -38,7 +44,7 @@ class BufferedEngine:
         return _BufferedReader(self._files)
 
     def announce(self, batch: Batch) -> None:
-        """Have the kernel start to read `batch` into the page cache."""
+        """Ask the kernel to start reading `batch` into the page cache."""
         size = self._files.record_bytes
         for piece in batch.pieces(PIECE_RECORDS):
             files = self._files.acquire(piece)
@@ -48,7 +54,7 @@ class BufferedEngine:
                 self._files.release(files)
 
     def close(self) -> None:
-        """Nothing to do: idle readers hold nothing."""
+        """Do nothing: idle readers hold no resources."""
 
 
 class _BufferedReader:
@@ -83,7 +89,7 @@ class _BufferedReader:
 
 
 class PortableEngine:
-    """Reads on several threads, one read per thread. Uses no Linux system calls."""
+    """Reads on several threads, one read at a time per thread. Uses no Linux system calls."""
 
     name = "portable"
 
@@ -94,7 +100,7 @@ class PortableEngine:
         return _ThreadedReader(self._files)
 
     def close(self) -> None:
-        """Nothing to do: idle readers hold nothing."""
+        """Do nothing: idle readers hold no resources."""
 
 
 class _ThreadedReader:
@@ -135,7 +141,10 @@ class _ThreadedReader:
 def _hold(
     files: ShardFiles, batch: Batch, held_files: contextlib.ExitStack
 ) -> tuple[dict[int, ShardFile], contextlib.ExitStack]:
-    """The files of `batch`, and a context that releases them. `held_files` releases them if that is not used."""
+    """Open the files of `batch`. Returns the files by shard, and a context that releases them.
+
+    If the caller never leaves this context, closing `held_files` releases the files.
+    """
     acquired = files.acquire(batch)
     release = held_files.enter_context(contextlib.ExitStack())
     release.callback(files.release, acquired)
@@ -158,7 +167,7 @@ def _requests(batch: Batch, record_indices: Ints, files: dict[int, ShardFile], r
 
 
 def _announce(requests: list[Request], record_bytes: int) -> None:
-    """Have the kernel start to read into the page cache, if the system supports it. Returns at once."""
+    """Ask the kernel to start reading `requests` into the page cache, if the system supports it. Returns at once."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         for request in requests:
             start, size = request.position * record_bytes, len(request.record_indices) * record_bytes
@@ -166,12 +175,12 @@ def _announce(requests: list[Request], record_bytes: int) -> None:
 
 
 def cannot_read(file: ShardFile, error: OSError) -> CorruptIndexError:
-    """The error for a shard file that the operating system cannot read."""
+    """Return the error for a shard file that the operating system cannot read."""
     return CorruptIndexError(f"cannot read {file.path}: {error.strerror}; run 'edje-index verify'")
 
 
 def read_fully(request: Request, records: Records, record_bytes: int) -> None:
-    """Read a request completely; one call may return only a part.
+    """Read all records of a request into `records`. Repeats the system call if it returns only a part.
 
     Raises:
         CorruptIndexError: the file ends early or cannot be read.

@@ -1,7 +1,8 @@
-"""Compiled loops that compute CRC-32C checksums of records, also while they copy them. Importing it imports Numba.
+"""Compiled loops that compute CRC-32C checksums of records, optionally while copying the records.
 
-The processor's CRC-32C instruction (SSE 4.2) takes eight bytes per cycle and returns its result three cycles later, so
-three records are processed at a time. Processors without it use google-crc32c, record by record.
+Importing this module imports Numba. The processor's CRC-32C instruction (SSE 4.2) takes eight bytes per cycle and
+returns its result three cycles later, so the loops process three records at a time. On processors without this
+instruction, google-crc32c computes the checksum of one record after another.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ONES = np.uint64(0xFFFFFFFF)
 
 
 def has_crc_instruction() -> bool:
-    """Whether compiled kernels may use the instruction."""
+    """Whether compiled kernels may use the processor's CRC-32C instruction."""
     if config.CPU_NAME or config.CPU_FEATURES:  # type: ignore[attr-defined]  # compiled for another processor
         return False
     return bool(binding.get_host_cpu_features().get("sse4.2"))
@@ -35,7 +36,7 @@ def has_crc_instruction() -> bool:
 
 @intrinsic
 def _crc_word(_: Any, crc: Any, address: Any) -> Any:
-    """`crc`, updated with the eight bytes at `address`."""
+    """Return the CRC-32C state `crc`, updated with the eight bytes at `address`."""
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         crc, address = arguments
@@ -48,7 +49,7 @@ def _crc_word(_: Any, crc: Any, address: Any) -> Any:
 
 @intrinsic
 def _crc_byte(_: Any, crc: Any, address: Any) -> Any:
-    """`crc`, updated with the byte at `address`."""
+    """Return the CRC-32C state `crc`, updated with the byte at `address`."""
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         crc, address = arguments
@@ -89,7 +90,7 @@ def _copy_byte(_: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def _fence(_: Any) -> Any:
-    """Order non-temporal stores before later stores of this thread."""
+    """Ensure that the non-temporal stores of this thread are visible before its later stores."""
 
     def generate(context: Any, builder: Any, _: Any, __: Any) -> Any:
         builder.fence("seq_cst")
@@ -121,7 +122,7 @@ def _crc_rest(crc: Any, address: Any, stop: Any) -> Any:
 
 @inlined
 def _lanes(first: int, stop: int) -> Any:
-    """The indices `first`, `first + 1` and `first + 2`, none larger than `stop - 1`."""
+    """Return the indices `first`, `first + 1` and `first + 2`, each limited to at most `stop - 1`."""
     return first, min(first + 1, stop - 1), min(first + 2, stop - 1)
 
 

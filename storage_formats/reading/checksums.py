@@ -1,4 +1,7 @@
-"""The checksums of blocks (SPEC.md section 8): loaded per shard when needed, and compared with what was read."""
+"""Loads the stored checksums of blocks, and compares them with the checksums of the data read (SPEC.md section 8).
+
+The checksums of a shard are loaded when a read needs them.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ Checksums = NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class BlockCheck:
-    """Compares checksums of records with the stored ones.
+    """Compares the computed checksums of records with the stored checksums.
 
     Attributes:
-        expected: [n], the stored checksum of each record.
-        row_ids: [n], the row id of each record.
-        path: path of the token file of a row.
+        expected: uint32 [n], stored checksum of each record.
+        row_ids: int64 [n], row id of each record.
+        path: function that returns the path of a row's token file, given the row id.
     """
 
     expected: Checksums
@@ -42,10 +45,10 @@ class BlockCheck:
     path: Callable[[int], Path]
 
     def compare(self, actual: Checksums, start: int, stop: int) -> None:
-        """Compare the computed checksums `actual[start:stop]` with the stored ones.
+        """Compare the computed checksums `actual[start:stop]` with the stored checksums `expected[start:stop]`.
 
         Raises:
-            CorruptIndexError: a checksum differs.
+            CorruptIndexError: a computed checksum differs from the stored one.
         """
         is_damaged = actual[start:stop] != self.expected[start:stop]
         if is_damaged.any():
@@ -56,19 +59,19 @@ class BlockCheck:
         more = f" and {len(row_ids) - _NAMED_ROWS} more" if len(row_ids) > _NAMED_ROWS else ""
         subject = f"the block of row {named} is" if len(row_ids) == 1 else f"the blocks of rows {named}{more} are"
         return CorruptIndexError(
-            f"{subject} damaged: the CRC-32C differs from the stored one ({self.path(row_ids[0])}); run 'edje-index "
-            "verify' and restore the damaged files from a copy, or build the index again",
+            f"{subject} damaged: the CRC-32C of the data differs from the stored checksum ({self.path(row_ids[0])}); "
+            "run 'edje-index verify' to list the damaged files, then restore these files or build the index again",
             row_ids=row_ids,
         )
 
 
 class BlockChecksums:
-    """The stored checksums of one precision. Keeps those of the most recently used shards. Thread-safe.
+    """The stored checksums of one precision. Keeps the checksums of the most recently loaded shards. Thread-safe.
 
     Args:
         index: the index.
-        path: path of the checksum file of a shard.
-        token_path: path of the token file of a shard.
+        path: function that returns the path of a shard's checksum file, given the shard number.
+        token_path: function that returns the path of a shard's token file, given the shard number.
     """
 
     def __init__(self, index: CommittedIndex, path: Callable[[int], Path], token_path: Callable[[int], Path]) -> None:
@@ -82,7 +85,7 @@ class BlockChecksums:
         self._lock = threading.Lock()
 
     def check(self, batch: Batch) -> BlockCheck:
-        """A `BlockCheck` for the records of `batch`.
+        """Return a `BlockCheck` for the records of `batch`.
 
         Raises:
             CorruptIndexError: a checksum file is missing or has the wrong length.
@@ -120,7 +123,10 @@ class BlockChecksums:
         return 4 * len(self._shard_rows(shard))
 
     def _load(self, shards: list[int]) -> dict[int, Checksums]:
-        """Read checksum files. The kernel is told of all of them first and can read them together."""
+        """Load the checksums of `shards`, and return them by shard.
+
+        Announces all files to the kernel first, so that the kernel can read them in parallel.
+        """
         entries = self._committed.files(shards)
         with contextlib.ExitStack() as opened:
             try:
@@ -133,18 +139,21 @@ class BlockChecksums:
                 contents = {shard: file.read(self._length(shard) + 1) for shard, file in files.items()}
             except OSError as error:
                 raise CorruptIndexError(
-                    f"cannot read the checksums of blocks in {error.filename}: {error.strerror}; run 'edje-index "
-                    "verify', or read without checks (verify_reads=False)"
+                    f"cannot read the checksum file {error.filename}: {error.strerror}; run 'edje-index verify', "
+                    "or turn the checks of blocks off (verify_reads=False)"
                 ) from error
         return {shard: self._checked(shard, content, entries[shard]) for shard, content in contents.items()}
 
     def _checked(self, shard: int, content: bytes, entry: FileEntry) -> Checksums:
-        """The checksums in a shard's checksum file. Raises CorruptIndexError if it is not the committed file."""
+        """Return the checksums in `content`, a shard's checksum file.
+
+        Raises CorruptIndexError if `content` does not match `entry`, the committed length and CRC-32C.
+        """
         rows, path = tuple(self._shard_rows(shard)), self._path(shard)
         if len(content) != 4 * len(rows):
             raise CorruptIndexError(
-                f"{path} is not {4 * len(rows)} bytes long, 4 per row; run 'edje-index verify', or read without checks "
-                "(verify_reads=False)",
+                f"the checksum file {path} must have {4 * len(rows)} bytes (4 per row), but has more or fewer; run "
+                "'edje-index verify', or turn the checks of blocks off (verify_reads=False)",
                 row_ids=rows,
             )
         check_content(path, entry, content, row_ids=rows)

@@ -1,4 +1,4 @@
-"""Compiled loops over copies. Importing this module imports Numba."""
+"""Compiled loops that copy memory. Importing this module imports Numba."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from storage_formats.codecs.store_lines import store_lines
 
 @intrinsic
 def _memcpy(_: Any, target: Any, source: Any, size: Any) -> Any:
-    """The C library's memcpy for addresses."""
+    """Copy `size` bytes from address `source` to address `target` with the C library's memcpy."""
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         pointer, word = ir.IntType(8).as_pointer(), ir.IntType(64)

@@ -1,4 +1,4 @@
-"""Destinations of records: the caller's blocks or records, directly or through a decoder."""
+"""Destinations put the records that an engine reads into the caller's array, unchanged or decoded."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from storage_formats.reading.checksums import BlockCheck
 from storage_formats.reading.memory import BufferPool, Bytes, check_memory, copy_memory, memory_check
 
 Checker = Callable[[Batch], BlockCheck]
-"""Makes the check of records. It may read their checksums, so it is called when the records have arrived: meanwhile
-other pieces are in flight."""
+"""Makes the check of the records of a batch. It may have to read checksum files, so it is called only when the records
+have arrived. Other pieces are in flight meanwhile."""
 PartCheck = Callable[[slice], BlockCheck]
-"""Makes the check of a part of a piece."""
+"""Makes the check of the records in one slice of a piece."""
 
 
 def block_destinations(
     codec: Codec, out: Blocks, buffers: BufferPool, checker: Checker | None = None
 ) -> DestinationFactory:
-    """Destinations that turn records of `codec` into blocks of `out` [k, m, d]."""
+    """Return a factory of destinations that decode records of `codec` into blocks of `out` [k, m, d]."""
     if codec.name == BF16Codec.name:
         return record_destinations(out.view(np.uint8).reshape(len(out), codec.record_bytes), checker)
 
@@ -36,7 +36,7 @@ def block_destinations(
 
 
 def record_destinations(records: Records, checker: Checker | None = None) -> DestinationFactory:
-    """Destinations that put records unchanged into `records` [k, record_bytes]."""
+    """Return a factory of destinations that put records unchanged into `records` [k, record_bytes]."""
     return lambda batch: RecordDestination(records, batch.out_indices, _part_check(batch, checker))
 
 
@@ -45,7 +45,7 @@ def _part_check(batch: Batch, checker: Checker | None) -> PartCheck | None:
 
 
 class RecordDestination:
-    """Records are read directly into the caller's array. See `base.Destination`."""
+    """Puts records unchanged into the caller's array. See `base.Destination`."""
 
     direct = True
 
@@ -75,12 +75,12 @@ class RecordDestination:
 
     @property
     def _total(self) -> int:
-        """Length of the piece in bytes."""
+        """Length of all records of the piece in bytes."""
         return len(self.record_indices) * int(self.records.shape[1])
 
 
 class DecodedDestination:
-    """Records are read into a buffer and decoded into blocks of `out`. See `base.Destination`."""
+    """Decodes records into blocks of `out`. `records` is a buffer for encoded records. See `base.Destination`."""
 
     direct = False
 
@@ -115,9 +115,13 @@ class DecodedDestination:
 
 
 def read_batch(engine: ReadEngine, batch: Batch, destinations: DestinationFactory) -> None:
-    """Read all of `batch` with several pieces in flight. Raises the engine's CorruptIndexError.
+    """Read all records of `batch`, with several pieces in flight.
 
-    Nothing writes to a destination any more when this returns or raises, also if a signal handler raises.
+    When this function returns or raises, nothing writes to a destination any more. This also holds if a signal handler
+    raises during the read.
+
+    Raises:
+        CorruptIndexError: a file cannot be read, or a record is damaged.
     """
     pending = unsettled()
     settle(pending)

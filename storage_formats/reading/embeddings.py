@@ -21,10 +21,10 @@ _SPARSE = 16  # read single rows if fewer than one row in 16 is requested
 
 
 def read_shard_embeddings(layout: Layout, spec: IndexSpec, shard: int) -> NDArray[np.float32]:
-    """Embeddings of a shard, float32 [rows of the shard, embed_dim]; NaN for holes.
+    """Read the embeddings of a shard, float32 [rows of the shard, embed_dim]; NaN for holes.
 
     Raises:
-        CorruptIndexError: the file is missing or has the wrong length.
+        CorruptIndexError: the embedding file is missing or has the wrong length.
     """
     with _open_shard(layout, spec, shard) as file:
         values = np.fromfile(file, dtype="<f4", count=len(spec.shard_rows(shard)) * spec.embed_dim)
@@ -33,28 +33,29 @@ def read_shard_embeddings(layout: Layout, spec: IndexSpec, shard: int) -> NDArra
 
 @contextmanager
 def _open_shard(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[BinaryIO]:
-    """Open the embeddings of a shard. Errors inside the block become CorruptIndexError."""
+    """Open the embedding file of a shard. An OSError inside the `with` block becomes a CorruptIndexError."""
     path, length = layout.embedding_shard(shard), 4 * spec.shard_size * spec.embed_dim
     try:
         with open_index_file(layout.root, path) as file:
             actual = os.fstat(file.fileno()).st_size
             if actual != length:
                 raise CorruptIndexError(
-                    f"{path} has {actual} bytes instead of the {length} of {spec.shard_size} x {spec.embed_dim} "
-                    "numbers; run 'edje-index verify'"
+                    f"{path} has {actual} bytes instead of {length} for {spec.shard_size} x {spec.embed_dim} "
+                    "float32 numbers; run 'edje-index verify'"
                 )
             yield file
     except OSError as error:
         raise CorruptIndexError(
-            f"cannot read embeddings of shard {shard} ({path}): {error.strerror}; run 'edje-index verify'"
+            f"cannot read the embeddings of shard {shard} in {path}: {error.strerror}; run 'edje-index verify'"
         ) from error
 
 
 @dataclass(frozen=True)
 class IndexedEmbeddings:
-    """The embeddings of the indexed rows of some shards, which may be iterated over several times.
+    """Iterates over the embeddings of the indexed rows of `shards`, shard by shard.
 
-    Also works during a build. An iteration yields (row ids [k], float32 [k, embed_dim]) of each shard.
+    Yields (row ids int64 [k], embeddings float32 [k, embed_dim]) for each shard. Can be iterated over several times.
+    Also works during a build.
     """
 
     layout: Layout
@@ -69,16 +70,16 @@ class IndexedEmbeddings:
 
 
 def read_embeddings(root: str | Path, spec: IndexSpec, row_ids: RowIds) -> NDArray[np.float32]:
-    """Embeddings of `row_ids` in their order, float32 [k, embed_dim]; NaN for holes. Also works during a build.
+    """Read the embeddings of `row_ids` in this order, float32 [k, embed_dim]; NaN for holes. Also works during a build.
 
     Args:
         root: directory of the index.
-        spec: its shape.
+        spec: shape of the index.
         row_ids: [k], in any order; duplicates are allowed.
 
     Raises:
         RowIdError: a row id is out of range.
-        CorruptIndexError: a file is missing or too short.
+        CorruptIndexError: a file is missing or has the wrong length.
     """
     layout = Layout(Path(root))
     distinct_ids, inverse = np.unique(check_row_ids(row_ids, spec.rows), return_inverse=True)
@@ -94,7 +95,10 @@ def read_embeddings(root: str | Path, spec: IndexSpec, row_ids: RowIds) -> NDArr
 
 
 def _read_single_rows(layout: Layout, spec: IndexSpec, shard: int, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Rows at ascending `positions` of a shard. The kernel is told of all reads first and can serve them together."""
+    """Read the embeddings at ascending `positions` of a shard.
+
+    Announces all reads to the kernel first, so that the kernel can serve them in parallel.
+    """
     size = 4 * spec.embed_dim
     with _open_shard(layout, spec, shard) as file:
         if hasattr(os, "posix_fadvise"):

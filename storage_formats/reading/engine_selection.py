@@ -1,6 +1,7 @@
-"""Selection of the engine that reads each record: by name, or by the state of the page cache (`auto`).
+"""Selects the engine that reads each record.
 
-The thresholds of `auto` were measured; see docs/lab/storage-io.md.
+The caller names an engine, or `auto` selects one by the state of the page cache. docs/lab/storage-io.md holds the
+measurements behind the thresholds of `auto`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class StoreFiles:
     """The token files of one precision.
 
     Attributes:
-        path: path of the file of a shard.
+        path: function that returns the path of a shard's token file, given the shard number.
         record_bytes: length of a record in bytes.
         spec: shape of the index.
     """
@@ -54,9 +55,10 @@ class StoreFiles:
     spec: IndexSpec
 
     def check_lengths(self) -> None:
-        """Check the lengths of the first and last file against the sizes that `index.json` claims.
+        """Check that the first and the last token file have the lengths that follow from `index.json`.
 
-        Memory for blocks is allocated by these sizes, so files of this size must really exist on disk.
+        The sizes in `index.json` decide how much memory is allocated for blocks. This check ensures that files of the
+        same sizes exist.
 
         Raises:
             CorruptIndexError: a file is missing or has another length.
@@ -77,7 +79,7 @@ class StoreFiles:
 
 @functools.cache
 def engines() -> tuple[str, ...]:
-    """Names of the engines that work on this machine. `auto` selects among them."""
+    """Return the names of the engines that work on this machine. `auto` selects among these engines."""
     linux = sys.platform == "linux"
     queued = io_uring_works() or aio_works()
     available = {
@@ -92,14 +94,14 @@ def engines() -> tuple[str, ...]:
 
 
 class ReadEngines:
-    """The engines of one store and the selection among them. Thread-safe.
+    """Holds the read engines of one store, and selects an engine for each record. Thread-safe.
 
     Args:
-        files: files of the store.
-        name: an engine of `engines()`, or `auto`.
+        files: token files of the store.
+        name: name of an engine in `engines()`, or `auto`.
 
     Raises:
-        UsageError: the engine is unknown or does not work on this machine.
+        UsageError: the named engine is unknown or does not work on this machine.
     """
 
     def __init__(self, files: StoreFiles, name: str) -> None:
@@ -121,7 +123,7 @@ class ReadEngines:
         self._admission = Admission(files.spec.shard_size * files.record_bytes) if fits else None
 
     def split(self, batch: Batch) -> list[tuple[ReadEngine, Batch]]:
-        """Split `batch` into parts and assign an engine to each."""
+        """Split `batch` into parts, and return the engine that reads each part together with the part."""
         if self._name not in ("auto", "mapped"):
             return [(self._engines[self._name], batch)]
         codes = self._engine_codes(batch)
@@ -131,11 +133,14 @@ class ReadEngines:
         return [(self._engines[_NAMES[code]], batch[codes == code]) for code in np.unique(codes).tolist()]
 
     def announce(self, batch: Batch) -> None:
-        """Have the kernel start to read `batch` into the page cache. Returns before it has finished."""
+        """Ask the kernel to start reading `batch` into the page cache.
+
+        Returns before the kernel has read the records.
+        """
         BufferedEngine(self._cached_files).announce(batch)
 
     def close(self) -> None:
-        """Close files and free idle queues and buffers. All are made again when needed."""
+        """Close all files, and free idle queues and buffers. A later read opens and allocates them again."""
         for engine in self._engines.values():
             engine.close()
         self._cached_files.close()
@@ -157,7 +162,7 @@ class ReadEngines:
         ]
 
     def _engine_codes(self, batch: Batch) -> NDArray[np.int8]:
-        """The engine of each record as an index into `_NAMES`, [n]."""
+        """Return the engine of each record as an index into `_NAMES`, int8 [n]."""
         codes = np.empty(len(batch), dtype=np.int8)
         sparse = [start for _, start, stop in batch.shard_spans if stop - start < _DENSE_RECORDS]
         sample = sparse[:: -(-len(sparse) // _SAMPLE) or 1]
@@ -179,7 +184,10 @@ class ReadEngines:
         return codes
 
     def _admits(self, batch: Batch, start: int, stop: int) -> bool:
-        """Whether records that are not in the page cache should be brought into it."""
+        """Whether to read records [start, stop) of `batch` through the page cache, which then keeps these records.
+
+        All of these records belong to one shard and are not in the page cache.
+        """
         if self._admission is None:
             return False
         size = (stop - start) * self._files.record_bytes
@@ -187,7 +195,7 @@ class ReadEngines:
         return self._admission.through_cache(shard, position, size, self._is_resident)
 
     def _cold_engine(self, batch: Batch, start: int, stop: int) -> str:
-        """The engine for records of one shard that must be read from the device."""
+        """Return the name of the engine that reads records [start, stop) of one shard from the device."""
         if not self._direct_files.past_cache:
             return self._through_cache
         count = stop - start
@@ -198,7 +206,10 @@ class ReadEngines:
         return "sequential" if scattered and "sequential" in engines() else self._cold
 
     def _cached_share(self, batch: Batch, index: int, *, if_unknown: float = 0.0) -> float:
-        """Share of a record that is in the page cache; `if_unknown` if the kernel cannot tell."""
+        """Return the share (0 to 1) of a record that is in the page cache, or `if_unknown` if the kernel cannot tell.
+
+        `index` is the index of the record within `batch`.
+        """
         part = batch[index : index + 1]
         files = self._cached_files.acquire(part)
         try:
@@ -213,15 +224,15 @@ class ReadEngines:
         return sum(if_unknown if share is None else share for share in shares) / len(shares)
 
     def _looked_up(self, shard: int) -> bool:
-        """Whether the page cache was looked up for the whole shard within the last few seconds."""
+        """Whether the page cache was queried for the whole shard within the last few seconds."""
         file = self._cached_files.peek(shard)
         return file is not None and _is_recent(file)
 
     def _resident(self, part: Batch) -> NDArray[np.bool_] | None:
-        """Which records of one shard are in the page cache, [n]; None if most of a sample are not.
+        """Which records of `part` are in the page cache, bool [n]; None if less than half of a sample is cached.
 
-        Looking up a whole shard is slow (0.1 ms for 50 MB), so its result is trusted for some seconds while a sampled
-        record is still cached.
+        All records of `part` belong to one shard. Querying the page cache for a whole shard is slow (0.1 ms for 50 MB).
+        The result is therefore reused for some seconds, as long as a sampled record is still cached.
         """
         files = self._cached_files.acquire(part)
         try:
@@ -243,7 +254,10 @@ class ReadEngines:
         return self._mean_share(file, positions) >= _CACHED_SHARE
 
     def _is_resident(self, shard: int, position: int) -> bool:
-        """Whether a record is in the page cache. True if the kernel cannot tell, because no eviction is known then."""
+        """Whether a record is in the page cache.
+
+        Returns True if the kernel cannot tell, so that the record does not count as evicted.
+        """
         record = Batch(*(np.array([number]) for number in (shard, position, 0)))
         return self._cached_share(record, 0, if_unknown=1.0) >= _CACHED_SHARE
 

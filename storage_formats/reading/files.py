@@ -1,4 +1,4 @@
-"""Open shard files: at most a few hundred, however many shards an index has."""
+"""Keeps shard files open: at most a few hundred, regardless of the number of shards in the index."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class ShardFile:
         fd: file descriptor.
         size: length in bytes.
         path: path of the file.
-        readers: number of readers that use it now.
-        resident: which records had all their pages in the page cache at the last lookup.
-        resident_at: time of that lookup, `time.monotonic()`.
+        readers: number of readers that use the file now.
+        resident: which records had all their pages in the page cache at the last lookup, bool [records];
+            None before the first lookup.
+        resident_at: time of the last lookup, by `time.monotonic()`.
     """
 
     fd: int
@@ -48,10 +49,10 @@ class ShardFile:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def mapped_at(self) -> int:
-        """Address of the file in memory. The first call maps it.
+        """Return the address of the file's memory map. The first call maps the file.
 
-        Touching a page of a map that its file has lost kills the process (SIGBUS), so each user calls this right
-        before it reads. A file that is shortened during the read still kills it.
+        Reading a mapped page beyond the end of the file kills the process (SIGBUS). Callers must therefore call this
+        right before each read. If the file is shortened during the read, the process is still killed.
 
         Raises:
             CorruptIndexError: the file has become shorter since it was opened.
@@ -73,7 +74,7 @@ class ShardFile:
 
 @functools.cache
 def open_files() -> int:
-    """Number of files of each kind that a store keeps open: a share of this process's limit."""
+    """Return how many files each `ShardFiles` may keep open: a share of this process's limit on open files."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -83,15 +84,18 @@ def open_files() -> int:
 
 
 class ShardFiles:
-    """Shard files of one precision. Closes the least recently used first, never one that a reader holds. Thread-safe.
+    """Opens the shard files of one precision and keeps them open. Thread-safe.
+
+    Closes the least recently used file first, but never a file that a reader holds.
 
     Args:
-        path: path of the file of a shard; it may raise OSError.
+        path: function that returns the path of a shard's file, given the shard number; may raise OSError.
         record_bytes: length of a record in bytes.
-        direct: open files for direct I/O, past the page cache, if the file system supports it.
+        direct: whether to open files for direct I/O, which bypasses the page cache, if the file system supports it.
 
     Attributes:
-        sector: offsets, lengths and memory of reads must be multiples of it. Known once a file is open.
+        sector: sector size in bytes; offsets, lengths and memory addresses of direct reads must be multiples of it. 1
+            until a file is open.
     """
 
     def __init__(self, path: Callable[[int], Path], record_bytes: int, *, direct: bool = False) -> None:
@@ -105,11 +109,11 @@ class ShardFiles:
 
     @property
     def past_cache(self) -> bool:
-        """Whether reads bypass the page cache. May turn False once a file is opened."""
+        """Whether reads bypass the page cache. Becomes False if a file turns out not to support direct I/O."""
         return bool(self._direct)
 
     def acquire(self, batch: Batch) -> dict[int, ShardFile]:
-        """The files of a batch by shard; pass them to `release` afterwards.
+        """Return the open files of a batch by shard. The caller must pass them to `release` afterwards.
 
         Raises:
             CorruptIndexError: a file is missing or too short.
@@ -127,7 +131,10 @@ class ShardFiles:
         return files
 
     def peek(self, shard: int) -> ShardFile | None:
-        """The file of a shard if it is open. The caller must not read it: it may be closed at any time."""
+        """Return the file of a shard, or None if the file is not open.
+
+        The caller must not read from the file, because another thread may close it at any time.
+        """
         return self._open.get(shard)
 
     def release(self, files: dict[int, ShardFile]) -> None:
@@ -138,7 +145,7 @@ class ShardFiles:
             self._evict(open_files())
 
     def close(self) -> None:
-        """Close all files that no reader holds. They are opened again when needed."""
+        """Close all files that no reader holds. A later read opens them again."""
         with self._lock:
             self._evict(0)
 
@@ -184,10 +191,10 @@ def _close_all(files: OrderedDict[int, ShardFile]) -> None:
 
 
 def descriptors(files: dict[int, ShardFile], batch: Batch) -> Ints:
-    """File descriptor of each record, [n]."""
+    """Return the file descriptor of each record of `batch`, int64 [n]."""
     return batch.per_record([files[shard].fd for shard, _, _ in batch.shard_spans])
 
 
 def ends_early(file: ShardFile, position: int) -> CorruptIndexError:
-    """The error for a shard file that has no record at `position`."""
+    """Return the error for a shard file that has no record at `position`."""
     return CorruptIndexError(f"{file.path} ends before the record at position {position}; run 'edje-index verify'")

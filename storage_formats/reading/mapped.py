@@ -1,7 +1,7 @@
-"""Reading from a memory map, on several threads and without a system call per record.
+"""Reads records from memory maps, on several threads and without a system call per record.
 
-Only for records that are in the page cache: a map reads missing pages one fault at a time, far below the speed of a
-disk.
+Only for records that are in the page cache. The kernel reads each missing page of a map in a page fault of its own,
+which is far slower than the disk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _OPEN_SHARDS = 64  # files that are open at the same time
 
 
 class MappedEngine:
-    """Takes records from maps of the shard files."""
+    """Passes records from memory maps of the shard files to the destination."""
 
     name = "mapped"
     ahead = 1
@@ -36,7 +36,7 @@ class MappedEngine:
         return finish
 
     def _take(self, batch: Batch, destination: Destination, part: slice) -> None:
-        """Pass `batch`, which is the part `part` of the piece, to the destination."""
+        """Pass the records `batch` to the destination. `part` is the slice of the piece that `batch` contains."""
         files, size = self._files.acquire(batch), self._files.record_bytes
         try:
             addresses = [files[shard].mapped_at() for shard, _, _ in batch.shard_spans]
@@ -50,7 +50,7 @@ class MappedEngine:
             self._files.release(files)
 
     def close(self) -> None:
-        """Nothing to do: maps are closed with their files."""
+        """Do nothing: each map is closed together with its file."""
 
     def abandon(self) -> None:
-        """Nothing to do: a destination has no running threads when it returns or raises."""
+        """Do nothing: no thread of a destination is running when `take` returns or raises."""

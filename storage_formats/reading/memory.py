@@ -1,7 +1,8 @@
 """Memory for blocks: page-aligned, in huge pages if large, and copied without the GIL.
 
-Direct I/O requires aligned memory. Fresh memory costs one page fault per page, which for a large fetch from the page
-cache takes longer than copying the blocks; with huge pages there is one fault per 2 MiB.
+Direct I/O requires aligned memory. Each page of new memory costs a page fault at the first access. In a large fetch
+from the page cache, these page faults take longer than copying the blocks. With huge pages, there is only one page
+fault per 2 MiB.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Bytes = NDArray[np.uint8]
 
 
 def aligned_bytes(size: int) -> Bytes:
-    """New memory, uint8 [size], that starts at a page boundary."""
+    """Allocate memory that starts at a page boundary, uint8 [size]."""
     mapped = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         with contextlib.suppress(OSError):  # the kernel has no huge pages
@@ -44,7 +45,10 @@ def aligned_bytes(size: int) -> Bytes:
 
 
 def memory_at(address: int, size: int) -> Bytes:
-    """A read-only view of the memory at `address`, uint8 [size]. The caller reads only the parts that are mapped."""
+    """Return a read-only view of the memory at `address`, uint8 [size].
+
+    Parts of the view may be unmapped. The caller must not read these parts.
+    """
     interface = {"version": 3, "data": (address, True), "shape": (size,), "typestr": "|u1"}
     memory: Bytes = np.asarray(SimpleNamespace(__array_interface__=interface))
     return memory
@@ -53,21 +57,22 @@ def memory_at(address: int, size: int) -> Bytes:
 def touch(records: Bytes, rows: NDArray[np.int64]) -> None:
     """Write to every page of `records[rows]`, so that the pages exist before the kernel writes to them.
 
-    The contents are lost. Without this, io_uring hands requests for missing pages to a slow worker thread.
+    The contents of `records[rows]` are lost. Without this call, io_uring would pass requests for missing pages to a
+    slow worker thread.
     """
     size = records.shape[1]
     records[rows[:, None], np.arange(0, size + PAGE_BYTES, PAGE_BYTES).clip(max=size - 1)] = 0
 
 
 def aligned_blocks(count: int, block_shape: tuple[int, int]) -> Blocks:
-    """New page-aligned memory for `count` blocks, bfloat16 [count, m, d]."""
+    """Allocate page-aligned memory for `count` blocks, bfloat16 [count, m, d]."""
     size = count * block_shape[0] * block_shape[1] * BF16.itemsize
     blocks: Blocks = aligned_bytes(size).view(BF16).reshape(count, *block_shape)
     return blocks
 
 
 class BufferPool:
-    """Buffers that are reused, so that their pages exist already. Thread-safe."""
+    """A pool of buffers. Reusing a buffer avoids the page faults of new memory. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,7 +80,7 @@ class BufferPool:
         self._kept_bytes = 0
 
     def borrow(self, size: int) -> Bytes:
-        """A page-aligned buffer of at least `size` bytes, with arbitrary contents."""
+        """Return a page-aligned buffer of at least `size` bytes, with arbitrary contents."""
         size = max(_SMALLEST_BUFFER, 1 << (size - 1).bit_length())
         with self._lock:
             if self._free.get(size):
@@ -110,19 +115,19 @@ def copy_memory(
 ) -> None:
     """Copy `size` bytes from each address in `sources` to the address in `targets`, on several threads.
 
-    Large copies use a compiled loop, and non-temporal stores if they exceed the processor's cache. Small copies use
-    ctypes, which also releases the GIL: importing Numba takes half a second, and a reader of `bf16` may not need it.
+    Large copies use a compiled loop. Copies that exceed the processor's cache also use non-temporal stores. Small
+    copies use ctypes, which also releases the GIL, because importing Numba takes half a second.
 
     Args:
         sources: [k], addresses to read.
         targets: [k], addresses to write.
-        size: bytes per address.
+        size: number of bytes to copy from each address.
         threads: maximum number of threads; None uses `default_threads()`.
-        total: bytes of the whole operation, if this call copies a part of it. Decides how to copy.
-        check: compares the checksum of the bytes at each address.
+        total: bytes of the whole operation if this call copies only a part of it; decides which loop copies.
+        check: compares the checksum of the bytes at each address with the stored one; None skips the check.
 
     Raises:
-        CorruptIndexError: a checksum differs.
+        CorruptIndexError: a checksum differs from the stored one.
     """
     sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
     total = len(sources) * size if total is None else total
@@ -140,10 +145,12 @@ def copy_memory(
 def check_memory(
     sources: NDArray[np.int64], size: int, check: BlockCheck, threads: int | None = None, *, total: int | None = None
 ) -> None:
-    """Compare the checksum of the `size` bytes at each address in `sources` [k]. Arguments as for `copy_memory`.
+    """Compare the checksum of the `size` bytes at each address in `sources` [k] with the stored checksum.
+
+    The other arguments are those of `copy_memory`.
 
     Raises:
-        CorruptIndexError: a checksum differs.
+        CorruptIndexError: a checksum differs from the stored one.
     """
     run_chunks(memory_check(sources, size, check, total=total), len(sources), size, threads)
 
@@ -151,7 +158,10 @@ def check_memory(
 def memory_check(
     sources: NDArray[np.int64], size: int, check: BlockCheck, *, total: int | None = None
 ) -> Callable[[int, int], None]:
-    """A function that checks the memory at addresses [start, stop), as `check_memory` does, on the calling thread."""
+    """Return a function `(start, stop)` that checks the bytes at `sources[start:stop]` on the calling thread.
+
+    The arguments are those of `check_memory`.
+    """
     sources = np.ascontiguousarray(sources)
     compiled = use_compiled(len(sources) * size if total is None else total)
     loop = _compiled_checksums() if compiled else _checksum_pieces
@@ -165,7 +175,10 @@ def memory_check(
 
 
 def use_compiled(total: int) -> bool:
-    """Whether to process `total` bytes with compiled loops: Numba is loaded, or worth loading."""
+    """Whether to use compiled loops for `total` bytes.
+
+    True if Numba is imported or this many bytes justify importing it.
+    """
     return "numba" in sys.modules or total >= _COMPILED_COPY_FROM
 
 

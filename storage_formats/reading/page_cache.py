@@ -1,4 +1,4 @@
-"""Which parts of a file are in the page cache, and how much the cache can hold."""
+"""Queries the page cache: which parts of a file it holds, and how much more data it can take."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _Words5 = ctypes.c_uint64 * 5
 
 
 def resident_share(file: ShardFile, start: int, stop: int) -> float | None:
-    """Share of the pages of bytes [start, stop) that are in the page cache or are being read into it.
+    """Return the share (0 to 1) of the pages of bytes [start, stop) that are cached or being read into the page cache.
 
-    None if the kernel cannot tell, or may not tell this user because another user owns the file.
+    Return None if the kernel cannot tell, or does not tell this user because another user owns the file.
     """
     start -= start % mmap.PAGESIZE
     pages = -(-(stop - start) // mmap.PAGESIZE)
@@ -40,7 +40,10 @@ def resident_share(file: ShardFile, start: int, stop: int) -> float | None:
 
 
 def resident_records(file: ShardFile, record_bytes: int) -> NDArray[np.bool_]:
-    """Which records of a file have all their pages in the page cache, [file length // record_bytes]."""
+    """Which records of a file have all their pages in the page cache, bool [file length // record_bytes].
+
+    All False if the kernel cannot tell.
+    """
     count = file.size // record_bytes
     if sys.platform != "linux":
         return np.zeros(count, dtype=np.bool_)
@@ -72,9 +75,10 @@ def _has_cachestat() -> bool:
 
 
 def _mincore(file: ShardFile, start: int, pages: int) -> NDArray[np.bool_] | None:
-    """Which pages are in the page cache, [pages]; None if the kernel cannot tell.
+    """Which pages from byte `start` on are in the page cache, bool [pages]; None if the kernel cannot tell.
 
-    mincore(2) reports all pages of a file without write permission as resident, so such files give None.
+    For a file that this user cannot write to, mincore(2) reports all pages as resident. The result is None for such
+    files.
     """
     if not os.access(file.path, os.W_OK):
         return None
@@ -86,9 +90,10 @@ def _mincore(file: ShardFile, start: int, pages: int) -> NDArray[np.bool_] | Non
 
 
 def cache_room() -> int:
-    """Bytes that the page cache can take now without displacing other data; 0 if the system does not tell.
+    """Return how many bytes the page cache can take without displacing other data; 0 if the system does not tell.
 
-    Half of the free memory of the machine and of this process's control group, whichever is less.
+    This is half of the machine's available memory, or half of the memory limit of this process's control group if that
+    is less.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -99,7 +104,10 @@ def cache_room() -> int:
 
 
 def _group_limits() -> list[int]:
-    """`memory.max` of this process's control group (version 2) and of the groups above it."""
+    """Return the memory limits of this process's control group (version 2) and its parent groups, in bytes.
+
+    The limits come from `memory.max`. Groups without a limit are left out.
+    """
     group = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
     folder = Path("/sys/fs/cgroup") / group.lstrip("/")
     limits = []

@@ -1,12 +1,13 @@
-"""Reading past the page cache through a queue of requests: the engines `io_uring`, `direct` and `sequential`.
+"""Engines that bypass the page cache through a queue of requests: `io_uring`, `direct` and `sequential`.
 
-Direct I/O takes less processor time than buffered reads, because nothing is copied and no page cache is maintained,
-and it keeps as many requests in flight as the device accepts. Offsets, lengths and memory must be whole sectors.
+Direct I/O takes less processor time than buffered reads, because nothing is copied and no page cache is maintained. It
+also keeps as many requests in flight as the device accepts. Offsets, lengths and memory addresses must be multiples of
+the sector size.
 
-Records go directly to their destination if they are whole sectors. Otherwise the whole sectors around them are read
-into a buffer and the records are copied out. One request also reads records that are so close that reading the gap
-between them costs the device less than a second request. Records that must be decoded are always read into a buffer
-and decoded from there.
+Records whose length is a multiple of the sector size are read directly into their destination. Otherwise, the whole
+sectors around the records are read into a buffer, and the records are copied from there. If two records are close, one
+request reads both records and the gap between them, because this costs the device less than a second request. Records
+that must be decoded are always read into a buffer and decoded from there.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class QueuedOptions:
     """How a queued engine combines reads.
 
     Attributes:
-        gap_bytes: maximum length of the gap that a request may read between two records; used in whole records.
-        gather: combine neighbouring records even if their destinations are apart.
+        gap_bytes: maximum length in bytes of a gap that one request may read between two records; rounded down to whole
+            records.
+        gather: whether one request may read neighbouring records whose destinations are not adjacent.
     """
 
     gap_bytes: int
@@ -47,9 +49,9 @@ class QueuedEngine:
     Args:
         name: name of the engine.
         files: shard files, opened for direct I/O.
-        queues: queues to borrow.
-        buffers: memory for records that are not read directly to their destination.
-        options: how to combine reads.
+        queues: pool of queues; each reader borrows one.
+        buffers: pool of buffers for records that are not read directly into their destination.
+        options: how to combine records into requests.
     """
 
     def __init__(
@@ -72,9 +74,10 @@ class QueuedEngine:
 class _Flight:
     """A piece that is being read.
 
-    Request j reads from byte `offsets[j]` of its file to byte `memory_offsets[j]` of `memory`. `needed[j]` bytes are
-    needed, and `results[j]` bytes have arrived. `missing` counts requests without a result. `buffer` is set if
-    `memory` does not belong to the destination.
+    Request j reads from byte `offsets[j]` of its file to byte `memory_offsets[j]` of `memory`. `needed[j]` is the
+    number of bytes that the records need, and `results[j]` is the number of bytes read or a negative errno. `missing`
+    is the number of requests without a result. `buffer` is the borrowed buffer behind `memory`, or None if `memory`
+    belongs to the destination.
     """
 
     batch: Batch
@@ -106,7 +109,11 @@ class _QueuedReader:
 
     @property
     def ahead(self) -> int:
-        """The pieces in flight, plus one if the queue has room for its requests and few enough bytes are in flight."""
+        """Maximum number of pieces to keep in flight.
+
+        This is one more than now if the queue and the limit on bytes in flight have room for another piece, else as
+        many as now.
+        """
         requests = sum(len(flight.needed) for flight in self._flights.values())
         size = sum(int(flight.needed.sum()) for flight in self._flights.values())
         buffered = any(flight.buffer is not None for flight in self._flights.values())
@@ -129,7 +136,8 @@ class _QueuedReader:
     def abandon(self) -> None:
         """Wait until the kernel no longer writes to any memory.
 
-        The queue and the buffers are not used again: an exception may have come before their state was recorded.
+        The queue and the buffers are not used again, because the exception may have come before their state was
+        recorded.
         """
         if self._holds_queue:
             self._queue.close()
@@ -137,16 +145,16 @@ class _QueuedReader:
             self._files.release(self._flights.popitem()[1].files)
 
     def _has_small_gap(self, batch: Batch) -> bool:
-        """Whether one request should read two records of `batch` together with the gap between them."""
+        """Whether `batch` has two records that one request should read together with the gap between them."""
         distances = np.diff(batch.positions)
         return bool(((distances > 1) & (distances <= 1 + self._gap) & (np.diff(batch.shards) == 0)).any())
 
     def _is_unaligned(self, destination: Destination) -> bool:
-        """Whether records are not whole sectors, in the file or in memory."""
+        """Whether the records are not aligned to sectors, in the file or in memory."""
         return bool((self._size | destination.records.ctypes.data) % self._files.sector)
 
     def _launch_direct(self, number: int, batch: Batch, destination: Destination, files: dict[int, ShardFile]) -> None:
-        """Read directly to the destination."""
+        """Start requests that read the records directly into the destination."""
         runs = Runs.of(batch, self._size, record_indices=destination.record_indices)
         lengths = runs.count * self._size
         touch(destination.records, destination.record_indices)
@@ -167,7 +175,7 @@ class _QueuedReader:
     def _launch_buffered(
         self, number: int, batch: Batch, destination: Destination, files: dict[int, ShardFile]
     ) -> None:
-        """Read the whole sectors around each run into a buffer."""
+        """Start requests that read the whole sectors around each run of records into a buffer."""
         runs = Runs.of(batch, self._size, gap=self._gap)
         starts = batch.positions[runs.first] * self._size
         stops = (batch.positions[runs.first + runs.count - 1] + 1) * self._size
@@ -226,7 +234,10 @@ class _QueuedReader:
 
 
 def _read_again(flight: _Flight, request: int, record_bytes: int) -> None:
-    """Read the records of a failed or shortened request without the queue. A second failure gives the error."""
+    """Read the records of a failed or incomplete request again without the queue.
+
+    Raises CorruptIndexError if this fails too.
+    """
     first, count = int(flight.runs.first[request]), int(flight.runs.count[request])
     file = flight.files[int(flight.batch.shards[first])]
     shift = int(flight.memory_offsets[request]) - int(flight.offsets[request])

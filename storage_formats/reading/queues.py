@@ -1,4 +1,4 @@
-"""Queues of read requests, which the kernel serves while the caller continues."""
+"""Queues of read requests. The kernel serves the requests while the caller continues."""
 
 from __future__ import annotations
 
@@ -18,29 +18,42 @@ _FEWEST_ENTRIES = PIECE_RECORDS  # kernels before 5.12 count rings as locked mem
 
 
 class Queue(Protocol):
-    """A queue of requests, used by one thread at a time. `in_flight` counts requests whose result was not taken."""
+    """A queue of read requests, used by one thread at a time.
+
+    Attributes:
+        entries: maximum number of requests in flight.
+        in_flight: number of requests whose result was not taken yet.
+    """
 
     entries: int
     in_flight: int
 
     def put(self, fds: Ints, offsets: Ints, addresses: Ints, lengths: Ints, tags: Ints) -> None:
-        """Start reads, at most `entries - in_flight`. The memory must live until their completions are taken."""
+        """Start at most `entries - in_flight` reads.
+
+        Request i reads `lengths[i]` bytes from byte `offsets[i]` of file descriptor `fds[i]` to the memory at
+        `addresses[i]`. The memory must stay allocated until `wait` has returned `tags[i]`.
+        """
         ...
 
     def wait(self, minimum: int) -> tuple[Ints, NDArray[np.int64]]:
-        """Wait for `minimum` completions. Returns (tags, bytes read or a negative errno) of all completions."""
+        """Wait for at least `minimum` completions. Returns (tags, results) of all completed requests.
+
+        A result is the number of bytes read or a negative errno.
+        """
         ...
 
     def close(self) -> None:
-        """Wait until no request is served any more, and free the queue. May be called again if it is interrupted.
+        """Wait until the kernel serves no request of the queue any more, and free the queue.
 
-        It must not rely on `in_flight`, because an exception may have come before a request was counted.
+        May be called again after an interrupted call. Must not rely on `in_flight`, because an exception may have come
+        before a request was counted.
         """
         ...
 
 
 class QueuePool:
-    """Queues that callers borrow, so that not every fetch makes a new one. Emptied after a fork. Thread-safe."""
+    """A pool of queues, so that not every fetch creates a queue. Empty in a forked process. Thread-safe."""
 
     def __init__(self, make: Callable[[int], Queue]) -> None:
         self._make = make
@@ -49,7 +62,10 @@ class QueuePool:
         self._owner = os.getpid()
 
     def borrow(self) -> Queue:
-        """An idle or new queue; return it with `give_back`. Raises OSError if the kernel refuses a new one."""
+        """Return an idle or a new queue; return it with `give_back`.
+
+        Raises OSError if the kernel refuses to create a queue.
+        """
         with self._lock:
             if self._owner != os.getpid():
                 self._free, self._owner = [], os.getpid()

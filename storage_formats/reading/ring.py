@@ -1,11 +1,11 @@
 """io_uring through its system calls: many reads in flight from one thread, one NumPy row per request.
 
 The kernel's interface consists of two rings in shared memory and one system call (Axboe, "Efficient IO with io_uring",
-2019; `linux/io_uring.h`). No library is used: many requests are written at once as columns of a structured array,
-which costs less than one call of a binding per request (docs/lab/storage-io.md).
+2019; `linux/io_uring.h`). This module writes many requests at once as columns of a structured array. This costs less
+than calling a library once per request (docs/lab/storage-io.md).
 
 No memory barrier is needed. Without a polling kernel thread, the kernel reads requests within the system call of the
-thread that wrote them, and completions are read only after a system call that waited for them.
+thread that wrote them. This module reads completions only after a system call that waited for them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _COMPLETION = np.dtype([("tag", "u8"), ("result", "i4"), ("flags", "u4")])
 
 
 class Ring:
-    """One io_uring with room for `entries` requests, used by one thread at a time; see `queues.Queue`.
+    """A `queues.Queue` that uses one io_uring with room for `entries` requests.
 
     Raises OSError if the kernel has no io_uring or a sandbox refuses it.
     """
@@ -103,7 +103,10 @@ class Ring:
         return done["tag"].astype(np.int64), done["result"].astype(np.int64)
 
     def close(self) -> None:
-        """Wait for the requests; see `queues.Queue`. Relies only on the kernel's counters, which start at 0."""
+        """Wait for the requests and free the ring; see `queues.Queue`.
+
+        Uses the kernel's counters instead of `in_flight`.
+        """
         while self._close_fd.alive and self._sq_head[0] != self._cq_tail[0]:
             to_take = (int(self._sq_head[0]) - int(self._cq_head[0])) & 0xFFFFFFFF
             with contextlib.suppress(InterruptedError):  # a signal came, and its handler has run
@@ -114,7 +117,10 @@ class Ring:
         return (int(self._cq_tail[0]) - int(self._cq_head[0])) & 0xFFFFFFFF
 
     def _enter(self, minimum: int) -> None:
-        """Submit the requests that are not yet submitted, and wait for `minimum` completions."""
+        """Submit the requests that are not yet submitted, and wait for `minimum` completions.
+
+        A signal or a lack of kernel memory may end the call early. The next call continues.
+        """
         try:
             submitted = system_call(_ENTER, self._fd, self._unsubmitted, minimum, _ENTER_GETEVENTS, 0, 0)
             self._unsubmitted -= submitted
@@ -126,7 +132,7 @@ class Ring:
 
 
 def _set_up(entries: int) -> tuple[int, NDArray[np.void]]:
-    """(descriptor of a new ring, the parameters that the kernel returned)."""
+    """Create a ring. Returns its file descriptor and the parameters that the kernel filled in."""
     for flags in (_SETUP_CLAMP | _SETUP_COOP_TASKRUN, _SETUP_CLAMP):  # the first needs Linux 5.19
         parameters = np.zeros(1, dtype=_PARAMETERS)
         parameters["flags"] = flags
@@ -140,7 +146,7 @@ def _set_up(entries: int) -> tuple[int, NDArray[np.void]]:
 
 @functools.cache
 def io_uring_works() -> bool:
-    """Whether this process can use io_uring. Containers often refuse it."""
+    """Whether this process can use io_uring. Containers often forbid it."""
     if sys.platform != "linux":
         return False
     try:

@@ -16,7 +16,7 @@ _STATX_DIOALIGN = 0x2000
 
 
 def system_call(number: int, *arguments: int) -> int:
-    """Make a system call, without the GIL. Raises OSError if it fails."""
+    """Make a system call without holding the GIL, and return its result. Raises OSError if the call fails."""
     result = _syscall()(number, *(ctypes.c_long(argument) for argument in arguments))
     if result < 0:
         code = ctypes.get_errno()
@@ -25,7 +25,10 @@ def system_call(number: int, *arguments: int) -> int:
 
 
 def sector_bytes(path: Path) -> int:
-    """Alignment in bytes of offsets, lengths and memory for direct reads of a file, by statx(2); else a page."""
+    """Return the alignment in bytes that direct reads of a file need for offsets, lengths and memory addresses.
+
+    The value comes from statx(2), or is the page size if statx does not tell.
+    """
     status = ctypes.create_string_buffer(256)
     statx = getattr(ctypes.CDLL(None), "statx", None)  # glibc 2.28
     if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, status):

@@ -1,4 +1,4 @@
-"""The start of an index: the steps before its first shard (SPEC.md section 11)."""
+"""Steps before the first shard of an index is written (SPEC.md section 11)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNFINISHED = (
 
 
 def begin_index(root: str | Path, spec: IndexSpec) -> None:
-    """Make the directories and Zarr metadata of an index. Repeated calls have no further effect."""
+    """Create the directories and the Zarr metadata of an index. Repeated calls have no further effect."""
     layout = Layout(Path(root))
     make_directories(layout.root)
     fsync_parent(layout.root)  # the caller may have made it
@@ -30,7 +30,7 @@ def begin_index(root: str | Path, spec: IndexSpec) -> None:
 
 
 def clear_staging(root: str | Path) -> None:
-    """Remove attempts that a crash left behind. Call it only while no worker writes to this index."""
+    """Remove the staged files of attempts that crashed. Call it only while no worker writes to this index."""
     layout = Layout(Path(root))
     shutil.rmtree(layout.staging, ignore_errors=True)
     layout.staging.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,10 @@ def clear_staging(root: str | Path) -> None:
 
 
 def remove_unfinished(layout: Layout) -> None:
-    """Remove temporary files of manifests and metadata that a killed process left (`atomic.write_bytes_atomic`)."""
+    """Remove temporary files of manifests and metadata that a killed process left behind.
+
+    These are the files of interrupted calls of `atomic.write_bytes_atomic`.
+    """
     for pattern in _UNFINISHED:
         for path in layout.root.glob(pattern):
             path.unlink()

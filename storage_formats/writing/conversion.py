@@ -1,7 +1,7 @@
 """Adding precisions to a finished index, shard by shard and without the model (SPEC.md section 11).
 
-The index stays readable throughout. Shards of a new precision are committed like those of a build, with receipts in
-`build/`. The precision exists once `index.json` names it.
+The index stays readable throughout. The shards of a new precision are committed like the shards of a build, with
+receipts in `build/`. The new precision becomes visible once `index.json` names it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Piece: TypeAlias = tuple[int, Blocks]
 
 
 class ConversionInterrupted(EdjeError):
-    """The caller stopped the conversion. The attempt was removed."""
+    """The caller stopped the conversion of a shard. The unfinished files of this shard were removed."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class ConversionTask:
         root: directory of the index.
         shard: shard number.
         spec: shape of the index.
-        source: precision to read, which the index holds.
+        source: precision to read; the index must hold it.
         targets: precisions to write.
-        plan: fingerprint of the conversion.
+        plan: fingerprint of the conversion's plan.
     """
 
     root: str
@@ -70,15 +70,16 @@ def convert_shard(
     on_progress: Callable[[int], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> ShardReceipt:
-    """Read a shard once, check each block, encode it in each target precision and commit the new files.
+    """Convert one shard: read and check each block, encode it in each target precision, and commit the new files.
 
     Args:
         task: the shard and the precisions.
-        on_progress: called with the number of converted rows after each piece.
+        on_progress: called after each piece with the number of rows converted so far.
         should_stop: called between pieces; True stops the conversion.
 
     Raises:
-        CorruptIndexError: a block of the source does not match its checksum. Damage is never copied.
+        CorruptIndexError: a block of the source does not match its checksum, or a file cannot be read. Damaged blocks
+            are never copied.
         ConversionInterrupted: `should_stop` returned True.
         OSError: the index cannot be written.
     """
@@ -93,7 +94,9 @@ def convert_shard(
         holes = done = 0
         for first, blocks in stack.enter_context(contextlib.closing(_read_ahead(_checked_blocks(task, layout)))):
             if should_stop():
-                raise ConversionInterrupted(f"the conversion was stopped in shard {task.shard}; run it again to resume")
+                raise ConversionInterrupted(
+                    f"the conversion was stopped in shard {task.shard}; start it again to resume"
+                )
             kept = np.flatnonzero(~np.isnan(blocks[:, 0, 0].astype(np.float32)))
             for file in files.values():
                 file.put(kept + first, file.codec.encode(blocks if len(kept) == len(blocks) else blocks[kept]))
@@ -109,7 +112,7 @@ def convert_shard(
 
 
 def _read_ahead(pieces: Iterator[Piece]) -> Generator[Piece]:
-    """Iterate over `pieces`; a thread makes the next one while the caller works on the current one."""
+    """Yield the items of `pieces`. A thread makes the next piece while the caller works on the current one."""
     with ThreadPoolExecutor(1, "edje-read") as thread:
         next_piece = thread.submit(next, pieces, None)
         while (piece := next_piece.result()) is not None:
@@ -118,10 +121,10 @@ def _read_ahead(pieces: Iterator[Piece]) -> Generator[Piece]:
 
 
 def _checked_blocks(task: ConversionTask, layout: Layout) -> Iterator[Piece]:
-    """(position, blocks) of each piece of the source shard in order. Each block is checked against its CRC-32C.
+    """Yield (position of the first block, blocks [k, m, d]) of each piece of the source shard, in order.
 
-    Two buffers are used in turn, because fresh memory would cost a page fault per 4 KiB. A piece is therefore
-    overwritten when the second piece after it is made.
+    Each block is checked against its CRC-32C. The function alternates between two buffers, because new memory would
+    cost a page fault per 4 KiB. Each piece therefore becomes invalid when the second piece after it is made.
     """
     source_codec = codec(task.source, task.spec.block_shape)
     step = max(1, _PIECE_BYTES // source_codec.record_bytes)
@@ -137,20 +140,23 @@ def _checked_blocks(task: ConversionTask, layout: Layout) -> Iterator[Piece]:
 def _checked_records(
     task: ConversionTask, layout: Layout, source_codec: Codec, step: int
 ) -> Iterator[tuple[int, Records]]:
-    """(position, records) of each piece of `step` rows, in two buffers in turn."""
+    """Yield (position of the first record, records [k, record_bytes]) of each piece of at most `step` records.
+
+    Each record is checked against its CRC-32C. The function alternates between two buffers.
+    """
     rows = len(task.spec.shard_rows(task.shard))
     path = layout.token_shard(task.source, task.shard, len(source_codec.record_shape))
     try:
         checksums = read_checksums(layout, task.source, task.shard, rows)
         with os.fdopen(open_regular(check_inside(layout.root, path)), "rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size < rows * source_codec.record_bytes:  # before memory is allocated
-                raise CorruptIndexError(f"{path} is too short; run 'edje-index verify'")
+                raise CorruptIndexError(f"{path} ends before its last record; run 'edje-index verify'")
             buffers = [np.empty((min(step, rows), source_codec.record_bytes), dtype=np.uint8) for _ in range(2)]
             for first in range(0, rows, step):
                 buffers.reverse()
                 records = buffers[0][: rows - first]
                 if not _fill(file, records):
-                    raise CorruptIndexError(f"{path} is too short; run 'edje-index verify'")
+                    raise CorruptIndexError(f"{path} ends before its last record; run 'edje-index verify'")
                 for position in np.flatnonzero(crc32c_rows(records) != checksums[first : first + len(records)]):
                     row = task.spec.shard_rows(task.shard).start + first + position
                     raise CorruptIndexError(f"the block of row {row} in {path} is damaged; run 'edje-index verify'")
@@ -158,12 +164,12 @@ def _checked_records(
         _announce_next(task, layout, source_codec)
     except OSError as error:
         raise CorruptIndexError(
-            f"cannot read shard {task.shard} of '{task.source}': {error}; run 'edje-index verify'"
+            f"cannot read shard {task.shard} of precision '{task.source}': {error}; run 'edje-index verify'"
         ) from error
 
 
 def _announce_next(task: ConversionTask, layout: Layout, source_codec: Codec) -> None:
-    """Have the kernel start to read the next shard while this one is flushed."""
+    """Ask the kernel to start reading the next source shard while the files of this shard are flushed."""
     path = layout.token_shard(task.source, task.shard + 1, len(source_codec.record_shape))
     if hasattr(os, "posix_fadvise") and path.exists():
         with open(path, "rb", buffering=0) as file:
@@ -172,7 +178,7 @@ def _announce_next(task: ConversionTask, layout: Layout, source_codec: Codec) ->
 
 
 def _fill(file: FileIO, records: Records) -> bool:
-    """Fill `records` with the next bytes of `file`. Returns False if the file ends first."""
+    """Fill `records` with the next bytes of `file`. Returns False if the file ends before `records` is full."""
     target, done = records.data.cast("B"), 0
     while count := file.readinto(target[done:]):
         done += count
@@ -182,16 +188,16 @@ def _fill(file: FileIO, records: Records) -> bool:
 def add_precisions(
     root: str | Path, targets: Sequence[str], receipts: Sequence[ShardReceipt], *, source: str
 ) -> Manifest:
-    """Add converted precisions to the index: write metadata, the shard table, and last `index.json`.
+    """Commit converted precisions: write the Zarr metadata, then the shard tables, and finally `index.json`.
 
     Args:
         root: directory of the index.
-        targets: the converted precisions, which the index does not name yet.
-        receipts: one per shard.
-        source: the precision that they were converted from.
+        targets: converted precisions; `index.json` must not name them yet.
+        receipts: one receipt per shard.
+        source: precision from which the targets were converted.
 
     Raises:
-        CorruptIndexError: a receipt is missing.
+        CorruptIndexError: a shard has no receipt.
     """
     layout = Layout(Path(root))
     manifest = Manifest.load(root)
@@ -207,10 +213,10 @@ def add_precisions(
 
 
 def drop_precision(root: str | Path, name: str) -> Manifest:
-    """Remove a precision from the index. `remove_leftovers` then deletes its files.
+    """Remove a precision from `index.json` and the shard tables. Its files stay until `remove_leftovers` is called.
 
     Raises:
-        UsageError: the index does not hold the precision, or holds no other.
+        UsageError: the index does not hold the precision, or holds no other precision.
     """
     layout = Layout(Path(root))
     manifest = Manifest.load(root)
@@ -230,12 +236,12 @@ def drop_precision(root: str | Path, name: str) -> Manifest:
 
 
 def remove_leftovers(root: str | Path) -> None:
-    """Delete files that no snapshot names: dropped precisions, abandoned conversions, `build/`.
+    """Delete files that no snapshot names: files of dropped precisions and abandoned conversions, and `build/`.
 
-    Earlier shard tables stay, for readers that have the index open.
+    Earlier shard tables stay, because readers that already have the index open need them.
 
-    If a run dies between a commit and this call, the files stay for the next run; they only take space. The caller
-    holds the lock of the index and has nothing to resume.
+    If a process dies between a commit and this call, the files only take space until the next call. The caller must
+    hold the lock of the index, and must have no conversion to resume.
     """
     index = CommittedIndex.open(root)
     layout = Layout(index.root)
@@ -247,7 +253,7 @@ def remove_leftovers(root: str | Path) -> None:
 def _replace_manifest(
     layout: Layout, manifest: Manifest, spec: IndexSpec, files: Sequence[tuple[int, FileEntry]]
 ) -> Manifest:
-    """Commit the snapshot with another set of precisions."""
+    """Write `files` as shard tables, then commit `manifest` with the shape `spec` under the same snapshot number."""
     tables = []
     for segment in spec.used_segments:
         shards = spec.segment_shards(segment)

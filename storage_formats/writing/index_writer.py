@@ -1,9 +1,9 @@
 """Writing a whole index from arrays, for callers with their own encoder.
 
-The writer buffers the rows of one shard, and commits each full shard with the protocol of SPEC.md section 11.
-`index.json` comes last, so that a reader sees the whole index or none. Until then the file `build/writer`, which the
-writer locks, marks the index as unfinished. The kernel releases the lock of a writer that dies, and the next writer
-begins the index again.
+The writer buffers the rows of one shard, and commits each full shard with the protocol of SPEC.md section 11. It writes
+`index.json` last, so that a reader sees either the whole index or no index. Until then, the file `build/writer` marks
+the index as unfinished. The writer locks this file. If the writer dies, the kernel releases the lock, and the next
+writer removes the unfinished index and starts again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class IndexWriter:
     """Writes an index of token blocks and embeddings that the caller computed. Not thread-safe.
 
     Use it as a context manager: leaving the block commits the index, and an exception removes everything that was
-    written. Memory is bounded by one shard. The index has no nearest-neighbour index; `edje_index.add_ann` adds one.
+    written. The writer holds at most one shard in memory. The index has no nearest-neighbour index;
+    `edje_index.add_ann` adds one.
 
     Example:
         >>> import numpy as np
@@ -63,7 +64,7 @@ class IndexWriter:
     """
 
     def __init__(self, root: Path, spec: IndexSpec, encoder: str) -> None:
-        """Use `IndexWriter.create` instead."""
+        """Internal: call `IndexWriter.create` instead."""
         self._layout = Layout(root)
         self._spec = spec  # its number of rows is that of one shard
         self._encoder = encoder
@@ -89,9 +90,9 @@ class IndexWriter:
         shard_size: int = 1024,
         encoder: str = "unknown",
     ) -> IndexWriter:
-        """Begin an index at `path`, which must not exist or be an empty directory.
+        """Start an index at `path`, which must be an empty directory or not exist.
 
-        If `path` holds an unfinished index whose writer died, that index is removed.
+        An unfinished index at `path` is removed if its writer died.
 
         Args:
             path: directory of the index.
@@ -102,7 +103,7 @@ class IndexWriter:
             encoder: name and version of the model that computed the arrays, stored in `index.json`.
 
         Raises:
-            UsageError: `path` is in use, or a number or a precision is not valid.
+            UsageError: `path` is not empty, or an argument is not valid.
             OSError: the directory cannot be written.
         """
         m, d = block_shape
@@ -118,11 +119,11 @@ class IndexWriter:
         return writer
 
     def __len__(self) -> int:
-        """Number of rows appended."""
+        """Number of rows that were appended."""
         return len(self._receipts) * self._spec.shard_size + self._held
 
     def append(self, blocks: NDArray[Any], embeddings: NDArray[Any], rows: Rows | None = None) -> range:
-        """Add k rows, any number of them, and return their row ids.
+        """Append k rows and return the range of their row ids; k may be any number.
 
         Arrays are copied one shard at a time, so they may be memory maps of any length. The writer stays usable after
         an error; `len(writer)` is the number of rows that it holds.
@@ -130,12 +131,12 @@ class IndexWriter:
         Args:
             blocks: [k, m, d], float32, float16 or bfloat16, finite; rounded to bfloat16, to nearest even.
             embeddings: [k, embed_dim], floating point, finite and not zero; stored as float32 of unit length.
-            rows: k URIs, or a table, record batch or mapping with columns of `ROW_COLUMNS`. A missing URI becomes the
-                row id as text.
+            rows: k URIs, or a table, record batch or mapping with columns of `ROW_COLUMNS`. Without URIs, the row ids
+                become the URIs.
 
         Raises:
             UsageError: a wrong shape or type, a value that is not finite, or the writer is closed.
-            OSError: a shard cannot be written; the next call tries again.
+            OSError: a shard cannot be written; the next call tries to write this shard again.
         """
         self._check_open()
         blocks, embeddings = np.asarray(blocks), np.asarray(embeddings)
@@ -153,13 +154,13 @@ class IndexWriter:
         return range(first, first + len(blocks))
 
     def finish(self, build_ann: BuildAnn | None = None) -> Manifest:
-        """Commit the index and close the writer; called on leaving the context without an exception.
+        """Commit the index and close the writer. Leaving the context without an exception calls this.
 
-        If this raises, the writer is aborted.
+        If the commit fails, `abort` is called.
 
         Args:
-            build_ann: writes the nearest-neighbour index and returns its description for `index.json`; None writes
-                no such index.
+            build_ann: function that writes the nearest-neighbour index and returns the description of this index for
+                `index.json`. None writes no nearest-neighbour index.
 
         Raises:
             UsageError: no row was appended, or the writer is closed.
@@ -175,7 +176,7 @@ class IndexWriter:
         return manifest
 
     def abort(self) -> None:
-        """Remove everything that was written and close the writer; does nothing if it is closed."""
+        """Remove everything that was written and close the writer. Does nothing if the writer is closed."""
         if not self._open:
             return
         self._clear()
@@ -197,19 +198,22 @@ class IndexWriter:
             self.abort()
 
     def _begin(self) -> None:
-        """Make the directory and lock the marker. Removes the files of a writer that died."""
+        """Create the directory, lock the marker file, and remove the files of a writer that died."""
         self._layout.build.mkdir(parents=True, exist_ok=True)
         was_begun = self._layout.writer.exists()
         self._lock = os.open(self._layout.writer, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0))
         if not _locks(self._lock) and was_begun:
             self._close()
             raise UsageError(
-                f"{self._layout.root} holds an unfinished index; if no process writes it, delete the directory"
+                f"{self._layout.root} holds an unfinished index; if no process writes this index, delete the directory"
             )
         self._clear()
 
     def _clear(self) -> None:
-        """Remove everything except the marker, so that a process that dies here leaves an unfinished index."""
+        """Remove everything except the marker file.
+
+        If this process dies meanwhile, the directory still counts as an unfinished index.
+        """
         layout = self._layout
         for path in (*layout.root.iterdir(), *layout.build.iterdir()):
             if path.is_dir() and path != layout.build:
@@ -222,7 +226,7 @@ class IndexWriter:
         return IndexSpec(rows, spec.shard_size, spec.block_shape, spec.embed_dim, spec.precisions)
 
     def _hold(self, blocks: NDArray[Any], embeddings: NDArray[Any], columns: dict[str, Any]) -> None:
-        """Check rows that fit into the current shard, and buffer them."""
+        """Check rows and buffer them. The current shard must have room for all of them."""
         first, stop = len(self), self._held + len(blocks)
         self._blocks[self._held : stop] = _as_bf16(blocks, first)
         self._embeddings[self._held : stop] = _as_unit_vectors(embeddings, first)
@@ -245,7 +249,7 @@ class IndexWriter:
         self._held = 0
 
     def _commit_index(self, build_ann: BuildAnn | None) -> Manifest:
-        """Write the last shard, the metadata and `index.json`."""
+        """Write the last shard, the metadata, the nearest-neighbour index and `index.json`."""
         root = self._layout.root
         if not len(self):
             raise UsageError(f"no row was appended; {root} is not written, because an index needs at least one row")
@@ -261,7 +265,7 @@ class IndexWriter:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise UsageError(f"the writer of {self._layout.root} is closed; create another one for a new index")
+            raise UsageError(f"the writer of {self._layout.root} is closed; create another writer for a new index")
 
     def _check_shapes(self, blocks: NDArray[Any], embeddings: NDArray[Any]) -> None:
         m, d = self._spec.block_shape
@@ -269,7 +273,9 @@ class IndexWriter:
             raise UsageError(f"blocks must have the shape [k, {m}, {d}], got {list(blocks.shape)}")
         if embeddings.shape != (len(blocks), self._spec.embed_dim):
             expected = [len(blocks), self._spec.embed_dim]
-            raise UsageError(f"embeddings of {len(blocks)} blocks must be {expected}, got {list(embeddings.shape)}")
+            raise UsageError(
+                f"embeddings of {len(blocks)} blocks must have the shape {expected}, got {list(embeddings.shape)}"
+            )
         if blocks.dtype not in _BLOCK_TYPES:
             raise UsageError(f"blocks must be float32, float16 or bfloat16, got {blocks.dtype}; convert them first")
         if embeddings.dtype not in _EMBEDDING_TYPES:
@@ -285,7 +291,7 @@ class IndexWriter:
 
 
 def _locks(fd: int) -> bool:
-    """Lock an open file. Returns False if another process holds the lock, or if locks are not supported."""
+    """Try to lock an open file. Returns False if another process holds the lock, or if locks are not supported."""
     try:
         import fcntl
 
@@ -296,14 +302,14 @@ def _locks(fd: int) -> bool:
 
 
 def _check_free(layout: Layout) -> None:
-    """Raise UsageError unless the root is missing, an empty directory, or an unfinished index of an `IndexWriter`."""
+    """Raise UsageError unless `layout.root` is missing, empty, or holds an unfinished index of an `IndexWriter`."""
     root = layout.root
     if not root.exists():
         return
     if not root.is_dir():
         raise UsageError(f"{root} exists and is not a directory; give another path")
     if layout.manifest.exists():
-        raise UsageError(f"{root} holds a finished index; give another path, or delete it first")
+        raise UsageError(f"{root} holds a finished index; give another path, or delete this index first")
     entries = list(root.iterdir())
     only_begun = entries == [layout.build] and layout.build.is_dir() and not any(layout.build.iterdir())
     if entries and not layout.writer.exists() and not only_begun:
@@ -311,34 +317,44 @@ def _check_free(layout: Layout) -> None:
 
 
 def _as_bf16(blocks: NDArray[Any], first: int) -> Blocks:
-    """bfloat16 [k, m, d]. Raises UsageError if a value is not finite, or too large for bfloat16."""
+    """Convert blocks to bfloat16 [k, m, d]; `first` is the row id of the first block.
+
+    Raises UsageError if a value is not finite or too large for bfloat16.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         converted = np.ascontiguousarray(blocks.astype(BF16, copy=False))
     finite = ((converted.view(np.uint16) & _EXPONENT) != _EXPONENT).all(axis=(1, 2))
     if not finite.all():
         row = first + int(np.argmin(finite))
-        raise UsageError(f"the block of row {row} has a value that is NaN, infinite or too large for bfloat16")
+        raise UsageError(
+            f"the block of row {row} has a value that is NaN, infinite or too large for bfloat16; correct this value"
+        )
     return converted
 
 
 def _as_unit_vectors(embeddings: NDArray[Any], first: int) -> NDArray[np.float32]:
-    """float32 [k, embed_dim] of unit length. Raises UsageError for a vector that has no direction."""
+    """Scale embeddings to unit length, float32 [k, embed_dim]; `first` is the row id of the first embedding.
+
+    Raises UsageError if an embedding is zero or not finite.
+    """
     vectors = embeddings.astype(np.float64)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     directed = np.isfinite(norms[:, 0]) & (norms[:, 0] > 0)
     if not directed.all():
         row = first + int(np.argmin(directed))
-        raise UsageError(f"the embedding of row {row} is zero, or has a value that is NaN or infinite")
+        raise UsageError(
+            f"the embedding of row {row} is zero, or has a value that is NaN or infinite; correct this embedding"
+        )
     unit: NDArray[np.float32] = (vectors / norms).astype(np.float32)
     return unit
 
 
 def _given_columns(rows: Rows | None, count: int) -> dict[str, Any]:
-    """Columns of `rows` by name, Arrow arrays of `count` values in the types of the rows table."""
+    """Return the columns of `rows` by name, as Arrow arrays of `count` values with the types of the rows table."""
     if rows is None:
         return {}
     if isinstance(rows, str):
-        raise UsageError(f"rows must be a sequence of URIs, a table or a mapping of columns, got the text {rows!r}")
+        raise UsageError(f"rows must be a sequence of URIs, a table or a mapping of columns, got the string {rows!r}")
     if isinstance(rows, pa.Table | pa.RecordBatch):
         columns: dict[str, Any] = {name: rows[name] for name in rows.schema.names}
     else:
@@ -347,12 +363,12 @@ def _given_columns(rows: Rows | None, count: int) -> dict[str, Any]:
         raise UsageError(f"rows have unknown columns {', '.join(unknown)}; choose from: {', '.join(ROW_COLUMNS)}")
     for name, values in columns.items():
         if len(values) != count:
-            raise UsageError(f"{count} blocks need {count} rows, but column {name} has {len(values)}")
+            raise UsageError(f"{count} blocks need {count} rows, but column {name} has {len(values)} values")
     return {name: _column(ROW_SCHEMA.field(name), values) for name, values in columns.items()}
 
 
 def _column(field: pa.Field, values: Any) -> Any:
-    """`values` as an Arrow array of the field's type."""
+    """Convert `values` to an Arrow array of the field's type. Raises UsageError if this is not possible."""
     try:
         column = values if isinstance(values, pa.ChunkedArray | pa.Array) else pa.array(values)
         column = column.cast(field.type)
@@ -364,7 +380,10 @@ def _column(field: pa.Field, values: Any) -> Any:
 
 
 def _rows_table(columns: dict[str, Any], row_ids: range) -> pa.Table:
-    """The rows table of `row_ids`, all of them indexed; columns that are not given are null."""
+    """Return the rows table of `row_ids`, in which all rows are indexed.
+
+    If `columns` has no URIs, the row ids become the URIs. Other columns that are missing in `columns` are null.
+    """
     defaults = {"row_id": list(row_ids), "uri": [str(row) for row in row_ids], "status": [INDEXED] * len(row_ids)}
     arrays = {field.name: pa.nulls(len(row_ids), field.type) for field in ROW_SCHEMA}
     return pa.table({**arrays, **defaults, **columns}, schema=ROW_SCHEMA)

@@ -1,8 +1,8 @@
-"""Pieces of an unfinished shard: finished rows are stored every minute, and a new attempt resumes after them.
+"""Pieces of an unfinished shard. Finished rows are stored every minute, so that a new attempt can resume after them.
 
-A shard that is finished within a minute has no pieces. Pieces are private to the build. Each is a Parquet file in
-`build/pieces/<shard>/`, named after its positions [start, stop). It has the columns of the rows table, the blocks and
-the embeddings, and is followed by a CRC-32C. Blocks are stored in bfloat16, as the model returns them.
+A shard that is finished within a minute has no pieces. Pieces are private to the build. Each piece is a Parquet file
+with a CRC-32C appended, stored in `build/pieces/<shard>/` and named after its positions [start, stop). It has the
+columns of the rows table, the blocks and the embeddings. Blocks are stored in bfloat16, as the model returns them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Piece:
 
     Attributes:
         start: position of the first row.
-        entries: lines of the rows table.
+        entries: entries of the rows table, one per row; rows without a block included.
         positions: [k], positions in the shard of the rows that have a block.
-        tokens: ml_dtypes.bfloat16 [k, m, d].
-        embeddings: float32 [k, embed_dim].
+        tokens: blocks of these rows, ml_dtypes.bfloat16 [k, m, d].
+        embeddings: embeddings of these rows, float32 [k, embed_dim].
     """
 
     start: int
@@ -55,18 +55,18 @@ class Piece:
 
     @property
     def stop(self) -> int:
-        """The position after the last row."""
+        """Position after the last row."""
         return self.start + len(self.entries)
 
 
 class ShardPieces:
-    """The pieces of one shard. One attempt at a time uses them.
+    """The stored pieces of one shard. Only one attempt at a time may use them.
 
     Args:
-        layout: the index.
-        spec: its shape.
+        layout: layout of the index.
+        spec: shape of the index.
         shard: shard number.
-        plan: fingerprint of the build plan; pieces of another plan do not count.
+        plan: fingerprint of the build plan; pieces of another plan count as damaged.
     """
 
     def __init__(self, layout: Layout, spec: IndexSpec, shard: int, plan: str) -> None:
@@ -75,7 +75,10 @@ class ShardPieces:
         self._saved_at = time.monotonic()
 
     def read(self) -> Iterator[Piece]:
-        """Yield the stored pieces from position 0 on, up to the first that is missing or damaged; remove the others."""
+        """Yield the stored pieces in order from position 0, up to the first missing or damaged piece.
+
+        Then remove all pieces after the last yielded piece.
+        """
         rows, stop = len(self._spec.shard_rows(self._shard)), 0
         files = _piece_files(self._layout, self._shard)
         paths = {_positions_of(path)[0]: path for path in files}
@@ -90,14 +93,17 @@ class ShardPieces:
                 path.unlink(missing_ok=True)
 
     def add(self, piece: Piece) -> None:
-        """Add the next finished batch. Saves all pending batches if a minute has passed or they take much memory."""
+        """Add the next batch of finished rows.
+
+        If the last save was over a minute ago or the unsaved batches take much memory, save all of them.
+        """
         self._pending.append(piece)
         due = time.monotonic() - self._saved_at >= PIECE_SECONDS
         if due or sum(piece.tokens.nbytes for piece in self._pending) > _MAX_BYTES:
             self.save()
 
     def save(self) -> None:
-        """Store the batches that were added since the last call, so that they survive a loss of power."""
+        """Store the unsaved batches as one piece, which survives a power failure."""
         self._saved_at = time.monotonic()
         if not self._pending:
             return
@@ -111,11 +117,11 @@ class ShardPieces:
         self._pending.clear()
 
     def remove(self) -> None:
-        """Remove the stored pieces."""
+        """Remove the stored pieces of the shard."""
         shutil.rmtree(self._layout.pieces(self._shard), ignore_errors=True)
 
     def _checksum(self, data: bytes) -> bytes:
-        """CRC-32C over the fingerprint of the plan and `data`."""
+        """Return the CRC-32C of the plan's fingerprint followed by `data`, 4 bytes, little-endian."""
         return crc32c(data, crc32c(self._plan.encode())).to_bytes(CRC_BYTES, "little")
 
     def _table(self, piece: Piece) -> pa.Table:
@@ -128,7 +134,7 @@ class ShardPieces:
         return columns
 
     def _read(self, path: Path) -> Piece | None:
-        """The piece at `path`; None if it is damaged or belongs to another plan."""
+        """Load the piece at `path`. Returns None if the piece is damaged or belongs to another plan."""
         start, stop = _positions_of(path)
         try:
             content = read_index_file(self._layout.root, path)
@@ -155,7 +161,7 @@ class ShardPieces:
 
 
 def rows_in_pieces(layout: Layout, finished_shards: Container[int]) -> int:
-    """Number of rows in the pieces of all shards but `finished_shards`."""
+    """Return the number of rows in the pieces of all shards except `finished_shards`."""
     folders = [layout.pieces(0).parent] if layout.pieces(0).parent.is_dir() else []
     shards = (int(path.name) for folder in folders for path in folder.iterdir() if path.name.isdigit())
     files = (path for shard in shards if shard not in finished_shards for path in _piece_files(layout, shard))
@@ -163,7 +169,7 @@ def rows_in_pieces(layout: Layout, finished_shards: Container[int]) -> int:
 
 
 def _piece_files(layout: Layout, shard: int) -> list[Path]:
-    """Files of complete pieces, without temporary files that a process left when it died."""
+    """Return the files of the complete pieces of a shard. Temporary files that a dead process left are not included."""
     return sorted(layout.pieces(shard).glob("[0-9]*-[0-9]*"))
 
 

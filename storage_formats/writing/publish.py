@@ -1,4 +1,4 @@
-"""The commit of an index: the steps after its last shard (SPEC.md section 11)."""
+"""Steps after the last shard of an index is written: the commit of the index (SPEC.md section 11)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Provenance:
     """How an index was made. `index.json` stores it unchanged.
 
     Attributes:
-        model: at least `fingerprint`, a hash of everything that determines the stored bytes.
+        model: description of the model. Holds at least `fingerprint`, a hash of everything that determines the stored
+            bytes.
         settings: settings of the build.
         plan: fingerprint of the build plan.
     """
@@ -32,7 +33,10 @@ class Provenance:
 
 
 def total_counts(receipts: Sequence[ShardReceipt]) -> Counts:
-    """Sum of the receipts. Raises CorruptIndexError unless inputs = indexed + duplicates + failed."""
+    """Return the sum of the counts of all receipts.
+
+    Raises CorruptIndexError unless inputs = indexed + duplicates + failed.
+    """
     failed: dict[str, int] = {}
     for receipt in receipts:
         for reason, count in receipt.failed.items():
@@ -48,7 +52,7 @@ def total_counts(receipts: Sequence[ShardReceipt]) -> Counts:
 
 
 def add_counts(left: Counts, right: Counts) -> Counts:
-    """Sum of the counts of two sets of rows."""
+    """Return the sum of the counts of two sets of rows."""
     reasons = sorted({*left.failed, *right.failed})
     failed = {reason: left.failed.get(reason, 0) + right.failed.get(reason, 0) for reason in reasons}
     return Counts(left.inputs + right.inputs, left.indexed + right.indexed, left.duplicates + right.duplicates, failed)
@@ -59,8 +63,8 @@ def check_receipts(receipts: Sequence[ShardReceipt], shards: Sequence[int]) -> N
     receipt_shards = sorted(receipt.shard for receipt in receipts)
     if receipt_shards != list(shards):
         raise CorruptIndexError(
-            f"{len(shards)} shards need one receipt each, but there are receipts for {len(set(receipt_shards))}; "
-            "run the same command again to write the missing shards"
+            f"{len(shards)} shards need one receipt each, but there are receipts for {len(set(receipt_shards))} shards"
+            "; run the same command again to write the missing shards"
         )
 
 
@@ -71,17 +75,17 @@ def finish_index(
     provenance: Provenance,
     ann: dict[str, Any],
 ) -> Manifest:
-    """Write the shard table and then `index.json`, which commits the index. Then remove `build/`, except for a lock.
+    """Commit the index: write the shard table, then `index.json`. Then remove `build/` except for the lock file.
 
     Args:
         root: directory of the index.
-        spec: its shape.
-        receipts: one per shard, in any order.
+        spec: shape of the index.
+        receipts: one receipt per shard, in any order.
         provenance: how the index was made.
-        ann: description of `ann/`, with `files` as in SPEC.md section 10.
+        ann: description of the nearest-neighbour index in `ann/`, with `files` as in SPEC.md section 10.
 
     Raises:
-        CorruptIndexError: a receipt is missing, or the counts do not add up.
+        CorruptIndexError: a shard has no receipt, or inputs differ from indexed + duplicates + failed.
     """
     layout = Layout(Path(root))
     check_receipts(receipts, range(spec.shards))
@@ -103,10 +107,10 @@ def finish_index(
 
 
 def remove_build(layout: Layout) -> None:
-    """Remove `build/`, except for the lock, which belongs to the caller or to a later process.
+    """Remove `build/` except for the lock file, which belongs to the caller or to a later process.
 
-    `plan.json` is removed last, and only if the rest is gone. If a crash or an error leaves files behind, it shows that
-    they come from a build (`has_build_leftovers`).
+    `plan.json` is removed last, and only if all other files are gone. If a crash or an error leaves files behind,
+    `plan.json` shows that these files come from a build (`has_build_leftovers`).
     """
     if not layout.build.is_dir():
         return
@@ -124,7 +128,10 @@ def remove_build(layout: Layout) -> None:
 
 
 def has_build_leftovers(layout: Layout) -> bool:
-    """Whether `build/` of a finished index is left from its build, and not from a conversion that can be resumed."""
+    """Whether the `build/` of a finished index is a leftover of its build.
+
+    False for a conversion that can be resumed.
+    """
     if not layout.build.is_dir():
         return False
     return layout.plan.exists() or {path.name for path in layout.build.iterdir()} <= {layout.lock.name}

@@ -1,8 +1,8 @@
 """Writing a large file from front to back at the speed of the device.
 
-Uses direct I/O if the file system supports it: this avoids a copy into the page cache and evicts nothing that readers
-keep there. The device writes one of two aligned buffers while the caller fills the other. Space is reserved in
-advance only for direct I/O, because it slows buffered writes (docs/lab/storage-io.md).
+Uses direct I/O if the file system supports it. Direct I/O avoids a copy into the page cache and evicts no data that
+readers keep there. The device writes one of two aligned buffers while the caller fills the other. Space is reserved in
+advance only for direct I/O, because reserving slows buffered writes (docs/lab/storage-io.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUFFER_BYTES = 4 << 20
 
 
 class SequentialFile:
-    """A new file of known length. Not thread-safe.
+    """Writes a new file of known length from front to back. Not thread-safe.
 
     Args:
         path: path of the file, which must not exist.
@@ -51,7 +51,7 @@ class SequentialFile:
                     raise
 
     def write(self, data: NDArray[np.uint8]) -> None:
-        """Append flat `data`, which the caller may change afterwards."""
+        """Append the flat array `data`. The caller may change `data` afterwards."""
         done = 0
         while done < len(data):
             count = min(len(data) - done, BUFFER_BYTES - self._filled)
@@ -63,7 +63,10 @@ class SequentialFile:
                 self._send()
 
     def flush(self) -> None:
-        """Write the buffered bytes; the caller calls fsync. With direct I/O, the file must end at a page boundary."""
+        """Write the buffered bytes to the file. The caller must call fsync afterwards.
+
+        With direct I/O, the file must end at a page boundary.
+        """
         self._send()
         self._wait()
 
@@ -77,7 +80,7 @@ class SequentialFile:
                 buffer.close()
 
     def _send(self) -> None:
-        """Pass the filled buffer to the writing thread and continue with the other one."""
+        """Pass the filled buffer to the writing thread and continue with the other buffer."""
         self._wait()
         if self._filled:
             self._pending = self._thread.submit(_write_all, self._fd, self._buffers[0], self._filled, self._offset)
@@ -93,7 +96,7 @@ class SequentialFile:
 
 
 def _page_aligned_buffer() -> mmap.mmap:
-    """Memory for direct I/O, in huge pages if available: this takes a few page faults instead of 1,024."""
+    """Allocate a page-aligned buffer for direct I/O. With huge pages, it costs a few page faults instead of 1,024."""
     buffer = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         with contextlib.suppress(OSError):  # the kernel has no huge pages
@@ -102,7 +105,7 @@ def _page_aligned_buffer() -> mmap.mmap:
 
 
 def _open_new(path: Path) -> tuple[int, bool]:
-    """(file descriptor, whether the file is open for direct I/O)."""
+    """Create the file. Returns its file descriptor, and whether the file is open for direct I/O."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     if hasattr(os, "O_DIRECT"):  # not on macOS
         try:
@@ -115,7 +118,10 @@ def _open_new(path: Path) -> tuple[int, bool]:
 
 
 def _write_all(fd: int, buffer: mmap.mmap, length: int, offset: int) -> None:
-    """Write all bytes; one call of pwrite may write only a part."""
+    """Write the first `length` bytes of `buffer` at byte `offset` of the file.
+
+    Repeats pwrite, because one call may write only a part.
+    """
     done = 0
     with memoryview(buffer) as view:
         while done < length:

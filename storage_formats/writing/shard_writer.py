@@ -1,4 +1,4 @@
-"""One attempt at one shard: private files, then the commit protocol of SPEC.md section 11."""
+"""Writes one shard: first to private files, then into the index with the commit protocol of SPEC.md section 11."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from storage_formats.writing.token_shard import TokenShardFile
 class ShardWriter:
     """Writes all files of one shard under private names; `commit` moves them into the index durably.
 
-    Leaving the context without `commit` removes the attempt. Not thread-safe. `begin_index` must have run before the
-    first shard, and `finish_index` commits the index after the last.
+    Leaving the context without `commit` removes the private files. Not thread-safe. Call `begin_index` before the first
+    shard, and `finish_index` after the last shard to commit the index.
 
     Args:
         root: directory of the index.
-        spec: its shape.
+        spec: shape of the index.
         shard: shard number.
 
     Example:
@@ -74,7 +74,9 @@ class ShardWriter:
             return
         ascending = positions[0] >= self._next and bool((np.diff(positions) > 0).all())
         if not ascending or positions[-1] >= len(self._rows):
-            raise UsageError(f"positions must ascend within 0..{len(self._rows) - 1}, got {positions}")
+            raise UsageError(
+                f"positions must ascend, also between calls, and lie within 0..{len(self._rows) - 1}, got {positions}"
+            )
         if tokens.shape[0] != len(positions) or embeddings.shape != (len(positions), self._spec.embed_dim):
             raise UsageError(
                 f"{len(positions)} positions need tokens [{len(positions)}, m, d] and embeddings "
@@ -89,16 +91,18 @@ class ShardWriter:
         """Flush the files, rename them into the index, flush the directories, then write the receipt.
 
         Args:
-            rows: one line per row of the shard, with the schema `storage_formats.format.rows.ROW_SCHEMA`.
+            rows: rows table with one line per row of the shard and the schema `storage_formats.format.rows.ROW_SCHEMA`.
             plan: fingerprint of the build plan.
-            seconds: time spent in each stage, for the receipt.
+            seconds: seconds spent in each stage; stored in the receipt.
 
         Raises:
-            UsageError: `rows` has the wrong number of lines.
+            UsageError: `rows` does not have one line per row of the shard.
             OSError: the files cannot be written.
         """
         if len(rows) != len(self._rows):
-            raise UsageError(f"shard {self._shard} has {len(self._rows)} rows, but its table has {len(rows)}")
+            raise UsageError(
+                f"shard {self._shard} has {len(self._rows)} rows, but the rows table has {len(rows)} lines"
+            )
         for name, file in self._files.items():
             stage_tokens(self._staged, self._layout, self._shard, name, file)
         self._staged.add_bytes("embeddings", self._layout.embedding_shard(self._shard), self._embeddings.tobytes())
@@ -121,7 +125,7 @@ class ShardWriter:
         return receipt
 
     def abort(self) -> None:
-        """Remove the attempt. Committed files stay."""
+        """Remove the files that were not committed. Committed files stay in the index."""
         for file in self._files.values():
             file.close()
         self._staged.remove()
@@ -136,14 +140,14 @@ class ShardWriter:
 
 
 def open_tokens(staged: StagedFiles, spec: IndexSpec, shard: int, precision: str) -> TokenShardFile:
-    """Open the private token file of a shard for one precision."""
+    """Create the private token file of a shard for one precision."""
     token_codec = codec(precision, spec.block_shape)
     path = staged.path(f"tokens-{precision}")
     return TokenShardFile(path, token_codec, len(spec.shard_rows(shard)), spec.shard_size)
 
 
 def stage_tokens(staged: StagedFiles, layout: Layout, shard: int, precision: str, file: TokenShardFile) -> None:
-    """Finish the token file of a shard, and stage it together with the checksums of its records."""
+    """Finish the token file of a shard, and stage the file together with the checksums of its records."""
     crc, checksums = file.finish()
     file.close()
     final = layout.token_shard(precision, shard, len(file.codec.record_shape))

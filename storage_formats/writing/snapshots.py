@@ -1,6 +1,6 @@
-"""Changes of a finished index: each commits a snapshot and keeps the previous one (SPEC.md section 12).
+"""Changes to a finished index. Each change commits a new snapshot and keeps the previous one (SPEC.md section 12).
 
-The caller holds the lock of the index.
+The caller must hold the lock of the index.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def commit_snapshot(index: CommittedIndex, changed: Manifest, change: dict[str, 
 
     Args:
         index: the index before the change.
-        changed: its manifest after the change; all its files are on the device.
-        change: `kind` and other members that describe the change.
+        changed: manifest after the change; all files that it names must be flushed to the device.
+        change: `kind` and other members of `index.json` that describe the change.
     """
     layout, current = Layout(index.root), index.manifest
     snapshot = Snapshot(
@@ -66,7 +66,7 @@ def commit_snapshot(index: CommittedIndex, changed: Manifest, change: dict[str, 
 
 
 def write_array_shapes(layout: Layout, spec: IndexSpec) -> None:
-    """Rewrite each `zarr.json` that does not describe an index of shape `spec`."""
+    """Rewrite each `zarr.json` whose content does not match an index of shape `spec`."""
     for path, document in zarr_documents(layout, spec).items():
         try:
             is_current = json.loads(path.read_bytes()) == document
@@ -78,11 +78,11 @@ def write_array_shapes(layout: Layout, spec: IndexSpec) -> None:
 
 @dataclass(frozen=True)
 class Deletion:
-    """Rows to delete.
+    """The rows that a deletion has to mark as deleted.
 
     Attributes:
         new: row ids that are not deleted yet, ascending.
-        already_deleted: number of requested rows that are deleted already.
+        already_deleted: number of requested rows that earlier deletions marked.
     """
 
     new: tuple[int, ...]
@@ -90,20 +90,22 @@ class Deletion:
 
 
 def plan_deletion(index: CommittedIndex, row_ids: RowIds) -> Deletion:
-    """Determine which of `row_ids` a deletion has to mark.
+    """Find the rows in `row_ids` that are not deleted yet.
 
     Raises:
         RowIdError: a row id is out of range or belongs to no input.
     """
     ids = np.unique(check_row_ids(row_ids, index.manifest.spec.rows))
     if len(unused := ids[~rows_in_use(ids, index.manifest.spec)]):
-        raise RowIdError(f"row id {unused[0]} belongs to no input: it lies between two segments of the index")
+        raise RowIdError(
+            f"row id {unused[0]} belongs to no input, because it lies between two segments; leave this row id out"
+        )
     is_deleted = index.deleted.contain(ids)
     return Deletion(tuple(ids[~is_deleted].tolist()), int(is_deleted.sum()))
 
 
 def commit_deletion(index: CommittedIndex, deletion: Deletion) -> Manifest:
-    """Mark rows as deleted. Their bytes stay on disk."""
+    """Mark the rows `deletion.new` as deleted, and commit a snapshot. The data of the rows stays on disk."""
     layout, manifest = Layout(index.root), index.manifest
     tombstones = index.deleted.with_rows(list(deletion.new))
     data = tombstones.to_bytes()
@@ -115,21 +117,21 @@ def commit_deletion(index: CommittedIndex, deletion: Deletion) -> Manifest:
 
 
 def roll_back(index: CommittedIndex, number: int) -> Manifest:
-    """Commit a snapshot with the contents of the earlier snapshot `number`.
+    """Commit a new snapshot with the contents of the earlier snapshot `number`.
 
     Raises:
         UsageError: there is no snapshot `number`, or it is the current one.
         CorruptIndexError: a file of snapshot `number` is missing.
     """
     if number == index.manifest.snapshot.number:
-        raise UsageError(f"snapshot {number} is the current one; name an earlier one", parameter="snapshot")
+        raise UsageError(f"snapshot {number} is the current one; choose an earlier snapshot", parameter="snapshot")
     earlier = CommittedIndex.open(index.root, number)
     check_files(earlier)
     return commit_snapshot(index, earlier.manifest, {"kind": "rollback", "to": number})
 
 
 def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
-    """The manifests of all snapshots that are kept, oldest first; the current one is the last."""
+    """Load the manifests of all kept snapshots, oldest first. The last one is the current snapshot."""
     numbers = earlier_snapshots(Layout(index.root), index.manifest)
     return [*(Manifest.load(index.root, number) for number in numbers), index.manifest]
 
@@ -140,8 +142,8 @@ class Removal:
 
     Attributes:
         snapshots: numbers of the snapshots.
-        files: number of other files.
-        bytes: total length of these files.
+        files: number of other files that were removed.
+        bytes: total length of these other files.
     """
 
     snapshots: tuple[int, ...]
@@ -150,7 +152,9 @@ class Removal:
 
 
 def remove_snapshots(index: CommittedIndex, keep: int) -> Removal:
-    """Remove all but the newest `keep` snapshots, unfinished changes, and then the files that no snapshot names.
+    """Keep the newest `keep` snapshots, including the current one, and remove all earlier snapshots.
+
+    Then remove unfinished changes and the files that no kept snapshot names.
 
     Raises:
         UsageError: `keep` is less than 1.
@@ -174,12 +178,15 @@ def remove_snapshots(index: CommittedIndex, keep: int) -> Removal:
 
 
 def remove_unnamed_files(layout: Layout, manifests: Sequence[Manifest], *, tables: bool = False) -> list[int]:
-    """Remove the files of an index that none of `manifests` names; returns their lengths. Foreign files stay.
+    """Remove the data files of an index that none of `manifests` names, and return their lengths in bytes.
+
+    Other files in the directory stay.
 
     Args:
-        layout: the index.
-        manifests: its snapshots.
-        tables: also remove shard tables, which readers that opened the index before a conversion still need.
+        layout: layout of the index.
+        manifests: manifests of the snapshots to keep.
+        tables: whether to remove unnamed shard tables too. Readers that opened the index before a conversion still need
+            them.
     """
     named = named_files(layout, manifests)
     if not tables:
@@ -197,7 +204,7 @@ def remove_unnamed_files(layout: Layout, manifests: Sequence[Manifest], *, table
 
 
 def named_files(layout: Layout, manifests: Iterable[Manifest]) -> set[str]:
-    """Paths, relative to the index, of all data files that one of `manifests` names."""
+    """Return the paths, relative to the index, of all data files that at least one of `manifests` names."""
     names: set[str] = set()
     tables: set[FileEntry] = set()
     for manifest in manifests:

@@ -23,7 +23,7 @@ class _StagedFile:
 
 
 class StagedFiles:
-    """The files of one attempt at a shard, in a directory of its own."""
+    """The private files of one attempt at a shard, in their own directory."""
 
     def __init__(self, layout: Layout, shard: int) -> None:
         self._layout = layout
@@ -32,26 +32,29 @@ class StagedFiles:
         self._files: list[_StagedFile] = []
 
     def path(self, name: str) -> Path:
-        """Path of the private file `name`."""
+        """Return the path of the private file `name`."""
         return self._folder / name
 
     def add(self, name: str, final: Path, length: int | None = None, crc: int | None = None) -> None:
-        """Stage the complete private file `name` for the path `final`.
+        """Stage the complete private file `name`, so that `commit` renames it to `final`.
 
-        Reads the file for its length and CRC-32C unless they are given.
+        If the length or the CRC-32C is not given, both are computed from the file.
         """
         if length is None or crc is None:
             length, crc = crc32c_file(self.path(name))
         self._files.append(_StagedFile(self.path(name), final, FileEntry(self._layout.relative(final), length, crc)))
 
     def add_bytes(self, name: str, final: Path, data: bytes) -> None:
-        """Write `data` to the private file `name` and stage it for the path `final`."""
+        """Write `data` to the private file `name`, and stage it so that `commit` renames it to `final`."""
         with naming(self.path(name)):
             self.path(name).write_bytes(data)
         self.add(name, final, len(data), crc32c(data))
 
     def commit(self) -> tuple[FileEntry, ...]:
-        """Flush all files, rename them to their final paths and flush the directories. Returns their entries."""
+        """Flush all files, rename them to their final paths and flush the directories.
+
+        Returns the files' entries in the shard table.
+        """
         fsync_paths(file.path for file in self._files)
         for file in self._files:
             file.final.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""One file of a token array: the records in order, padding, and the Zarr shard index (SPEC.md section 6)."""
+"""Writes one file of a token array: records in order, padding, and the Zarr shard index (SPEC.md section 6)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ABSENT = np.uint64(2**64 - 1)
 
 
 def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
-    """The shard index: (offset, length) pairs, uint64, and their CRC-32C.
+    """Encode the shard index: one (offset, length) pair per position, uint64, followed by the CRC-32C of the pairs.
 
     Args:
-        present: bool [shard_size], whether the position holds a record.
-        record_bytes: length of a record.
+        present: which positions hold a record, bool [shard_size].
+        record_bytes: length of a record in bytes.
     """
     entries = np.full((len(present), 2), ABSENT, dtype="<u8")
     positions = np.flatnonzero(present).astype("<u8")
@@ -34,13 +34,13 @@ def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
 class TokenShardFile:
     """Writes a shard file from front to back and computes the checksums of its records and of the file.
 
-    Not thread-safe. The caller renames the file (`ShardWriter.commit`).
+    Not thread-safe. The caller must move the file into the index (`ShardWriter.commit`).
 
     Args:
         path: path of the file, which must not exist.
         codec: codec of the records.
-        rows: rows of the shard.
-        shard_size: rows of a full shard.
+        rows: number of rows of the shard.
+        shard_size: number of rows of a full shard.
     """
 
     def __init__(self, path: Path, codec: Codec, rows: int, shard_size: int) -> None:
@@ -65,7 +65,7 @@ class TokenShardFile:
         """Fill the remaining positions with holes, write padding and shard index, and flush the buffers.
 
         Returns:
-            (CRC-32C of the file, CRC-32C of each record [rows]).
+            (CRC-32C of the file, CRC-32C of each record as uint32 [rows]).
         """
         self._fill_to(self._rows)
         end = self._rows * self.codec.record_bytes

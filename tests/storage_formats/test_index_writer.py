@@ -95,7 +95,7 @@ def test_columns_of_rows(tmp_path, rows):
     ("rows", "message"),
     [
         (["a"], "2 blocks need 2 rows, but column uri has 1"),
-        ("ab", "got the text 'ab'"),
+        ("ab", "got the string 'ab'"),
         ({"status": ["failed"] * 2}, "unknown columns status"),
         ({"width": ["wide", "narrow"]}, "column width of the rows cannot be read as int32"),
         ({"uri": ["a", None]}, "column uri of the rows has 1 nulls"),
@@ -121,7 +121,7 @@ BLOCKS, EMBEDDINGS = arrays(2)
     [
         (BLOCKS[:, :3], EMBEDDINGS, r"blocks must have the shape \[k, 4, 16\], got \[2, 3, 16\]"),
         (BLOCKS[0], EMBEDDINGS, r"blocks must have the shape"),
-        (BLOCKS, EMBEDDINGS[:1], r"embeddings of 2 blocks must be \[2, 8\], got \[1, 8\]"),
+        (BLOCKS, EMBEDDINGS[:1], r"embeddings of 2 blocks must have the shape \[2, 8\], got \[1, 8\]"),
         (BLOCKS.astype(np.float64), EMBEDDINGS, "blocks must be float32, float16 or bfloat16, got float64"),
         (BLOCKS, EMBEDDINGS.astype(np.int32), "embeddings must be floating-point numbers, got int32"),
         (changed(BLOCKS.copy(), (1, 0, 3), np.nan), EMBEDDINGS, "the block of row 1 has a value that is NaN"),
