@@ -1,4 +1,4 @@
-"""The final score: the weighted sum of its parts. No other module adds parts up."""
+"""The final score: the weighted sum of its parts. This is the only module that computes the sum."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FinalScore:
-    """The weighted sum of parts.
+    """A weighted sum of parts.
 
     Attributes:
-        weights: weight of each part by its name. A weight is a number, or a scalar tensor that a fit differentiates by.
+        weights: weight of each part by name. A weight is a number, or a scalar tensor while the weight is fitted.
     """
 
     weights: Mapping[str, Any]
 
     @classmethod
     def of(cls, weights: ScoreWeights) -> FinalScore:
-        """The final score with the weights of one direction."""
+        """Return the final score with `weights`, the weights of one direction."""
         return cls(weights.by_part())
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that count: those whose weight is not the number 0."""
+        """Names of the parts in the sum: parts whose weight is a tensor or a number other than 0."""
         return tuple(
             part for part, weight in self.weights.items() if not isinstance(weight, (int, float)) or weight != 0
         )
 
     def only(self, parts: Iterable[str]) -> FinalScore:
-        """The sum of the given parts alone, with the same weights."""
+        """Return a final score of the named `parts` alone, with the same weights."""
         return FinalScore({part: self.weights[part] for part in parts if part in self.weights})
 
     def compute(self, parts: Mapping[str, Part], pairs: Pairs) -> dict[str, Floats]:
-        """Each part that counts, float32 [b], for `pairs`. Parts of weight 0 are not computed."""
+        """Compute the parts for b `pairs`, float32 [b] each, by name. Parts with weight 0 are left out."""
         return {part: parts[part].of(pairs) for part in self.parts}
 
     def sum(self, values: Mapping[str, Any]) -> Any:
-        """The sum over the parts that count: arrays or tensors of one shape in, one of that shape out.
+        """Return the weighted sum of `values`, arrays or tensors of equal shape by part. The sum has the same shape.
 
         Raises:
-            ValueError: no part counts.
+            ValueError: all weights are 0.
         """
         first, *others = self.parts or (None,)
         if first is None:

@@ -4,13 +4,14 @@ A model bundle may hold a `HubnessBank` of captions and images from its training
 
     t log mean_j exp((w <e, e_j> + u <p, p_j>) / t)
 
-over the captions j of the bank, with embeddings e and pooled vectors p; w, u and the temperature t are those of
-`HubnessSimilarity`. The hubness of a caption is the same over the images of the bank. The correction is minus the
-hubness. It is query-bank normalisation (Bogolin et al., CVPR 2022) as a term of the score, after the inverted softmax
-of Smith et al. (ICLR 2017).
+over the captions j of the bank. Here e is the embedding of the image and p the pooled vector of the image; e_j and p_j
+are those of caption j. The weights w and u and the temperature t are fields of `HubnessSimilarity`. The hubness of a
+caption is the same expression over the images of the bank. The hubness correction is minus the hubness. It is
+query-bank normalisation (Bogolin et al., CVPR 2022) as a term of the score, based on the inverted softmax of Smith et
+al. (ICLR 2017).
 
-The hubness has a lower limit, the 10 % quantile over the bank's own images (or captions). Without it, images unlike
-any training photo would have the lowest hubness and come first for every caption.
+The hubness has a lower limit: the 10 % quantile of the hubness of the images (or captions) in the bank. Without the
+limit, images unlike any training image would have the lowest hubness and rank first for every caption.
 """
 
 from __future__ import annotations
@@ -29,19 +30,22 @@ from edje_index.models.weights import assign_weights, read_weights, save_weights
 from edje_index.scoring.weights import TEXT_TO_IMAGE, HubnessSimilarity
 
 _LARGEST_CODE = 127
-_CHUNK = 256  # candidates at once: their products with the bank are reused memory
+_CHUNK = 256  # candidates per step; small, so that memory for their products with the bank is reused
 _FLOOR_QUANTILE = 0.1
 
 
 def hubness(
     embedding_products: torch.Tensor, pooled_products: torch.Tensor, *, embedding: Any, pooled: Any, temperature: Any
 ) -> torch.Tensor:
-    """The hubness [n] of n candidates, differentiable in all three weights.
+    """Compute the hubness of n candidates [n], without the lower limit.
+
+    The result is differentiable with respect to `embedding`, `pooled` and `temperature`.
 
     Args:
-        embedding_products: inner products [n, b] of the candidates' embeddings with those of the bank.
-        pooled_products: the same of the pooled vectors, [n, b] or one that broadcasts to it.
-        embedding, pooled, temperature: see `HubnessSimilarity`; numbers or scalar tensors.
+        embedding_products: inner products of candidate embeddings with bank embeddings [n, b].
+        pooled_products: inner products of candidate pooled vectors with bank pooled vectors, of shape [n, b] or a shape
+            that broadcasts to [n, b].
+        embedding, pooled, temperature: numbers or scalar tensors, see `HubnessSimilarity`.
     """
     similarities = (embedding * embedding_products + pooled * pooled_products) / temperature
     values: torch.Tensor = temperature * (torch.logsumexp(similarities, dim=1) - math.log(similarities.shape[1]))
@@ -49,14 +53,15 @@ def hubness(
 
 
 class HubnessBank(nn.Module):
-    """Captions and images to compare candidates with, stored as int8 with one scale per vector.
+    """Embeddings and pooled vectors of training captions and images, from which the hubness is computed.
 
-    All tensors are buffers: gradients do not train them.
+    Vectors are stored as int8 with one scale per vector. All tensors are buffers, not trainable parameters.
 
     Args:
-        captions, images: numbers of captions and images.
+        captions: number of captions.
+        images: number of images.
         embed_dim: width of the embeddings.
-        dim: width of the vectors of the pooled similarity; 0 if the model has none.
+        dim: width of the pooled vectors; 0 if the model has no pooled similarity.
     """
 
     def __init__(self, captions: int, images: int, embed_dim: int, dim: int) -> None:
@@ -69,7 +74,7 @@ class HubnessBank(nn.Module):
 
     @classmethod
     def of(cls, captions: tuple[torch.Tensor, torch.Tensor], images: tuple[torch.Tensor, torch.Tensor]) -> HubnessBank:
-        """A bank of captions and images, each as embeddings [b, e] and pooled vectors [b, k]."""
+        """Make a bank from captions and images, each given as embeddings [b, e] and pooled vectors [b, k]."""
         bank = cls(len(captions[0]), len(images[0]), captions[0].shape[1], captions[1].shape[1])
         rows = (bank.caption_embeddings, bank.caption_vectors, bank.image_embeddings, bank.image_vectors)
         for part, values in zip(rows, (*captions, *images), strict=True):
@@ -78,38 +83,38 @@ class HubnessBank(nn.Module):
 
     @classmethod
     def load(cls, path: Path, embed_dim: int, sizes: Mapping[str, int]) -> HubnessBank:
-        """Read the bank of `sizes` that :meth:`save` wrote. Raises ModelError if the file does not fit them."""
+        """Read a bank that :meth:`save` wrote. Raises ModelError if the file does not fit `embed_dim` and `sizes`."""
         with limited_by(path):
             bank = cls(embed_dim=embed_dim, **sizes)
         assign_weights(bank, read_weights(path), str(path))
         return bank
 
     def save(self, path: Path) -> None:
-        """Write the vectors as safetensors."""
+        """Write the bank to a safetensors file."""
         save_weights(self, path)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """``captions``, ``images`` and ``dim``."""
+        """Number of ``captions``, number of ``images`` and width ``dim`` of the pooled vectors."""
         captions, dim = self.caption_vectors.codes.shape
         return {"captions": captions, "images": len(self.image_embeddings.codes), "dim": dim}
 
     def hubness(
         self, embeddings: torch.Tensor, vectors: torch.Tensor, similarity: HubnessSimilarity, direction: str
     ) -> torch.Tensor:
-        """The hubness [n] of candidates, at least :meth:`floor`.
+        """Compute the hubness of n candidates [n]. Values below :meth:`floor` are raised to :meth:`floor`.
 
         Args:
-            embeddings: float32 [n, e].
-            vectors: vectors of the pooled similarity, float32 [n, k].
+            embeddings: embeddings of the candidates, float32 [n, e].
+            vectors: pooled vectors of the candidates, float32 [n, k].
             similarity: how candidates are compared with the bank.
-            direction: candidates are images in "t2i" and captions in "i2t".
+            direction: "t2i" if candidates are images, "i2t" if candidates are captions.
         """
         values = self._values(embeddings, vectors, similarity, direction)
         return values.clamp(min=self.floor(similarity, direction))
 
     def floor(self, similarity: HubnessSimilarity, direction: str) -> float:
-        """The lower limit of the hubness; computed once per similarity."""
+        """Return the lower limit of the hubness. The limit is cached per similarity and direction."""
         if (similarity, direction) not in self._floors:
             images = direction == TEXT_TO_IMAGE
             embeddings = self.image_embeddings if images else self.caption_embeddings
@@ -121,7 +126,7 @@ class HubnessBank(nn.Module):
     def _values(
         self, embeddings: torch.Tensor, vectors: torch.Tensor, similarity: HubnessSimilarity, direction: str
     ) -> torch.Tensor:
-        """The hubness [n] of candidates without the lower limit."""
+        """Compute the hubness of n candidates [n], without the lower limit."""
         chunks = [
             hubness(*self.products(chunk_embeddings, chunk_vectors, direction), **asdict(similarity))
             for chunk_embeddings, chunk_vectors in zip(
@@ -133,10 +138,10 @@ class HubnessBank(nn.Module):
     def products(
         self, embeddings: torch.Tensor, vectors: torch.Tensor, direction: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inner products [n, b] of candidates with the bank: of embeddings and of pooled vectors.
+        """Compute inner products of n candidates with the bank, of embeddings [n, b] and of pooled vectors [n, b].
 
-        The latter are zeros [1, 1] if the model has no pooled similarity. Candidates in "t2i" are images, which are
-        compared with captions.
+        In "t2i", candidates are images and are compared with the captions of the bank; in "i2t" the reverse. If the
+        model has no pooled similarity, the products of pooled vectors are zeros [1, 1].
         """
         captions = direction == TEXT_TO_IMAGE
         bank_embeddings = self.caption_embeddings if captions else self.image_embeddings
@@ -146,7 +151,7 @@ class HubnessBank(nn.Module):
 
 
 class _Int8Rows(nn.Module):
-    """Vectors [n, k], each int8 with one float32 scale."""
+    """Vectors [n, k], stored as int8 codes with one float32 scale per vector."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -163,5 +168,5 @@ class _Int8Rows(nn.Module):
             self.codes = (values / self.scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
 
     def dense(self) -> torch.Tensor:
-        """The vectors as float32 [n, k]."""
+        """Return the decoded vectors, float32 [n, k]."""
         return self.codes * self.scales[:, None]

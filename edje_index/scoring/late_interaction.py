@@ -1,9 +1,10 @@
 """Late interaction of image tokens with the words of a caption, as in ColBERT (Khattab and Zaharia, 2020).
 
 The score is the mean, over the content words of a caption, of each word's largest cosine similarity with a token of
-the image. The mean word vector is subtracted from words and tokens first, because the word vectors of a language model
-share one large component that carries no information. The score means something only if an alignment phase trained the
-adapter to place tokens among the words (`training.model.losses.alignment_scores` computes it for all pairs of a batch).
+the image. The mean word vector is subtracted from word vectors and tokens first, because the word vectors of a language
+model share one large component that carries no information. The score is meaningful only if an alignment phase trained
+the adapter to make tokens similar to word vectors. `training.model.losses.alignment_scores` computes the same score for
+all pairs of a training batch.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from torch.nn import functional
 def late_interaction(
     captions: Sequence[Sequence[int]], tokens: torch.Tensor, words: torch.Tensor, content: NDArray[np.bool_]
 ) -> torch.Tensor:
-    """Scores of pairs, float32 [b] between -1 and 1; 0 for a caption without content words.
+    """Compute the scores of b pairs, float32 [b], between -1 and 1; 0 for a caption without content words.
 
     Args:
         captions: token ids of each pair's caption.
         tokens: image tokens of each pair [b, m, d].
         words: word vectors of the vocabulary [v, d].
-        content: whether each token id counts [v], see `stop_words.content_token_mask`.
+        content: which token ids are content words, see `stop_words.content_token_mask`, bool [v].
     """
     content_ids = [[token_id for token_id in caption if content[token_id]] for caption in captions]
     lengths = torch.tensor([len(ids) for ids in content_ids])

@@ -1,6 +1,6 @@
 """The parts of the final score. Each computes one number per pair of a caption and an image.
 
-Shape letters: b pairs, m image tokens, d their width, e width of embeddings.
+Shape letters: b pairs, m tokens per image, d width of tokens, e width of embeddings.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Pairs:
-    """b pairs of a caption and an image. Values that no part of the score needs may be left out.
+    """b pairs of a caption and an image. Fields that no computed part reads may be left out.
 
     Attributes:
         captions: one caption per pair.
-        tokens: stored tokens of the images [b, m, d], an array or a tensor of any floating type.
-        similarities: cosine similarities of the embeddings, float32 [b].
-        candidate_embeddings: embeddings of the candidates, float32 [b, e]: images in "t2i", captions in "i2t".
+        tokens: stored tokens of the images, an array or tensor of any floating type [b, m, d].
+        similarities: cosine similarity of each pair's caption embedding and image embedding, float32 [b].
+        candidate_embeddings: embeddings of the images in direction "t2i", of the captions in "i2t", float32 [b, e].
     """
 
     captions: Sequence[str] = ()
@@ -45,22 +45,22 @@ class Pairs:
 
     @cached_property
     def token_tensor(self) -> torch.Tensor:
-        """The tokens as a tensor."""
+        """`tokens` as a tensor."""
         assert self.tokens is not None
         return as_tensor(self.tokens)
 
 
 class Part(Protocol):
-    """One part of the final score."""
+    """Interface of a part of the final score."""
 
     def of(self, pairs: Pairs) -> Floats:
-        """The part's value for each of `pairs`, float32 [b]; higher means a better match."""
+        """Compute the part for `pairs`, float32 [b]; higher values mean better matches."""
         ...
 
 
 @dataclass(frozen=True)
 class Logit:
-    """The joint encoder's matching logit: the published score."""
+    """The part ``logit``: the joint encoder's matching logit, which is the score in the EDJE paper."""
 
     joint: JointScorer
 
@@ -70,7 +70,7 @@ class Logit:
 
 @dataclass(frozen=True)
 class LateInteraction:
-    """Similarity of each content word of the caption with its nearest image token, see `late_interaction`."""
+    """The part ``late``: mean similarity of caption words with their nearest image tokens, see `late_interaction`."""
 
     joint: JointScorer
 
@@ -87,7 +87,7 @@ class LateInteraction:
 
 @dataclass(frozen=True)
 class Pooled:
-    """Cosine similarity of the whole caption with all tokens together, see `pooled_similarity`."""
+    """The part ``pooled``: cosine similarity of the pooled vectors of caption and image, see `pooled_similarity`."""
 
     vectors: PooledVectors
 
@@ -101,7 +101,7 @@ class Pooled:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Cosine similarity of the embeddings, which the search for candidates has computed already."""
+    """The part ``embedding``: cosine similarity of the embeddings, taken from `Pairs.similarities`."""
 
     def of(self, pairs: Pairs) -> Floats:
         assert pairs.similarities is not None
@@ -110,7 +110,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Hubness:
-    """The hubness correction, see `hubness`: minus the hubness of each candidate, whatever the query."""
+    """The part ``hubness``: minus the hubness of the candidate, which does not depend on the query, see `hubness`."""
 
     bank: HubnessBank
     vectors: PooledVectors
@@ -128,12 +128,12 @@ class Hubness:
 
 @dataclass(frozen=True)
 class ScoreModels:
-    """The models that the parts read.
+    """The models that compute the parts.
 
     Attributes:
         joint: the joint encoder.
-        pooled: the pooled similarity; None if the bundle has none.
-        bank: the bank of the hubness correction; None if the bundle has none.
+        pooled: the pooled similarity; None if the bundle has no pooled similarity.
+        bank: the hubness bank; None if the bundle has no hubness bank.
     """
 
     joint: JointScorer
@@ -141,11 +141,11 @@ class ScoreModels:
     bank: HubnessBank | None
 
     def parts(self, direction: str, similarity: HubnessSimilarity) -> dict[str, Part]:
-        """Every part that these models have, by name.
+        """Return all parts that these models can compute, by name.
 
         Args:
             direction: "t2i" or "i2t".
-            similarity: what the hubness correction is computed from.
+            similarity: how the hubness correction compares candidates with the bank.
         """
         vectors = PooledVectors(self.joint, self.pooled)
         parts: dict[str, Part] = {LOGIT: Logit(self.joint), LATE: LateInteraction(self.joint)}
@@ -158,24 +158,24 @@ class ScoreModels:
 
 
 def check_bank(models: ScoreModels) -> None:
-    """Raise ModelError unless the hubness bank has vectors of the pooled similarity."""
+    """Raise ModelError if the pooled vectors in the hubness bank do not have the width of the pooled similarity."""
     if models.bank is None:
         return
     bank_dim, dim = models.bank.sizes["dim"], 0 if models.pooled is None else models.pooled.sizes["dim"]
     if bank_dim != dim:
         raise ModelError(
             f"the hubness bank has pooled vectors of width {bank_dim}, but the pooled similarity has width {dim}: "
-            "take both from the same training run"
+            "use a hubness bank and a pooled similarity of the same training run"
         )
 
 
 def reads_tokens(parts: Sequence[str], direction: str) -> bool:
-    """Whether any of `parts` reads the stored tokens of images."""
+    """Return whether any of the named `parts` reads image tokens in `direction`."""
     return bool({LOGIT, LATE, POOLED} & set(parts)) or (HUBNESS in parts and direction == TEXT_TO_IMAGE)
 
 
 def _in_batches(pairs: Pairs, score: Callable[[Sequence[str], torch.Tensor], torch.Tensor]) -> Floats:
-    """Apply `score` to `SCORE_BATCH` pairs at a time, which bounds memory."""
+    """Apply `score` to at most `SCORE_BATCH` pairs at a time, to bound memory. Return the scores, float32 [b]."""
     values = np.zeros(len(pairs.captions), dtype=np.float32)
     for start in range(0, len(values), SCORE_BATCH):
         batch = slice(start, start + SCORE_BATCH)

@@ -1,8 +1,8 @@
-"""Pooled similarity: the cosine similarity of an image's tokens, taken together, with a caption as a whole.
+"""Pooled similarity: the cosine similarity of one vector per image and one vector per caption.
 
-Linear maps bring both sides into one space. An image is represented by the mean, standard deviation and maximum of its
-tokens; a caption by its words and by the mean hidden state that the language model gives it without an image.
-`training.fitting.pooled_similarity` fits the maps in closed form.
+The vector of an image is a linear map of the mean, standard deviation and maximum over the image's tokens. The vector
+of a caption is a linear map of a bag of the caption's words and of the mean hidden state of the language model, which
+reads the caption without an image. `training.fitting.pooled_similarity` fits the maps in closed form.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ STATISTICS = 3  # mean, standard deviation, maximum
 
 
 class PooledSimilarity(nn.Module):
-    """The fitted maps; zero when new. All tensors are buffers: gradients do not train them.
+    """Linear maps of images and captions into a common space. New maps are zero.
+
+    All tensors are buffers, not trainable parameters.
 
     Args:
-        width: d, width of image tokens and hidden states.
-        words: w, number of words that count.
-        dim: k, width of the common space.
+        width: width of image tokens and hidden states, d.
+        words: number of words in the bags of words, w.
+        dim: width of the common space, k.
 
     Attributes:
-        image, image_offset: map of the token statistics, [3 d, k] and [k].
-        sentence: map of hidden states [d, k].
-        word_numbers: token ids of the words that count, ascending, int64 [w].
-        word_weights: weight of each word among those of a caption [w].
-        words: vector of each word [w, k].
-        caption_offset: offset of the caption map [k].
+        image: map of the token statistics [3 d, k].
+        image_offset: offset added to the mapped token statistics [k].
+        sentence: map of mean hidden states [d, k].
+        word_numbers: token ids of the words in the bags of words, ascending, int64 [w].
+        word_weights: weight of each word in the bag of words of a caption [w].
+        words: map of bags of words [w, k].
+        caption_offset: offset added to the mapped captions [k].
     """
 
     image: torch.Tensor
@@ -60,26 +63,31 @@ class PooledSimilarity(nn.Module):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes ``words`` and ``dim`` by name."""
+        """Number of words ``words`` and width of the common space ``dim``."""
         return {"words": self.words.shape[0], "dim": self.words.shape[1]}
 
     def images(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Unit vectors [b, k] of image tokens [b, m, d] of any floating type."""
+        """Compute the unit vectors of images [b, k] from image tokens [b, m, d] of any floating type."""
         return functional.normalize(token_statistics(tokens) @ self.image + self.image_offset, dim=1)
 
     def captions(self, captions: Sequence[Sequence[int]], sentences: torch.Tensor) -> torch.Tensor:
-        """Unit vectors [b, k] of captions, given their token ids and their mean hidden states [b, d]."""
+        """Compute the unit vectors of captions [b, k].
+
+        Args:
+            captions: token ids of each caption.
+            sentences: mean hidden state of each caption [b, d].
+        """
         bags = word_bags(captions, self.word_numbers, self.word_weights)
         return functional.normalize(sentences @ self.sentence + bags @ self.words + self.caption_offset, dim=1)
 
 
 @dataclass(frozen=True)
 class PooledVectors:
-    """Computes the vectors of images and captions in the space of the pooled similarity.
+    """Computes the pooled vectors of images and captions.
 
     Attributes:
         joint: the joint encoder, whose language model reads the captions.
-        pooled: the fitted maps. Without them all vectors have width 0.
+        pooled: the fitted maps; None makes vectors of width 0.
     """
 
     joint: JointScorer
@@ -87,7 +95,10 @@ class PooledVectors:
 
     @torch.inference_mode()
     def of_captions(self, captions: Sequence[str]) -> torch.Tensor:
-        """Unit vectors, float32 [b, k] on the joint encoder's device. A caption that occurs twice is read once."""
+        """Compute the unit vectors of `captions`, float32 [b, k], on the device of the joint encoder.
+
+        The language model reads repeated captions only once.
+        """
         if self.pooled is None:
             return torch.zeros(len(captions), 0, device=self.joint.device)
         distinct = {caption: position for position, caption in enumerate(dict.fromkeys(captions))}
@@ -100,7 +111,7 @@ class PooledVectors:
 
     @torch.inference_mode()
     def of_images(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Unit vectors, float32 [b, k], of image tokens [b, m, d]."""
+        """Compute the unit vectors of images, float32 [b, k], from image tokens [b, m, d]."""
         device = self.joint.device
         if self.pooled is None:
             return torch.zeros(len(tokens), 0, device=device)
@@ -109,7 +120,7 @@ class PooledVectors:
 
 
 def token_statistics(tokens: torch.Tensor) -> torch.Tensor:
-    """Mean, standard deviation and maximum over the tokens [b, m, d] of each image, float32 [b, 3 d]."""
+    """Compute the mean, standard deviation and maximum over the tokens [b, m, d] of each image, float32 [b, 3 d]."""
     tokens = tokens.float()
     mean = tokens.mean(dim=1)
     deviation = (tokens - mean[:, None]).square().mean(dim=1).sqrt()  # several times faster than torch.std on a CPU
@@ -117,11 +128,13 @@ def token_statistics(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def word_bags(captions: Sequence[Sequence[int]], word_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted bags of words, float32 [b, w], each of length 1, or 0 for a caption without any of the words.
+    """Compute the weighted bag of words of each caption, float32 [b, w].
+
+    A bag is a unit vector, or zero for a caption without any of the words.
 
     Args:
         captions: token ids of each caption.
-        word_ids: token ids of the words that count, ascending [w].
+        word_ids: token ids of the words in the bags, ascending [w].
         weights: weight of each word [w].
     """
     bags = torch.zeros(len(captions), len(word_ids), device=word_ids.device)

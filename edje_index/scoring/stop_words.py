@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edje_index.models.joint_inputs import SPECIAL_TOKEN_NAMES, JointTokenizer
 
-# Common English function words, which name nothing that a picture can show.
+# Common English function words, which name nothing that an image can show.
 _STOP_WORDS = """
 a an the this that these those some any each both all one its his her their them they he she it him who which what there
 here and or but if while as than then so not no nor is are was were be been being am has have had having do does did
@@ -22,9 +22,10 @@ STOP_WORDS = frozenset(_STOP_WORDS.split())
 
 @lru_cache(maxsize=8)
 def content_token_mask(tokenizer: JointTokenizer) -> NDArray[np.bool_]:
-    """True for each token id [v] that is a word or a word piece, and no stop word, punctuation or special token.
+    """Return which token ids of `tokenizer` are content words, bool [v], read-only.
 
-    The mask is cached, because it is needed for every query and takes tens of milliseconds to make. It is read-only.
+    Content words are words and word pieces, but not stop words, punctuation or special tokens. The mask is cached,
+    because every query needs the mask and computing it takes tens of milliseconds.
     """
     mask = np.zeros(len(tokenizer), dtype=bool)
     special_ids = {*map(tokenizer.special_id, SPECIAL_TOKEN_NAMES), tokenizer.image_token_id}

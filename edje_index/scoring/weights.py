@@ -28,17 +28,17 @@ PART_NAMES = {
 JOINT_PARTS = (LOGIT, LATE, POOLED)
 """The parts that depend on the caption and on the stored tokens together."""
 BUNDLE_SCORE = "bundle"
-"""Names the weights that the model bundle holds."""
+"""The value of `score` that selects the weights in the model bundle."""
 
 
 @dataclass(frozen=True)
 class HubnessSimilarity:
-    """The similarity between a candidate and the bank that the hubness correction uses.
+    """How the hubness correction compares a candidate with the hubness bank, by a weighted sum of two similarities.
 
     Attributes:
         embedding: weight of the cosine similarity of the embeddings.
         pooled: weight of the pooled similarity.
-        temperature: softness of the maximum over the bank, in units of the similarity.
+        temperature: temperature of the soft maximum over the bank, positive, in units of the weighted sum.
     """
 
     embedding: float = 0.0
@@ -53,7 +53,7 @@ class HubnessSimilarity:
 
 @dataclass(frozen=True)
 class ScoreWeights:
-    """Weights of the parts of the final score in one direction. The default is the published score, the logit alone.
+    """Weights of the parts of the final score in one direction. The default is the score in the EDJE paper, the logit.
 
     Attributes:
         logit: weight of the joint encoder's matching logit.
@@ -61,7 +61,8 @@ class ScoreWeights:
         pooled: weight of the pooled similarity.
         embedding: weight of the cosine similarity of the embeddings.
         hubness: weight of the hubness correction.
-        hubness_similarity: what the hubness correction is computed from. It does not follow the weights above.
+        hubness_similarity: how the hubness correction compares candidates with the hubness bank. Its weights are
+            independent of `embedding` and `pooled` above.
     """
 
     logit: float = 1.0
@@ -75,18 +76,18 @@ class ScoreWeights:
         _check_finite(self.by_part())
 
     def by_part(self) -> dict[str, float]:
-        """The weight of every part."""
+        """Return the weight of every part by name."""
         return {part: getattr(self, part) for part in PART_NAMES}
 
     @classmethod
     def of_parts(cls, weights: Mapping[str, float], hubness_similarity: HubnessSimilarity | None = None) -> Self:
-        """Weights by the name of the part; a part that is not named, the logit included, has weight 0."""
+        """Make weights from a mapping by part name. A part that is not in the mapping, even the logit, has weight 0."""
         logit, late, pooled, embedding, hubness = (float(weights.get(part, 0.0)) for part in PART_NAMES)
         return cls(logit, late, pooled, embedding, hubness, hubness_similarity or HubnessSimilarity())
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """The weights that `to_json` wrote.
+        """Return the weights in `value`, the result of :meth:`to_json`.
 
         Raises:
             KeyError, TypeError, ValueError: a weight is missing or is not a finite number.
@@ -98,11 +99,11 @@ class ScoreWeights:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The weights as plain JSON values."""
+        """Return the weights as a dictionary of JSON values."""
         return asdict(self)
 
     def described(self) -> str:
-        """The sum in words, for example ``logit + 2.5 x embedding similarity``."""
+        """Return the weighted sum as text, for example ``logit + 2.5 x embedding similarity``."""
         terms = [
             name if weight == 1 and part == LOGIT else f"{weight:g} x {name}"
             for (part, name), weight in zip(PART_NAMES.items(), self.by_part().values(), strict=True)
@@ -116,38 +117,42 @@ class DirectionWeights:
     """The weights of both directions of search.
 
     Attributes:
-        t2i: text-to-image, the score that images are sorted by for a caption.
-        i2t: image-to-text, the score that captions are sorted by for an image.
+        t2i: weights for text-to-image search, where captions are queries and images are candidates.
+        i2t: weights for image-to-text search, where images are queries and captions are candidates.
     """
 
     t2i: ScoreWeights = field(default_factory=ScoreWeights)
     i2t: ScoreWeights = field(default_factory=ScoreWeights)
 
     def of(self, direction: str) -> ScoreWeights:
-        """The weights of `direction`, one of `DIRECTIONS`."""
+        """Return the weights of `direction`, "t2i" or "i2t"."""
         return {TEXT_TO_IMAGE: self.t2i, IMAGE_TO_TEXT: self.i2t}[direction]
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """The weights that `to_json` wrote; the same exceptions as `ScoreWeights.from_json`."""
+        """Return the weights in `value`, the result of :meth:`to_json`.
+
+        Raises the same exceptions as `ScoreWeights.from_json`.
+        """
         return cls(*(ScoreWeights.from_json(value[direction]) for direction in DIRECTIONS))
 
     def to_json(self) -> dict[str, Any]:
-        """The weights by direction as plain JSON values."""
+        """Return the weights by direction as a dictionary of JSON values."""
         return {direction: self.of(direction).to_json() for direction in DIRECTIONS}
 
 
 def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> ScoreWeights:
-    """The weights that `score` names.
+    """Return the weights that `score` describes.
 
     Args:
-        score: ``bundle`` for `bundle_weights`; or ``PART=WEIGHT,...`` with the parts of `PART_NAMES`, where ``PART``
-            alone means weight 1 and parts that are not named have weight 0; or `ScoreWeights`, which are returned
+        score: ``bundle`` means `bundle_weights`. In ``PART=WEIGHT,...``, each ``PART`` is a key of `PART_NAMES`. A
+            ``PART`` alone has weight 1, and parts that are not listed have weight 0. `ScoreWeights` are returned
             unchanged.
-        bundle_weights: the weights of the model bundle. They also define the hubness correction for ``hubness=WEIGHT``.
+        bundle_weights: weights of the model bundle. With ``hubness=WEIGHT``, the hubness correction uses
+            `bundle_weights.hubness_similarity`.
 
     Raises:
-        UsageError: an unknown part, a weight that is not a finite number, or no weight other than 0.
+        UsageError: a part is unknown, a weight is not a finite number, or all weights are 0.
     """
     if isinstance(score, ScoreWeights):
         return score
@@ -156,18 +161,22 @@ def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> Scor
     weights = dict(_part_weight(item) for item in score.split(","))
     if not any(weights.values()):
         raise UsageError(
-            f"the score '{score}' gives every part the weight 0; weight at least one part", parameter="score"
+            f"the score '{score}' gives every part the weight 0; give at least one part a weight other than 0",
+            parameter="score",
         )
     return ScoreWeights.of_parts(weights, bundle_weights.hubness_similarity)
 
 
 def check_score(score: str) -> None:
-    """Raise the UsageError of `parse_score` for a score that no bundle can have."""
+    """Raise the UsageError of `parse_score` if `score` is invalid for every bundle."""
     parse_score(score, ScoreWeights())
 
 
 def check_parts(weights: ScoreWeights, available: Mapping[str, Any], what: str) -> None:
-    """Raise ModelError if `weights` use a part that is not among the `available` parts of `what`."""
+    """Raise ModelError if `weights` use a part that is not a key of `available`.
+
+    `what` names the owner of the parts in the message, for example "the bundle".
+    """
     missing = [PART_NAMES[part] for part, weight in weights.by_part().items() if weight and part not in available]
     if missing:
         raise ModelError(f"{what} has no {' and no '.join(missing)}; its parts are {', '.join(available)}")

@@ -1,7 +1,7 @@
-"""Training settings: a tree of frozen pydantic models whose defaults are the paper's hyperparameters.
+"""Training settings: a tree of frozen pydantic models whose defaults are the hyperparameters of the EDJE paper.
 
 A setting is named ``group.key`` everywhere: in Python, in settings files, on the command line and in error messages.
-Loads no torch.
+The module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from storage_formats.errors import UsageError
 
-MAX_TEXT_LENGTH = 64  # the joint encoder reads no more
+MAX_TEXT_LENGTH = 64  # maximum tokens per caption that the joint encoder reads
 Model = TypeVar("Model", bound="Settings")
 
 
 class Settings(BaseModel):
-    """A frozen group of settings. Unknown names and values of another type are errors."""
+    """Base class of a frozen group of settings. Unknown setting names and values of the wrong type are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ArchitectureConfig(Settings):
-    """The model to train."""
+    """Architecture of the model to train."""
 
     adapter: Literal["compressed", "local", "strided", "clustered", "pruned"] = Field(
         default="compressed", description="Kind of adapter."
     )
     tokens: int = Field(
-        default=64, ge=1, description="Stored tokens per image. A local adapter stores one per patch instead."
+        default=64,
+        ge=1,
+        description="Stored tokens per image. A local adapter ignores this and stores one token per patch.",
     )
     adapter_hidden: int = Field(default=8192, ge=1, description="Width of the adapter's MLP.")
     language_layers: int | None = Field(
@@ -41,27 +43,30 @@ class ArchitectureConfig(Settings):
     )
     canonical_captions: bool = Field(
         default=True,
-        description="Whether captions lose case and punctuation before the joint encoder, in training and in search.",
+        description="Whether the joint encoder reads captions in lower case and without punctuation, also in search.",
     )
     word_embeddings: Literal["trained", "frozen"] = Field(
         default="trained",
-        description="Whether word embeddings are trained. Frozen ones are not stored when a model is packed.",
+        description="Whether word embeddings are trained. Frozen word embeddings are not stored in a packed model.",
     )
     dropout: float | None = Field(
-        default=None, ge=0, lt=1, description="Dropout of hidden states. None keeps the language model's."
+        default=None, ge=0, lt=1, description="Dropout of hidden states. None keeps the value of the language model."
     )
     attention_dropout: float | None = Field(
-        default=None, ge=0, lt=1, description="Dropout of attention, slow on a CPU. None keeps the language model's."
+        default=None,
+        ge=0,
+        lt=1,
+        description="Dropout of attention weights, which is slow on a CPU. None keeps the value of the language model.",
     )
 
 
 class AugmentationConfig(Settings):
-    """Random augmentation, drawn again at every step."""
+    """Random augmentation, drawn anew at every step."""
 
     views: int = Field(
         default=0,
         ge=0,
-        description="Random crops per photo, half of them mirrored. Each costs one pass of the vision tower.",
+        description="Random crops per image, half of them mirrored. Each crop costs one pass of the vision tower.",
     )
     patch_dropout: float = Field(
         default=0.0, ge=0, lt=1, description="Fraction of patches hidden from a compressed adapter."
@@ -69,27 +74,29 @@ class AugmentationConfig(Settings):
     step_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens per image that the joint encoder reads in a training step. None reads all.",
+        description="Tokens per image that the joint encoder reads in a training step. None reads all tokens.",
     )
 
 
 class ObjectiveConfig(Settings):
-    """The loss: a weighted sum. A loss of weight 0 is not computed, except the matching loss."""
+    """The training loss, a weighted sum of losses. A loss with weight 0 is not computed, except the matching loss."""
 
     itm: Literal["softmax", "binary"] = Field(
         default="softmax",
-        description="Matching loss: cross-entropy of the positive among its negatives, or binary for each pair.",
+        description="Matching loss: cross-entropy of a positive against its negatives, or binary cross-entropy.",
     )
     itm_weight: float = Field(default=1.0, ge=0, description="Weight of the matching loss.")
     mlm_weight: float = Field(default=1.0, ge=0, description="Weight of masked language modelling.")
     mlm_probability: float = Field(default=0.5, ge=0, le=1, description="Fraction of caption tokens that are masked.")
     recovery_weight: float = Field(default=1.0, ge=0, description="Weight of text-embedding recovery.")
-    distillation_weight: float = Field(default=1.0, ge=0, description="Weight of distillation. It needs a teacher.")
+    distillation_weight: float = Field(
+        default=1.0, ge=0, description="Weight of the distillation loss, used only with a teacher."
+    )
     text_length: int = Field(
         default=MAX_TEXT_LENGTH,
         ge=4,
         le=MAX_TEXT_LENGTH,
-        description="Maximum tokens per caption, [CLS] and both [SEP] included. Search uses 64.",
+        description="Maximum tokens per caption in training, including [CLS] and both [SEP]. Search always uses 64.",
     )
 
 
@@ -98,27 +105,30 @@ class NegativesConfig(Settings):
 
     count: int = Field(default=3, ge=1, description="Negative images per caption, and negative captions per image.")
     selection: Literal["top", "softmax"] = Field(
-        default="top", description="Take the most similar of the batch, or draw from a softmax over the similarities."
+        default="top",
+        description="Take the most similar candidates of the batch, or draw from a softmax over the similarities.",
     )
     temperature: float | None = Field(
-        default=None, ge=0, description="Temperature of that softmax. None uses the mining model's."
+        default=None,
+        ge=0,
+        description="Temperature of the softmax of selection. None uses the temperature of the mining model.",
     )
     curriculum_steps: int = Field(
         default=0,
         ge=0,
-        description="Steps over which the share of mined negatives grows from 0 to 1. The rest is random.",
+        description="Steps over which the share of mined negatives grows from 0 to 1. Other negatives are random.",
     )
 
 
 class AlignmentConfig(Settings):
-    """A short phase before the joint one: adapter tokens are aligned with caption words, without the language model."""
+    """Alignment phase, before the joint phase: aligns adapter tokens with caption words, without the language model."""
 
     steps: int = Field(default=0, ge=0, description="Alignment steps; 0 skips the phase.")
     batch_size: int = Field(default=256, ge=2, description="Images per alignment step.")
     captions: int = Field(default=5, ge=1, description="Captions per image in an alignment step.")
     adapter_init: Literal["clusters", "kept"] = Field(
         default="clusters",
-        description="Initial queries of a new compressed adapter: cluster centres of patches, or left as they are.",
+        description="Initialise a new compressed adapter from clusters of patch features, or keep its random weights.",
     )
     lr: float = Field(default=1e-3, ge=0, description="Learning rate after warm-up.")
 
@@ -128,63 +138,81 @@ class OptimizerConfig(Settings):
 
     lr: float = Field(default=3e-4, ge=0, description="Learning rate after warm-up.")
     adapter_lr_factor: float = Field(
-        default=1.0, ge=0, description="Learning rate of the adapter, relative to the rest; 0 freezes the adapter."
+        default=1.0, ge=0, description="Learning rate of the adapter, as a factor of lr; 0 freezes the adapter."
     )
     weight_decay: float = Field(default=0.05, ge=0, description="Weight decay.")
     decayed: Literal["all", "matrices"] = Field(
-        default="all", description="Parameters with weight decay: all, or all but biases, norms and other vectors."
+        default="all",
+        description="Parameters with weight decay: all, or only matrices (no biases, norms or other vectors).",
     )
     warmup_steps: int = Field(
-        default=100, ge=0, description="Steps of linear warm-up. With decay epoch it ends with the first epoch."
+        default=100,
+        ge=0,
+        description="Steps of linear warm-up. With decay=epoch, warm-up ends after the first epoch at the latest.",
     )
     warmup_lr: float = Field(default=1e-6, ge=0, description="Learning rate at the first step of the warm-up.")
     min_lr: float = Field(default=1e-6, ge=0, description="Lowest learning rate of the decay.")
     decay: Literal["epoch", "cosine"] = Field(
-        default="epoch", description="Decay after every epoch by decay_rate, or along a cosine up to the last step."
+        default="epoch", description="Multiply by decay_rate after every epoch, or follow a cosine up to the last step."
     )
-    decay_rate: float = Field(default=0.9, ge=0, description="Factor of the learning rate after every epoch.")
+    decay_rate: float = Field(
+        default=0.9, ge=0, description="Factor that multiplies the learning rate after every epoch, with decay=epoch."
+    )
     clip_norm: float = Field(
-        default=0.0, ge=0, description="Maximum norm of the gradient; larger gradients are scaled down. 0 is no limit."
+        default=0.0,
+        ge=0,
+        description="Maximum norm of the gradient; larger gradients are scaled down. 0 means no limit.",
     )
 
 
 class LoopConfig(Settings):
     """Length of the joint phase, batches, random seed and data type."""
 
-    steps: int | None = Field(default=None, ge=1, description="Optimiser steps. Set this or epochs.")
-    epochs: float | None = Field(default=None, gt=0, description="Passes over what epoch_of names.")
+    steps: int | None = Field(default=None, ge=1, description="Number of optimiser steps. Set either steps or epochs.")
+    epochs: float | None = Field(default=None, gt=0, description="Number of epochs. Set either steps or epochs.")
     epoch_of: Literal["captions", "images"] = Field(
-        default="captions", description="What an epoch visits once: each caption, or each image with one caption."
+        default="captions",
+        description="What an epoch visits once: every caption, or every image with one of its captions.",
     )
     batch_size: int = Field(default=64, ge=2, description="Pairs per forward pass, summed over all workers.")
     accumulate: int = Field(default=1, ge=1, description="Forward passes per optimiser step.")
-    seed: int = Field(default=0, ge=0, description="Seed of everything random.")
+    seed: int = Field(default=0, ge=0, description="Seed of all random numbers.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Type of matrix products. auto is bfloat16 on cuda and float32 on cpu."
+        default="auto", description="Data type of matrix products. auto is bfloat16 on CUDA and float32 on a CPU."
     )
     max_bad_steps: int = Field(
-        default=10, ge=1, description="Consecutive steps without a finite gradient that end training."
+        default=10,
+        ge=1,
+        description="Number of consecutive steps without a finite gradient after which training fails.",
     )
 
 
 class FittingConfig(Settings):
-    """What the final score adds to the logit. Weights that are None are fitted to the dev captions."""
+    """Parts that the final score adds to the logit. Weights that are None are fitted to the dev captions."""
 
-    pooled_dim: int = Field(default=0, ge=0, description="Dimensions of the pooled similarity; 0 leaves it out.")
+    pooled_dim: int = Field(
+        default=0, ge=0, description="Dimensions of the pooled similarity; 0 leaves out the pooled similarity."
+    )
     hubness_bank: int = Field(
-        default=0, ge=0, description="Training captions, and images, kept for the hubness correction; 0 leaves it out."
+        default=0,
+        ge=0,
+        description="Number of captions, and of images, in the hubness bank; 0 leaves out the hubness correction.",
     )
     embedding_weight: float | None = Field(
-        default=None, description="Weight of the embedding similarity. None fits it."
+        default=None, description="Weight of the embedding similarity. None fits the weight."
     )
-    late_weight: float | None = Field(default=None, description="Weight of the late interaction. None fits it.")
-    pooled_weight: float | None = Field(default=None, description="Weight of the pooled similarity. None fits it.")
-    dev_captions: int = Field(default=500, ge=1, description="Maximum dev captions, and dev images, used as queries.")
+    late_weight: float | None = Field(default=None, description="Weight of the late interaction. None fits the weight.")
+    pooled_weight: float | None = Field(
+        default=None, description="Weight of the pooled similarity. None fits the weight."
+    )
+    dev_captions: int = Field(
+        default=500, ge=1, description="Maximum number of dev captions, and of dev images, used as queries."
+    )
     dev_pool: int = Field(default=20, ge=2, description="Candidates re-ranked per dev query.")
 
 
 class TrainConfig(Settings):
-    """Everything that decides the trained weights, apart from the data and the initial weights."""
+    """All settings that determine the trained weights. The data and the initial weights are given separately."""
 
     architecture: ArchitectureConfig = ArchitectureConfig()
     augmentation: AugmentationConfig = AugmentationConfig()
@@ -203,10 +231,12 @@ class TrainConfig(Settings):
 
 
 def make_config(values: Mapping[str, Any]) -> TrainConfig:
-    """The configuration with the settings in `values`, a dictionary of groups; all others have their defaults.
+    """Return the configuration with the settings in `values`, a nested dictionary ``{group: {key: value}}``.
+
+    Settings that are not in `values` have their defaults.
 
     Raises:
-        UsageError: with one line per problem.
+        UsageError: a setting is unknown, has a wrong value or contradicts another; the message has a line per problem.
 
     Example:
         >>> make_config({"loop": {"steps": 1000}}).loop.steps
@@ -216,10 +246,10 @@ def make_config(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def validated(model: type[Model], values: Mapping[str, Any]) -> Model:
-    """An instance of `model` from nested dictionaries.
+    """Return an instance of the pydantic class `model`, validated from the nested dictionaries `values`.
 
     Raises:
-        UsageError: with one line per problem.
+        UsageError: a setting is unknown, has a wrong value or contradicts another; the message has a line per problem.
     """
     try:
         return model.model_validate(values)
@@ -239,7 +269,7 @@ def _describe(model: type[Settings], problem: Any) -> str:
 
 
 def _suggestion(model: type[Settings], name: str) -> str:
-    """Names a setting with the same key in another group, or one with a similar spelling."""
+    """Return "; did you mean ...?" with settings of the same key or a similar name; empty if there are none."""
     names = setting_names(model)
     same_key = [other for other in names if other.split(".")[-1] == name.split(".")[-1]]
     alike = difflib.get_close_matches(name, [*names, *model.model_fields], n=1)
@@ -247,30 +277,32 @@ def _suggestion(model: type[Settings], name: str) -> str:
 
 
 def setting_names(model: type[Settings]) -> list[str]:
-    """``group.key`` of every setting in a tree of groups."""
+    """Return the name ``group.key`` of every setting in `model`, a class whose fields are groups."""
     return [f"{group}.{key}" for group, kind in groups(model).items() for key in kind.model_fields]
 
 
 def groups(model: type[Settings]) -> dict[str, type[Settings]]:
-    """The groups of a tree of settings by name."""
+    """Return the fields of `model` that are groups of settings, by name."""
     annotations = {name: field.annotation for name, field in model.model_fields.items()}
     return {name: kind for name, kind in annotations.items() if isinstance(kind, type) and issubclass(kind, Settings)}
 
 
 def _contradictions(config: TrainConfig) -> list[str]:
-    """One line for each pair of settings that exclude each other."""
+    """Return one message for each pair of settings in `config` that contradict each other."""
     lines = []
     if config.loop.steps is not None and config.loop.epochs is not None:
         lines.append(f"loop.steps is {config.loop.steps} and loop.epochs is {config.loop.epochs:g}; set one of them")
     if config.loop.batch_size <= config.negatives.count:
         lines.append(
-            f"loop.batch_size is {config.loop.batch_size} and negatives.count is {config.negatives.count}; a batch "
-            "must hold more pairs than a pair has negatives"
+            f"loop.batch_size is {config.loop.batch_size} and negatives.count is {config.negatives.count}; "
+            "loop.batch_size must be larger"
         )
     if config.negatives.temperature is not None and config.negatives.selection == "top":
-        lines.append("negatives.temperature is set and negatives.selection is 'top'; set it to softmax")
+        lines.append(
+            "negatives.temperature is set, but negatives.selection is 'top'; set negatives.selection to softmax"
+        )
     if config.fitting.pooled_weight and not config.fitting.pooled_dim:
-        lines.append("fitting.pooled_weight is set without fitting.pooled_dim; set both or none")
+        lines.append("fitting.pooled_weight is set, but fitting.pooled_dim is 0; set both or neither")
     if config.augmentation.patch_dropout and config.architecture.adapter != "compressed":
         lines.append(
             f"augmentation.patch_dropout needs a compressed adapter; architecture.adapter is "

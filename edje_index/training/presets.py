@@ -1,4 +1,4 @@
-"""Named settings to start from, as groups of `edje_index.training.config`. Settings not listed have their defaults."""
+"""Named sets of settings, in the groups of `edje_index.training.config`. Settings not listed have their defaults."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    # The defaults: the paper's first phase.
+    # The defaults: the first phase of the EDJE paper.
     "paper": {},
-    # The paper's second phase, matching and distillation alone, which starts from the bundle of the first.
+    # The second phase of the EDJE paper: starts from the bundle of the first phase, with the matching and
+    # distillation losses only.
     "paper-finetune": {"objective": {"mlm_weight": 0.0, "recovery_weight": 0.0}, "optimizer": {"lr": 2e-5}},
-    # The shipped model's recipe for thousands of photos and hours on a CPU: the adapter is aligned first and then
-    # frozen, the joint encoder is small and trained on the matching loss alone.
+    # The recipe of the shipped model, for thousands of images and hours on a CPU. The adapter is aligned first and then
+    # frozen. The joint encoder is small and trained on the matching loss alone.
     "small-data": {
         "architecture": {
             "canonical_captions": False,

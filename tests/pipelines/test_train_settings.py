@@ -161,7 +161,7 @@ def test_the_listing_is_a_settings_file(tmp_path):
     for group, kind in groups(TrainSettings).items():
         assert set(listed[group]) == set(kind.model_fields)
     assert listed["loop"]["seed"] == {
-        "value": 4, "default": 0, "required": False, "description": "Seed of everything random.",
+        "value": 4, "default": 0, "required": False, "description": "Seed of all random numbers.",
     }  # fmt: skip
     assert tomllib.loads(describe_settings({}))["optimizer"]["lr"] == 3e-4
 

@@ -1,6 +1,6 @@
-"""Batches of both phases: all tensors of a training step, except that they are still on the CPU.
+"""Batches of the alignment phase and the joint phase: the tensors of one forward pass, on the CPU.
 
-A batch is a pure function of the data, the configuration, the number of the batch and the worker.
+A batch is a pure function of the data, the configuration, the batch number and the worker's rank.
 """
 
 from __future__ import annotations
@@ -30,28 +30,32 @@ _ALIGNMENT, _JOINT = range(2)
 
 
 class OnDevice:
-    """A dataclass of tensors, input rows and plain values that moves to a device as a whole."""
+    """Base class of dataclasses whose tensors can be moved to a device together."""
 
     def to(self, device: torch.device) -> Self:
-        """A copy on `device`."""
+        """Return a copy with all tensors on `device`. On a CPU the tensors are not copied."""
         moved: Any = replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})  # type: ignore[type-var,arg-type]
         return moved  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class JointBatch(OnDevice):
-    """One worker's part of a batch: b pairs with k negative images and k negative texts each.
+    """One worker's part of a joint-phase batch: b pairs with k negative images and k negative texts each.
 
     Attributes:
-        pairs: b.
-        negatives: k.
-        patches: features of the u distinct images [u, n, d_v].
-        inputs: rows of the joint encoder: b positive pairs, b k negative images, b k negative texts (those of an anchor
-            are adjacent), and with masked language modelling b rows with masked captions.
-        image: which of the u images each row has.
-        masked: positions of the masked tokens in the flattened last b rows, and their original token ids.
-        text_inputs: the b captions alone, and their embeddings by the text tower [b, e]; None without recovery.
-        teacher: the teacher's rows of the pairs, and its tokens or features of the u images; None without a teacher.
+        pairs: number of positive pairs, b.
+        negatives: number of negative images, and of negative texts, per pair, k.
+        patches: patch features of the u distinct images [u, n, d_v].
+        inputs: input rows of the joint encoder: b positive pairs, b k pairs with negative images, b k pairs with
+            negative texts, and with masked language modelling b pairs with masked captions. The k negatives of one
+            positive pair are adjacent.
+        image: position among the u images for each input row, int64.
+        masked: positions of the masked tokens in the flattened last b rows, and the original token ids; None without
+            masked language modelling.
+        text_inputs: input rows of the b captions without images, and embeddings of these captions by the text tower
+            [b, e]; None without text-embedding recovery.
+        teacher: input rows of all pairs for the teacher, and the teacher's tokens or features of the u images; None
+            without a teacher.
     """
 
     pairs: int
@@ -66,13 +70,13 @@ class JointBatch(OnDevice):
 
 @dataclass(frozen=True)
 class AlignmentBatch(OnDevice):
-    """b images with s captions each.
+    """One worker's part of an alignment-phase batch: b images with s captions each.
 
     Attributes:
-        patches: features [b, n, d_v].
-        words: distinct token ids in all captions, without special tokens and stop words [w].
-        shares: share of each of them among the words of each caption, float32 [w, s b]. Captions come in s sets of one
-            caption per image.
+        patches: patch features [b, n, d_v].
+        words: distinct token ids in all captions, without special tokens and stop words, int64 [w].
+        shares: share of each token id in `words` among the counted tokens of each caption, float32 [w, s b]. The
+            captions are ordered as s sets of one caption per image.
     """
 
     patches: torch.Tensor
@@ -81,12 +85,12 @@ class AlignmentBatch(OnDevice):
 
 
 class Features:
-    """Blocks and embeddings of an index as tensors.
+    """Reads blocks and embeddings of an index as tensors.
 
     Args:
-        index: holds the blocks.
-        trained: the adapter to be trained. If it reduces patches and the index holds all of them, the patches are
-            reduced as they are read.
+        index: index to read.
+        trained: configuration of the adapter to train. If the adapter reduces patches and the index holds all
+            patches, :meth:`fetch` reduces the patches.
     """
 
     def __init__(self, index: CommittedIndex, trained: AdapterConfig | None = None) -> None:
@@ -99,29 +103,29 @@ class Features:
 
     @torch.inference_mode()
     def fetch(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Blocks, bfloat16 [k, n, d]. Raises CorruptIndexError if a row is a hole."""
+        """Read the blocks of the k `rows`, bfloat16 [k, n, d]. Raises CorruptIndexError if a row is a hole."""
         blocks = self._store.fetch(rows)
         holes = self._store.holes(blocks)
         if holes.any():
             raise CorruptIndexError(
-                f"{self.index.root} holds no features of row {rows[holes][0]}; run 'edje-index verify'"
+                f"{self.index.root} holds no features of row {rows[holes][0]}; run 'edje-index verify' on this index"
             )
         tensor = as_tensor(blocks)
         return tensor if self._reduction is None else self._reduction(tensor.float()).bfloat16()
 
     def embeddings(self, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Embeddings, float32 [k, e]."""
+        """Read the embeddings of the k `rows`, float32 [k, e]."""
         return torch.from_numpy(read_embeddings(self.index.root, self.index.manifest.spec, rows))
 
 
 @dataclass(frozen=True)
 class TeacherSource:
-    """What a teacher reads.
+    """Inputs of the teacher of a distillation.
 
     Attributes:
-        features: its tokens, or features for its adapter.
-        rows: row of each image in them, int64 [n].
-        tokens: image tokens per row of its joint encoder.
+        features: tokens of the teacher, or features for the teacher's adapter.
+        rows: row of each of the n training images in `features`, int64 [n].
+        tokens: image tokens per input row of the teacher's joint encoder.
     """
 
     features: Features
@@ -131,7 +135,7 @@ class TeacherSource:
     def inputs(
         self, texts: list[TokenIds], images: NDArray[np.int64], special_tokens: SpecialTokens
     ) -> tuple[JointInputs, torch.Tensor]:
-        """Rows of pairs with the captions `texts`, and the blocks of the distinct `images`."""
+        """Return the teacher's input rows for the captions `texts`, and the blocks of the distinct `images`."""
         return joint_rows(texts, self.tokens, special_tokens), self.features.fetch(self.rows[images])
 
 
@@ -140,8 +144,8 @@ class ViewSource:
     """Features of augmented views.
 
     Attributes:
-        features: features of all views.
-        rows: rows of each image's views in them, int64 [n, views]; -1 for a missing view.
+        features: features of all views of all images.
+        rows: rows of each image's views in `features`, int64 [n, views]; -1 for a missing view.
     """
 
     features: Features
@@ -150,18 +154,19 @@ class ViewSource:
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Makes batches.
+    """Makes the batches of one worker.
 
     Attributes:
-        data: captions.
-        features: features of the frozen tower.
-        teacher: what the teacher reads; None without one.
+        data: images and captions to train on.
+        features: features of the images, made by the frozen vision tower.
+        teacher: inputs of the teacher; None without a teacher.
         special_tokens: special tokens of the joint encoder's tokenizer.
-        image_tokens: image tokens per row.
-        temperature: temperature of the softmax that mines negatives; 0 takes the most similar.
-        config: settings of the training.
-        rank, world_size: number of this worker, and of workers.
-        views: each image of a batch is replaced by one of its views, or kept, at random; None without views.
+        image_tokens: image tokens per input row of the joint encoder.
+        temperature: temperature of the softmax that mines negatives; 0 takes the most similar candidates.
+        config: training settings.
+        rank: rank of this worker, counted from 0.
+        world_size: number of workers.
+        views: augmented views. A batch uses, at random, each image itself or one of its views. None without views.
     """
 
     data: TrainingData
@@ -176,7 +181,7 @@ class BatchSource:
     views: ViewSource | None = None
 
     def joint(self, number: int) -> JointBatch:
-        """Batch `number` of the joint phase, counted from 0 over the whole training."""
+        """Return this worker's part of batch `number` of the joint phase, counted from 0 over all epochs."""
         loop, objective = self.config.loop, self.config.objective
         images, captions = Sampler(self.data, loop.batch_size, loop.seed, loop.epoch_of).pairs(number)
         pair_images, pair_captions = self._pairs(number, images, captions)
@@ -206,7 +211,10 @@ class BatchSource:
     def _pairs(
         self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Image and caption of this worker's positives, then of their negative images, then of their negative texts."""
+        """Return image positions and caption positions of this worker's pairs, int64 [b (1 + 2 k)] each.
+
+        Positive pairs come first, then pairs with negative images, then pairs with negative texts.
+        """
         part = len(images) // self.world_size
         local = slice(self.rank * part, (self.rank + 1) * part)
         other_images, other_texts = (drawn[local] for drawn in self.negatives(number, images, captions))
@@ -219,7 +227,16 @@ class BatchSource:
     def negatives(
         self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Positions in the whole batch of each caption's negative images and of each image's negative texts."""
+        """Draw the negatives of a batch of all workers.
+
+        Args:
+            number: batch number.
+            images, captions: image and caption position of each pair, int64 [batch_size].
+
+        Returns:
+            Negative images of each caption and negative texts of each image, as positions in the batch, int64
+            [batch_size, k] each.
+        """
         settings, loop = self.config.negatives, self.config.loop
         similarities = self.data.text_mining[captions] @ self.data.image_mining[images].T
         masked = negative_mask(self.data.rows[images], self.data.caption_keys[captions])
@@ -238,7 +255,11 @@ class BatchSource:
         return drawn[0], drawn[1]
 
     def alignment(self, counted: NDArray[np.bool_]) -> Callable[[int], AlignmentBatch]:
-        """Batches of the alignment phase. `counted` is True for each token id that is not a stop word."""
+        """Return a function that makes this worker's part of an alignment-phase batch from the batch number.
+
+        Args:
+            counted: True for each token id that is a word to align, see `stop_words.content_token_mask`, bool [v].
+        """
         settings, seed = self.config.alignment, self.config.loop.seed
         sampler = Sampler(self.data, min(settings.batch_size, self.data.images), seed)
 
@@ -259,7 +280,7 @@ class BatchSource:
         return batch
 
     def _patches(self, images: NDArray[np.int64], phase: int, number: int) -> torch.Tensor:
-        """Features [k, n, d_v] of `images`, or of a random view of each."""
+        """Read the features of each of the k `images`, or of a random view of the image, bfloat16 [k, n, d_v]."""
         rows = self.data.rows[images]
         if self.views is None:
             return self.features.fetch(rows)

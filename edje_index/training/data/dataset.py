@@ -1,6 +1,6 @@
 """Training data other than features: captions as token ids and embeddings, and the row of each image.
 
-It is prepared once, in a folder of plain arrays that every worker memory-maps.
+The data are prepared once and saved as a folder of NumPy arrays, which every worker memory-maps.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ _BATCH = 4096
 
 @dataclass(frozen=True)
 class TrainingData:
-    """n images with c captions. The captions of an image are adjacent.
+    """n images and all their c captions. The captions of an image are adjacent.
 
     Attributes:
         rows: row of each image in the feature index, int64 [n].
         caption_starts: image i has captions caption_starts[i] up to caption_starts[i + 1], int64 [n + 1].
         token_starts: caption i has tokens token_starts[i] up to token_starts[i + 1], int64 [c + 1].
-        tokens: token ids of all captions without special tokens, int32. Captions are cut to 64 tokens per row.
-        caption_keys: equal for captions with the same words, int64 [c].
-        text_embeddings: embeddings by the text tower, float32 [c, e].
-        image_mining, text_mining: embeddings by the mining model, float32 [n, e'] and [c, e'].
+        tokens: token ids of all captions without special tokens, one caption after another, int32. Long captions are
+            cut to 64 tokens including special tokens.
+        caption_keys: a number per caption; captions with the same words have the same number, int64 [c].
+        text_embeddings: embeddings of the captions by the text tower, float32 [c, e].
+        image_mining: embeddings of the images by the mining model, float32 [n, e'].
+        text_mining: embeddings of the captions by the mining model, float32 [c, e'].
     """
 
     rows: NDArray[np.int64]
@@ -50,11 +52,11 @@ class TrainingData:
 
     @classmethod
     def open(cls, folder: Path) -> TrainingData:
-        """Map the arrays that :meth:`save` wrote."""
+        """Memory-map the arrays that :meth:`save` wrote to `folder`."""
         return cls(**{f.name: np.load(folder / f"{f.name}.npy", mmap_mode="r") for f in fields(cls)})
 
     def save(self, folder: Path) -> None:
-        """Write one file per array. The folder appears complete or not at all."""
+        """Write one file per array to `folder`, which must not exist. The folder appears complete or not at all."""
         staging = folder.with_name(f".{folder.name}.part")
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -70,39 +72,45 @@ class TrainingData:
         return len(self.rows)
 
     def pairs(self, epoch_of: str) -> int:
-        """Pairs per epoch, which visits each of the "captions" or of the "images" once."""
+        """Return the number of pairs per epoch.
+
+        `epoch_of` says what an epoch visits once: every caption ("captions") or every image ("images").
+        """
         return self.images if epoch_of == "images" else len(self.caption_keys)
 
     def caption(self, number: int) -> NDArray[np.int32]:
-        """Token ids of a caption."""
+        """Return the token ids of caption `number`."""
         part: NDArray[np.int32] = self.tokens[self.token_starts[number] : self.token_starts[number + 1]]
         return part
 
 
 @dataclass(frozen=True)
 class CaptionSet:
-    """Captions with the rows of their images in the feature index.
+    """n images and their captions.
 
     Attributes:
-        rows: int64 [n].
-        captions: captions of each image, at least one.
+        rows: row of each image in the feature index, int64 [n].
+        captions: captions of each image, at least one per image.
     """
 
     rows: NDArray[np.int64]
     captions: Sequence[Sequence[str]]
 
     def pairs(self, epoch_of: str) -> int:
-        """Pairs per epoch, which visits each of the "captions" or of the "images" once."""
+        """Return the number of pairs per epoch.
+
+        `epoch_of` says what an epoch visits once: every caption ("captions") or every image ("images").
+        """
         return len(self.rows) if epoch_of == "images" else sum(map(len, self.captions))
 
     def texts(self) -> list[str]:
-        """All captions, image by image."""
+        """Return all captions in one list, image by image."""
         return [text for group in self.captions for text in group]
 
 
 @dataclass(frozen=True)
 class DevCaptions:
-    """Captions that are not trained on, to which weights are fitted.
+    """Dev captions: not trained on, used to measure recall and to fit the weights of the final score.
 
     Attributes:
         captions: n images and their captions.
@@ -118,8 +126,8 @@ class Miner:
     """An embedding model whose similarities mine hard negatives.
 
     Attributes:
-        text: its text tower.
-        image_embeddings: embeddings of the images to train on, float32 [n, e].
+        text: text tower of the mining model.
+        image_embeddings: embeddings of the n training images by the mining model, float32 [n, e].
     """
 
     text: TextTower
@@ -136,11 +144,14 @@ def prepare_data(
     """Tokenize and embed all captions.
 
     Args:
-        items: images and captions.
+        items: images and captions to train on.
         tokenizer: tokenizer of the joint encoder.
-        tower: text tower whose embeddings are recovered.
-        miner: mining model; its text tower may be `tower`.
-        on_progress: may raise to stop.
+        tower: text tower whose embeddings the joint encoder learns to recover.
+        miner: mining model. If `miner.text` is `tower`, the captions are embedded only once.
+        on_progress: called with the progress; an exception that `on_progress` raises stops the preparation.
+
+    Raises:
+        UsageError: there are no captions.
     """
     texts = items.texts()
     if not texts:
@@ -168,7 +179,7 @@ def _token_ids(tokenizer: JointTokenizer, texts: Sequence[str]) -> list[list[int
 
 
 def _words(text: str, tokenizer: JointTokenizer) -> str:
-    """A key that is equal for captions with the same words."""
+    """Return the normalised caption; captions with the same words give the same string."""
     return clean_canonicalize(text) if tokenizer.canonical else " ".join(text.lower().split()).rstrip(" .")
 
 

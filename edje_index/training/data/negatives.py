@@ -1,7 +1,7 @@
 """Hard-negative mining within a batch, by the similarities of an embedding model.
 
-The batch spans all workers. Its pairs follow from (seed, step) and every worker has all embeddings. So each worker
-computes the negatives of the whole batch without communication, and can prepare batches ahead.
+A batch spans all workers. The seed and the batch number determine its pairs, and every worker has all embeddings. So
+each worker computes the negatives of the whole batch without communication, and can prepare batches ahead.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Similarities = NDArray[np.floating[Any]]
 
 
 def negative_mask(image_keys: NDArray[np.int64], caption_keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Pairs (caption i, image j) of a batch that cannot be negatives -> [b, b], symmetric.
+    """Return which pairs (caption i, image j) of a batch cannot be negatives, bool [b, b], symmetric.
 
-    These are pairs of the same image, with any of its captions, and pairs whose captions have the same words.
+    An entry is True if pairs i and j of the batch show the same image or have captions with the same words.
 
     Args:
-        image_keys: [b], equal for the same image.
-        caption_keys: [b], equal for the same text.
+        image_keys: a number per image; equal numbers mean the same image, int64 [b].
+        caption_keys: a number per caption; equal numbers mean the same words, int64 [b].
     """
     masked: NDArray[np.bool_] = (image_keys[:, None] == image_keys) | (caption_keys[:, None] == caption_keys)
     return masked
@@ -38,28 +38,31 @@ def draw_negatives(
     mined: float,
     rng: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """Draw `count` negatives for each row -> int64 [b, count], columns of `similarities`.
+    """Draw `count` negatives for each row of `similarities`. Return their columns, int64 [b, count].
 
     Negatives are drawn without replacement with probabilities softmax(similarity / temperature) over the columns that
-    are not masked. With probability 1 - `mined` a row draws uniformly instead. If fewer than `count` columns are left,
-    they repeat in turn.
+    are not masked. With probability 1 - `mined`, a row is drawn uniformly instead. If a row has fewer than `count`
+    columns that are not masked, these columns are repeated.
 
     Args:
-        similarities: of each anchor with every candidate of the batch [b, c].
-        masked: columns that cannot be negatives [b, c].
-        count: k.
-        temperature: not negative; 0 takes the `count` most similar.
-        mined: between 0 and 1.
-        rng: the only source of randomness.
+        similarities: similarity of each query with every candidate of the batch [b, c].
+        masked: which candidates cannot be negatives of each query, bool [b, c].
+        count: number of negatives per row, k.
+        temperature: temperature of the softmax, at least 0; 0 takes the `count` most similar candidates.
+        mined: probability that the negatives of a row are mined, between 0 and 1.
+        rng: random number generator.
 
     Raises:
-        UsageError: a row has no candidate.
+        UsageError: all candidates of a row are masked.
     """
     free = (~masked).sum(axis=1)
     if not free.all():
-        raise UsageError("a batch holds only copies of one image or caption; raise loop.batch_size")
-    # Gumbel top-k: the largest of log-weight + noise are a draw without replacement. Everything is scaled by the
-    # temperature, so that 0 is allowed.
+        raise UsageError(
+            "a pair has no possible negative: all other pairs of the batch have the same image or the same words; "
+            "raise loop.batch_size"
+        )
+    # Gumbel top-k: the largest values of log-weight + noise are a draw without replacement. Both terms are multiplied
+    # by the temperature, so that a temperature of 0 is allowed.
     noise = rng.gumbel(size=similarities.shape)
     random_rows = rng.random(len(similarities)) >= mined
     keys = similarities + temperature * noise
@@ -71,5 +74,8 @@ def draw_negatives(
 
 
 def mined_share(step: int, curriculum_steps: int) -> float:
-    """Probability that a row's negatives are mined: grows from 0 to 1 over `curriculum_steps`; 1 if that is 0."""
+    """Return the probability that negatives are mined at `step`.
+
+    The probability grows from 0 to 1 over `curriculum_steps`. If `curriculum_steps` is 0, the probability is always 1.
+    """
     return min(1.0, step / curriculum_steps) if curriculum_steps else 1.0

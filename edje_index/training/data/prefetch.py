@@ -1,4 +1,4 @@
-"""Makes batches ahead in a thread, so that reading and arranging them overlaps with the model's work."""
+"""Makes batches ahead in a thread, so that reading the next batches overlaps with computation on the current one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ DEPTH = 2
 
 @contextmanager
 def prefetched(make: Callable[[int], Batch], numbers: range) -> Generator[Generator[Batch, None, None], None, None]:
-    """Yield an iterator over `make(number)` for `numbers`. Each batch is made while earlier ones are used.
+    """Return a context manager that yields an iterator over the batches `make(number)` for `numbers`.
 
-    An exception of `make` is raised when its batch is requested. Leaving the context ends the thread.
+    A thread makes up to `DEPTH` batches ahead. An exception of `make` is raised when the failed batch is requested.
+    Leaving the context ends the thread.
     """
     ready: queue.Queue[tuple[Batch | None, BaseException | None]] = queue.Queue(DEPTH)
     stop = threading.Event()

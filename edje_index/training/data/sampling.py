@@ -1,8 +1,8 @@
-"""Which pairs a step uses: a pure function of the seed and the step, so that resuming needs no saved state.
+"""Which pairs a batch holds: a pure function of the seed and the batch number, so that resuming needs no saved state.
 
-An epoch visits every caption once, in an order of its own, as published. If there are several data sets,
-each has a share of the pairs in proportion to its captions. If `epoch_of` is "images", an epoch visits every image
-once, with one of its captions, and each caption is used once in as many epochs as the image has captions.
+By default an epoch visits every caption once, in a new random order, as in the published code. Several data sets then
+contribute pairs in proportion to their captions. If `epoch_of` is "images", an epoch visits every image once, with one
+of its captions. An image with c captions then uses each of them once in c epochs.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from numpy.typing import NDArray
 
 from edje_index.training.data.dataset import TrainingData
 
-# Purposes of random numbers. Each has a stream of its own, seeded by [seed, purpose, ...].
+# Purposes of random numbers. Each purpose has its own stream, seeded by [seed, purpose, ...].
 ORDER, NEGATIVE_IMAGES, NEGATIVE_TEXTS, MASKING, DROPOUT, CLUSTERING, VIEWS, VIEW_CHOICE, POOLING, BANK, DEV = range(11)
 
 
 def stream(seed: int, purpose: int, *position: int) -> np.random.Generator:
-    """The random numbers of one purpose at one position in the training."""
+    """Return the random number generator for `purpose` at `position`, for example a batch number and a rank."""
     return np.random.default_rng([seed, purpose, *position])
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Batches of `batch_size` pairs. Pairs at the end of an epoch that fill no batch are left out.
+    """Draws batches of `batch_size` pairs. The last pairs of an epoch are left out if they do not fill a batch.
 
     Attributes:
         data: images and captions to draw from.
-        batch_size: summed over all workers.
-        seed: decides the order.
+        batch_size: pairs per batch, summed over all workers.
+        seed: seed of the random order.
         epoch_of: what an epoch visits once, "captions" or "images".
     """
 
@@ -41,7 +41,10 @@ class Sampler:
     epoch_of: str = "captions"
 
     def pairs(self, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Image numbers and caption numbers, int64 [batch_size] each, of batch `batch` of the whole training."""
+        """Return image positions and caption positions of batch `batch`, int64 [batch_size] each.
+
+        `batch` counts from 0 over all epochs.
+        """
         if self.epoch_of == "images":
             images, caption_sets = self.sets(batch, 1)
             return images, caption_sets[0]
@@ -49,7 +52,11 @@ class Sampler:
         return np.searchsorted(self.data.caption_starts, captions, side="right") - 1, captions
 
     def sets(self, batch: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Numbers of distinct images [batch_size], and `count` sets of one caption per image [count, batch_size]."""
+        """Draw distinct images, and `count` captions of each image.
+
+        Returns:
+            Image positions [batch_size] and caption positions [count, batch_size], int64.
+        """
         images, epoch = self._members(batch, self.data.images)
         starts = self.data.caption_starts
         counts = starts[images + 1] - starts[images]
@@ -57,7 +64,7 @@ class Sampler:
         return images, starts[images] + (first + np.arange(count)[:, None]) % counts
 
     def _members(self, batch: int, count: int) -> tuple[NDArray[np.int64], int]:
-        """Members of a batch among `count`, and the number of its epoch."""
+        """Return the positions, among `count`, that batch `batch` visits, int64 [batch_size], and its epoch number."""
         epoch, batch_of_epoch = divmod(batch, count // self.batch_size)
         order = _permutation(count, self.seed, epoch)
         return order[batch_of_epoch * self.batch_size : (batch_of_epoch + 1) * self.batch_size], epoch

@@ -1,6 +1,6 @@
-"""Input rows of the joint encoder from tokenized captions, many at a time.
+"""Makes input rows of the joint encoder from captions that are already token ids.
 
-The rows equal those that `edje_index.models.joint_inputs.JointTokenizer.inputs` makes from the same captions.
+The rows equal those that `edje_index.models.joint_inputs.JointTokenizer.inputs` makes from the captions as text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TokenIds = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Token ids of the special tokens."""
+    """Token ids of the special tokens of the joint encoder's tokenizer."""
 
     pad: int
     cls: int
@@ -30,7 +30,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: JointTokenizer) -> SpecialTokens:
-        """The special tokens of a tokenizer."""
+        """Return the token ids of the special tokens of `tokenizer`."""
         return cls(
             pad=tokenizer.special_id("pad_token"),
             cls=tokenizer.special_id("cls_token"),
@@ -41,7 +41,10 @@ class SpecialTokens:
 
 
 def joint_rows(captions: Sequence[TokenIds], image_tokens: int, special_tokens: SpecialTokens) -> JointInputs:
-    """Rows ``[CLS] caption [SEP] <image> x m [SEP]``. Everything after the first ``[SEP]`` has type 1."""
+    """Return the input rows ``[CLS] caption [SEP] <image> x image_tokens [SEP]``, one per caption.
+
+    Tokens after the first ``[SEP]`` have token type 1, padding has type 0.
+    """
     ids, lengths = _padded(captions, image_tokens + 1, special_tokens)
     position = np.arange(ids.shape[1])
     image_start = lengths + 2
@@ -53,7 +56,7 @@ def joint_rows(captions: Sequence[TokenIds], image_tokens: int, special_tokens: 
 
 
 def text_rows(captions: Sequence[TokenIds], special_tokens: SpecialTokens) -> JointInputs:
-    """Rows ``[CLS] caption [SEP]``."""
+    """Return the input rows ``[CLS] caption [SEP]``, one per caption, without image tokens."""
     ids, lengths = _padded(captions, 0, special_tokens)
     position = np.arange(ids.shape[1])
     return _inputs(ids, np.zeros(ids.shape, dtype=bool), position <= lengths + 1)
@@ -64,9 +67,9 @@ class MaskedCaptions:
     """Captions with masked tokens.
 
     Attributes:
-        captions: token ids with ``[MASK]`` among them.
-        is_masked: which tokens of all captions, one caption after another, are masked [tokens].
-        targets: their original token ids [masked].
+        captions: token ids of each caption, where masked tokens have the id of ``[MASK]``.
+        is_masked: which tokens are masked, over all captions one after another, bool [tokens].
+        targets: original token ids of the masked tokens [masked].
     """
 
     captions: list[TokenIds]
@@ -74,7 +77,10 @@ class MaskedCaptions:
     targets: TokenIds
 
     def flat_targets(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions of the masked tokens in flattened rows [captions x width], and their targets, int64 each."""
+        """Return positions of the masked tokens in the flattened input rows [captions, width], and their targets.
+
+        Both are int64 [masked].
+        """
         positions = np.concatenate([row * width + 1 + np.arange(len(c)) for row, c in enumerate(self.captions)])
         return torch.from_numpy(positions[self.is_masked]), torch.from_numpy(self.targets.astype(np.int64))
 
@@ -82,7 +88,7 @@ class MaskedCaptions:
 def mask_captions(
     captions: Sequence[TokenIds], probability: float, mask: int, rng: np.random.Generator
 ) -> MaskedCaptions:
-    """Replace each caption token by the token id `mask` with `probability`."""
+    """Replace each token of `captions` with probability `probability` by the token id `mask`."""
     flat = np.concatenate(captions)
     is_masked = rng.random(len(flat)) < probability
     masked = np.split(np.where(is_masked, mask, flat), np.cumsum([len(c) for c in captions])[:-1])
@@ -92,7 +98,7 @@ def mask_captions(
 def _padded(
     captions: Sequence[TokenIds], extra: int, special_tokens: SpecialTokens
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows ``[CLS] caption [SEP]`` with padding of at least `extra` tokens, and the captions' lengths [b, 1]."""
+    """Return rows ``[CLS] caption [SEP]`` with at least `extra` tokens of padding, and caption lengths [b, 1]."""
     lengths = np.array([[len(caption)] for caption in captions])
     ids = np.full((len(captions), lengths.max() + 2 + extra), special_tokens.pad, dtype=np.int64)
     position = np.arange(ids.shape[1])

@@ -1,1 +1,3 @@
-"""Fits the parts of the final score that gradients do not train: pooled similarity, hubness bank and score weights."""
+"""Makes the parts of the final score that the training loop does not train.
+
+These are the pooled similarity, the hubness bank and the weights of the final score."""

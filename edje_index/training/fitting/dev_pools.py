@@ -1,4 +1,4 @@
-"""The pools that score weights are fitted to: dev captions and images, scored with a trained bundle."""
+"""Pools of dev captions and images, scored with a trained bundle. The weights of the final score are fitted to them."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ _ACTIVITY = "choosing the weights of the final score on the dev captions, querie
 
 @dataclass(frozen=True)
 class DevSet:
-    """n images and c captions that are not trained on.
+    """n images and c captions that are not trained on, with their embeddings.
 
     Attributes:
         rows: row ids of the images in the feature index, int64 [n].
-        captions: the texts.
-        caption_images: position of each caption's image, int64 [c].
-        image_embeddings, text_embeddings: embeddings, float32 [n, e] and [c, e].
+        captions: text of each caption.
+        caption_images: position among the n images of each caption's image, int64 [c].
+        image_embeddings: embeddings of the images, float32 [n, e].
+        text_embeddings: embeddings of the captions, float32 [c, e].
     """
 
     rows: NDArray[np.int64]
@@ -59,7 +60,7 @@ class DevSet:
 
 
 def make_dev_set(dev: DevCaptions, text_embeddings: NDArray[np.float32]) -> DevSet:
-    """The set of `dev`, whose captions have `text_embeddings`, float32 [c, e]."""
+    """Return `dev` as a `DevSet`; `text_embeddings` are the embeddings of the captions, float32 [c, e]."""
     items = dev.captions
     caption_images = np.repeat(np.arange(len(items.rows)), [len(group) for group in items.captions])
     return DevSet(items.rows, items.texts(), caption_images, dev.image_embeddings, text_embeddings)
@@ -72,9 +73,10 @@ def choose_dev_weights(
     config: FittingConfig,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> dict[str, WeightChoice]:
-    """Fit the weights that `config` leaves open, by direction. The parts of `bundle` must be in evaluation mode.
+    """Fit the weights that are None in `config`, and return the fitted weights by direction.
 
-    `on_progress` is called before every query and every fit; an exception that it raises ends the fit.
+    The modules of `bundle` must be in evaluation mode. `on_progress` is called before every query and every fit; an
+    exception that `on_progress` raises ends the fit.
     """
     queries = _queries(dev, config)
     settings = {EMBEDDING: config.embedding_weight, LATE: config.late_weight, POOLED: config.pooled_weight}
@@ -91,7 +93,10 @@ def choose_dev_weights(
 
 
 def dev_recalls(bundle: ModelBundle, dev: DevSet, features: Features, config: FittingConfig) -> dict[str, float]:
-    """R@1 between 0 and 1 of the logit alone, by direction, with the queries and pools that weights are fitted to."""
+    """Return R@1 of the logit alone by direction, between 0 and 1.
+
+    The queries and pools are the same as in :func:`choose_dev_weights`.
+    """
     recalls = {}
     for direction, positions in _queries(dev, config).items():
         scorer = _DevScorer(bundle, dev, features, direction, parts=(LOGIT,))
@@ -101,7 +106,7 @@ def dev_recalls(bundle: ModelBundle, dev: DevSet, features: Features, config: Fi
 
 
 def _queries(dev: DevSet, config: FittingConfig) -> dict[str, NDArray[np.int64]]:
-    """Positions of the queries among the captions, or among the images, by direction."""
+    """Return the positions of the queries by direction: among the captions for t2i, among the images for i2t."""
     return {
         TEXT_TO_IMAGE: np.sort(stream(0, DEV, 0).permutation(len(dev.captions))[: config.dev_captions]),
         IMAGE_TO_TEXT: np.sort(stream(0, DEV, 1).permutation(len(dev.rows))[: config.dev_captions]),
@@ -114,7 +119,7 @@ def _report(on_progress: OnProgress, before: int, total: int, done: int) -> None
 
 @dataclass(frozen=True)
 class _DevScorer:
-    """Scores dev queries in one direction, by those of `parts` that the bundle has."""
+    """Scores the pools of dev queries in one direction, with the names in `parts` that the bundle provides."""
 
     bundle: ModelBundle
     dev: DevSet
@@ -123,7 +128,10 @@ class _DevScorer:
     parts: tuple[str, ...] = JOINT_PARTS
 
     def pools(self, queries: NDArray[np.int64], size: int, on_query: Callable[[int], None]) -> DevPools:
-        """The `size` nearest candidates of each of `queries`, positions among the captions or images [q]."""
+        """Return the scored pools of the `size` candidates with the highest embedding similarity to each query.
+
+        `queries` are positions among the captions (t2i) or among the images (i2t), int64 [q].
+        """
         dev, text_queries = self.dev, self.direction == TEXT_TO_IMAGE
         embeddings = (dev.text_embeddings, dev.image_embeddings)
         query_embeddings, candidate_embeddings = embeddings if text_queries else embeddings[::-1]
@@ -147,7 +155,10 @@ class _DevScorer:
         tokens: _DevTokens,
         on_query: Callable[[int], None],
     ) -> dict[str, Scores]:
-        """The parts that read the tokens, float32 [q, p] each; `captions` and `images` are positions [q, p]."""
+        """Compute the parts that read tokens, float32 [q, p] each, by name.
+
+        `captions` and `images` are the positions of each pair's caption and image in the dev set, int64 [q, p].
+        """
         available = self.bundle.parts(self.direction, ScoreWeights())
         parts = {name: available[name] for name in self.parts if name in available}
         scores: dict[str, list[NDArray[np.float32]]] = {name: [] for name in parts}
@@ -181,11 +192,11 @@ class _DevScorer:
 
 @dataclass(frozen=True)
 class _DevTokens:
-    """Tokens of some images of a dev set, rounded to bfloat16 as an index stores them.
+    """Tokens of some images of a dev set, rounded to bfloat16 like tokens in an index.
 
     Attributes:
-        images: positions in the dev set, ascending, int64 [n].
-        blocks: bfloat16 [n, m, d].
+        images: positions of the images in the dev set, ascending, int64 [n].
+        blocks: tokens of the images, bfloat16 [n, m, d].
     """
 
     images: NDArray[np.int64]
@@ -194,7 +205,7 @@ class _DevTokens:
     @classmethod
     @torch.inference_mode()
     def of(cls, bundle: ModelBundle, dev: DevSet, features: Features, positions: NDArray[np.int64]) -> _DevTokens:
-        """The tokens of the images at `positions`, an array of any shape."""
+        """Compute the tokens of the images at `positions` in `dev`, an array of any shape that may hold repeats."""
         adapter = trained_part(bundle.adapter)
         images, blocks = np.unique(positions), []
         for start in range(0, len(images), _ADAPTER_BATCH):
@@ -203,5 +214,5 @@ class _DevTokens:
         return cls(images, torch.cat(blocks))
 
     def at(self, positions: NDArray[np.int64]) -> torch.Tensor:
-        """The blocks of images by their positions in the dev set."""
+        """Return the blocks of the images at `positions` in the dev set, bfloat16 [*positions.shape, m, d]."""
         return self.blocks[torch.from_numpy(np.searchsorted(self.images, positions))]

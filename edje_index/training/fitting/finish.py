@@ -1,4 +1,4 @@
-"""Makes a bundle from the last checkpoint of a training run, and fits what is not trained by gradients."""
+"""Makes a bundle from a checkpoint of a training run, and fits the final score of the bundle."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from edje_index.training.model.trained_part import trained_part
 
 @dataclass(frozen=True)
 class FinishedModel:
-    """A trained bundle with its final score.
+    """A trained bundle with the weights of its final score.
 
     Attributes:
-        bundle: the bundle, not saved yet.
-        steps: steps of the joint phase.
-        choices: how its weights were fitted, by direction; empty if none were fitted.
-        bank_unused: a hubness bank was made, but the hubness correction got no weight.
+        bundle: the trained bundle, not saved yet.
+        steps: finished steps of the joint phase in the checkpoint.
+        choices: fitted weights and their recall, by direction; empty if no weights were fitted.
+        bank_unused: whether a hubness bank was made and then dropped, because the hubness correction has weight 0 in
+            both directions.
     """
 
     bundle: ModelBundle
@@ -37,17 +38,17 @@ class FinishedModel:
 
 
 def finish_model(task: TrainTask, step: int | None, on_progress: OnProgress) -> FinishedModel:
-    """A checkpoint as a bundle, with the final score that `task.config.fitting` describes.
+    """Make a bundle from a checkpoint, with the final score that `task.config.fitting` describes.
 
-    Weights that the settings leave open are fitted to the dev captions; without any they are 0.
+    Weights that are None in the settings are fitted to the dev captions. Without dev captions these weights are 0.
 
     Args:
-        task: the training.
-        step: step of the checkpoint; None takes the last one.
-        on_progress: may raise to stop.
+        task: task of the training run.
+        step: step of the checkpoint; None takes the last checkpoint.
+        on_progress: called with the progress; an exception that `on_progress` raises stops the function.
 
     Raises:
-        ModelError: the run has no such checkpoint of its last phase.
+        ModelError: the run has no checkpoint of `step` in the joint phase, or the checkpoint cannot be read.
     """
     fitting, dev = task.config.fitting, task.dev
     given_weights = [fitting.embedding_weight, fitting.late_weight]
@@ -82,7 +83,7 @@ def finish_model(task: TrainTask, step: int | None, on_progress: OnProgress) -> 
 
 
 def _score_of_settings(fitting: FittingConfig) -> DirectionWeights:
-    """The weights of the settings, the same in both directions; 0 for a weight that they leave open."""
+    """Return the weights in the settings, the same for both directions. A weight that is None becomes 0."""
     weights = ScoreWeights(
         late=fitting.late_weight or 0.0,
         pooled=(fitting.pooled_weight or 0.0) if fitting.pooled_dim else 0.0,

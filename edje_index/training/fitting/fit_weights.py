@@ -1,8 +1,9 @@
 """Fits the weights of the final score to captions and images that were not trained on, by maximum likelihood.
 
-The fit maximises the probability that a softmax over the candidates assigns to the right one. Maximising recall
-directly overfits a small dev set (docs/lab/score.md has the comparison). The hubness correction contains the weights
-of the embedding and pooled similarity, so all weights are fitted together with it.
+A candidate is relevant if its image and caption belong together. The fit maximises the probability that a softmax over
+the candidates of a query assigns to the relevant candidates. Maximising recall directly overfits a small dev set
+(docs/lab/score.md has the comparison). The hubness correction depends on the weights of the embedding similarity and
+the pooled similarity, so these weights are fitted together with the weight of the correction.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from edje_index.scoring.weights import EMBEDDING, HUBNESS, LOGIT, POOLED, Hubnes
 Scores = NDArray[np.floating[Any]]
 Columns = Mapping[str, torch.Tensor]
 Given = Mapping[str, float | None]
-"""Weight of each part beside the logit that has one; None for a weight that is to be fitted."""
+"""Given weight of each part other than the logit; None for a weight to fit."""
 
-_REGULARISATION = 0.01  # of factors of columns with standard deviation 1
+_REGULARISATION = 0.01  # penalty on the squared factors of columns with standard deviation 1
 _LEAST_LOGIT = 1e-3  # smallest factor of the logit, as a share of the largest factor
 _STEPS = 100
-_LOG_RANGE = math.log(100)  # how far a weight may move from where the fit with hubness starts
-_LEAST_GAIN = 1e-6  # of the mean loss, for the hubness correction to get a weight
+_LOG_RANGE = math.log(100)  # how far the logarithm of a weight may move in the fit with the hubness correction
+_LEAST_GAIN = 1e-6  # smallest decrease of the mean loss for which the hubness correction is used
 _FOLDS = 5
 
 
@@ -38,10 +39,10 @@ class HubnessProducts:
     """Inner products of n candidates with the b captions or images of a hubness bank.
 
     Attributes:
-        embedding: of the embeddings, float [n, b].
-        pooled: of the pooled vectors, float [n, b], or one that broadcasts to it.
-        candidates: which of the n candidates each position of the pools holds, int64 [q, p].
-        floor: the lower limit of the hubness with a similarity. The fit ignores it.
+        embedding: inner products of the embeddings, float [n, b].
+        pooled: inner products of the pooled vectors, float, of shape [n, b] or a shape that broadcasts to [n, b].
+        candidates: position among the n candidates for each entry of the pools, int64 [q, p].
+        floor: returns the lower limit of the hubness for a `HubnessSimilarity`. Fitting ignores the limit.
     """
 
     embedding: torch.Tensor
@@ -50,7 +51,7 @@ class HubnessProducts:
     floor: Callable[[HubnessSimilarity], float] = lambda similarity: -math.inf
 
     def correction(self, similarity: HubnessSimilarity) -> Scores:
-        """The hubness correction of the candidates, float32 [q, p]."""
+        """Compute the hubness correction of each candidate in the pools, float32 [q, p]."""
         values = hubness(self.embedding, self.pooled, **asdict(similarity))
         correction: Scores = -values.clamp(min=self.floor(similarity)).float().numpy(force=True)[self.candidates]
         return correction
@@ -61,10 +62,10 @@ class DevPools:
     """The pools of q queries with p candidates each, in one direction.
 
     Attributes:
-        parts: parts of the final score without the hubness correction, float32 [q, p] each.
-        right: whether a candidate answers its query, bool [q, p].
-        images: the image of each query, any integers [q].
-        hubness: what the hubness correction is computed from; None without a bank.
+        parts: values of the parts of the final score by name, without the hubness correction, float32 [q, p] each.
+        right: which candidates are relevant to each query, bool [q, p].
+        images: a number per query that identifies the query's image, for cross-validation by image, int64 [q].
+        hubness: inner products for the hubness correction; None without a hubness bank.
     """
 
     parts: Mapping[str, Scores]
@@ -73,7 +74,7 @@ class DevPools:
     hubness: HubnessProducts | None = None
 
     def select(self, queries: NDArray[np.bool_]) -> Self:
-        """The pools of the queries in the mask `queries` [q]."""
+        """Return the pools of the queries for which the mask `queries`, bool [q], is True."""
         bank = self.hubness
         return replace(
             self,
@@ -84,7 +85,10 @@ class DevPools:
         )
 
     def hits(self, weights: ScoreWeights) -> NDArray[np.bool_]:
-        """Whether the candidate with the highest final score is right, bool [q]. The first of equal scores counts."""
+        """Return for which queries the candidate with the highest final score is relevant, bool [q].
+
+        Among candidates with equal scores, the first counts.
+        """
         parts = dict(self.parts)
         if self.hubness is not None:
             parts[HUBNESS] = self.hubness.correction(weights.hubness_similarity)
@@ -95,16 +99,18 @@ class DevPools:
 
 @dataclass(frozen=True)
 class WeightChoice:
-    """The weights of one direction, and R@1 with them between 0 and 1.
+    """The weights of one direction, and R@1 with these weights. Each R@1 is between 0 and 1.
 
     Attributes:
         weights: the fitted and given weights.
-        recall: R@1 with them on the queries that they were fitted to.
-        held_out_recall: R@1 by cross-validation: the queries of each fifth of the images are scored with weights fitted
-            to the others. Images of that fifth may still be wrong candidates in the fit. None with a single image.
-        logit_recall: R@1 by the logit alone.
-        embedding_recall: R@1 without re-ranking.
-        queries, pool: number of queries, and of candidates per query.
+        recall: R@1 with `weights` on the queries that they were fitted to.
+        held_out_recall: R@1 by 5-fold cross-validation. The queries of each fifth of the images are scored with weights
+            that were fitted to the other queries. Images of this fifth may still be candidates of those queries. None
+            if all queries have the same image.
+        logit_recall: R@1 with the logit alone.
+        embedding_recall: R@1 with the embedding similarity alone, that is, without re-ranking.
+        queries: number of queries.
+        pool: number of candidates per query.
     """
 
     weights: ScoreWeights
@@ -117,7 +123,11 @@ class WeightChoice:
 
 
 def choose_weights(pools: DevPools, given: Given, on_fit: Callable[[], None] = lambda: None) -> WeightChoice:
-    """Fit the weights of one direction and measure them; `on_fit` is called before each fit and may raise."""
+    """Fit the weights of one direction to `pools` and measure R@1 with them.
+
+    A number in `given` is a fixed weight, and None is a weight to fit. `on_fit` is called before each
+    fit; an exception that `on_fit` raises ends the function.
+    """
     on_fit()
     weights = fit_weights(pools, given)
     return WeightChoice(
@@ -145,10 +155,11 @@ def _cross_validate(pools: DevPools, given: Given, on_fit: Callable[[], None]) -
 
 
 def fit_weights(pools: DevPools, given: Given) -> ScoreWeights:
-    """The maximum-likelihood weights, none below 0; the logit has weight 1.
+    """Return the maximum-likelihood weights. The logit has weight 1, and no fitted weight is negative.
 
-    Weights that are 0 without the hubness correction stay 0 with it. The hubness correction has weight 0 if it does not
-    increase the likelihood. Queries without a right candidate in their pool are ignored.
+    The weights are fitted without the hubness correction first and then with it. A weight that is 0 after the first fit
+    stays 0. The hubness correction has weight 0 if it does not increase the likelihood. Queries without a relevant
+    candidate in their pool are ignored.
     """
     answered: NDArray[np.bool_] = np.any(pools.right, axis=1)
     start = _weights({LOGIT: 1.0, **_fit_without_hubness(pools, given, answered)}, temperature=1.0)
@@ -159,7 +170,10 @@ def fit_weights(pools: DevPools, given: Given) -> ScoreWeights:
 
 
 def _weights(weights: Mapping[str, Any], temperature: float) -> ScoreWeights:
-    """The weights by part; the hubness correction compares candidates by the same weights."""
+    """Return `weights`, given by part, as `ScoreWeights`.
+
+    The embedding and pooled weights are also those of the hubness similarity.
+    """
     by_part = {part: _number(weight) for part, weight in weights.items()}
     similarity = HubnessSimilarity(by_part.get(EMBEDDING, 0.0), by_part.get(POOLED, 0.0), temperature)
     return ScoreWeights.of_parts(by_part, similarity)
@@ -170,7 +184,10 @@ def _number(value: float | torch.Tensor) -> float:
 
 
 def _fit_without_hubness(pools: DevPools, given: Given, answered: NDArray[np.bool_]) -> dict[str, float]:
-    """The given and the fitted weights beside that of the logit."""
+    """Return the weight of each part in `given`, fitted where it is None. The logit has weight 1.
+
+    `answered` says which queries have a relevant candidate in their pool, bool [q].
+    """
     fixed = {part: weight for part, weight in given.items() if weight is not None}
     free = [part for part in given if part not in fixed]
     if not free or not answered.any() or pools.right.shape[1] == 1:
@@ -181,13 +198,13 @@ def _fit_without_hubness(pools: DevPools, given: Given, answered: NDArray[np.boo
     scaled = {part: values / scales[part] for part, values in columns.items()}
     factors = _likeliest_factors(scaled, torch.from_numpy(pools.right[answered]))
     factors = {part: factors[part] / scales[part] for part in columns}
-    # If the logit says nothing, or the opposite, the other parts outweigh it.
+    # If the factor of the logit is close to 0, the weights of the other parts are limited to 1 / _LEAST_LOGIT.
     unit = factors[LOGIT].clamp(min=float(max(factors.values())) * _LEAST_LOGIT).clamp(min=1e-9)
     return {**fixed, **{part: float(factors[part] / unit) for part in free}}
 
 
 def _likeliest_factors(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Factors of the columns [q, p] that minimise the loss. A factor that would be negative is 0."""
+    """Return the factor of each column [q, p] that minimises the loss. A factor that would be negative is 0."""
     factors = {part: torch.zeros((), dtype=torch.float64) for part in columns}
     kept = dict(columns)
     while kept:
@@ -199,7 +216,10 @@ def _likeliest_factors(columns: Columns, right: torch.Tensor) -> dict[str, torch
 
 
 def _minimise(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The factors with weak regularisation. With one right candidate per query the problem is convex."""
+    """Return the factors that minimise the loss with weak regularisation; they may be negative.
+
+    If each query has one relevant candidate, the problem is convex.
+    """
     factors = torch.ones(len(columns), dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([factors], max_iter=200, line_search_fn="strong_wolfe")
 
@@ -216,15 +236,16 @@ def _minimise(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _HubnessFit:
-    """The fit of all weights together, around the weights `start` that have no hubness correction.
+    """Fits the weights together with the hubness correction, starting at weights that were fitted without it.
 
     Attributes:
-        columns: parts of the score, float64 [q, p] each.
-        right: bool [q, p].
-        products: the hubness products of the pools.
-        start: the weights without the hubness correction.
-        free: parts whose weights move with the hubness correction.
-        scale: first values of the factor of the whole score, the weight of the correction and its temperature.
+        columns: values of the parts by name, without the hubness correction, float64 [q, p] each.
+        right: which candidates are relevant to each query, bool [q, p].
+        products: inner products of the candidates with the hubness bank.
+        start: weights that were fitted without the hubness correction.
+        free: names of the parts whose weights are fitted again.
+        scale: initial values of three parameters: the factor of the whole score, the weight of the hubness correction
+            and the temperature of the hubness correction, float64 [3].
     """
 
     columns: Columns
@@ -236,7 +257,7 @@ class _HubnessFit:
 
     @classmethod
     def of(cls, pools: DevPools, start: ScoreWeights, free: list[str]) -> Self:
-        """The fit to `pools`, each with a right candidate."""
+        """Prepare the fit to `pools`, where every query has a relevant candidate."""
         assert pools.hubness is not None
         bank = pools.hubness
         columns = {part: torch.from_numpy(values.astype(np.float64)) for part, values in pools.parts.items()}
@@ -250,7 +271,7 @@ class _HubnessFit:
         return cls(columns, right, products, start, free, scale)
 
     def solve(self) -> ScoreWeights | None:
-        """The maximum-likelihood weights; None if they do not improve on the start."""
+        """Return the maximum-likelihood weights; None if their loss is not lower than the loss of `start`."""
         limit = float(_mean_loss(self.scale[0] * FinalScore.of(self.start).sum(self.columns), self.right)) - _LEAST_GAIN
         best: ScoreWeights | None = None
         moves = torch.zeros(3 + len(self.free), dtype=torch.float64, requires_grad=True)
@@ -271,7 +292,10 @@ class _HubnessFit:
         return best
 
     def _point(self, moves: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
-        """(factor of the score, weights, temperature): the start times factors between 1/100 and 100."""
+        """Return (factor of the whole score, weights by part, temperature) at the point `moves` of the search.
+
+        Each fitted value is its initial value times a factor between 1/100 and 100; at `moves` 0 the factor is 1.
+        """
         times = (_LOG_RANGE * torch.tanh(moves / _LOG_RANGE)).exp()
         factor, correction, temperature = self.scale * times[:3]
         weights: dict[str, Any] = {
@@ -298,5 +322,5 @@ class _HubnessFit:
 
 
 def _mean_loss(scores: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Mean of -log of the probability that a softmax over the candidates [q, p] assigns to all right ones."""
+    """Return the mean over queries of -log P, where P is the softmax probability of all relevant candidates."""
     return (scores.logsumexp(dim=1) - scores.masked_fill(~right, -math.inf).logsumexp(dim=1)).mean()

@@ -29,14 +29,16 @@ def make_hubness_bank(
     count: int,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> HubnessBank:
-    """A bank of `count` captions and `count` images, or fewer if there are fewer; on the CPU.
+    """Make a hubness bank of at most `count` random captions and `count` random images of the training data.
+
+    The bank is on the CPU.
 
     Args:
-        adapter: the trained adapter, from features [b, n, d_v] to tokens [b, m, d].
-        vectors: the pooled similarity, if any.
+        adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m, d].
+        vectors: computes the pooled vectors; of width 0 if the bundle has no pooled similarity.
         source: features and captions of the training data.
-        count: largest number of captions, and of images.
-        on_progress: reports captions and images done.
+        count: maximum number of captions, and maximum number of images.
+        on_progress: called with the number of captions and images done.
     """
     data, rng = source.data, stream(source.config.loop.seed, BANK)
     captions = np.sort(rng.permutation(len(data.text_embeddings))[:count])
@@ -50,7 +52,7 @@ def make_hubness_bank(
 
 @dataclass
 class _Sample:
-    """Computes the pooled vectors of training captions and images; of width 0 without a pooled similarity."""
+    """Computes the pooled vectors of training captions and images. Without a pooled similarity their width is 0."""
 
     adapter: nn.Module
     vectors: PooledVectors

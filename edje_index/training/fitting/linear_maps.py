@@ -1,10 +1,10 @@
-"""The linear algebra of the pooled similarity, in float64."""
+"""Linear algebra for fitting the pooled similarity, in float64."""
 
 from __future__ import annotations
 
 import torch
 
-# Chosen on the dev captions of Flickr8k. The ridges are shares of the mean variance.
+# Chosen on the dev captions of Flickr8k. A ridge is a fraction of the mean variance.
 PATCH_RIDGE = 0.1
 CAPTION_RIDGE = 0.1
 TOKEN_RIDGE = 0.01
@@ -17,12 +17,14 @@ def canonical_maps(
     """Canonical correlation analysis with ridges (Vinod, 1976).
 
     Args:
-        images, captions, across: covariances [p, p], [q, q] and [p, q] of centred columns.
-        dim: largest width of the common space.
+        images: covariance of the centred image columns [p, p].
+        captions: covariance of the centred caption columns [q, q].
+        across: covariance between image columns and caption columns [p, q].
+        dim: maximum width of the common space.
 
     Returns:
-        Maps [p, k] and [q, k] into the common space, whose directions are weighted by a power of their correlations
-        (Gong et al., 2014).
+        Maps of images [p, k] and of captions [q, k] into the common space, where k is at most `dim`. Each dimension of
+        the space is scaled by a power of its correlation (Gong et al., 2014).
     """
     left, right = _inverse_root(images, PATCH_RIDGE), _inverse_root(captions, CAPTION_RIDGE)
     u, correlations, vh = torch.linalg.svd(left @ across @ right, full_matrices=False)
@@ -39,7 +41,7 @@ def _inverse_root(covariance: torch.Tensor, ridge: float) -> torch.Tensor:
 
 
 def ridge_map(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The ridge regression [p, k] of targets [n, k] on centred inputs [n, p]."""
+    """Return the map [p, k] that predicts targets [n, k] from centred inputs [n, p] by ridge regression."""
     gram = inputs.T @ inputs
     penalty = TOKEN_RIDGE * gram.diagonal().mean().clamp(min=torch.finfo(gram.dtype).tiny)
     gram.diagonal().add_(penalty)
@@ -48,6 +50,6 @@ def ridge_map(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def column_scale(values: torch.Tensor) -> torch.Tensor:
-    """Standard deviation of each column [p] of values [n, p]; 1 for a constant column."""
+    """Return the standard deviation of each column of `values` [n, p] as [p]; 1 for a constant column."""
     deviation = values.std(dim=0, correction=0)
     return torch.where(deviation > 1e-9, deviation, 1.0)

@@ -1,9 +1,9 @@
 """Fits the pooled similarity of a trained adapter in closed form, from the training images and captions.
 
 First, canonical correlation analysis with ridges (Vinod, 1976) between the pooled patch features of images and their
-captions gives the common space. Its directions are weighted by a power of their correlations (Gong et al., 2014).
-Second, ridge regression predicts an image's position in that space from the statistics of its *tokens*. The captions
-take no part in the second fit, because adapter tokens overfit their training captions; patch features do not.
+captions gives the common space. Each dimension is scaled by a power of its correlation (Gong et al., 2014). Second,
+ridge regression predicts an image's vector in the common space from the statistics of the image's *tokens*. The second
+fit does not use the captions, because adapter tokens overfit their training captions; patch features do not.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from edje_index.training.data.token_rows import SpecialTokens, joint_rows
 from edje_index.training.fitting.linear_maps import canonical_maps, column_scale, ridge_map
 
 FIT_IMAGES = 10_000  # bounds memory: 50,000 captions as bags of 4,000 words take 3 GB
-MIN_CAPTIONS = 10  # captions that contain a word, for the word to count
+MIN_CAPTIONS = 10  # a word is used if at least this many captions contain it
 MAX_WORDS = 4_000
-_WORDS_SHARE = 3.0  # length of a caption's bag of words; the length of its hidden state is about 1
+_WORDS_SHARE = 3.0  # norm of a caption's bag of words; the norm of the caption's hidden state is about 1
 _IMAGE_BATCH, _CAPTION_BATCH = 64, 256
 _ACTIVITY = "fitting the pooled similarity, images"
 
@@ -40,14 +40,14 @@ def fit_pooled_similarity(
     dim: int,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> PooledSimilarity:
-    """Fit the pooled similarity to the images of `source`, at most 10,000 of them.
+    """Fit the pooled similarity to at most 10,000 random images of `source`, their views and their captions.
 
     Args:
-        adapter: the trained adapter, from features [b, n, d_v] to tokens [b, m, d].
+        adapter: the trained adapter, which maps features [b, n, d_v] to tokens [b, m, d].
         joint: the joint encoder, whose language model reads the captions.
         source: features, views and captions of the training data.
-        dim: largest width of the common space; it is smaller if the images or captions have fewer dimensions.
-        on_progress: reports images and views read.
+        dim: maximum width of the common space. The width is smaller if images or captions have fewer dimensions.
+        on_progress: called with the number of images and views read.
     """
     data = source.data
     chosen = np.sort(stream(source.config.loop.seed, POOLING).permutation(data.images)[:FIT_IMAGES])
@@ -82,14 +82,16 @@ def fit_pooled_similarity(
 
 @dataclass(frozen=True)
 class _Captions:
-    """c captions of n images, as centred and scaled columns: the hidden state [d], then the bag of words [w].
+    """c captions of n images as numeric columns.
 
     Attributes:
-        columns: float64 [c, d + w].
-        mean_per_image: mean of the captions of each image, float64 [n, d + w].
-        sentence_mean, sentence_scale: of the hidden states [d].
-        bag_mean: of the bags of words [w].
-        word_ids, word_weights: the words that count [w], see `PooledSimilarity`.
+        columns: hidden state [d] and bag of words [w] of each caption, centred and scaled, float64 [c, d + w].
+        mean_per_image: mean of `columns` over the captions of each image, float64 [n, d + w].
+        sentence_mean: mean of the hidden states [d].
+        sentence_scale: divisor that scales the centred hidden states [d].
+        bag_mean: mean of the bags of words [w].
+        word_ids: token ids of the words in the bags, ascending [w].
+        word_weights: weight of each of these words [w].
     """
 
     columns: torch.Tensor
@@ -102,7 +104,7 @@ class _Captions:
 
     @classmethod
     def of(cls, joint: JointEncoder, data: TrainingData, images: NDArray[np.int64]) -> Self:
-        """The captions of `images`, positions in the training data [n]."""
+        """Compute the columns of all captions of `images`, given as positions in `data`, int64 [n]."""
         captions = np.concatenate([np.arange(*data.caption_starts[[image, image + 1]]) for image in images])
         image_of_caption = np.repeat(np.arange(len(images)), np.diff(data.caption_starts)[images])
         word_ids, word_weights = _counted_words(data, captions)
@@ -122,12 +124,12 @@ class _Captions:
 
 @dataclass(frozen=True)
 class _PooledImages:
-    """n images and views of images.
+    """Statistics of r images and views of images, one row each.
 
     Attributes:
-        patches: mean and standard deviation over an image's patch features, float64 [n, 2 d_v].
-        tokens: statistics of the tokens, see `token_statistics`, float64 [n, 3 d].
-        image: position of the image that each row shows, int64 [n].
+        patches: mean and standard deviation over the patch features of each row, float64 [r, 2 d_v].
+        tokens: statistics of the tokens of each row, see `token_statistics`, float64 [r, 3 d].
+        image: position of each row's image among the chosen images, int64 [r].
     """
 
     patches: torch.Tensor
@@ -139,7 +141,10 @@ class _PooledImages:
 def _pool_images(
     adapter: nn.Module, source: BatchSource, chosen: NDArray[np.int64], device: torch.device, on_progress: OnProgress
 ) -> _PooledImages:
-    """Pool the features and tokens of the images `chosen`, then of their views. Missing views have row -1."""
+    """Compute statistics of the images at positions `chosen` of the training data, then of the views of these images.
+
+    Missing views, whose row is -1, are left out.
+    """
     parts: list[tuple[Features, NDArray[np.int64]]] = [(source.features, source.data.rows[chosen])]
     if (views := source.views) is not None:
         parts += [(views.features, views.rows[chosen, view]) for view in range(views.rows.shape[1])]
@@ -160,7 +165,10 @@ def _pool_images(
 
 
 def _counted_words(data: TrainingData, captions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token ids that enough captions contain, at most 4,000, ascending, and their inverse document frequencies."""
+    """Return the token ids used in bags of words, ascending [w], and their inverse document frequencies [w].
+
+    These are the most frequent token ids, at most `MAX_WORDS`, that at least `MIN_CAPTIONS` of `captions` contain.
+    """
     distinct = np.concatenate([np.unique(data.caption(caption)) for caption in captions])
     token_ids, counts = np.unique(distinct, return_counts=True)
     kept = np.flatnonzero(counts >= MIN_CAPTIONS)
@@ -170,7 +178,7 @@ def _counted_words(data: TrainingData, captions: NDArray[np.int64]) -> tuple[tor
 
 
 def _sentence_vectors(joint: JointEncoder, data: TrainingData, captions: NDArray[np.int64]) -> torch.Tensor:
-    """Mean hidden states, float64 [c, d]. Captions of similar length share a batch."""
+    """Compute the mean hidden state of each caption, float64 [c, d]. Captions of similar length share a batch."""
     special_tokens = SpecialTokens.of(joint.tokenizer)
     order = np.argsort(np.diff(data.token_starts)[captions], kind="stable")
     vectors = torch.empty(len(captions), joint.width, dtype=torch.float64)

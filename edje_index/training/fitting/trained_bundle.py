@@ -1,4 +1,4 @@
-"""The bundle of the last checkpoint of a training run."""
+"""Makes a bundle from a checkpoint of a training run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from edje_index.training.model.trained_part import trained_part
 
 
 def trained_bundle(task: TrainTask, start: ModelBundle, step: int | None = None) -> tuple[ModelBundle, int]:
-    """`start` with the weights of a checkpoint, which are loaded into it, and the number of steps of its phase.
+    """Load the weights of a checkpoint into the modules of `start`.
 
     Args:
-        task: the training.
-        start: the bundle of its first step.
-        step: step of the checkpoint; None takes the last one.
+        task: task of the training run.
+        start: initial bundle of the training run; the weights of its modules are overwritten.
+        step: step of the checkpoint; None takes the last checkpoint.
+
+    Returns:
+        The trained bundle, and the finished steps of the joint phase in the checkpoint.
 
     Raises:
-        ModelError: the run has no such checkpoint of its last phase.
+        ModelError: the run has no checkpoint of `step` in the joint phase, or the checkpoint cannot be read.
     """
     run_dir = task.runtime.run_dir
     checkpoints = Checkpoints(run_dir, task.run)
     state = checkpoints.latest() if step is None else checkpoints.at(step)
     if state is None or not any(name.startswith("joint.") for name in state.weights):
-        raise ModelError(f"{run_dir} holds no checkpoint with a joint encoder yet: continue the training")
+        raise ModelError(f"{run_dir} holds no checkpoint of the joint phase yet; continue the training run")
     trained_part(start.adapter).load_state_dict(_with_prefix(state.weights, "adapter."))
     start.joint.load_state_dict(_with_prefix(state.weights, "joint."))
     return replace(start, trained=True, info=None), state.step

@@ -1,4 +1,4 @@
-"""Recall on the dev captions during a training: the logit alone, as in the published code."""
+"""Recall on the dev captions during a training run, with the logit alone, as in the published code."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from edje_index.training.loop.opened_task import OpenedTask
 from edje_index.training.loop.task import TrainTask
 
 DEV = "dev"
-RECALL = "recall"  # mean of both directions, by which checkpoints are compared
+RECALL = "recall"  # mean R@1 of both directions, by which evaluations are ranked
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """When and how a phase is evaluated.
+    """How often and by which function a phase is evaluated.
 
     Attributes:
-        every: steps between two evaluations.
-        recalls: measures the modules as they are now and returns R@1, between 0 and 1, by name.
+        every: number of steps between two evaluations.
+        recalls: evaluates the current weights and returns R@1 between 0 and 1 by direction, and the mean as "recall".
     """
 
     every: int
     recalls: Callable[[], dict[str, float]]
 
     def is_due(self, step: int) -> bool:
-        """Whether to evaluate after `step` finished steps."""
+        """Return whether to evaluate after `step` finished steps."""
         return step % self.every == 0
 
 
 def dev_evaluation(task: TrainTask, opened: OpenedTask, steps_per_epoch: float) -> Evaluation | None:
-    """The evaluation of the joint phase; None without dev captions or with `evaluate_every` 0."""
+    """Return the evaluation of the joint phase; None if the task has no dev captions or `evaluate_every` is 0."""
     every = task.runtime.evaluate_every
     if task.dev is None or every == 0:
         return None
@@ -63,12 +63,15 @@ def dev_evaluation(task: TrainTask, opened: OpenedTask, steps_per_epoch: float) 
 
 
 def dev_record(stage: int, step: int, steps: int, recalls: dict[str, float]) -> dict[str, Any]:
-    """The log record of an evaluation."""
+    """Return the log record of an evaluation after `step` of `steps` steps."""
     return {"stage": stage, "phase": DEV, "step": step, "steps": steps, **recalls}
 
 
 def best_steps(records: list[dict[str, Any]], count: int) -> set[tuple[int, int]]:
-    """(stage, step) of the `count` evaluations with the highest recall; of equal ones the later."""
+    """Return (stage, step) of the `count` evaluations with the highest recall.
+
+    Among evaluations with equal recall, later ones come first.
+    """
     evaluations: list[Record] = [record for record in records if record["phase"] == DEV]
     ranked = sorted(evaluations, key=lambda record: (record[RECALL], record["stage"], record["step"]), reverse=True)
     return {(record["stage"], record["step"]) for record in ranked[:count]}

@@ -1,4 +1,4 @@
-"""The workers of one training: this process alone, or the members of an existing torch process group."""
+"""The workers of one training run: this process alone, or the members of an existing torch process group."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """The group of train workers, seen from one of them. Every worker has to call each of the collective methods.
+    """The position of this process in the group of train workers, and collective operations of the group.
+
+    Every worker must call the methods of its group in the same order.
 
     Attributes:
-        rank: number of this worker. Worker 0 writes checkpoints and the log.
+        rank: rank of this worker, counted from 0. The worker with rank 0 writes checkpoints and the log.
         size: number of workers.
     """
 
@@ -25,19 +27,19 @@ class WorkerGroup:
 
     @classmethod
     def of_process_group(cls) -> WorkerGroup:
-        """The default process group, or a group of one if there is none."""
+        """Return this process's position in the default torch process group; without one, a group of one worker."""
         if not distributed.is_available() or not distributed.is_initialized():
             return cls()
         return cls(distributed.get_rank(), distributed.get_world_size())
 
     def wrap(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """The module with its gradients averaged over the workers."""
+        """Return `module` wrapped such that its gradients are averaged over the workers."""
         if self.size == 1:
             return module
         return DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None)
 
     def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether `flag` is true on any worker."""
+        """Return whether `flag` is True on at least one worker."""
         if self.size == 1:
             return flag
         value = torch.tensor(int(flag), device=device)
@@ -45,7 +47,7 @@ class WorkerGroup:
         return bool(value.item())
 
     def mean(self, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Mean of each scalar over the workers."""
+        """Return the mean over the workers of each scalar in `values`."""
         stacked = torch.stack([value.detach().float() for value in values.values()])
         if self.size > 1:
             distributed.all_reduce(stacked)
@@ -53,13 +55,13 @@ class WorkerGroup:
         return dict(zip(values, stacked.tolist(), strict=True))
 
     def barrier(self) -> None:
-        """Wait for all workers."""
+        """Wait until all workers have called this method."""
         if self.size > 1:
             distributed.barrier()
 
 
 def postponed_exchange(module: nn.Module, postponed: bool) -> AbstractContextManager[None]:
-    """A context in which gradients are summed locally instead of exchanged, if `postponed`."""
+    """Return a context manager that, if `postponed`, postpones the exchange of gradients between workers."""
     if postponed and isinstance(module, DistributedDataParallel):
         context: AbstractContextManager[None] = module.no_sync()
         return context

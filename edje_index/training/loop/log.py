@@ -1,4 +1,4 @@
-"""The log of a run: `log.jsonl`, one record every few steps, and the same for TensorBoard if it is installed."""
+"""The log of a training run: a record every few steps in ``log.jsonl`` and, if installed, in TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ Record = Mapping[str, Any]
 
 
 class TrainLog:
-    """Appends to the log of a run, from a given step on.
+    """Appends records to the log of a training run.
 
-    Records of later steps are removed. A run that was killed before its next checkpoint leaves such records.
+    Opening the log removes records after `step` of `stage`. A run that was killed leaves such records if it had logged
+    steps after its last checkpoint.
+
+    Args:
+        run_dir: run folder.
+        stage, step: the phase and step after which training continues.
     """
 
     def __init__(self, run_dir: Path, stage: int, step: int) -> None:
@@ -30,11 +35,11 @@ class TrainLog:
 
     @property
     def has_tensorboard(self) -> bool:
-        """Whether TensorBoard is installed."""
+        """Whether records are also written for TensorBoard, that is, whether TensorBoard is installed."""
         return self._tensorboard is not None
 
     def write(self, record: Record) -> None:
-        """Append a record; its `stage` and `step` say where it belongs."""
+        """Append a record, which must hold ``stage``, ``phase`` and ``step``."""
         self._file.write(_line(record))
         self._file.flush()
         if self._tensorboard is not None:
@@ -43,7 +48,7 @@ class TrainLog:
                     self._tensorboard.add_scalar(f"{record['phase']}/{name}", value, record["step"])
 
     def close(self) -> None:
-        """Flush the records to disk."""
+        """Flush all records to disk and close the log."""
         os.fsync(self._file.fileno())
         self._file.close()
         if self._tensorboard is not None:
@@ -51,7 +56,7 @@ class TrainLog:
 
 
 def read_log(run_dir: Path) -> list[dict[str, Any]]:
-    """All records of a run so far, without an incomplete last line."""
+    """Return all records of a training run so far. Lines that are not valid JSON are skipped."""
     path = run_dir / LOG
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""Opens what a task names: the bundle of the first step, and everything that batches are made from."""
+"""Opens the files of a task: the initial bundle, the teacher, and the indexes and captions for batches."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from edje_index.training.model.teacher import Teacher
 
 @dataclass(frozen=True)
 class OpenedTask:
-    """A task with its files open.
+    """A training task with its bundles, indexes and captions opened.
 
     Attributes:
-        start: the bundle of the first step.
-        device: the device to train on.
-        source: where batches come from.
-        teacher: the teacher on `device`; None without one.
+        start: bundle with the initial weights.
+        device: device to train on.
+        source: makes the batches.
+        teacher: the teacher, on `device`; None without distillation.
     """
 
     start: ModelBundle
@@ -35,7 +35,7 @@ class OpenedTask:
 
 
 def open_task(task: TrainTask, group: WorkerGroup) -> OpenedTask:
-    """Open `task` on the worker that `group` describes.
+    """Open the files of `task` for the worker that `group` describes.
 
     Raises:
         EdjeError: the device or a file cannot be used.

@@ -9,35 +9,35 @@ from storage_formats.errors import UsageError
 
 
 def total_steps(config: LoopConfig, pairs: int) -> int:
-    """Optimiser steps of the joint phase.
+    """Return the number of optimiser steps of the joint phase.
 
     Args:
-        config: the length.
-        pairs: pairs per epoch.
+        config: settings of the length: steps, or epochs and batch size.
+        pairs: number of pairs per epoch.
 
     Raises:
-        UsageError: neither steps nor epochs are set, or an epoch has fewer pairs than a batch.
+        UsageError: neither `config.steps` nor `config.epochs` is set, or an epoch has fewer pairs than a batch.
     """
     if pairs < config.batch_size:
         raise UsageError(f"{pairs} {config.epoch_of} do not fill a batch of {config.batch_size}; lower loop.batch_size")
     if config.steps is not None:
         return config.steps
     if config.epochs is None:
-        raise UsageError("the length of the training is missing; set loop.steps or loop.epochs")
+        raise UsageError("the length of the training run is missing; set loop.steps or loop.epochs")
     return max(1, math.ceil(config.epochs * steps_per_epoch(config, pairs)))
 
 
 def steps_per_epoch(config: LoopConfig, pairs: int) -> float:
-    """Optimiser steps per epoch of `pairs` pairs; may be a fraction."""
+    """Return the number of optimiser steps per epoch of `pairs` pairs; may be a fraction."""
     return (pairs // config.batch_size) / config.accumulate
 
 
 def learning_rate(step: int, total_steps: int, steps_per_epoch: float, peak: float, config: OptimizerConfig) -> float:
-    """Learning rate of optimiser step `step`, counted from 0.
+    """Return the learning rate of optimiser step `step`, counted from 0.
 
-    A linear warm-up from `warmup_lr` to `peak` comes first. Decay ``epoch`` is then peak * decay_rate^finished_epochs,
-    but at least `min_lr`, as in the published code, where only the first epoch is warmed up. Decay ``cosine`` falls
-    from `peak` to `min_lr` at the last step.
+    The learning rate first rises linearly from `config.warmup_lr` to `peak`. With decay ``epoch`` the value is
+    then peak * decay_rate^finished_epochs, but at least `config.min_lr`; as in the published code, warm-up ends with
+    the first epoch. With decay ``cosine`` the value falls along a cosine to `config.min_lr` at the last step.
     """
     if step < config.warmup_steps and (config.decay == "cosine" or step < steps_per_epoch):
         return config.warmup_lr + (peak - config.warmup_lr) * step / config.warmup_steps

@@ -1,4 +1,4 @@
-"""What a train worker needs, as plain values that travel to other processes. Loads no torch."""
+"""The task of a train worker, as values that can be sent to other processes. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How a training runs. None of it changes what is trained, up to rounding.
+    """How a training run is executed. These values change the trained weights only by rounding.
 
     Attributes:
-        run_dir: folder of checkpoints and log.
+        run_dir: run folder, which holds the checkpoints and the log.
         device: "auto", "cpu" or "cuda".
-        threads: CPU threads of torch; None leaves its setting unchanged.
-        checkpoint_every, log_every: steps between checkpoints, and between log records.
+        threads: number of CPU threads of torch; None leaves torch's setting unchanged.
+        checkpoint_every: number of steps between two checkpoints.
+        log_every: number of steps between two log records.
         compile: whether to use torch.compile.
-        workers: worker processes; more than one run on Ray.
-        address: head of a Ray cluster; None starts Ray on this machine if it is needed.
-        evaluate_every: steps between evaluations on the dev captions; None evaluates after every epoch, 0 never.
-        keep_best: checkpoints with the highest dev recall that are kept, beside the last two.
-        keep_all: whether all checkpoints are kept.
+        workers: number of worker processes; more than one run on Ray.
+        address: address of a Ray cluster; None starts Ray on this machine if Ray is needed.
+        evaluate_every: number of steps between evaluations on the dev captions; None evaluates after every epoch, 0
+            never evaluates.
+        keep_best: number of checkpoints with the highest dev recall to keep, in addition to the last two.
+        keep_all: whether to keep all checkpoints.
     """
 
     run_dir: Path
@@ -48,9 +50,9 @@ class TeacherTask:
     """The teacher of a distillation.
 
     Attributes:
-        bundle: its bundle.
-        index: holds its tokens, or features for its adapter.
-        rows: file of the row of each training image in the index, int64 [n].
+        bundle: path of the teacher's bundle.
+        index: index of the teacher's tokens, or of features for the teacher's adapter.
+        rows: NumPy file with the row of each training image in `index`, int64 [n].
     """
 
     bundle: Path
@@ -63,8 +65,9 @@ class ViewTask:
     """Features of augmented views.
 
     Attributes:
-        index: holds the features.
-        rows: file of the rows of each training image's views, int64 [n, views]; -1 for a missing view.
+        index: index of the features of all views.
+        rows: NumPy file with the rows in `index` of each training image's views, int64 [n, views]; -1 for a missing
+            view.
     """
 
     index: CommittedIndex
@@ -73,21 +76,21 @@ class ViewTask:
 
 @dataclass(frozen=True)
 class TrainTask:
-    """Everything that a worker needs.
+    """Everything that a train worker needs.
 
     Attributes:
-        config: what to train.
-        runtime: how to run.
-        run: fingerprint of everything that decides the training.
-        start: bundle of the first step.
+        config: training settings.
+        runtime: how the training run is executed.
+        run: fingerprint of the settings, data and initial weights of the training run.
+        start: path of the bundle with the initial weights.
         features: index of the features that the adapter is trained on.
-        data: folder of a `TrainingData`.
-        temperature: temperature of the softmax that mines negatives; 0 takes the most similar.
-        steps: optimiser steps of the joint phase.
+        data: folder that `TrainingData.save` wrote.
+        temperature: temperature of the softmax that mines negatives; 0 takes the most similar candidates.
+        steps: number of optimiser steps of the joint phase.
         teacher: the teacher; None without distillation.
-        new_adapter: whether the adapter of the first step is untrained.
-        views: augmented views; None without any.
-        dev: captions that are not trained on; None without any.
+        new_adapter: whether the adapter in `start` has random weights.
+        views: augmented views; None without augmented views.
+        dev: dev captions; None without dev captions.
     """
 
     config: TrainConfig

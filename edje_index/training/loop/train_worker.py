@@ -1,4 +1,4 @@
-"""One train worker: opens everything that a task names and runs the phases of the training."""
+"""One train worker: opens the files of a task and runs the alignment phase and the joint phase."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edje_index.training.model.objectives import AlignmentObjective, JointObject
 from edje_index.training.model.start_bundle import make_trainable
 
 ALIGNMENT, JOINT = "alignment", "joint"
-_ALIGNMENT_WARMUP = 0.1  # share of the alignment steps
+_ALIGNMENT_WARMUP = 0.1  # warm-up steps as a fraction of the alignment steps
 
 
 def run_worker(
@@ -29,11 +29,17 @@ def run_worker(
     should_stop: Callable[[], bool],
     on_record: Callable[[Record], None] = lambda _: None,
 ) -> None:
-    """Train from the last checkpoint to the end.
+    """Run `task` on this worker, from the last checkpoint to the last step.
+
+    Args:
+        task: what to train.
+        group: position of this worker among all workers.
+        should_stop: called after every step. If the result is True, the run saves a checkpoint and stops.
+        on_record: called with every log record, on the worker with rank 0.
 
     Raises:
-        TrainingStopped: `should_stop()` returned True.
-        EdjeError: the task cannot be done; the message says why.
+        TrainingStopped: `should_stop()` returned True on some worker.
+        EdjeError: the device or a file cannot be used, or training failed.
     """
     if task.runtime.threads is not None:
         torch.set_num_threads(task.runtime.threads)
@@ -70,7 +76,7 @@ def _alignment_phase(task: TrainTask, opened: OpenedTask) -> Phase:
 
 def _joint_phase(task: TrainTask, opened: OpenedTask) -> Phase:
     config, start, source = task.config, opened.start, opened.source
-    if not config.optimizer.adapter_lr_factor:  # its gradients would cost time and count in the norm
+    if not config.optimizer.adapter_lr_factor:  # otherwise unused gradients would cost time and count in the norm
         start.adapter.requires_grad_(False)
     per_epoch = steps_per_epoch(config.loop, source.data.pairs(config.loop.epoch_of))
     return Phase(

@@ -28,24 +28,24 @@ BETAS = (0.9, 0.999)
 
 
 class TrainingStopped(EdjeError):
-    """The training was stopped on request. The last checkpoint holds all finished steps."""
+    """The training run was stopped on request. The last checkpoint holds all finished steps."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of the training.
+    """One phase of a training run.
 
     Attributes:
-        name: name in the log.
+        name: name of the phase in the log.
         stage: number of the phase, counted from 0.
-        module: returns the losses of a batch.
-        batch: returns the batch of a number, which counts from 0 over the phase.
-        steps: optimiser steps.
-        accumulate: batches per step.
-        images: images per step, over all workers.
-        learning_rate: returns the learning rate of a step.
+        module: module to train; its ``forward`` returns the losses of a batch.
+        batch: makes a batch from the batch number, which counts from 0 in each phase.
+        steps: number of optimiser steps.
+        accumulate: number of batches per optimiser step.
+        images: number of images per optimiser step, over all workers.
+        learning_rate: returns the learning rate of a step, which counts from 0 in each phase.
         optimizer: settings of the optimiser.
-        evaluation: None if the phase is not evaluated.
+        evaluation: when and how the phase is evaluated; None without evaluation.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Phase:
 
 @dataclass
 class _Window:
-    """Sums since the last log record."""
+    """Sums of losses and times since the last log record."""
 
     started: float = field(default_factory=time.monotonic)
     waited: float = 0.0
@@ -75,13 +75,13 @@ class _Window:
 
 
 class Trainer:
-    """Runs the phases of a training on one worker.
+    """Runs the phases of a training run on one worker.
 
     Args:
-        task: provides the configuration, the runtime and the fingerprint.
-        group: which worker this process is.
-        device: where modules and batches are put.
-        on_record: receives every log record, on the worker of rank 0.
+        task: provides the settings, the runtime and the fingerprint.
+        group: position of this worker among all workers.
+        device: device to train on.
+        on_record: called with every log record, on the worker with rank 0.
     """
 
     def __init__(
@@ -101,14 +101,18 @@ class Trainer:
         self._skipped = (0, 0)
 
     def run(self, phases: Sequence[Callable[[], Phase]], should_stop: Callable[[], bool]) -> None:
-        """Run every phase that is not finished. A phase is made after the phases before it have run.
+        """Run the phases in order, from the last checkpoint on.
+
+        Args:
+            phases: functions that make the phases. Each is called after the earlier phases have run.
+            should_stop: called after every step. If the result is True, the run saves a checkpoint and stops.
 
         Raises:
             TrainingStopped: `should_stop()` returned True on some worker.
-            ModelError: too many consecutive steps had no finite gradient, or a checkpoint does not fit.
+            ModelError: too many consecutive steps had no finite gradient, or no checkpoint can be used.
         """
         state = self._checkpoints.latest()
-        self._group.barrier()  # no worker writes while another still reads
+        self._group.barrier()  # no worker writes a checkpoint while another worker still reads one
         with torch.random.fork_rng():
             for make in phases:
                 phase = make()
@@ -148,7 +152,7 @@ class Trainer:
                     if stop or keeps or done % self._runtime.checkpoint_every == 0 or done == phase.steps:
                         self._save(phase, optimizer, done)
                     if stop and done < phase.steps:
-                        raise TrainingStopped(f"stopped after step {done} of {phase.steps} ({phase.name})")
+                        raise TrainingStopped(f"stopped after step {done} of {phase.steps} of the {phase.name} phase")
         finally:
             if log is not None:
                 log.close()
@@ -185,14 +189,14 @@ class Trainer:
         self._count_skipped(finite, phase, step)
 
     def _count_skipped(self, finite: bool, phase: Phase, step: int) -> None:
-        """Count steps without a finite gradient. Raises ModelError after too many in a row."""
+        """Count steps without a finite gradient. Raises ModelError after `max_bad_steps` such steps in a row."""
         total, consecutive = self._skipped
         self._skipped = (total, 0) if finite else (total + 1, consecutive + 1)
         if self._skipped[1] >= self._loop.max_bad_steps:
             raise ModelError(
-                f"no finite gradient in {self._skipped[1]} steps in a row, up to step {step + 1} ({phase.name}); lower "
-                "optimizer.lr or optimizer.adapter_lr_factor, raise optimizer.warmup_steps, or set loop.dtype to "
-                "float32, in a new run folder"
+                f"no finite gradient in {self._skipped[1]} steps in a row, up to step {step + 1} of the {phase.name} "
+                "phase; train again in a new run folder with a lower optimizer.lr or optimizer.adapter_lr_factor, a "
+                "higher optimizer.warmup_steps, or loop.dtype float32"
             )
 
     def _save(self, phase: Phase, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -211,14 +215,14 @@ class Trainer:
         self._group.barrier()
 
     def _is_kept(self) -> Callable[[int, int], bool]:
-        """Whether the checkpoint of a stage and step is kept beside the last ones."""
+        """Return a function of stage and step: whether to keep this checkpoint in addition to the last two."""
         if self._runtime.keep_all:
             return lambda stage, step: True
         best = best_steps(read_log(self._runtime.run_dir), self._runtime.keep_best)
         return lambda stage, step: (stage, step) in best
 
     def _evaluate(self, phase: Phase, log: TrainLog | None, step: int) -> None:
-        """Measure and log recall on worker 0; the others wait."""
+        """Measure and log recall on the worker with rank 0; the other workers wait."""
         if phase.evaluation is not None and log is not None:
             record = dev_record(phase.stage, step, phase.steps, phase.evaluation.recalls())
             log.write(record)
@@ -247,24 +251,24 @@ class Trainer:
         self._on_record({**record, "tensorboard": log.has_tensorboard})
 
     def _seed(self, stage: int, number: int) -> None:
-        """Seed dropout by the position in the training alone, so that a resumed run draws the same numbers."""
+        """Seed dropout from the stage, the batch number and the rank, so that a resumed run draws the same numbers."""
         rng = stream(self._loop.seed, DROPOUT, stage, number, self._group.rank)
         torch.manual_seed(int(rng.integers(2**63)))
 
 
 def _restore(optimizer: torch.optim.Optimizer, state: TrainState) -> None:
-    """Load the optimiser state. Raises ModelError if it belongs to other parameters, for example of another version."""
+    """Load the optimiser state. Raises ModelError if it does not fit the parameters, for example of another version."""
     try:
         optimizer.load_state_dict(state.optimizer)
     except ValueError as error:
         raise ModelError(
-            f"the checkpoint of step {state.step} trains other parameters ({error}); resume with the version that "
-            "wrote it, or begin again in another run folder"
+            f"the optimiser state in the checkpoint of step {state.step} does not fit the parameters ({error}); resume "
+            "with the version of edje-index that wrote the checkpoint, or train again in another run folder"
         ) from error
 
 
 def _limited_norm(module: nn.Module, limit: float) -> torch.Tensor:
-    """The norm of the gradient, which is then scaled down to `limit` if that is not 0."""
+    """Return the norm of the gradient, and then scale a gradient above `limit` down to `limit`; 0 is no limit."""
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])  # type: ignore[misc]
     if limit:
@@ -273,9 +277,9 @@ def _limited_norm(module: nn.Module, limit: float) -> torch.Tensor:
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters.
+    """Return an AdamW optimiser of the trainable parameters of `module`.
 
-    The learning rate of a parameter group is the schedule's times the group's ``factor``.
+    Each parameter group has a ``factor``, by which the training loop multiplies the learning rate of the schedule.
     """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():

@@ -1,1 +1,1 @@
-"""What a training step computes: initial weights, objectives and losses."""
+"""The model in training: initial weights, objectives, losses and the teacher."""

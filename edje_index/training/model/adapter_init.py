@@ -1,8 +1,8 @@
 """Adapter initialisation before alignment: queries at cluster centres of patch features.
 
 With random queries, every token is close to the mean patch at first. Here each query starts at the centre of a cluster
-of patches, and keys and values start as the patches themselves. A token is then a soft mean of similar patches, as in
-NetVLAD (Arandjelovic et al., 2016). Training then updates all of these weights.
+of patches, and the projections of keys and values start as the identity. A token is then a soft mean of similar
+patches, as in NetVLAD (Arandjelovic et al., 2016). Training then updates all of these weights.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from edje_index.training.data.sampling import CLUSTERING, stream
 
 _SAMPLE_IMAGES = 300
 _SAMPLE_PATCHES = 20_000
-_SHARPNESS = 4.0  # standard deviation of attention scores over patches: e**4 between a typical and a matching patch
+_SHARPNESS = 4.0  # standard deviation of attention scores over patches; one deviation gives e**4 times the weight
 
 
 def init_from_features(adapter: CompressionAdapter, features: Features, data: TrainingData, seed: int) -> None:
-    """Initialise `adapter` from a random sample of the training images; `seed` decides the sample."""
+    """Initialise `adapter` in place from patch features of random training images; `seed` determines the sample."""
     images = np.sort(stream(seed, CLUSTERING).permutation(data.images)[:_SAMPLE_IMAGES])
     init_queries(adapter, features.fetch(data.rows[images]), torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
 def init_queries(adapter: CompressionAdapter, patches: torch.Tensor, generator: torch.Generator) -> None:
-    """Set queries, keys and values of `adapter` from a sample of its input; MLP and projection stay unchanged.
+    """Set queries and attention weights of `adapter` from sample patches. MLP and language projection stay unchanged.
 
     Args:
-        adapter: changed in place.
-        patches: features [b, n, d_v]. If they are fewer than m, or all alike, the adapter stays unchanged.
-        generator: chooses the patches that are clustered.
+        adapter: adapter to change in place.
+        patches: patch features of sample images [b, n, d_v]. If there are fewer patches than stored tokens per image,
+            or all patches are equal, the adapter stays unchanged.
+        generator: random number generator that chooses the patches to cluster.
     """
     width, heads = adapter.config.vision_dim, adapter.config.num_heads
     points = patches.reshape(-1, width).float()

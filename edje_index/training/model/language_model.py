@@ -1,4 +1,4 @@
-"""A joint encoder whose language model is a Hugging Face BERT and whose other weights are random."""
+"""Makes a joint encoder from a Hugging Face BERT model; all other weights of the joint encoder are random."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ HEAD = "cls.predictions."
 
 
 def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
-    """A joint encoder around the language model in `folder`.
+    """Return a joint encoder with the weights of the BERT model in `folder`.
 
-    ``<image>`` is appended to the vocabulary. Embeddings, layers and the pooler, which becomes the first half of the
-    scoring head, come from the files. So does the language-model head if they hold one; its decoder is the table of
-    word embeddings. Everything else is random. 16-bit weights become float32.
+    ``<image>`` is appended to the vocabulary. Embeddings and layers come from the files. The pooler of the BERT model
+    becomes the first layer of the scoring head. If the files hold a language-model head, it is used too; its decoder
+    shares the word embeddings. All other weights are random. All weights are float32, also if the files hold 16-bit
+    weights.
 
     Args:
-        folder: with ``config.json``, ``model.safetensors`` (or ``pytorch_model.bin``) and the tokenizer.
-        embed_dim: width of the text embedding that the model learns to recover.
+        folder: folder with ``config.json``, ``model.safetensors`` (or ``pytorch_model.bin``) and the tokenizer.
+        embed_dim: width of the text embedding that the joint encoder learns to recover.
 
     Raises:
-        ModelError: there is no model in `folder`, or it is not a BERT.
+        ModelError: `folder` holds no BERT model, or its weights do not fit its ``config.json``.
     """
     tokenizer = load_joint_tokenizer(folder)
     config = bert_config(folder / "config.json")
     state = _read(folder)
     if WORD_EMBEDDINGS not in state or state[WORD_EMBEDDINGS].shape != (config.vocab_size, config.hidden_size):
         raise ModelError(
-            f"the weights in {folder} are not those of the BERT in its config.json: {WORD_EMBEDDINGS} does not fit"
+            f"the weights in {folder} do not fit its config.json: {WORD_EMBEDDINGS} is missing or has another shape"
         )
     vocabulary = max(int(config.vocab_size), len(tokenizer))
     joint = JointEncoder(bert_config(folder / "config.json", vocab_size=vocabulary), tokenizer, embed_dim)
@@ -45,10 +46,10 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
 
 
 def _read(folder: Path) -> State:
-    """The tensors under BERT's own names, in float32."""
+    """Read the weights in `folder` as float32 tensors, by their names in a Hugging Face BERT model."""
     path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if path is None:
-        raise ModelError(f"no weights in {folder}: it holds neither {' nor '.join(WEIGHTS)}")
+        raise ModelError(f"no weights in {folder}: the folder holds neither {' nor '.join(WEIGHTS)}")
     raw: State = read_weights(path) if path.suffix == ".safetensors" else read_checkpoint(path)
     named = {k if k.startswith(("bert.", "cls.")) else f"bert.{k}": v for k, v in raw.items()}
     return {k: v.float() for k, v in named.items() if not k.endswith("position_ids")}
@@ -72,8 +73,11 @@ def _assign(joint: JointEncoder, state: State, folder: Path) -> None:
             target[name].copy_(tensor)
         elif name.startswith("bert."):
             raise ModelError(
-                f"the weights in {folder} do not fit their config.json: {name} has the shape {list(tensor.shape)}"
+                f"the weights in {folder} do not fit its config.json: {name} has the unexpected shape "
+                f"{list(tensor.shape)}"
             )
     missing = [name for name in target if name.startswith("bert.") and name not in state and name != WORD_EMBEDDINGS]
     if missing:
-        raise ModelError(f"the weights in {folder} lack {len(missing)} tensors of the language model ({missing[0]})")
+        raise ModelError(
+            f"the weights in {folder} lack {len(missing)} tensors of the language model, for example {missing[0]}"
+        )

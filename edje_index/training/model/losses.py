@@ -1,4 +1,4 @@
-"""The losses as pure functions of tensors; see the paper's section "Effective Discriminative Training".
+"""The losses as pure functions of tensors; see the section "Effective Discriminative Training" of the EDJE paper.
 
 Shape letters: b pairs per batch, k negatives, m tokens per image, w distinct words, d width, e embedding width.
 """
@@ -12,10 +12,10 @@ from torch.nn import functional
 
 
 def itm_loss(positive: torch.Tensor, negative_images: torch.Tensor, negative_texts: torch.Tensor) -> torch.Tensor:
-    """Image-text matching: cross-entropy of the positive among its negatives, averaged over images and texts.
+    """Image-text matching loss: cross-entropy of each positive pair against its negatives, as in the published code.
 
-    This is the form of the published code. The logits of a caption with its image and with k others form a row
-    [1 + k] with target 0, and likewise those of an image with its caption and with k others.
+    The logits of a caption with its own image and with k other images form a row [1 + k] with target 0. The logits of
+    an image with its own caption and with k other captions form such a row, too. The loss is the mean over all rows.
 
     Args:
         positive: logits of the positive pairs [b].
@@ -31,9 +31,10 @@ def itm_loss(positive: torch.Tensor, negative_images: torch.Tensor, negative_tex
 def binary_itm_loss(
     positive: torch.Tensor, negative_images: torch.Tensor, negative_texts: torch.Tensor
 ) -> torch.Tensor:
-    """Image-text matching as the paper describes it: binary classification of positives against mined negatives.
+    """Image-text matching loss as in the EDJE paper: binary cross-entropy of positive and negative pairs.
 
-    Positives and negatives have equal weight, whatever their number. Arguments as for :func:`itm_loss`.
+    All positive pairs together have the same weight as all negative pairs together. The arguments are those of
+    :func:`itm_loss`.
     """
     negatives = torch.cat([negative_images, negative_texts], dim=1)
     true = functional.binary_cross_entropy_with_logits(positive, torch.ones_like(positive))
@@ -42,11 +43,11 @@ def binary_itm_loss(
 
 
 def mlm_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Masked language modelling: mean cross-entropy over the masked tokens; 0 if none is masked.
+    """Masked language modelling loss: mean cross-entropy over the masked tokens; 0 without masked tokens.
 
     Args:
         logits: logits of the masked tokens over the vocabulary [masked, vocabulary].
-        targets: their original token ids, int64 [masked].
+        targets: original token ids of the masked tokens, int64 [masked].
     """
     if not targets.shape[0]:
         return logits.sum()
@@ -54,24 +55,25 @@ def mlm_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def recovery_loss(projected: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-    """Text-embedding recovery: mean of 1 - cos(f(t), g(t)).
+    """Text-embedding recovery loss: mean over captions of 1 - cos(projected, embeddings).
 
     Args:
-        projected: projected hidden states of ``[CLS]`` in the text-only rows [b, e].
-        embeddings: embeddings of the text tower [b, e].
+        projected: projected hidden states of ``[CLS]`` in the input rows without images [b, e].
+        embeddings: embeddings of the same captions by the text tower [b, e].
     """
     return (1 - functional.cosine_similarity(projected, embeddings, dim=1)).mean()
 
 
 def distillation_loss(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Mean over groups of the mean of -[y log s + (1 - y) log(1 - s)], with y = sigmoid(teacher), s = sigmoid(student).
+    """Distillation loss: -[y log s + (1 - y) log(1 - s)] with y = sigmoid(teacher) and s = sigmoid(student).
 
-    The minimum, which is not 0, is reached when both agree.
+    The loss is averaged within each group of pairs and then over the groups, so groups have equal weight. The loss is
+    smallest, but not 0, when student and teacher agree.
 
     Args:
-        student: logits of the positive pairs, of those with negative images, and of those with negative texts. Each
-            group counts alike, whatever its size.
-        teacher: the same of the teacher.
+        student: logits of the student for three groups: positive pairs, pairs with negative images and pairs with
+            negative texts.
+        teacher: logits of the teacher for the same groups.
     """
     losses = [
         functional.binary_cross_entropy_with_logits(ours, torch.sigmoid(theirs))
@@ -81,9 +83,12 @@ def distillation_loss(student: Sequence[torch.Tensor], teacher: Sequence[torch.T
 
 
 def alignment_loss(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Symmetric InfoNCE of late-interaction scores [b images, s b captions], averaged over s sets of captions.
+    """Alignment loss: symmetric InfoNCE of late-interaction scores, averaged over s sets of captions.
 
-    Caption j of each set belongs to image j. A caption is contrasted only with captions of its own set.
+    Args:
+        scores: scores of b images with s sets of b captions [b, s b]. Caption j of each set belongs to image j. The
+            loss compares a caption only with captions of the same set.
+        temperature: temperature of the softmax, a scalar.
     """
     images = scores.shape[0]
     logits = (scores / temperature).view(images, -1, images).movedim(1, 0)  # [s, b images, b captions]
@@ -93,7 +98,10 @@ def alignment_loss(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Ten
 
 
 def alignment_scores(tokens: torch.Tensor, words: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Late interaction: mean over a caption's words of the largest cosine with any token of the image -> [b, c].
+    """Return the late-interaction scores of b images with c captions [b, c].
+
+    A score is the mean, over the words of the caption, of the word's largest cosine similarity with a token of the
+    image.
 
     Args:
         tokens: tokens of the images [b, m, d].

@@ -1,7 +1,7 @@
 """The objectives of both phases: modules whose ``forward`` returns the losses of a batch.
 
-The adapter runs once per distinct image of a batch. The language model runs once on all pairs and the rows with masked
-captions, and once on the short text-only rows.
+In the joint phase the adapter runs once per distinct image of a batch. The language model runs twice: on all pairs
+together with the pairs with masked captions, and on the short input rows without images.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST_TEMPERATURE = 0.07
 
 
 class JointObjective(nn.Module):
-    """The weighted sum of matching, masked language modelling, text-embedding recovery and distillation."""
+    """Joint-phase objective: matching, masked language modelling, text-embedding recovery and distillation."""
 
     def __init__(
         self,
@@ -47,11 +47,14 @@ class JointObjective(nn.Module):
         self.joint = joint
         self._config = config
         self._augmentation = augmentation
-        self._teacher = (teacher,)  # in a tuple, so that its weights are not among the trained ones
+        self._teacher = (teacher,)  # in a tuple, so that PyTorch does not register the teacher as a submodule
         self._freeze_unused()
 
     def forward(self, batch: JointBatch) -> Losses:
-        """All losses, their weighted sum ``loss``, and ``accuracy``: the share of positives above their negatives."""
+        """Return each loss by name, the weighted sum as ``loss``, and ``accuracy``.
+
+        ``accuracy`` is the share of positive pairs with a higher logit than all their negatives.
+        """
         config = self._config
         tokens = random_subset(
             self.adapter(kept_patches(batch.patches, self._augmentation)), self._augmentation.step_tokens
@@ -84,7 +87,7 @@ class JointObjective(nn.Module):
         return recovery_loss(self.joint.text_projection(hidden[:, 0]).float(), embeddings)
 
     def _freeze_unused(self) -> None:
-        """Freeze heads without a loss, so that neither weight decay nor the exchange of gradients touches them."""
+        """Freeze heads without a loss, to exclude them from weight decay and from the exchange of gradients."""
         head = self.joint.language_model.cls.predictions
         if not self._config.mlm_weight:
             for part in (head.transform, head.bias):
@@ -96,10 +99,10 @@ class JointObjective(nn.Module):
 
 
 class AlignmentObjective(nn.Module):
-    """Late interaction of the adapter's tokens with the words of the captions, without the language model.
+    """Alignment-phase objective: late interaction of adapter tokens with caption words, without the language model.
 
-    The mean word embedding is subtracted from words and tokens first, because all word embeddings of a language model
-    share one large component that carries no information.
+    The mean word embedding is subtracted from word embeddings and tokens first, because all word embeddings of a
+    language model share one large component that carries no information.
     """
 
     words: torch.Tensor
@@ -115,7 +118,10 @@ class AlignmentObjective(nn.Module):
         self.register_buffer("mean", words.mean(dim=0), persistent=False)
 
     def forward(self, batch: AlignmentBatch) -> Losses:
-        """``loss``, and ``accuracy``: the share of images whose caption of the first set scores best in that set."""
+        """Return ``loss`` and ``accuracy``.
+
+        ``accuracy`` is the share of images whose own caption has the highest score among the first set of captions.
+        """
         tokens = self.adapter(kept_patches(batch.patches, self._augmentation)) - self.mean
         scores = alignment_scores(tokens, self.words[batch.words] - self.mean, batch.shares).float()
         images = tokens.shape[0]
@@ -125,14 +131,15 @@ class AlignmentObjective(nn.Module):
 
 
 def kept_patches(patches: torch.Tensor, augmentation: AugmentationConfig) -> torch.Tensor:
-    """Features [b, n, d_v] after patch dropout, float32."""
+    """Return `patches` [b, n, d_v] after patch dropout, which removes the same patches from every image, as float32."""
     return random_subset(patches, max(1, round(patches.shape[1] * (1 - augmentation.patch_dropout)))).float()
 
 
 def random_subset(blocks: torch.Tensor, count: int | None) -> torch.Tensor:
-    """At most `count` random tokens of blocks [b, n, d], in order, at the same positions in every block.
+    """Keep at most `count` random tokens of each block [b, n, d], at the same positions in every block.
 
-    They are drawn with torch's global random state. A `count` of None keeps all tokens.
+    The kept tokens stay in order. Their positions are drawn with torch's global random state. A `count` of None keeps
+    all tokens.
     """
     n = blocks.shape[1]
     if count is None or count >= n:

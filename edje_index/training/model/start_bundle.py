@@ -1,4 +1,4 @@
-"""The bundle of the first step: frozen towers, initial adapter and joint encoder."""
+"""Makes the initial bundle of a training run: frozen towers, initial adapter and initial joint encoder."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ NOTES = "start of a training"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the initial weights come from.
+    """Sources of the initial weights.
 
     Attributes:
-        model: bundle with the towers; None if `vision` names them.
-        vision: name of the towers in open_clip, or ``local-dir:FOLDER``.
-        language: folder of a Hugging Face BERT, or a bundle with a joint encoder; None uses that of `model`.
-        init: bundle that provides the joint encoder, and the adapter if it has the same sizes.
+        model: bundle that provides the towers; None takes the towers from `vision`.
+        vision: open_clip name of the model that provides the towers, or ``local-dir:FOLDER``.
+        language: folder of a Hugging Face BERT model, or a bundle that provides the joint encoder; None takes the joint
+            encoder of `model`.
+        init: bundle that provides the joint encoder, and also the adapter if its configuration equals the settings.
+            `init` takes precedence over `language`.
     """
 
     model: Path | None
@@ -45,10 +47,11 @@ class Origin:
 
 
 def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBundle:
-    """The bundle of a training's first step. Weights without an origin are random, decided by `seed`.
+    """Make the initial bundle of a training run. Weights without a source in `origin` are random, determined by `seed`.
 
     Raises:
-        HubUnreachableError, ModelError: an origin is missing or does not fit.
+        HubUnreachableError: a source must be downloaded and the Hugging Face Hub cannot be reached.
+        ModelError: a source is missing, or does not fit the settings or the other sources.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -67,7 +70,7 @@ def make_start(origin: Origin, config: ArchitectureConfig, seed: int) -> ModelBu
 
 
 def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device: torch.device) -> None:
-    """Set gradients, dropout and the attention implementation according to the settings and the device."""
+    """Prepare the modules of `bundle` for training: trainable parameters, dropout and attention implementation."""
     bundle.adapter.requires_grad_(True)
     bundle.joint.requires_grad_(True)
     bundle.joint.text_embeddings.requires_grad_(architecture.word_embeddings == "trained")
@@ -76,10 +79,11 @@ def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device
 
 
 def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:
-    """Encoder fingerprints of bundles whose features the adapter `trained` can be trained on, with the tower of `info`.
+    """Return the fingerprints of the encoders whose indexes hold features for training the adapter `trained`.
 
-    The first is that of the bundle that makes its features. If the adapter reduces patches, the second is that of the
-    bundle that stores all patches.
+    The encoders use the vision tower of the bundle that `info` describes. The first fingerprint is of the encoder that
+    makes exactly the features that the adapter reads. If the adapter reduces patches, the second fingerprint is of the
+    encoder that stores all patches.
     """
     patches = int(info.vision["num_patches"])
     features = trained.features(patches)
@@ -99,17 +103,19 @@ def _feature_fingerprint(info: BundleInfo, features: AdapterConfig) -> str:
 
 
 def keep_layers(joint: JointEncoder, count: int) -> None:
-    """Keep the first `count` layers of the language model. Raises ModelError if it has fewer."""
+    """Keep only the first `count` layers of the language model. Raises ModelError if there are fewer layers."""
     layers = joint.language_model.bert.encoder.layer
     if count > len(layers):
-        raise ModelError(f"cannot keep {count} layers: the language model has {len(layers)}")
+        raise ModelError(
+            f"cannot keep {count} layers: the language model has {len(layers)}; lower architecture.language_layers"
+        )
     joint.language_model.bert.encoder.layer = layers[:count]
     joint.config.num_hidden_layers = count
 
 
 @torch.no_grad()
 def extend_positions(joint: JointEncoder, count: int) -> None:
-    """Give the language model at least `count` trainable positions. Added ones start as copies of the last."""
+    """Extend the language model to at least `count` positions. New position embeddings start as copies of the last."""
     embeddings = joint.language_model.bert.embeddings
     table: nn.Embedding = embeddings.position_embeddings
     if table.num_embeddings >= count:
@@ -121,7 +127,11 @@ def extend_positions(joint: JointEncoder, count: int) -> None:
 
 
 def set_dropout(joint: JointEncoder, hidden: float | None, attention: float | None) -> None:
-    """Set the dropout of the language model's modules; None leaves it. Its saved configuration does not change."""
+    """Set dropout probabilities for training; None leaves a probability unchanged.
+
+    `hidden` applies to hidden states, `attention` to attention weights. The saved configuration of the language model
+    does not change.
+    """
     for name, module in joint.named_modules():
         probability = attention if name.endswith(".self.dropout") else hidden
         if isinstance(module, nn.Dropout) and probability is not None:
@@ -129,20 +139,21 @@ def set_dropout(joint: JointEncoder, hidden: float | None, attention: float | No
 
 
 def set_attention(joint: JointEncoder, device: torch.device) -> None:
-    """Choose how attention is computed in training on `device`.
+    """Choose the attention implementation for training on `device`.
 
-    On a CPU separate matrix products are used, because the backward pass of torch's fused attention is slow there.
+    On a CPU, attention uses separate matrix products, because the backward pass of torch's fused attention is slow on a
+    CPU.
     """
     if device.type == "cpu":
         joint.language_model.set_attn_implementation("eager")
 
 
 def _towers(origin: Origin) -> ModelBundle:
-    """A bundle with the towers. Its adapter and joint encoder are placeholders unless `origin.model` is set."""
+    """Load a bundle with the towers. Its adapter is a placeholder unless `origin.model` is set."""
     if origin.model is not None:
         return ModelBundle.load(origin.model)
     if origin.vision is None or not (origin.language or origin.init):
-        raise ModelError("the frozen towers are missing: set model, or vision together with language or init")
+        raise ModelError("no frozen towers are given: set model, or set vision and one of language and init")
     clip, config = load_clip(origin.vision, None)
     folder = Path(origin.vision.removeprefix(LOCAL_DIR)) if origin.vision.startswith(LOCAL_DIR) else None
     vision = vision_tower(clip.visual)  # type: ignore[arg-type]

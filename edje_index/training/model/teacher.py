@@ -21,8 +21,8 @@ class Teacher:
     """A trained joint encoder whose logits the student imitates.
 
     Attributes:
-        joint: the frozen joint encoder.
-        adapter: maps features to its tokens; None if batches hold the tokens.
+        joint: the frozen joint encoder of the teacher.
+        adapter: adapter that maps features to the teacher's tokens; None if batches hold the teacher's tokens.
     """
 
     joint: JointEncoder
@@ -30,13 +30,16 @@ class Teacher:
 
     @classmethod
     def of(cls, bundle: ModelBundle, *, has_tokens: bool, device: torch.device) -> Teacher:
-        """The teacher `bundle` on `device`. `has_tokens` says whether batches hold its tokens."""
+        """Load the teacher from `bundle` onto `device`.
+
+        `has_tokens` is True if batches hold the teacher's tokens, False if they hold features for its adapter.
+        """
         joint = bundle.joint.requires_grad_(False).to(device)
         return cls(joint, None if has_tokens else trained_part(bundle.adapter).to(device))
 
     @torch.no_grad()
     def logits(self, batch: JointBatch) -> torch.Tensor:
-        """Logits of the batch's pairs, float32 [b (1 + 2 k)]."""
+        """Compute the teacher's logits for all positive and negative pairs of `batch`, float32 [b (1 + 2 k)]."""
         assert batch.teacher is not None
         inputs, blocks = batch.teacher
         tokens = blocks.float() if self.adapter is None else self.adapter(blocks.float())

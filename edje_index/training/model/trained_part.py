@@ -1,4 +1,4 @@
-"""Which part of an adapter is trained."""
+"""Selects the part of an adapter that is trained."""
 
 from __future__ import annotations
 
@@ -8,5 +8,8 @@ from edje_index.models.adapter import Adapter, ReducedAdapter
 
 
 def trained_part(adapter: Adapter) -> nn.Module:
-    """The part of an adapter that is trained: only the MLP if features are reduced when they are stored."""
+    """Return the trainable module of `adapter`.
+
+    For an adapter that reduces patches this is only the MLP, because the stored features are already reduced.
+    """
     return adapter.local if isinstance(adapter, ReducedAdapter) else adapter

@@ -128,8 +128,8 @@ def test_every_setting_can_be_set_and_has_a_description():
         ("loop", {"batch_size": 3}, "loop.batch_size is 3 and negatives.count is 3"),
         ("objective", {"mlm_probability": 1.5}, "objective.mlm_probability is 1.5"),
         ("objective", {"text_length": 65}, "objective.text_length is 65; input should be less than or equal to 64"),
-        ("negatives", {"temperature": 0.1}, "negatives.temperature is set and negatives.selection is 'top'"),
-        ("fitting", {"pooled_weight": 2.0}, "fitting.pooled_weight is set without fitting.pooled_dim"),
+        ("negatives", {"temperature": 0.1}, "negatives.temperature is set, but negatives.selection is 'top'"),
+        ("fitting", {"pooled_weight": 2.0}, "fitting.pooled_weight is set, but fitting.pooled_dim is 0"),
     ],
 )
 def test_an_invalid_setting_is_named(group, values, words):
