@@ -39,7 +39,7 @@ class ArchitectureConfig(Settings):
     language_layers: int | None = Field(
         default=None,
         ge=1,
-        description="Number of language model layers to keep, counted from the input. None keeps all.",
+        description="Number of language model layers to keep, counted from the input. None keeps all layers.",
     )
     canonical_captions: bool = Field(
         default=True,
@@ -69,7 +69,10 @@ class AugmentationConfig(Settings):
         description="Random crops per image, half of them mirrored. Each crop costs one pass of the vision tower.",
     )
     patch_dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Fraction of patches hidden from a compressed adapter."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Fraction of patches removed at random before a compressed adapter reads the patches.",
     )
     step_tokens: int | None = Field(
         default=None,
@@ -86,9 +89,9 @@ class ObjectiveConfig(Settings):
         description="Matching loss: cross-entropy of a positive against its negatives, or binary cross-entropy.",
     )
     itm_weight: float = Field(default=1.0, ge=0, description="Weight of the matching loss.")
-    mlm_weight: float = Field(default=1.0, ge=0, description="Weight of masked language modelling.")
+    mlm_weight: float = Field(default=1.0, ge=0, description="Weight of the masked language modelling loss.")
     mlm_probability: float = Field(default=0.5, ge=0, le=1, description="Fraction of caption tokens that are masked.")
-    recovery_weight: float = Field(default=1.0, ge=0, description="Weight of text-embedding recovery.")
+    recovery_weight: float = Field(default=1.0, ge=0, description="Weight of the text-embedding recovery loss.")
     distillation_weight: float = Field(
         default=1.0, ge=0, description="Weight of the distillation loss, used only with a teacher."
     )
@@ -106,12 +109,12 @@ class NegativesConfig(Settings):
     count: int = Field(default=3, ge=1, description="Negative images per caption, and negative captions per image.")
     selection: Literal["top", "softmax"] = Field(
         default="top",
-        description="Take the most similar candidates of the batch, or draw from a softmax over the similarities.",
+        description="Choice of negatives: the most similar of the batch, or draws from a softmax over similarities.",
     )
     temperature: float | None = Field(
         default=None,
         ge=0,
-        description="Temperature of the softmax of selection. None uses the temperature of the mining model.",
+        description="Softmax temperature, if selection is softmax. None uses the temperature of the mining model.",
     )
     curriculum_steps: int = Field(
         default=0,
@@ -123,7 +126,7 @@ class NegativesConfig(Settings):
 class AlignmentConfig(Settings):
     """Alignment phase, before the joint phase: aligns adapter tokens with caption words, without the language model."""
 
-    steps: int = Field(default=0, ge=0, description="Alignment steps; 0 skips the phase.")
+    steps: int = Field(default=0, ge=0, description="Number of alignment steps; 0 skips the alignment phase.")
     batch_size: int = Field(default=256, ge=2, description="Images per alignment step.")
     captions: int = Field(default=5, ge=1, description="Captions per image in an alignment step.")
     adapter_init: Literal["clusters", "kept"] = Field(
@@ -134,13 +137,13 @@ class AlignmentConfig(Settings):
 
 
 class OptimizerConfig(Settings):
-    """AdamW and its learning-rate schedule."""
+    """Settings of the AdamW optimiser and of its learning-rate schedule."""
 
     lr: float = Field(default=3e-4, ge=0, description="Learning rate after warm-up.")
     adapter_lr_factor: float = Field(
-        default=1.0, ge=0, description="Learning rate of the adapter, as a factor of lr; 0 freezes the adapter."
+        default=1.0, ge=0, description="Factor that multiplies lr for the adapter; 0 freezes the adapter."
     )
-    weight_decay: float = Field(default=0.05, ge=0, description="Weight decay.")
+    weight_decay: float = Field(default=0.05, ge=0, description="Weight decay of AdamW.")
     decayed: Literal["all", "matrices"] = Field(
         default="all",
         description="Parameters with weight decay: all, or only matrices (no biases, norms or other vectors).",
@@ -153,7 +156,8 @@ class OptimizerConfig(Settings):
     warmup_lr: float = Field(default=1e-6, ge=0, description="Learning rate at the first step of the warm-up.")
     min_lr: float = Field(default=1e-6, ge=0, description="Lowest learning rate of the decay.")
     decay: Literal["epoch", "cosine"] = Field(
-        default="epoch", description="Multiply by decay_rate after every epoch, or follow a cosine up to the last step."
+        default="epoch",
+        description="Decay of the learning rate: by decay_rate after every epoch, or along a cosine to the last step.",
     )
     decay_rate: float = Field(
         default=0.9, ge=0, description="Factor that multiplies the learning rate after every epoch, with decay=epoch."

@@ -31,8 +31,8 @@ class TrainingData:
 
     Attributes:
         rows: row of each image in the feature index, int64 [n].
-        caption_starts: image i has captions caption_starts[i] up to caption_starts[i + 1], int64 [n + 1].
-        token_starts: caption i has tokens token_starts[i] up to token_starts[i + 1], int64 [c + 1].
+        caption_starts: image i has the captions from caption_starts[i] to caption_starts[i + 1] - 1, int64 [n + 1].
+        token_starts: caption i has the tokens from token_starts[i] to token_starts[i + 1] - 1, int64 [c + 1].
         tokens: token ids of all captions without special tokens, one caption after another, int32. Long captions are
             cut to 64 tokens including special tokens.
         caption_keys: a number per caption; captions with the same words have the same number, int64 [c].
@@ -141,7 +141,7 @@ def prepare_data(
     miner: Miner,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> TrainingData:
-    """Tokenize and embed all captions.
+    """Tokenize and embed all captions of `items`, and return the training data.
 
     Args:
         items: images and captions to train on.
@@ -155,7 +155,9 @@ def prepare_data(
     """
     texts = items.texts()
     if not texts:
-        raise UsageError("no captioned image has features to train on; check the captions and the feature index")
+        raise UsageError(
+            "no captioned image has features to train on; check that the captions name images in the feature index"
+        )
     ids = [np.array(caption, dtype=np.int32) for caption in _token_ids(tokenizer, texts)]
     embeddings = embed_texts(tower, texts, on_progress)
     mining = embeddings if miner.text is tower else embed_texts(miner.text, texts, on_progress)

@@ -47,7 +47,7 @@ class DevSet:
     Attributes:
         rows: row ids of the images in the feature index, int64 [n].
         captions: text of each caption.
-        caption_images: position among the n images of each caption's image, int64 [c].
+        caption_images: for each caption, position of its image among the n images, int64 [c].
         image_embeddings: embeddings of the images, float32 [n, e].
         text_embeddings: embeddings of the captions, float32 [c, e].
     """
@@ -73,7 +73,7 @@ def choose_dev_weights(
     config: FittingConfig,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> dict[str, WeightChoice]:
-    """Fit the weights that are None in `config`, and return the fitted weights by direction.
+    """Fit the weights that are None in `config`, and return all weights and their recall by direction.
 
     The modules of `bundle` must be in evaluation mode. `on_progress` is called before every query and every fit; an
     exception that `on_progress` raises ends the fit.
@@ -119,7 +119,7 @@ def _report(on_progress: OnProgress, before: int, total: int, done: int) -> None
 
 @dataclass(frozen=True)
 class _DevScorer:
-    """Scores the pools of dev queries in one direction, with the names in `parts` that the bundle provides."""
+    """Scores pools of dev queries in one direction, by the named `parts`. Parts that `bundle` lacks are left out."""
 
     bundle: ModelBundle
     dev: DevSet

@@ -103,7 +103,7 @@ class WeightChoice:
 
     Attributes:
         weights: the fitted and given weights.
-        recall: R@1 with `weights` on the queries that they were fitted to.
+        recall: R@1 with `weights` on the queries that `weights` was fitted to.
         held_out_recall: R@1 by 5-fold cross-validation. The queries of each fifth of the images are scored with weights
             that were fitted to the other queries. Images of this fifth may still be candidates of those queries. None
             if all queries have the same image.

@@ -1,4 +1,4 @@
-"""Makes the hubness bank of a trained bundle: a random sample of its training captions and images."""
+"""Makes the hubness bank of a trained bundle: a random sample of the training captions and images."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ POWER = 1.5
 def canonical_maps(
     images: torch.Tensor, captions: torch.Tensor, across: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Canonical correlation analysis with ridges (Vinod, 1976).
+    """Run canonical correlation analysis with ridges (Vinod, 1976).
 
     Args:
         images: covariance of the centred image columns [p, p].

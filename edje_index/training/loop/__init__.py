@@ -1,1 +1,1 @@
-"""The training loop: workers, checkpoints, learning-rate schedule and log."""
+"""The training loop: tasks, workers, checkpoints, learning-rate schedule, evaluation and log."""

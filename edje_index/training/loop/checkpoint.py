@@ -129,7 +129,8 @@ class Checkpoints:
             raise _UnreadableError(str(error)) from error
         if state.run != self._run:
             raise ModelError(
-                f"{path} belongs to another training run; use another run folder, or remove {self._folder}"
+                f"{path} belongs to another training run; use another run folder, or remove "
+                f"{self._folder} to train again from step 0"
             )
         return state
 

@@ -106,7 +106,7 @@ def alignment_scores(tokens: torch.Tensor, words: torch.Tensor, shares: torch.Te
     Args:
         tokens: tokens of the images [b, m, d].
         words: embeddings of the distinct words of all captions [w, d].
-        shares: share of each word among the words of each caption [w, c]. A caption without words scores 0.
+        shares: share of each word among the words of each caption [w, c]. A caption without words has the score 0.
     """
     b, m, d = tokens.shape
     cosines = functional.normalize(tokens, dim=2).reshape(b * m, d) @ functional.normalize(words, dim=1).T
