@@ -1,6 +1,8 @@
-"""Recall of an index on captioned images: by embedding alone and re-ranked, over pool sizes and precisions.
+"""Measures the recall of an index on captioned images.
 
-`protocol` defines queries, candidates and right answers. `pools` ranks by embedding. `pool_scores` and `pair_scores`
+Recall is measured for the embeddings alone, and after re-ranking for each pool size and precision.
+
+`protocol` defines queries and candidates. `pools` ranks candidates by embedding. `pool_scores` and `pair_scores`
 compute the final scores. `recall`, `recall_results` and `bootstrap` turn scores into recall with confidence intervals.
-`evaluate` connects them; `report`, `figures` and `plots` show the result.
+`evaluate` connects these modules. `report`, `figures` and `plots` show the results.
 """

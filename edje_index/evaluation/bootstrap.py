@@ -1,7 +1,8 @@
-"""Confidence intervals by resampling clusters, because the captions of one image are not independent of each other.
+"""Bootstrap confidence intervals. Whole clusters are resampled, because captions of one image are not independent.
 
 The method is the percentile bootstrap of B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, chapter
-13. All statistics are measured on the same resamples, so that their differences have intervals too (paired bootstrap).
+13. All statistics are measured on the same resamples, so that differences between statistics have intervals too (paired
+bootstrap).
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ _CHUNK_DRAWS = 1 << 22  # draws in memory at a time
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its 95 % confidence interval, which is None without resamples."""
+    """A mean with the lower and upper bound of its 95 % confidence interval.
+
+    Without resamples, both bounds are None.
+    """
 
     value: float
     low: float | None = None
@@ -27,12 +31,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class ClusterBootstrap:
-    """Resamples of clusters.
+    """Bootstrap resamples of clusters of queries.
 
     Attributes:
-        clusters: the cluster of each query, any integers [q].
-        resamples: number of resamples; 0 gives no intervals.
-        seed: equal seeds give equal intervals.
+        clusters: cluster number of each query, int64 [q]. Queries with equal numbers are resampled together.
+        resamples: number of resamples. If it is 0, estimates have no confidence intervals.
+        seed: seed of the resamples; equal seeds give equal intervals.
     """
 
     clusters: NDArray[np.int64]
@@ -40,7 +44,7 @@ class ClusterBootstrap:
     seed: int = 0
 
     def estimates(self, values: NDArray[np.floating]) -> list[Estimate]:
-        """Mean of each column of `values` [q, s], with its confidence interval."""
+        """Return the mean of each column of `values` [q, s] with its confidence interval."""
         means = values.mean(axis=0, dtype=np.float64)
         if not self.resamples:
             return [Estimate(float(mean)) for mean in means]
@@ -49,7 +53,7 @@ class ClusterBootstrap:
         return [Estimate(*map(float, triple)) for triple in zip(means, low, high, strict=True)]
 
     def means(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Mean of each column of `values` [q, s] over the queries of each resample: [resamples, s]."""
+        """Return the mean of each column of `values` [q, s] in each resample of the queries, float64 [resamples, s]."""
         cluster_of_query, multiplicities = self._resampled
         sums = np.zeros((multiplicities.shape[1], values.shape[1] + 1))
         np.add.at(sums, cluster_of_query, np.column_stack([values, np.ones(len(values))]))
@@ -62,7 +66,7 @@ class ClusterBootstrap:
 
     @cached_property
     def _resampled(self) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
-        """(cluster of each query [q], from 0; how often each resample drew each cluster [resamples, g])."""
+        """The cluster index of each query [q], and how often each resample drew each of g clusters [resamples, g]."""
         labels, cluster_of_query = np.unique(self.clusters, return_inverse=True)
         count = len(labels)
         rng = np.random.default_rng(self.seed)

@@ -1,4 +1,4 @@
-"""What an evaluation measures."""
+"""Settings of an evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FULL_POOLS = (100,)
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """What to measure.
+    """Settings of `evaluate`.
 
     Example:
         >>> from pathlib import Path
@@ -27,21 +27,21 @@ class EvaluationConfig:
         systems: indexes, each with the bundle to search it with, or None for the bundle that built it.
         captions: caption file, see `captions.reading.read_captions`.
         images: base directory of relative image paths.
-        split: split of the caption file to take queries from.
-        precisions: precisions of the tokens; empty for all that an index holds.
-        simulate: also measure precisions that an index does not hold, by converting tokens in memory.
-        pools: numbers of candidates to re-rank; empty for those of the protocol.
-        directions: directions of search, from `DIRECTIONS`.
-        full: use the full-dataset protocol.
-        full_captions: further caption files whose captions are candidates in the full-dataset protocol.
-        rerank: False measures the embeddings alone.
-        score: the score to re-rank by, see `scoring.weights.parse_score`.
-        resamples: number of bootstrap resamples; 0 for no intervals.
-        queries: largest number of queries per direction, sampled with `seed`.
+        split: split of the caption file to take queries from; None for the whole file.
+        precisions: precisions of the tokens to measure; empty for all precisions that an index holds.
+        simulate: allow `precisions` that an index does not hold. Stored tokens are then converted in memory.
+        pools: pool sizes; empty for the default sizes of the protocol.
+        directions: search directions, from `DIRECTIONS`.
+        full: use the full-dataset protocol instead of the split protocol, see `edje_index.evaluation.protocol`.
+        full_captions: further caption files. Their captions are candidates in the full-dataset protocol.
+        rerank: True re-ranks the pools; False measures the embeddings alone.
+        score: score that re-ranks the pools, see `scoring.weights.parse_score`.
+        resamples: number of bootstrap resamples; 0 for no confidence intervals.
+        queries: largest number of queries per direction, sampled with `seed`; None for all queries.
         seed: seed of the query sample and of the bootstrap.
         device: "auto", "cpu" or "cuda".
         dtype: data type of the joint encoder's matrix products, "auto", "float32" or "bfloat16".
-        cache: directory that keeps scores, so that an interrupted evaluation resumes.
+        cache: directory that stores computed scores, so that an interrupted evaluation resumes; None stores none.
     """
 
     systems: tuple[tuple[Path, Path | None], ...]
@@ -65,10 +65,10 @@ class EvaluationConfig:
 
     @property
     def cutoffs(self) -> tuple[int, ...]:
-        """The cutoffs k at which R@k is measured."""
+        """Values of k for which R@k is measured."""
         return FULL_CUTOFFS if self.full else CUTOFFS
 
     @property
     def pool_sizes(self) -> tuple[int, ...]:
-        """The pool sizes in ascending order, without duplicates."""
+        """Pool sizes in ascending order, without duplicates."""
         return tuple(sorted(set(self.pools or (FULL_POOLS if self.full else POOLS))))

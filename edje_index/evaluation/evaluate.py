@@ -1,4 +1,4 @@
-"""Recall of one or more indexes on captioned images."""
+"""Measures the recall of one or more indexes on captioned images."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NOT_IN_OTHER = "not-in-another-index"
 
 @dataclass(frozen=True)
 class _OpenIndex:
-    """One index that is evaluated; `matched` are the rows of the captioned images."""
+    """One index to evaluate. `matched` holds the row of each captioned image in this index."""
 
     name: str
     root: Path
@@ -50,7 +50,7 @@ class _OpenIndex:
 
 
 def evaluate(config: EvaluationConfig, on_progress: OnProgress = lambda activity, done, total: None) -> Evaluation:
-    """Measure recall.
+    """Measure the recall of one or more indexes on captioned images.
 
     Example:
         >>> from pathlib import Path
@@ -70,8 +70,8 @@ def evaluate(config: EvaluationConfig, on_progress: OnProgress = lambda activity
         i2t bf16 3 True
 
     Raises:
-        UsageError: settings that contradict each other, captions that cannot be read or match no image, or a precision
-            that the index does not hold.
+        UsageError: settings contradict each other, the captions cannot be read or match no image, or an index does not
+            hold a requested precision.
         ModelError: a bundle is missing, did not build its index, or cannot compute the score.
     """
     began = time.monotonic()
@@ -107,19 +107,19 @@ def evaluate(config: EvaluationConfig, on_progress: OnProgress = lambda activity
 
 def _check(config: EvaluationConfig) -> None:
     if config.full_captions and not config.full:
-        raise UsageError("full_captions needs the full-dataset protocol: set full as well")
+        raise UsageError("full_captions has no effect without full: set full to True, or leave full_captions empty")
     if not config.directions or not set(config.directions) <= set(DIRECTIONS):
         given = ", ".join(config.directions) or "none"
-        raise UsageError(f"each direction must be one of {', '.join(DIRECTIONS)}; got {given}")
+        raise UsageError(f"directions must name at least one of {', '.join(DIRECTIONS)} and nothing else; got {given}")
     if min((*config.pool_sizes, 1)) < 1:
         raise UsageError(f"a pool must hold at least 1 candidate, got {min(config.pool_sizes)}")
     if config.score != BUNDLE_SCORE and not config.rerank:
-        raise UsageError("score has no effect without re-ranking: leave it out, or set rerank")
+        raise UsageError("score has no effect without re-ranking: set rerank to True, or leave score at its default")
     parse_score(config.score, ScoreWeights())  # refuses a misspelt score before anything is read
 
 
 def _named(systems: Sequence[tuple[Path, Path | None]]) -> list[tuple[str, tuple[Path, Path | None]]]:
-    """Each system under the file name of its index; equal names are numbered."""
+    """Name each system after the file of its index. Equal names get a number."""
     stems = [root.resolve().stem for root, _ in systems]
     counts = Counter(stems)
     return [
@@ -131,7 +131,10 @@ def _named(systems: Sequence[tuple[Path, Path | None]]) -> list[tuple[str, tuple
 def _open(
     config: EvaluationConfig, name: str, root: Path, model: Path | None, items: Sequence[CaptionedImage]
 ) -> _OpenIndex:
-    """Open an index without its weights, so that an index that cannot be evaluated fails early."""
+    """Open an index and match the captions to its rows.
+
+    The model is loaded later, so that an index that cannot be evaluated fails early.
+    """
     index = CommittedIndex.open(root)
     sources = token_sources(root, config.precisions, simulate=config.simulate) if config.rerank else []
     matched = match_items(root, read_all_rows(index, NAME_COLUMNS), items)
@@ -140,7 +143,7 @@ def _open(
 
 def _count_inputs(items: Sequence[CaptionedImage], indexes: Sequence[_OpenIndex], used: Bools) -> Inputs:
     if not used.any():
-        raise UsageError("no captioned image is in all of the indexes: evaluate them one by one")
+        raise UsageError("no captioned image is in all of the indexes: evaluate the indexes one by one")
     reasons = Counter(
         indexes[0].matched.reasons[position] or NOT_IN_OTHER for position in np.flatnonzero(~used).tolist()
     )
@@ -157,7 +160,10 @@ def _count_inputs(items: Sequence[CaptionedImage], indexes: Sequence[_OpenIndex]
 def _further_captions(
     config: EvaluationConfig, all_items: Sequence[CaptionedImage], root: Path
 ) -> tuple[list[CaptionedImage], MatchedRows]:
-    """Candidates of the full-dataset protocol: the other splits of the caption file, and the further files."""
+    """Read the captions that the full-dataset protocol adds as candidates, and match their images to rows.
+
+    The captions come from all splits of the caption file and from the files in `config.full_captions`.
+    """
     items = list(all_items) if config.split is not None else []
     for path in config.full_captions:
         items += read_captions(path, config.images)
@@ -168,7 +174,11 @@ def _further_captions(
 def _evaluate_index(
     config: EvaluationConfig, index: _OpenIndex, eval_set: EvaluationSet, on_progress: OnProgress
 ) -> tuple[System, list[Result], int]:
-    """(the index as it was evaluated, its results, number of pairs that were scored)."""
+    """Evaluate one index.
+
+    Returns:
+        The index as it was evaluated, its results, and the number of pairs that were scored.
+    """
     model = load_search_model(index.root, index.manifest, index.model_path, device=config.device, dtype=config.dtype)
     weights = {direction: model.weights(direction, config.score) for direction in config.directions}
     embeddings = _embeddings(config, index, eval_set, model, on_progress)
@@ -214,7 +224,7 @@ def _describe(
 
 
 def _query_images(eval_set: EvaluationSet, direction: str) -> Ints:
-    """The image that each query belongs to: queries of one image are resampled together."""
+    """Return the row id of each query's image, int64 [q]. Queries of one image are resampled together."""
     text_queries = direction == TEXT_TO_IMAGE
     return eval_set.caption_rows[eval_set.query_captions] if text_queries else eval_set.query_rows
 
@@ -222,7 +232,10 @@ def _query_images(eval_set: EvaluationSet, direction: str) -> Ints:
 def _embeddings(
     config: EvaluationConfig, index: _OpenIndex, eval_set: EvaluationSet, model: SearchModel, on_progress: OnProgress
 ) -> Embeddings:
-    """Embed the captions: all of them, or the queries alone if no candidate is a caption."""
+    """Embed the captions, and read the embeddings of the candidate images.
+
+    If images are the only candidates, only the captions that are queries are embedded.
+    """
     from edje_index.models.text_encoder import embed_texts
 
     captions: Sequence[str] = eval_set.captions
@@ -233,7 +246,10 @@ def _embeddings(
 
 
 def _pools(config: EvaluationConfig, eval_set: EvaluationSet, embeddings: Embeddings) -> dict[str, Pools]:
-    """Pools by direction, as large as the largest that is re-ranked."""
+    """Return the pools by direction.
+
+    Each holds as many candidates as the largest pool size, or 1 without re-ranking.
+    """
     texts, images = embeddings.texts, embeddings.images
     size = max(config.pool_sizes) if config.rerank else 1
     pools = {}

@@ -21,7 +21,10 @@ _GREY = "#888888"
 
 
 def write_figures(evaluation: Evaluation, folder: Path) -> list[Path]:
-    """Write the plots of every direction as PNG into `folder`; none if nothing was re-ranked."""
+    """Write PNG plots of every direction into `folder`, and return their paths.
+
+    If nothing was re-ranked, no plot is written and the list is empty.
+    """
     written = []
     for direction in dict.fromkeys(result.direction for result in evaluation.results if result.pool is not None):
         for system in evaluation.systems:
@@ -38,7 +41,11 @@ def write_figures(evaluation: Evaluation, folder: Path) -> list[Path]:
 
 
 def _plot_pools(evaluation: Evaluation, results: Sequence[Result], path: Path) -> None:
-    """Plot R@k of one index in its highest-fidelity precision. Dashed lines show the embeddings alone."""
+    """Plot R@k of one index against the pool size, in the precision that the other precisions are compared with.
+
+    Dashed lines show R@k of the embeddings alone. The dotted line shows how many queries have a relevant candidate in
+    the pool.
+    """
     embedding = next(result for result in results if result.precision is None)
     finest = next(result for result in results if result.change is None and result.precision is not None)
     shown = [result for result in results if result.precision == finest.precision]
@@ -51,7 +58,7 @@ def _plot_pools(evaluation: Evaluation, results: Sequence[Result], path: Path) -
             embedding.recall[cutoff].value, color=colour, linestyle="--", linewidth=1, label=f"R@{cutoff}, embedding"
         )
     ceiling = [result.in_pool.value for result in shown if result.in_pool is not None]
-    axes.plot(pools, ceiling, color=_GREY, linestyle=":", marker=".", label="right answer in pool")
+    axes.plot(pools, ceiling, color=_GREY, linestyle=":", marker=".", label="relevant candidate in pool")
     axes.set_xscale("log")
     axes.set_xticks(pools, [str(pool) for pool in pools])
     axes.minorticks_off()
@@ -61,7 +68,7 @@ def _plot_pools(evaluation: Evaluation, results: Sequence[Result], path: Path) -
 
 
 def _plot_bytes(evaluation: Evaluation, results: Sequence[Result], path: Path) -> None:
-    """Plot R@k for the smallest cutoff, every index and every precision, with the largest pool."""
+    """Plot R@k of every index and precision against the bytes per image, for the smallest k and the largest pool."""
     pool, cutoff = max(evaluation.pools), evaluation.cutoffs[0]
     direction = _TITLES[results[0].direction == TEXT_TO_IMAGE]
     figure, axes = new_figure(
@@ -88,7 +95,7 @@ def _plot_bytes(evaluation: Evaluation, results: Sequence[Result], path: Path) -
 
 
 def _line(axes: Axes, xs: Sequence[float], estimates: Sequence[Estimate], colour: str, label: str) -> None:
-    """Draw a line through estimates, with their confidence intervals."""
+    """Draw a line through `estimates`, with a vertical bar for each confidence interval."""
     values = [each.value for each in estimates]
     axes.plot(xs, values, color=colour, marker="o", markersize=4, label=label)
     spans = [(each.low, each.high) for each in estimates if each.low is not None and each.high is not None]
@@ -97,13 +104,13 @@ def _line(axes: Axes, xs: Sequence[float], estimates: Sequence[Estimate], colour
 
 
 def _label(axes: Axes, name: str, point: tuple[float, float], colour: str, *, above: bool) -> None:
-    """Write a name beside its point, away from a rising line and from the confidence interval."""
+    """Write `name` to the upper left (`above`) or lower right of its point, clear of the line and the interval."""
     (x, horizontal), (y, vertical) = ((-4, "right"), (4, "bottom")) if above else ((4, "left"), (-4, "top"))
     axes.annotate(name, point, (x, y), textcoords="offset points", ha=horizontal, va=vertical, fontsize=9, color=colour)
 
 
 def _plain_ticks(axes: Axes, sizes: Sequence[float]) -> None:
-    """Set ticks at the sizes that occur, without those too close to the previous one."""
+    """Set a tick at each of the ascending `sizes`. A size at most 25 % above the previous tick gets no tick."""
     ticks: list[float] = []
     for size in sizes:
         if not ticks or size > 1.25 * ticks[-1]:

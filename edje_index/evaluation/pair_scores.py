@@ -1,4 +1,8 @@
-"""Computes one part of the score for many (caption, image) pairs: each pair once, with little padding, resumable."""
+"""Computes one part of the score for many (caption, image) pairs.
+
+Each distinct pair is scored once. Captions of similar length are scored together, which saves padding. An interrupted
+run resumes from the score cache.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +18,20 @@ from edje_index.progress import OnProgress
 from edje_index.scoring.parts import Pairs, Part
 
 CHUNK_PAIRS = 512  # 25 MB of 64 x 384 bfloat16 blocks
-_KEY_SHIFT = 40  # a pair is one integer: the caption's position above the row id, which is below 2^40
+_KEY_SHIFT = 40  # a pair is one integer: caption position in the high bits, row id (below 2^40) in the low bits
 
 
 @dataclass(frozen=True)
 class PairScorer:
-    """Computes one part of the score from the tokens of one source.
+    """Computes one part of the score with the tokens of one source.
 
     Attributes:
-        part: the part to compute.
-        name: its name, for progress messages.
-        source: where tokens come from.
-        captions: the texts.
-        tokenizer: the joint encoder's, which measures the length of captions.
-        cache: scores that were computed before.
+        part: part of the score to compute.
+        name: name of the part, for progress messages.
+        source: source of the tokens.
+        captions: all captions of the evaluation.
+        tokenizer: tokenizer of the joint encoder, which measures the length of captions.
+        cache: cache of scores, which are not computed again.
     """
 
     part: Part
@@ -38,12 +42,12 @@ class PairScorer:
     cache: ScoreCache
 
     def score(self, captions: Ints, rows: Ints, on_progress: OnProgress) -> Floats:
-        """Scores [k] of pairs. A pair that occurs twice is scored once.
+        """Return the scores of k pairs, float32 [k]. A pair that occurs twice is scored once.
 
         Args:
-            captions: positions among the captions [k].
-            rows: row ids [k].
-            on_progress: reports the number of pairs.
+            captions: position in `self.captions` of the caption of each pair, int64 [k].
+            rows: row id of the image of each pair, int64 [k].
+            on_progress: called with the number of scored pairs.
         """
         pairs = pack(captions, rows)
         distinct = np.unique(pairs)
@@ -62,7 +66,10 @@ class PairScorer:
         return _look_up(scored, pairs)
 
     def _chunks(self, pairs: Ints) -> Iterator[tuple[int, Ints]]:
-        """(number of pairs before it, pairs). Captions of similar length share a chunk, which saves padding."""
+        """Yield chunks of `pairs`, each with the number of pairs in the chunks before it.
+
+        Captions of similar length share a chunk, which saves padding.
+        """
         if not len(pairs):
             return
         positions, which = np.unique(pairs >> _KEY_SHIFT, return_inverse=True)
@@ -79,13 +86,13 @@ class PairScorer:
 
 
 def pack(captions: Ints, rows: Ints) -> Ints:
-    """Pairs as single integers."""
+    """Pack each pair into one integer: caption position in the high bits, row id in the low 40 bits."""
     packed: Ints = (captions << _KEY_SHIFT) | rows
     return packed
 
 
 def unpack(pairs: Ints) -> tuple[Ints, Ints]:
-    """Positions of captions and row ids of packed pairs."""
+    """Return the caption positions and the row ids of packed pairs."""
     return pairs >> _KEY_SHIFT, pairs & ((1 << _KEY_SHIFT) - 1)
 
 

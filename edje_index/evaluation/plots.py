@@ -1,4 +1,4 @@
-"""Style of all plots: size, grid, colours, labels beside points. Uses matplotlib's Agg canvas, without a display."""
+"""Common style of all plots: size, grid, colours and point labels. Matplotlib's Agg canvas needs no display."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DPI = 144
 
 
 def new_figure(title: str, xlabel: str, ylabel: str, *, size: tuple[float, float] = (7.0, 4.3)) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes; `size` is in inches. Save it with `save_figure`."""
+    """Create a figure with one set of axes; `size` is (width, height) in inches. Save the figure with `save_figure`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -32,7 +32,7 @@ def new_figure(title: str, xlabel: str, ylabel: str, *, size: tuple[float, float
 
 
 def style_axes(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
-    """Set title, labels, colours and grid of axes, for example those of a subplot."""
+    """Set the title, labels, colours and grid of `axes`. Call it for subplots, which `new_figure` does not create."""
     axes.set_title(title, loc="left", fontsize=11, color=_INK, fontweight="bold")
     axes.set_xlabel(xlabel, color=_INK)
     axes.set_ylabel(ylabel, color=_INK)
@@ -54,10 +54,10 @@ def label_points(
     avoid: Sequence[tuple[float, float]] = (),
     colour: str = _INK,
 ) -> None:
-    """Write each name beside its point, without covering another name, a point or any of `avoid`.
+    """Write each name beside its point, without covering another name, a point or a position in `avoid`.
 
-    Call it last: the limits of the axes must not change afterwards. Eight directions are tried, close to the point
-    first. A name that does not fit there is moved away and joined to its point by a line.
+    Call this function last: the limits of the axes must not change afterwards. Each name is tried in eight directions,
+    close to its point first and then further away. A line joins a name that is further away to its point.
     """
     axes.get_figure(root=True).canvas.draw()  # type: ignore[union-attr]  # fixes the scale of pixel positions
     taken = [_mark(axes, point) for point in (*points, *avoid)]
@@ -67,7 +67,7 @@ def label_points(
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a figure in the format of the file name's suffix; PNG has 144 dots per inch."""
+    """Write `figure` to `path` in the format of the file name's suffix. A PNG has 144 dots per inch."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=_DPI, facecolor="white")
@@ -81,7 +81,7 @@ def _mark(axes: Axes, point: tuple[float, float]) -> Bbox:
 
 
 def _extent(label: Annotation) -> Bbox:
-    """Box of the words, without the line to the point."""
+    """Return the bounding box of the label's text, without the line to the point."""
     from matplotlib.text import Text
 
     label.update_positions(label.get_figure(root=True).canvas.get_renderer())  # type: ignore[union-attr]
@@ -89,7 +89,10 @@ def _extent(label: Annotation) -> Bbox:
 
 
 def _place(axes: Axes, point: tuple[float, float], name: str, colour: str, taken: Sequence[Bbox]) -> Annotation:
-    """Annotate `point` at the first position around it that is free and within the axes."""
+    """Annotate `point` at the first position around it that is free and within the axes.
+
+    If no position is free, the last one is used.
+    """
     frame = axes.get_window_extent()
     label: Annotation | None = None
     for distance in (6, 18, 30, 42):

@@ -1,4 +1,4 @@
-"""Final scores of the pools of an evaluation, in one precision at a time."""
+"""Computes the final scores of the pools of an evaluation, one precision at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HUBNESS_BATCH = 256  # candidates: 13 MB of 64 x 384 bfloat16 blocks
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Embeddings of the captions [c, e] and of the candidate images [r, e]."""
+    """Embeddings of the captions, float32 [c, e], and of the candidate images, float32 [r, e]."""
 
     texts: Floats
     images: Floats
@@ -38,16 +38,16 @@ class Embeddings:
 
 @dataclass(frozen=True)
 class PoolScorer:
-    """Scores the pools of both directions.
+    """Computes the final scores of the pools of one or both directions.
 
     Attributes:
-        model: the bundle.
+        model: search model of the bundle.
         weights: weights of the final score by direction.
-        eval_set: the queries and candidates.
-        embeddings: embeddings of the candidates.
-        pools: the pools by direction.
-        cache: directory of cached scores, if any.
-        index_key: what identifies the index in the cache.
+        eval_set: queries and candidates.
+        embeddings: embeddings of the captions and of the candidate images.
+        pools: pools by direction.
+        cache: directory of cached scores; None for no cache.
+        index_key: JSON value that identifies the index in the cache.
     """
 
     model: SearchModel
@@ -60,21 +60,21 @@ class PoolScorer:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether any score needs the tokens."""
+        """Whether the final score of any direction needs the tokens."""
         return any(reads_tokens(FinalScore.of(w).parts, direction) for direction, w in self.weights.items())
 
     @property
     def joint_parts(self) -> list[str]:
-        """The parts that depend on caption and image jointly and have a weight in some direction."""
+        """Names of the score parts that depend on both caption and image and have a weight in any direction."""
         used = {part for weights in self.weights.values() for part in FinalScore.of(weights).parts}
         return [part for part in JOINT_PARTS if part in used]
 
     def count_pairs(self) -> int:
-        """The number of distinct pairs that each source is scored on."""
+        """Return the number of distinct pairs that are scored with the tokens of each source."""
         return len(np.unique(pack(*self._all_pairs()))) if self.joint_parts else 0
 
     def score(self, source: TokenSource, on_progress: OnProgress) -> dict[str, Floats]:
-        """Final scores [q, p] of the pools by direction, with the tokens of `source`."""
+        """Return the final scores of the pools with the tokens of `source`, float32 [q, p] by direction."""
         values: dict[str, dict[str, Floats]] = {
             direction: {EMBEDDING: pools.similarities} for direction, pools in self.pools.items()
         }
@@ -90,7 +90,10 @@ class PoolScorer:
         return finals
 
     def _joint_part(self, part: str, source: TokenSource, on_progress: OnProgress) -> dict[str, Floats]:
-        """One part [q, p] by direction. A pair that both directions need is scored once."""
+        """Return one part of the score, float32 [q, p] by direction.
+
+        A pair that both directions need is scored once.
+        """
         direction = next(iter(self.pools))
         scorer = PairScorer(
             part=self.model.parts(direction, self.weights[direction])[part],
@@ -108,7 +111,7 @@ class PoolScorer:
         }
 
     def _all_pairs(self) -> tuple[Ints, Ints]:
-        """(positions of captions, row ids) of all directions, flat."""
+        """Return the caption position and the row id of every pair of all directions, int64 [k] each."""
         pairs = [self._pairs(direction, pools) for direction, pools in self.pools.items()]
         return np.concatenate([captions for captions, _ in pairs]), np.concatenate([rows for _, rows in pairs])
 
@@ -119,7 +122,10 @@ class PoolScorer:
         return pools.candidates.ravel(), np.repeat(self.eval_set.query_rows, size)
 
     def _hubness(self, direction: str, source: TokenSource) -> Floats:
-        """The hubness correction [q, p] of the candidates, each computed once."""
+        """Return the hubness correction of the pool candidates, float32 [q, p].
+
+        Each distinct candidate is computed once.
+        """
         part = self.model.parts(direction, self.weights[direction])[HUBNESS]
 
         def images(positions: Ints) -> Pairs:
@@ -145,7 +151,7 @@ class PoolScorer:
 
 
 def dtype_name(model: SearchModel) -> str:
-    """Data type of the joint encoder's matrix products."""
+    """Return the name of the data type of the joint encoder's matrix products."""
     return str(model.joint.compute_dtype).removeprefix("torch.")
 
 

@@ -1,4 +1,4 @@
-"""Pools of many queries: their nearest candidates by embedding, exactly, without an approximate index."""
+"""Pools of many queries: the nearest candidates of each query by embedding, from an exact search."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _CHUNK_NUMBERS = 1 << 24  # similarities in memory at a time
 
 @dataclass(frozen=True)
 class Pools:
-    """The p nearest candidates of q queries, nearest first.
+    """The p nearest candidates of each of q queries, nearest first.
 
     Attributes:
-        candidates: positions among all candidates, int64 [q, p].
-        similarities: cosine similarities of the embeddings, float32 [q, p].
-        relevant: whether the candidate is a right answer, bool [q, p].
-        ranks: rank of the nearest right answer among all candidates, int64 [q].
+        candidates: position of each pool candidate among all candidates, int64 [q, p].
+        similarities: cosine similarity of each pool candidate with its query, float32 [q, p].
+        relevant: which pool candidates are relevant to their query, bool [q, p].
+        ranks: rank of the most similar relevant candidate among all candidates, from 0, int64 [q].
     """
 
     candidates: Ints
@@ -31,7 +31,10 @@ class Pools:
 def embedding_pools(
     queries: Floats, candidates: Floats, query_labels: Ints, candidate_labels: Ints, pool: int
 ) -> Pools:
-    """Pools of queries [q, e] among candidates [c, e]. A candidate is relevant if it has the query's label."""
+    """Return the pools of `queries` [q, e] among `candidates` [c, e].
+
+    A candidate is relevant to a query if both have the same label.
+    """
     chunk = max(1, _CHUNK_NUMBERS // len(candidates))
     parts = [
         _pools(queries[at : at + chunk] @ candidates.T, query_labels[at : at + chunk], candidate_labels, pool)

@@ -1,8 +1,9 @@
-"""Queries, candidates and right answers of an evaluation.
+"""Queries and candidates of an evaluation. A candidate is relevant to a query if both belong to the same image.
 
-There are two protocols. In the split protocol, the usual one, queries and candidates are the images and captions of one
-split. In the full-dataset protocol the queries are those of the split, but the candidates are all images of the index
-and the captions of all splits (LightningDOT, Sun et al., NAACL 2021; the paper's appendix on full-dataset retrieval).
+There are two protocols. The split protocol is the usual one: queries and candidates are the images and captions of one
+split. In the full-dataset protocol, the queries are the same, but the candidates are all images of the index and the
+captions of all splits. The full-dataset protocol is described in LightningDOT (Sun et al., NAACL 2021) and in the EDJE
+paper's appendix on full-dataset retrieval.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from storage_formats.format.rows import INDEXED, read_all_rows
 
 Ints = NDArray[np.int64]
 OTHER = -1
-"""In place of a row id: the image of a caption is not a candidate."""
+"""Replaces the row id of an image that is not a candidate."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,10 @@ class EvaluationSet:
 
     Attributes:
         rows: row ids of the candidate images, ascending, int64 [r].
-        captions: the candidate captions [c].
+        captions: candidate captions [c].
         caption_rows: row id of each caption's image, int64 [c]; `OTHER` if the image is not a candidate.
-        query_captions: positions in `captions` of the text-to-image queries.
-        query_rows: row ids of the image-to-text queries.
+        query_captions: positions in `captions` of the text-to-image queries, int64.
+        query_rows: row ids of the image-to-text queries, int64.
     """
 
     rows: Ints
@@ -44,16 +45,20 @@ class EvaluationSet:
     query_rows: Ints
 
     def subsampled(self, queries: int, seed: int) -> EvaluationSet:
-        """At most `queries` queries per direction. With the same seed, a larger sample contains a smaller one."""
+        """Return a copy with at most `queries` queries per direction.
+
+        The queries are drawn at random. With the same seed, a larger sample contains a smaller one.
+        """
         rng = np.random.default_rng(seed)
         captions, rows = (rng.permutation(every)[:queries] for every in (self.query_captions, self.query_rows))
         return replace(self, query_captions=np.sort(captions), query_rows=np.sort(rows))
 
 
 def split_set(items: Sequence[CaptionedImage], rows: Ints) -> EvaluationSet:
-    """The split protocol over `items`, whose row ids are `rows` [n].
+    """Return the queries and candidates of the split protocol. The images of `items` [n] have the row ids `rows` [n].
 
-    Items with the same row (an image under two names, or byte-identical images) are one image with all their captions.
+    Items with the same row id are one image with all captions of these items. The row ids are the same if an image is
+    listed under two names, or if two images are byte-identical.
     """
     captions = tuple(caption for item in items for caption in item.captions)
     about = np.repeat(rows, [len(item.captions) for item in items])
@@ -64,10 +69,13 @@ def split_set(items: Sequence[CaptionedImage], rows: Ints) -> EvaluationSet:
 def full_set(
     root: str | Path, split: EvaluationSet, others: Sequence[CaptionedImage], matched: MatchedRows
 ) -> EvaluationSet:
-    """The full-dataset protocol: the queries of `split`, with all images of the index and all captions as candidates.
+    """Return the queries and candidates of the full-dataset protocol.
 
-    Captions of `others` that `split` has for the same image are left out. The remaining ones precede those of
-    `split`, so that of two equal texts the wrong answer wins: ties never raise the recall.
+    The queries are those of `split`. The candidates are all images of the index and all captions. A caption of `others`
+    is left out if `split` has the same caption for the same image.
+
+    The captions of `others` precede those of `split`. If two captions have the same text, the irrelevant one ranks
+    first, so that ties never raise the recall.
     """
     split_captions = set(zip(split.caption_rows.tolist(), split.captions, strict=True))
     added = [
@@ -86,7 +94,10 @@ def full_set(
 
 
 def indexed_rows(root: str | Path) -> Ints:
-    """Row ids of all images of an index, ascending, without holes, duplicates and deleted rows."""
+    """Return the row ids of all images of an index, ascending, int64.
+
+    Holes, duplicates and deleted rows are excluded.
+    """
     table = read_all_rows(CommittedIndex.open(root), ["row_id", "status"])
     rows: Ints = table.filter(pc.equal(table["status"], INDEXED))["row_id"].to_numpy()
     return rows

@@ -1,7 +1,7 @@
 """Ranks and recall.
 
-Shape letters: q queries, c candidates, p candidates in a pool. Ranks count from 0. The rank of a query is that of its
-best relevant candidate. Candidates with equal similarities keep their order, and so do those with equal scores.
+Shape letters: q queries, c candidates, p candidates in a pool. Ranks count from 0. The rank of a query is the rank of
+its best relevant candidate. Candidates with equal similarities or equal scores keep their order.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ Bools = NDArray[np.bool_]
 
 
 def nearest(similarities: Floats, count: int) -> Ints:
-    """Positions of the `count` highest similarities in each row [q, c], highest first: [q, min(count, c)]."""
+    """Return the positions of the `count` highest values in each row of `similarities` [q, c], highest first.
+
+    The result is int64 [q, min(count, c)]. Equal values keep their order.
+    """
     count = min(count, similarities.shape[1])
     kept = np.empty((len(similarities), count), dtype=np.int64)
     for row, values in enumerate(similarities):
-        # All candidates that tie for the last position, so that their order decides and not the partition.
+        # Take all candidates that tie for the last position. Their order decides then, not the partition.
         last = np.partition(values, -count)[-count]
         reach = np.flatnonzero(values >= last)
         kept[row] = reach[np.argsort(-values[reach], kind="stable")[:count]]
@@ -29,7 +32,12 @@ def nearest(similarities: Floats, count: int) -> Ints:
 
 
 def ranks_by_similarity(similarities: Floats, relevant: Bools) -> Ints:
-    """Ranks [q] by similarity [q, c]; c for a query without a relevant candidate."""
+    """Return the rank of each query by similarity, int64 [q]; c for a query without a relevant candidate.
+
+    Args:
+        similarities: similarity of each candidate, float32 [q, c].
+        relevant: which candidates are relevant, bool [q, c].
+    """
     positions = np.arange(similarities.shape[1])
     best = np.where(relevant, similarities, -np.inf)
     at = best.argmax(axis=1)[:, None]
@@ -41,13 +49,15 @@ def ranks_by_similarity(similarities: Floats, relevant: Bools) -> Ints:
 
 
 def ranks_after_reranking(scores: Floats, relevant: Bools, pool: int, ranks: Ints) -> Ints:
-    """Ranks [q] after the first `pool` candidates are sorted by score. The others keep their ranks.
+    """Return the rank of each query after the first `pool` candidates are sorted by score, int64 [q].
+
+    A query without a relevant candidate among these keeps its rank.
 
     Args:
-        scores: final scores of the candidates, in the order of their similarity [q, p].
-        relevant: whether each candidate is a right answer [q, p].
+        scores: final scores of the candidates, in the order of their similarity, float32 [q, p].
+        relevant: which candidates are relevant, bool [q, p].
         pool: number of candidates that are sorted.
-        ranks: ranks by similarity [q].
+        ranks: ranks by similarity, int64 [q].
     """
     order = np.argsort(-scores[:, :pool], axis=1, kind="stable")
     sorted_relevant = np.take_along_axis(relevant[:, :pool], order, axis=1)
@@ -56,6 +66,6 @@ def ranks_after_reranking(scores: Floats, relevant: Bools, pool: int, ranks: Int
 
 
 def hits(ranks: Ints, cutoffs: Sequence[int]) -> Bools:
-    """Whether the rank of each query [q] is below each cutoff k: [q, len(cutoffs)]. The mean of a column is R@k."""
+    """Return which queries have a rank below each cutoff k, bool [q, len(cutoffs)]. The mean of a column is R@k."""
     below: Bools = ranks[:, None] < np.array(cutoffs)
     return below

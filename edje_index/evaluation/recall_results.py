@@ -1,4 +1,4 @@
-"""Recall of one index in one direction: embeddings alone, then each pool size and precision."""
+"""Recall of one index in one direction: for the embeddings alone, then for each pool size and precision."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _REFERENCE = "bf16"
 
 @dataclass(frozen=True)
 class RecallTable:
-    """Makes the results of one index in one direction.
+    """Computes the results of one index in one direction.
 
     Attributes:
         system: name of the index.
         direction: "t2i" or "i2t".
-        pools: the pools of the queries.
-        cutoffs: the k of R@k.
-        bootstrap: resamples of the queries.
+        pools: pools of the queries.
+        cutoffs: values of k for R@k.
+        bootstrap: bootstrap over the queries.
     """
 
     system: str
@@ -37,16 +37,16 @@ class RecallTable:
     bootstrap: ClusterBootstrap
 
     def embedding_result(self) -> Result:
-        """Recall without re-ranking."""
+        """Return the recall of the embeddings alone."""
         return Result(self.system, self.direction, self._recall(self.pools.ranks))
 
     def reranked_results(self, pool: int, sources: Sequence[TokenSource], scores: Mapping[str, Floats]) -> list[Result]:
-        """Recall of every precision after re-ranking the first `pool` candidates.
+        """Return the recall of each precision after re-ranking the first `pool` candidates.
 
         Args:
-            pool: number of candidates.
-            sources: the precisions.
-            scores: final scores [q, p] by precision.
+            pool: number of candidates to re-rank.
+            sources: token source of each precision.
+            scores: final scores of the pools, float32 [q, p], by precision.
         """
         pools = self.pools
         in_pool = self.bootstrap.estimates(_PERCENT * (pools.ranks < pool)[:, None])[0]

@@ -1,4 +1,4 @@
-"""Evaluation reports: tables as plain text or Markdown, a JSON object, and a directory with plots."""
+"""Evaluation reports: tables in plain text or Markdown, a JSON object, and a directory with plots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CANDIDATES = {TEXT_TO_IMAGE: "images", IMAGE_TO_TEXT: "captions"}
 
 
 def to_json(evaluation: Evaluation) -> dict[str, Any]:
-    """The evaluation as plain JSON values: recall in percent, cutoffs as strings."""
+    """Return the evaluation as plain JSON values. Recall is in percent; cutoffs are strings."""
     value = asdict(evaluation)
     value["unit"] = "percent"
     value["results"] = [
@@ -29,7 +29,7 @@ def to_json(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def text_report(evaluation: Evaluation) -> str:
-    """The evaluation as plain text."""
+    """Return the evaluation as plain text."""
     lines = [*_preface(evaluation)]
     for title, header, rows in _tables(evaluation):
         lines += ["", title, *_aligned([header, *rows])]
@@ -37,7 +37,7 @@ def text_report(evaluation: Evaluation) -> str:
 
 
 def markdown_report(evaluation: Evaluation, figures: Sequence[str] = ()) -> str:
-    """The evaluation as Markdown; `figures` are file names of plots in the same directory."""
+    """Return the evaluation as Markdown. `figures` are file names of plots in the directory of the report."""
     lines = ["# Recall", "", *(f"- {line}" for line in _preface(evaluation))]
     for title, header, rows in _tables(evaluation):
         marks = ["---", "---", *["---:"] * (len(header) - 2)]
@@ -49,7 +49,7 @@ def markdown_report(evaluation: Evaluation, figures: Sequence[str] = ()) -> str:
 
 
 def write_report(evaluation: Evaluation, folder: str | Path) -> list[Path]:
-    """Write `report.md`, `report.json` and plots into the directory `folder`; returns their paths.
+    """Write `report.md`, `report.json` and plots into the directory `folder`, and return the paths of the files.
 
     Raises:
         UsageError: the files cannot be written.
@@ -67,7 +67,7 @@ def write_report(evaluation: Evaluation, folder: str | Path) -> list[Path]:
 
 
 def _keyed(member: Any) -> Any:
-    """An object with strings as keys, as in JSON; other members are unchanged."""
+    """Return an object with its keys as strings, as in JSON. Return any other value unchanged."""
     return {str(key): value for key, value in member.items()} if isinstance(member, dict) else member
 
 
@@ -87,13 +87,16 @@ def _preface(evaluation: Evaluation) -> list[str]:
 
 def _described(system: System) -> str:
     m, d = system.block_shape
-    untrained = "" if system.trained else ", untrained: recall is that of a random order"
+    untrained = "" if system.trained else ", untrained: expect the recall of a random order"
     rounded = "" if system.dtype in (None, "float32") else f", logits in {system.dtype}"
     return f"{system.name}: {m} x {d} tokens, bundle {system.fingerprint[:12]}{_score(system)}{rounded}{untrained}"
 
 
 def _score(system: System) -> str:
-    """The final score in words, one for both directions if they are the same; empty for the logit alone."""
+    """Describe the final score in words, once if both directions use the same score.
+
+    Returns an empty string if the final score is the logit alone.
+    """
     scores = {direction: ScoreWeights.from_json(weights) for direction, weights in system.weights.items()}
     terms = {direction: weights.described() for direction, weights in scores.items()}
     distinct = set(terms.values())
@@ -105,7 +108,7 @@ def _score(system: System) -> str:
 
 
 def _tables(evaluation: Evaluation) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(title, header, rows) for each direction."""
+    """Return the title, the header and the rows of the table of each direction."""
     cutoffs = evaluation.cutoffs
     header = ["index", "tokens", "kB per image", "pool", *(f"R@{k}" for k in cutoffs)]
     if evaluation.pools:
@@ -149,7 +152,7 @@ def _shown(estimate: Estimate, number: str = "{:.1f}") -> str:
 
 
 def _notes(evaluation: Evaluation) -> list[str]:
-    notes = ["R@k: percentage of queries with a right answer among the first k."]
+    notes = ["R@k: percentage of queries with a relevant candidate among the first k."]
     if evaluation.resamples:
         notes.append(
             f"In brackets: 95 % confidence interval from {evaluation.resamples:,} bootstrap resamples of images, "
@@ -157,8 +160,8 @@ def _notes(evaluation: Evaluation) -> list[str]:
         )
     if evaluation.pools:
         references = sorted({result.change_from for result in evaluation.results if result.change_from})
-        notes.append("In pool: percentage of queries whose pool holds a right answer. Gain: over embedding only.")
-        notes += [f"Change: from {name} with the same pool." for name in references]
+        notes.append("In pool: percentage of queries with a relevant candidate in the pool. Gain: over embedding only.")
+        notes += [f"Change: R@k minus R@k of {name} with the same pool." for name in references]
     simulated = {f"{each.precision} from {each.simulated_from}" for each in evaluation.results if each.simulated_from}
     if simulated:
         notes.append(f"* not stored in the index, converted in memory: {', '.join(sorted(simulated))}.")

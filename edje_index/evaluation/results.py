@@ -10,7 +10,7 @@ from edje_index.evaluation.bootstrap import Estimate
 
 @dataclass(frozen=True)
 class Inputs:
-    """Counts of captioned images and their captions; ``missing`` counts the unused images by reason."""
+    """Numbers of captioned images and of captions. ``missing`` counts the images that are not used, by reason."""
 
     images: int
     used: int
@@ -25,12 +25,14 @@ class System:
 
     Attributes:
         name: file name of the index.
-        index, bundle: their paths.
-        fingerprint: that of the bundle.
+        index: path of the index.
+        bundle: path of the bundle.
+        fingerprint: fingerprint of the bundle.
         trained: False for a bundle of random weights.
         block_shape: (m, d) of one image's tokens.
         weights: weights of the final score by direction, see `scoring.weights.ScoreWeights`.
-        candidates, queries: number of candidates and of queries, by direction.
+        candidates: number of candidates by direction.
+        queries: number of queries by direction.
         dtype: data type of the joint encoder's matrix products; None without re-ranking.
     """
 
@@ -54,14 +56,16 @@ class Result:
         system: name of the index.
         direction: "t2i" or "i2t".
         recall: R@k by cutoff k.
-        precision: precision of the tokens. None for the embeddings alone; the fields below are None then, too.
-        simulated_from: the stored precision that tokens were converted from in memory, if they were.
-        bytes_per_image: length of one record.
+        precision: precision of the tokens; None for the embeddings alone. All fields below are then None too.
+        simulated_from: stored precision that was converted to `precision` in memory; None if `precision` is stored.
+        bytes_per_image: length of one record in bytes.
         pool: number of candidates that were re-ranked.
-        in_pool: queries whose pool holds a right answer, the upper limit of re-ranking.
-        gain: R@k minus that of the embeddings alone, by cutoff (paired).
-        change: R@k minus that of the precision `change_from`, by cutoff (paired); None for that precision itself.
-        change_from: "bf16", or the highest-fidelity precision measured.
+        in_pool: percentage of queries with a relevant candidate in the pool, the upper limit of R@k for k <= `pool`.
+        gain: R@k minus R@k of the embeddings alone, by cutoff k. Intervals come from the paired bootstrap.
+        change: R@k minus R@k of the precision `change_from` with the same pool, by cutoff k. Intervals come from the
+            paired bootstrap. None for the precision that the others are compared with.
+        change_from: precision that this one is compared with: "bf16" if it was measured, otherwise the highest-fidelity
+            precision. None for that precision.
     """
 
     system: str
@@ -79,7 +83,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All results of an evaluation, with the settings that produced them.
+    """All results of an evaluation, with the settings that produced the results.
 
     Example:
         >>> from pathlib import Path

@@ -1,4 +1,4 @@
-"""Scores of pairs, kept on disk so that an interrupted evaluation resumes."""
+"""Cache of pair scores on disk, from which an interrupted evaluation resumes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SAVE_SECONDS = 20.0
 
 @dataclass
 class ScoreCache:
-    """Scores of pairs, in one directory per `key`; without a directory nothing is kept.
+    """Scores of pairs in the directory `folder`, one subdirectory per `key`. If `folder` is None, nothing is stored.
 
-    `key` holds everything that decides a score apart from the caption and the row: bundle, index, precision, part of
-    the score and caption file.
+    `key` holds everything that determines a score apart from the caption and the row: bundle, index, precision,
+    captions, data type and part of the score.
     """
 
     folder: Path | None
@@ -49,7 +49,7 @@ class ScoreCache:
             raise UsageError(f"cannot write the score cache {self.folder}: {error.strerror}") from error
 
     def load(self) -> tuple[Ints, Floats]:
-        """The pairs [k] that were scored before, ascending, and their scores [k]."""
+        """Return the stored pairs, ascending, int64 [k], and the scores of these pairs, float32 [k]."""
         parts = [(np.empty(0, np.int64), np.empty(0, np.float32))]
         if self.folder is not None:
             paths = sorted(self._key_folder.glob("*.npz"))
@@ -59,7 +59,10 @@ class ScoreCache:
         return distinct, np.concatenate([scores for _, scores in parts])[first]
 
     def add(self, pairs: Ints, scores: Floats) -> None:
-        """Add new scores. They reach the disk within some seconds, or at `save`."""
+        """Add new scores.
+
+        They are written to disk if the last `save` was over `SAVE_SECONDS` ago, otherwise at the next `save`.
+        """
         if self.folder is not None:
             self._unsaved.append((pairs, scores))
             if time.monotonic() - self._saved_at > SAVE_SECONDS:
@@ -83,7 +86,7 @@ class ScoreCache:
 
 
 def _read_part(path: Path) -> tuple[Ints, Floats] | None:
-    """One file of scores; None if it is damaged, and its pairs are scored again."""
+    """Read one file of scores. Return None if the file is damaged; the caller then scores its pairs again."""
     try:
         with np.load(io.BytesIO(path.read_bytes())) as part:
             pairs, scores = part["pairs"].astype(np.int64), part["scores"].astype(np.float32)

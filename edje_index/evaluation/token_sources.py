@@ -20,9 +20,9 @@ class TokenSource:
     """Tokens of one precision.
 
     Attributes:
-        store: the store to read from.
-        codec: the codec of the precision.
-        simulated: True if the store holds another precision: blocks are encoded and decoded in memory.
+        store: store to read from.
+        codec: codec of the precision.
+        simulated: True if the store holds another precision. Blocks are then encoded and decoded in memory.
     """
 
     store: TokenStore
@@ -36,16 +36,16 @@ class TokenSource:
 
     @property
     def simulated_from(self) -> str | None:
-        """The stored precision that blocks are converted from, if they are simulated."""
+        """Stored precision that blocks are converted from; None if the precision itself is stored."""
         return self.store.precision if self.simulated else None
 
     @property
     def bytes_per_image(self) -> int:
-        """Length of a record, with its scales."""
+        """Length of a record in bytes, with its scales."""
         return self.codec.record_bytes
 
     def fetch(self, rows: NDArray[np.int64]) -> Blocks:
-        """Blocks [k, m, d] of `rows` [k]. A row that occurs several times is read and converted once."""
+        """Return the blocks [k, m, d] of `rows` [k]. A row that occurs several times is read and converted once."""
         distinct, which = np.unique(rows, return_inverse=True)
         blocks = self.store.fetch(distinct)
         if self.simulated:
@@ -54,15 +54,15 @@ class TokenSource:
 
 
 def token_sources(root: Path, names: Sequence[str], *, simulate: bool) -> list[TokenSource]:
-    """Sources of the precisions `names`, highest-fidelity first; of all precisions of the index if `names` is empty.
+    """Return the token sources of the precisions `names`, highest-fidelity first.
 
     Args:
-        root: the index.
-        names: the precisions.
+        root: directory of the index.
+        names: precisions; empty for all precisions of the index.
         simulate: allow precisions that the index does not hold, by converting tokens in memory.
 
     Raises:
-        UsageError: a precision is neither stored nor simulated, or every stored precision is coarser.
+        UsageError: a precision is not stored and `simulate` is False, or has a higher fidelity than every stored one.
     """
     spec = Manifest.load(root).spec
     stored = {name: codec(name, spec.block_shape) for name in spec.precisions}
@@ -72,8 +72,8 @@ def token_sources(root: Path, names: Sequence[str], *, simulate: bool) -> list[T
         requested = codec(name, spec.block_shape)
         if name not in stored and not simulate:
             raise UsageError(
-                f"{root} does not hold precision '{name}' (it holds {', '.join(stored)}): add it with "
-                "'edje-index quantize', or simulate it",
+                f"{root} does not hold precision '{name}' (it holds {', '.join(stored)}): add the "
+                "precision with 'edje-index quantize', or allow simulated precisions",
                 parameter="simulate",
             )
         if name not in stored and requested.record_bytes > finest.record_bytes:

@@ -1,1 +1,1 @@
-"""Images: from the bytes of a file to an upright RGB picture, and from a picture to the vision tower's input."""
+"""Images: from the bytes of a file to an upright RGB image, and from the RGB image to the input of the vision tower."""

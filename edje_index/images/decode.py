@@ -1,7 +1,7 @@
-"""Decoding of image files: from bytes to an upright 8-bit RGB picture, or to the reason for a failure.
+"""Decodes image files: from bytes to an upright 8-bit RGB image, or to the reason for a failure.
 
-- EXIF orientation is applied. Damaged metadata never makes the decoding fail.
-- The first frame of animations and multi-page files is decoded.
+- EXIF orientation is applied. Damaged metadata never makes decoding fail.
+- Only the first frame of an animation or a multi-page file is decoded.
 - `edje_index.images.to_rgb` converts colours, transparency and sample widths.
 """
 
@@ -45,13 +45,13 @@ REASONS = (
     "unsupported-member",
     "worker-died",
 )
-"""Every reason why an input may have no block."""
+"""All reasons why an input has no block."""
 
 DEFAULT_MAX_PIXELS = 89_478_485
-"""The size above which Pillow suspects a decompression bomb: a quarter of 1 GiB at 3 bytes per pixel."""
+"""Number of pixels above which Pillow suspects a decompression bomb: a quarter of 1 GiB at 3 bytes per pixel."""
 
 MAX_ASPECT_RATIO = 256
-"""Limit of the longer over the shorter side, to bound the size of the resized picture."""
+"""Largest ratio of the longer side to the shorter side, to bound the size of the resized image."""
 
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -73,7 +73,7 @@ _MAX_PNG_CHUNKS = 1_000_000
 
 
 class ImageError(Exception):
-    """An input cannot be encoded. Its row gets the status "failed" with `reason` and `detail`.
+    """An input cannot be encoded. The row of the input gets the status "failed" with `reason` and `detail`.
 
     Attributes:
         reason: one of `REASONS`.
@@ -90,7 +90,7 @@ class ImageError(Exception):
 
 
 def content_hash(data: bytes) -> str:
-    """SHA-256 of the bytes of an input, 64 hex digits."""
+    """Return the SHA-256 of the bytes of an input, 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -98,12 +98,14 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
     """Decode the first frame of an image file, upright and in mode RGB. Thread-safe.
 
     Args:
-        data: the whole file.
-        max_pixels: an image whose header declares more fails before it is allocated.
+        data: content of the file.
+        max_pixels: limit on the number of pixels. An image whose header declares more fails before memory is allocated.
 
     Raises:
         ImageError: the image cannot be decoded.
-        MemoryError: there is too little memory. No other exception is raised, whatever the bytes.
+        MemoryError: there is too little memory.
+
+    No other exception is raised, whatever `data` holds.
     """
     if not data:
         raise ImageError("empty", "0 bytes")
@@ -122,7 +124,7 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
 
 
 def _decode_with_any_text(data: bytes, name: str, max_pixels: int) -> Image.Image:
-    """Decode an image. Text chunks of a PNG with more text than Pillow accepts are dropped."""
+    """Decode an image. If a PNG has more text than Pillow accepts, decode the PNG without its text."""
     try:
         return _decode(data, name, max_pixels)
     except ValueError as error:
@@ -143,7 +145,10 @@ def _decode(data: bytes, name: str, max_pixels: int) -> Image.Image:
 
 
 def _load(image: Image.Image) -> None:
-    """Decode the pixels. Some decoders call it damage when they get no memory."""
+    """Decode the pixels. Raise MemoryError if there is too little memory.
+
+    Without memory, some decoders report a damaged file.
+    """
     try:
         image.load()
     except Exception as error:
@@ -157,22 +162,22 @@ def _check_size(size: tuple[int, int], max_pixels: int) -> None:
     if width * height > max_pixels:
         raise ImageError("too-many-pixels", f"{width} x {height} is over the limit of {max_pixels} pixels")
     if max(size) > MAX_ASPECT_RATIO * max(1, min(size)):
-        raise ImageError("extreme-aspect-ratio", f"{width} x {height} is over the limit of {MAX_ASPECT_RATIO} to 1")
+        raise ImageError("extreme-aspect-ratio", f"{width} x {height} exceeds the ratio {MAX_ASPECT_RATIO} to 1")
 
 
 def _check_tile(image: Any, max_pixels: int) -> None:
-    """Check the tile size of a TIFF: a tile is decoded completely and may be larger than its image."""
+    """Check the tile size of a TIFF. A tile is decoded completely and may be larger than its image."""
     width, height = (image.tag_v2.get(tag, 1) for tag in _TIFF_TILE_SIZE)
     if width * height > max_pixels:
-        raise ImageError("too-many-pixels", f"tiles of {width} x {height}, over the limit of {max_pixels} pixels")
+        raise ImageError("too-many-pixels", f"tile size {width} x {height} is over the limit of {max_pixels} pixels")
 
 
 def _orientation(image: ImageFile.ImageFile) -> int:
-    """EXIF (or XMP) orientation 1 to 8; 1 if it is missing, damaged or out of range."""
+    """Return the EXIF (or XMP) orientation, 1 to 8; 1 if the orientation is missing, damaged or out of range."""
     try:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
         return value if value in _TRANSPOSE else 1
-    except Exception:  # damaged metadata must not fail the picture
+    except Exception:  # damaged metadata must not fail the image
         return 1
 
 
@@ -182,7 +187,10 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def _without_text(png: bytes) -> bytes:
-    """A PNG without its text and colour-profile chunks: Pillow refuses more than a few megabytes of them."""
+    """Return a PNG without its text and colour-profile chunks.
+
+    Pillow rejects a PNG with more than a few megabytes of these.
+    """
     kept = [png[:8]]
     offset = 8
     while offset < len(png):
@@ -196,15 +204,15 @@ def _without_text(png: bytes) -> bytes:
 
 
 def _unsupported(data: bytes, name: str | None) -> ImageError:
-    """The error for bytes that have no decoder."""
+    """Return the error for a file in a format that is not decoded."""
     format_name = name or undecoded_format(data[:HEAD_BYTES])
     if format_name:
-        return ImageError("unsupported-image", f"{format_name} images are not decoded here")
-    return ImageError("not-an-image", f"begins with {data[:8]!r}, which no image format does")
+        return ImageError("unsupported-image", f"the image format {format_name} is not supported")
+    return ImageError("not-an-image", f"the first bytes, {data[:8]!r}, match no image format")
 
 
 def _damaged(error: Exception, name: str) -> ImageError:
-    """The error for a file that its decoder failed on."""
+    """Return the error for a file that its decoder failed on."""
     message = f"{error}" or type(error).__name__
     matching = (reason for pattern, reason in _REASONS_OF_MESSAGES if re.search(pattern, message, re.IGNORECASE))
     return ImageError(next(matching, "corrupt"), f"{name}: {message}")

@@ -1,7 +1,7 @@
-"""Limits on the work of one image, so that a small file cannot occupy a decoder for minutes.
+"""Limits on the work of decoding one image, so that a small file cannot occupy a decoder for minutes.
 
-The limits count scans, reads and pixels instead of seconds: a file fails on every machine or on none. The limit on the
-number of pixels, which bounds the memory, is checked in `edje_index.images.decode`.
+The limits count scans, reads and pixels instead of seconds, so that a file fails on every machine or on none. The limit
+on the number of pixels, which bounds the memory, is checked in `edje_index.images.decode`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 MAX_SCANS = 100
-"""Scans of a JPEG. Encoders write 1 to 18; libtiff has the same limit for the JPEGs inside a TIFF."""
+"""Largest number of scans of a JPEG. Encoders write 1 to 18; libtiff has the same limit for the JPEGs inside a TIFF."""
 
 MAX_FULL_SCANS = 20
-"""A JPEG of the largest allowed size may have this many scans, a smaller one more, because each visits every pixel."""
+"""Largest number of scans of a JPEG of the largest allowed size. Each scan visits every pixel, so a smaller JPEG may
+have more scans."""
 
 MAX_READS = 5_000_000
-"""Reads that a decoder may make. Pillow reads headers, and whole images of a few formats, in steps of some bytes."""
+"""Largest number of reads by a decoder. Pillow reads headers, and whole images of a few formats, in small steps."""
 
 MAX_PYTHON_PIXELS = 1 << 21
-"""Pixels of an image that Pillow decodes in Python, at about a microsecond each: QOI, plain-text PPM and others."""
+"""Largest number of pixels of an image that Pillow decodes in Python (QOI, plain-text PPM and others). Decoding takes
+about a microsecond per pixel."""
 
 MAX_PYTHON_BYTES = 1 << 25
-"""Bytes of a file that Pillow decodes in Python."""
+"""Largest number of bytes of a file that Pillow decodes in Python."""
 
 BYTES_PER_PIXEL = 12
-"""Memory that is enough to decode any image, per pixel: a progressive CMYK JPEG takes 8 for its coefficients."""
+"""Bytes of memory per pixel that are enough to decode any image. A progressive CMYK JPEG takes 8 for coefficients."""
 
 _MAX_COMMENTS = 1000  # of a plain-text PPM; Pillow copies a megabyte for each
 _MAX_SEGMENTS = 100_000  # of a JPEG
@@ -43,7 +45,7 @@ _START_OF_IMAGE, _END_OF_IMAGE, _START_OF_SCAN = 0xD8, 0xD9, 0xDA
 
 
 class TooExpensiveError(Exception):
-    """Decoding the image would take too long. The message says which limit it exceeds."""
+    """Decoding an image would take too long. The message says which limit the image exceeds."""
 
 
 class CountedReads(io.BytesIO):
@@ -56,20 +58,20 @@ class CountedReads(io.BytesIO):
     def read(self, size: int | None = -1, /) -> bytes:
         self._reads_left -= 1
         if self._reads_left < 0:
-            raise TooExpensiveError(f"its decoder makes more than {MAX_READS} reads")
+            raise TooExpensiveError(f"the decoder makes more than {MAX_READS} reads")
         return super().read(size)
 
 
 def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
-    """Check an opened image before its pixels are decoded.
+    """Check the cost of decoding an opened image, before its pixels are decoded.
 
     Args:
         image: the `PIL.ImageFile.ImageFile` of `data`.
-        data: the whole file.
-        max_pixels: limit of the number of pixels of an image.
+        data: content of the file.
+        max_pixels: limit on the number of pixels of an image.
 
     Raises:
-        TooExpensiveError: decoding it would take too long.
+        TooExpensiveError: decoding the image would take too long.
     """
     pixels = image.width * image.height
     if image.format in ("JPEG", "MPO"):
@@ -79,7 +81,7 @@ def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
 
 
 def can_allocate(size: int) -> bool:
-    """Whether this process can have `size` more bytes of memory at this moment."""
+    """Whether this process can allocate `size` more bytes of memory at this moment."""
     try:
         np.empty(size, np.uint8)
     except MemoryError:
@@ -95,9 +97,9 @@ def _check_scans(jpeg: bytes, pixels: int, max_pixels: int) -> None:
 
 
 def _scan_offsets(jpeg: bytes) -> Iterator[int]:
-    """Offsets of the scan headers, up to the end of the first image.
+    """Yield the offsets of the scan headers of a JPEG, up to the end of the first image.
 
-    Follows segments as libjpeg does, so that the scans of a thumbnail inside a segment do not count.
+    Whole segments are skipped, as in libjpeg, so that the scans of a thumbnail inside a segment do not count.
     """
     offset = 2
     for _ in range(_MAX_SEGMENTS):

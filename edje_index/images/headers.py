@@ -1,7 +1,6 @@
-"""Image formats by their first bytes, and the sizes that decoders allocate when they open a file.
+"""Detects image formats by their first bytes, and reads the sizes that decoders allocate when they open a file.
 
-Everything here is read from the given bytes without an imaging library, so that no decoder sees an unknown format or
-a file that declares too many pixels.
+This module uses no imaging library, so that no decoder sees an unknown format or a file that declares too many pixels.
 """
 
 from __future__ import annotations
@@ -44,7 +43,10 @@ _NOT_DECODED = (
 
 
 def image_format(head: bytes) -> str | None:
-    """Pillow's name of a file's format, given its first `HEAD_BYTES`; None if this package does not decode it."""
+    """Return Pillow's name of the format of a file; None if this package does not decode the format.
+
+    `head` holds the first `HEAD_BYTES` bytes of the file.
+    """
     for magic, name in _MAGIC:
         if head.startswith(magic):
             return name
@@ -60,17 +62,18 @@ def image_format(head: bytes) -> str | None:
 
 
 def undecoded_format(head: bytes) -> str | None:
-    """Name, for messages, of a known image format that this package does not decode; None for other bytes."""
+    """Return the name of a known image format that this package does not decode, for messages; None for other bytes."""
     if head[4:8] == b"ftyp":
         return f"ISO media of brand {head[8:12].decode('latin-1')!r} (HEIC?)"
     return next((name for magic, name in _NOT_DECODED if head.startswith(magic)), None)
 
 
 def canvas_size(data: bytes, name: str) -> tuple[int, int] | None:
-    """(width, height) that the decoder of format `name` allocates when it opens a file; None if it allocates nothing.
+    """Return the (width, height) that the decoder of format `name` allocates when it opens a file.
 
-    WebP: the canvas of the container (VP8X), or the size of the key frame. GIF: the logical screen, extended to the
-    first frame, which may be larger. A damaged header gives None: opening the file fails anyway.
+    For WebP, this is the canvas of the container (VP8X) or the size of the key frame. For GIF, this is the logical
+    screen, extended to the first frame, which may be larger. Other formats allocate nothing, so the result is None. A
+    damaged header gives None too, because opening the file fails anyway.
 
     Raises:
         TooExpensiveError: the first frame of a GIF starts too far into the file.
@@ -88,7 +91,10 @@ def canvas_size(data: bytes, name: str) -> tuple[int, int] | None:
 
 
 def _webp_canvas(data: bytes) -> tuple[int, int] | None:
-    """RFC 9649: VP8X stores size - 1 in 24 bits, VP8L size - 1 in 14 bits, VP8 the size in 14 bits."""
+    """Return the canvas size of a WebP file (RFC 9649).
+
+    VP8X stores size - 1 in 24 bits, VP8L stores size - 1 in 14 bits, and VP8 stores the size in 14 bits.
+    """
     kind = data[12:16]
     if kind == b"VP8X":
         return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
@@ -102,7 +108,10 @@ def _webp_canvas(data: bytes) -> tuple[int, int] | None:
 
 
 def _gif_canvas(data: bytes) -> tuple[int, int]:
-    """GIF89a section 18 (screen) and 20 (frame), without the extension blocks between them."""
+    """Return the logical screen of a GIF, extended to the first frame (GIF89a sections 18 and 20).
+
+    Extension blocks before the first frame are skipped.
+    """
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     offset = 13 + ((2 << (flags & 7)) * 3 if flags & 0x80 else 0)
     while data[offset] != 0x2C:
@@ -114,7 +123,10 @@ def _gif_canvas(data: bytes) -> tuple[int, int]:
 
 
 def _end_of_sub_blocks(data: bytes, offset: int) -> int:
-    """End of the chain of sub-blocks at `offset`: each is a length byte and its bytes; a length of 0 ends the chain."""
+    """Return the offset after the chain of sub-blocks at `offset`.
+
+    Each sub-block is a length byte followed by that many bytes. A length of 0 ends the chain.
+    """
     while data[offset]:
         offset += 1 + data[offset]
     return offset + 1

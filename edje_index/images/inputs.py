@@ -1,4 +1,4 @@
-"""Inputs of a build: where their bytes are, how to read them, and the input lists that a plan stores."""
+"""Inputs of a build: where the bytes of an input are, how to read them, and the input lists that a plan stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MAX_INPUT_BYTES = 1 << 30
-"""Larger inputs are rejected to bound the memory of a reader."""
+"""Largest number of bytes of an input. Larger inputs are rejected, to bound the memory of a reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,16 @@ class InputRef:
     """One input of a build.
 
     Attributes:
-        uri: human-readable name, stored in the rows table: an absolute path, with bytes that are not UTF-8 as %XX, or
-            "<tar path>!<member>".
-        path: file to open, as bytes (`os.fsencode`), so that any file name works.
-        offset: offset of its bytes in that file.
+        uri: human-readable name, stored in the rows table: an absolute path or "<tar path>!<member>". Bytes that are
+            not UTF-8 are written as %XX.
+        path: path of the file to open, as bytes (`os.fsencode`), so that any file name works.
+        offset: offset of the input's bytes in the file.
         size: number of bytes when the plan was made; None if unknown.
-        member: if true, the input is the bytes [offset, offset + size) of `path`; otherwise it is the whole file.
-        content_hash: SHA-256, 64 hex digits; None if the plan did not hash it.
-        duplicate_of: row id of the first input with the same bytes; None if it is not a duplicate.
-        problem: the reason, one of `edje_index.images.decode.REASONS`, if the plan knows that it cannot be encoded.
+        member: True if the input is the bytes [offset, offset + size) of the file, False if it is the whole file.
+        content_hash: SHA-256 of the input, 64 hex digits; None if the plan did not hash the input.
+        duplicate_of: row id of the first input with the same bytes; None if the input is not a duplicate.
+        problem: reason why the input cannot be encoded, one of `edje_index.images.decode.REASONS`; None if the plan
+            found no problem.
     """
 
     uri: str
@@ -49,7 +50,7 @@ class InputRef:
 
 
 def display_path(path: bytes) -> str:
-    """A path as human-readable text: UTF-8, with other bytes as %XX. Two paths may have the same text."""
+    """Return a path as human-readable text: UTF-8, with other bytes as %XX. Two paths may give the same text."""
     try:
         return path.decode()
     except UnicodeDecodeError:
@@ -60,12 +61,12 @@ def display_path(path: bytes) -> str:
 def read_bytes(ref: InputRef) -> bytes:
     """Read all bytes of an input. Never blocks on a pipe or device.
 
-    Waits some seconds for storage that fails, and for a directory that has vanished since the plan was made.
+    If storage fails, or if the directory has vanished since the plan was made, reading is tried again for some seconds.
 
     Raises:
-        TransientInputError: reading fails for a reason that lies outside the input.
-        ImageError: with reason "missing", "unreadable", "empty", "too-many-bytes", "changed-since-plan" (its length
-            differs from the plan's), or the problem in the plan.
+        TransientInputError: reading still fails, for a reason that lies outside the input.
+        ImageError: the input cannot be read. The reason is "missing", "unreadable", "empty", "too-many-bytes",
+            "changed-since-plan" (the length differs from the length in the plan), or the problem in the plan.
     """
     if ref.problem is not None:
         raise ImageError(ref.problem, "found while planning")
@@ -85,7 +86,7 @@ def _open_and_read(ref: InputRef) -> bytes:
         fd = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except FileNotFoundError as error:
         if ref.size is not None and _directory_vanished(ref.path):
-            raise OSError(errno.ESTALE, "its directory is gone or empty") from error
+            raise OSError(errno.ESTALE, "the directory is gone or empty") from error
         raise
     try:
         return _read(fd, ref)
@@ -94,7 +95,7 @@ def _open_and_read(ref: InputRef) -> bytes:
 
 
 def _directory_vanished(path: bytes) -> bool:
-    """Whether the directory of `path` is missing or empty, as when its file system is not mounted."""
+    """Whether the directory of `path` is missing or empty. This happens if its file system is not mounted."""
     try:
         with os.scandir(os.path.dirname(path)) as entries:
             return next(entries, None) is None
@@ -107,10 +108,10 @@ def _directory_vanished(path: bytes) -> bool:
 def _read(fd: int, ref: InputRef) -> bytes:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise ImageError("unreadable", "it is not a regular file")
+        raise ImageError("unreadable", "the input is not a regular file")
     size = max(0, min(ref.size or 0, status.st_size - ref.offset)) if ref.member else status.st_size
     if ref.size is not None and size != ref.size:
-        raise ImageError("changed-since-plan", f"{size} bytes, {ref.size} when the plan was made")
+        raise ImageError("changed-since-plan", f"the size is {size} bytes, but was {ref.size} when the plan was made")
     if size > MAX_INPUT_BYTES:
         raise ImageError("too-many-bytes", f"{size} bytes is over the limit of {MAX_INPUT_BYTES}")
     data = _read_range(fd, ref.offset, size)
@@ -122,7 +123,10 @@ def _read(fd: int, ref: InputRef) -> bytes:
 
 
 def _read_range(fd: int, offset: int, size: int) -> bytes:
-    """The bytes [offset, offset + size) of a file, fewer if it ends before. A read may return a part of them."""
+    """Return the bytes [offset, offset + size) of a file, or fewer bytes if the file ends before.
+
+    A single `os.pread` may return only a part of the bytes.
+    """
     data = os.pread(fd, size, offset)
     while 0 < len(data) < size:
         part = os.pread(fd, size - len(data), offset + len(data))
@@ -133,7 +137,7 @@ def _read_range(fd: int, offset: int, size: int) -> bytes:
 
 
 def input_schema() -> pa.Schema:
-    """Columns of a stored input list: the fields of `InputRef`, with the hash as 32 bytes."""
+    """Return the columns of a stored input list: the fields of `InputRef`, with the hash as 32 bytes."""
     import pyarrow as pa
 
     return pa.schema(
@@ -171,7 +175,7 @@ def read_inputs(path: Path) -> list[InputRef]:
 
     Raises:
         CorruptIndexError: the file is missing, damaged or not an input list.
-        OSError, MemoryError: it cannot be read at this moment.
+        OSError, MemoryError: the file cannot be read at this moment.
     """
     import pyarrow as pa
 

@@ -1,7 +1,7 @@
-"""One-time setup of Pillow for decoding untrusted files: its openers, without output on the terminal.
+"""One-time setup of Pillow for decoding untrusted files without output on the terminal.
 
-The row of an input records what failed. Pillow's warnings and log, and the lines that libtiff prints about damaged
-files, would only clutter the terminal.
+The row of an input records what failed. The warnings and log messages of Pillow, and the lines that libtiff prints
+about damaged files, would only clutter the terminal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 
 @functools.cache
 def openers() -> dict[str, Any]:
-    """Pillow's opener of each format. An opener reports what is wrong; `Image.open` only says "cannot identify"."""
+    """Return Pillow's opener of each format, by format name.
+
+    An opener reports what is wrong with a file; `Image.open` only reports "cannot identify".
+    """
     Image.init()
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # otherwise its errors go to stderr
     _silence_libtiff()
@@ -30,7 +33,7 @@ def openers() -> dict[str, Any]:
 
 
 def ignore_warnings() -> None:
-    """Suppress Pillow's warnings for the whole process, again if other code has replaced the filter.
+    """Suppress Pillow's warnings in the whole process. If other code has replaced the filter, set the filter again.
 
     `warnings.catch_warnings` around each call would not be thread-safe.
     """
@@ -39,7 +42,10 @@ def ignore_warnings() -> None:
 
 
 def _silence_libtiff() -> None:
-    """Remove libtiff's default handlers, which print. Pillow has no call for it; without /proc nothing changes."""
+    """Remove libtiff's default error and warning handlers, which print messages.
+
+    Pillow has no function for this, so the library is looked up in /proc. Without /proc nothing changes.
+    """
     with contextlib.suppress(OSError, AttributeError):
         for path in {
             line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libtiff" in line

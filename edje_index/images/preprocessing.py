@@ -1,8 +1,8 @@
-"""From a decoded picture to the input of the tower: open_clip's evaluation transform, bit for bit.
+"""Converts a decoded image to the input of the vision tower, with the same bits as open_clip's evaluation transform.
 
-open_clip resizes and crops. Its last two steps, division by 255 and normalisation, depend only on the channel and the
-byte, so they are replaced by a table of 3 x 256 float32 values that the same steps compute. The table is faster and
-starts no torch threads in the threads that decode.
+open_clip resizes and crops. The last two steps of its transform, division by 255 and normalisation, depend only on the
+channel and the byte. They are replaced by a table of 3 x 256 float32 values that the same steps compute. The table is
+faster and starts no torch threads in the decode threads.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from edje_index.models.clip_model import eval_transform
 
 
 class Preprocessor:
-    """Callable from a PIL image (RGB) to a float32 tensor [3, height, width]. Thread-safe.
+    """Callable that converts a PIL image (RGB) to a float32 tensor [3, height, width]. Thread-safe.
 
-    Raises ``ImageError`` for a picture too narrow to be resized.
+    The call raises ``ImageError`` for an image that is too narrow to be resized.
     """
 
     def __init__(self, config: ClipConfig) -> None:
@@ -47,7 +47,7 @@ class Preprocessor:
 
 
 def _tabulate(to_tensor: Any, normalize: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Normalised value of every byte in every channel: float32 [3, 256]."""
+    """Return the normalised value of every byte in every channel, float32 [3, 256]."""
     levels = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)
     table: np.ndarray[Any, np.dtype[np.float32]] = normalize(to_tensor(Image.fromarray(levels)))[:, 0].numpy()
     return np.ascontiguousarray(table)

@@ -1,8 +1,8 @@
-"""The members of an uncompressed tar archive: their names, and where their data lies in the file.
+"""Lists the members of an uncompressed tar archive: the name of each member, and where its data lies in the file.
 
-`TarInfo.fromtarfile` parses the headers. `TarFile` itself is not iterated: it ends without an error at a damaged
-header, follows negative sizes backwards, stops at the first of several archives joined end to end, and keeps every
-member in memory.
+`TarInfo.fromtarfile` parses the headers. This module does not iterate over a `TarFile`, because `TarFile` ends without
+an error at a damaged header, follows negative sizes backwards, stops at the first of several archives joined end to
+end, and keeps every member in memory.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ class TarMember:
     """One member of an archive.
 
     Attributes:
-        name: as stored in the archive.
-        kind: what the member is.
-        offset: byte offset of its data in the archive.
-        size: bytes of its data. For a sparse member, offset and size do not describe its content.
+        name: name as stored in the archive.
+        kind: kind of the member.
+        offset: byte offset in the archive of the member's data.
+        size: number of bytes of the member's data.
+
+    The content of a sparse member is not the bytes at `offset` and `size`.
     """
 
     name: bytes
@@ -64,7 +66,7 @@ def iter_members(fd: int) -> Iterator[TarMember]:
     """Yield the members of an archive in order. Reads headers only, not the data.
 
     Args:
-        fd: file descriptor of the archive; its position is not used.
+        fd: file descriptor of the archive. The file position is neither used nor changed.
 
     Raises:
         TarDamage: after the last readable member. The reason is "truncated-archive" if the file ends before the
@@ -78,7 +80,7 @@ def iter_members(fd: int) -> Iterator[TarMember]:
 
 
 class _HeaderFile:
-    """The file that `tarfile` reads headers from. Unbuffered; refuses the long reads of damaged sizes."""
+    """Unbuffered file from which `tarfile` reads headers. Rejects long reads, which damaged sizes cause."""
 
     name = None
     mode = "rb"
@@ -117,7 +119,7 @@ def _archive_members(fd: int, start: int) -> Generator[TarMember, None, int]:
                 raise TarDamage("damaged-archive", f"the header at byte {end} points backwards")
             end = archive.offset
     except (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-        # The end marker is such an error too; the caller checks for it.
+        # `tarfile` raises such an error at the end marker too; the caller checks for the marker.
         if file.reached_end:
             raise TarDamage("truncated-archive", f"the file ends inside the header at byte {end}") from error
     return end
@@ -143,9 +145,9 @@ def _kind(info: tarfile.TarInfo) -> Kind:
 
 
 def _next_archive(fd: int, end: int) -> int | None:
-    """Offset of a further archive behind the end-of-archive marker at byte `end`; None if there is none.
+    """Return the offset of the archive that follows the end-of-archive marker at byte `end`; None if there is none.
 
-    `tarfile` takes a damaged header for the marker, so this checks that it is one.
+    `tarfile` takes a damaged header for the marker, so this function checks that the bytes at `end` are the marker.
     """
     marker = os.pread(fd, tarfile.BLOCKSIZE, end)
     if len(marker) < tarfile.BLOCKSIZE:

@@ -1,7 +1,7 @@
 """Thumbnails of the photos that an index was built from.
 
-An index may come from a stranger, so a photo is shown only if its bytes have the hash that the index records: an index
-cannot name a file whose content its maker did not know.
+An index may come from an untrusted source. A photo is therefore shown only if its bytes have the hash that the index
+records, so that an index cannot reveal a file whose content its author did not know.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Thumbnail:
     """A small JPEG of a photo, or the reason why there is none.
 
     Attributes:
-        row_id: row of the photo.
-        uri: where the photo came from.
-        jpeg: the file; None if the photo cannot be shown.
-        problem: why it cannot be shown; empty if it can.
+        row_id: row id of the photo.
+        uri: name of the photo in the rows table.
+        jpeg: bytes of the JPEG; None if the photo cannot be shown.
+        problem: reason why the photo cannot be shown; empty if it can be shown.
     """
 
     row_id: int
@@ -50,31 +50,33 @@ class Thumbnail:
 
     @property
     def data_uri(self) -> str | None:
-        """The JPEG as a `data:` URI, for a page without other files."""
+        """The JPEG as a `data:` URI, for a self-contained web page; None without a JPEG."""
         return None if self.jpeg is None else "data:image/jpeg;base64," + base64.b64encode(self.jpeg).decode()
 
 
 def read_thumbnails(root: str | Path, row_ids: Sequence[int], side: int = DEFAULT_SIDE) -> list[Thumbnail]:
-    """Thumbnails of the rows `row_ids` of the index at `root`, in their order. A missing photo is no error.
+    """Return the thumbnails of the rows `row_ids` of the index at `root`, in the order of `row_ids`.
+
+    A photo that is missing raises no error.
 
     Args:
-        root: the index.
+        root: directory of the index.
         row_ids: rows of the index; duplicates are allowed.
-        side: pixels of the longer side.
+        side: length of the longer side of a thumbnail in pixels.
 
     Raises:
         RowIdError: a row id is out of range.
-        UsageError, IncompleteIndexError, CorruptIndexError: as `read_rows`.
+        UsageError, IncompleteIndexError, CorruptIndexError: as in `read_rows`.
     """
     rows = read_rows(root, row_ids, _COLUMNS).to_pylist()
     return [_thumbnail(row_id, row, side) for row_id, row in zip(row_ids, rows, strict=True)]
 
 
 def read_photo(row: dict[str, Any]) -> bytes:
-    """The bytes of the photo that a line of the rows table describes, checked against its hash.
+    """Read the photo that `row`, a row of the rows table, describes. The bytes are checked against the hash.
 
     Raises:
-        ImageError: they cannot be read, or are not those that were indexed.
+        ImageError: the photo cannot be read, or has changed since it was indexed.
         TransientInputError: storage fails at this moment.
     """
     if row["content_hash"] is None or row["size"] is None:
@@ -83,7 +85,7 @@ def read_photo(row: dict[str, Any]) -> bytes:
         raise ImageError("too-many-bytes", f"{row['size']:,} bytes is over the limit of {MAX_PHOTO_BYTES:,}")
     data = read_bytes(_locate(row))
     if content_hash(data) != row["content_hash"]:
-        raise ImageError("changed-since-plan", "it has changed since it was indexed")
+        raise ImageError("changed-since-plan", "the photo has changed since it was indexed")
     return data
 
 
@@ -95,9 +97,9 @@ def _thumbnail(row_id: int, row: dict[str, Any], side: int) -> Thumbnail:
     except ImageError as error:
         return Thumbnail(row_id, row["uri"], None, str(error))
     except (TransientInputError, OSError):
-        return Thumbnail(row_id, row["uri"], None, "unreadable: its storage does not answer")
+        return Thumbnail(row_id, row["uri"], None, "unreadable: the storage of the photo does not respond")
     except MemoryError:
-        return Thumbnail(row_id, row["uri"], None, "too-expensive: there is too little memory to decode it")
+        return Thumbnail(row_id, row["uri"], None, "too-expensive: there is too little memory to decode the photo")
 
 
 def _shrink(data: bytes, side: int) -> bytes:
@@ -109,14 +111,14 @@ def _shrink(data: bytes, side: int) -> bytes:
 
 
 def _locate(row: dict[str, Any]) -> InputRef:
-    """Where the photo is now: a file, or a member of a tar archive."""
+    """Return where the photo is now: a file, or a member of a tar archive."""
     uri, size = row["uri"], row["size"]
     path = row["uri_raw"] or os.fsencode(uri)
     archive, separator, member = uri.partition(".tar!")
     if separator and not os.path.isfile(path):
         path = row["uri_raw"] or os.fsencode(archive + ".tar")
     if not os.path.isabs(path):
-        raise ImageError("not-a-local-path", "the index names it by a relative path")
+        raise ImageError("not-a-local-path", "the index names the photo by a relative path")
     if not os.path.isfile(path):  # before `read_bytes`, which waits for a directory that has vanished
         raise ImageError("missing", "no such file")
     if not separator or path == os.fsencode(uri):
@@ -135,7 +137,10 @@ def _offset_in_archive(archive: bytes, member: bytes, size: int) -> int:
 
 @functools.lru_cache(maxsize=4)
 def _archive_offsets(archive: bytes, _modified: int, _size: int) -> dict[tuple[bytes, int], int]:
-    """Offset of each regular member by name and size; the first of equal ones. The walk reads headers only."""
+    """Return the data offset of each regular member, by name and size. Reads headers only.
+
+    Of several members with the same name and size, the first counts.
+    """
     offsets: dict[tuple[bytes, int], int] = {}
     fd = os.open(archive, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

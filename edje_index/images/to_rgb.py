@@ -1,12 +1,12 @@
-"""Conversion of a decoded picture of any mode to 8-bit RGB.
+"""Conversion of a decoded image of any mode to 8-bit RGB.
 
-Choices, where a format leaves one:
+Where a format leaves a choice:
 
-- Transparency is composited over white. The towers were trained on collections downloaded that way (img2dataset
-  composites over white), and the colours of transparent pixels are arbitrary.
+- Transparency is composited over white. The towers were trained on collections downloaded with img2dataset, which
+  composites over white. The colours of transparent pixels are arbitrary.
 - ICC profiles are not applied: open_clip's transforms, with which the towers were trained, do not apply them either.
-- 16-bit samples keep their high byte, in grey as in colour. Other wide samples (32-bit integers, floats) have no
-  agreed white level: see `_to_bytes`. They are converted in bands of rows, to bound the memory.
+- 16-bit samples, grey or colour, keep their high byte. Other wide samples (32-bit integers, floats) have no agreed
+  white level: see `_to_bytes`. These images are converted in bands of rows, to bound the memory.
 - CMYK in JPEG is read as inverted (Adobe's convention, which nearly every such file follows).
 """
 
@@ -27,7 +27,7 @@ _TIFF_BITS, _TIFF_PHOTOMETRIC = 258, 262
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert a picture of any Pillow mode to mode RGB."""
+    """Convert an image of any Pillow mode to mode RGB."""
     if image.mode.startswith("I;16"):
         return _from_16_bits(image)
     if image.mode in ("I", "F"):
@@ -38,7 +38,10 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _over_white(image: Image.Image) -> Image.Image:
-    """Composite alpha, palette transparency or a transparent colour over white; opaque pictures just lose alpha."""
+    """Composite alpha, palette transparency or a transparent colour over white.
+
+    An opaque image only loses its alpha.
+    """
     key = image.info.get("transparency")
     if isinstance(key, tuple) and max(key) > 255:  # 16-bit colour, decoded to its high bytes
         image.info["transparency"] = tuple(value >> 8 for value in key)
@@ -54,7 +57,10 @@ def _over_white(image: Image.Image) -> Image.Image:
 
 
 def _from_16_bits(image: Image.Image) -> Image.Image:
-    """Convert grey of 9 to 16 bits per sample to its 8 high bits, with TIFF's 12-bit and white-is-zero variants."""
+    """Convert grey of 9 to 16 bits per sample to 8 bits by keeping the high bits.
+
+    TIFF's variants with 12 bits and with white as zero are handled too.
+    """
     tags: Any = getattr(image, "tag_v2", {})
     bits = max(tags.get(_TIFF_BITS, (16,)))
     white_is_zero = tags.get(_TIFF_PHOTOMETRIC) == 0
@@ -72,7 +78,7 @@ def _from_16_bits(image: Image.Image) -> Image.Image:
 
 
 def _from_bands(image: Image.Image, to_bytes: _ToBytes) -> Image.Image:
-    """Convert a grey picture, band by band, with a function from its samples [h, w] to bytes."""
+    """Convert a grey image band by band. `to_bytes` converts the samples of a band [h, w] to bytes."""
     grey = Image.new("L", image.size)
     top = 0
     for band in _bands(image):
@@ -82,19 +88,20 @@ def _from_bands(image: Image.Image, to_bytes: _ToBytes) -> Image.Image:
 
 
 def _bands(image: Image.Image) -> Iterator[NDArray[Any]]:
-    """The samples of a grey picture [h, w], some rows at a time."""
+    """Yield the samples of a grey image, one band of rows [h, w] at a time."""
     rows = max(1, _BAND_PIXELS // image.width)
     for top in range(0, image.height, rows):
         yield np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
 
 
 def _to_bytes(image: Image.Image) -> _ToBytes:
-    """The function that converts the 32-bit integers or floats of `image` to bytes.
+    """Return the function that converts the 32-bit integers or floats of `image` to bytes.
 
-    Integers between 0 and 65535 are 16-bit samples (Pillow opens 16-bit PGM so), or 8-bit samples if they are from a
-    TIFF and all fit in a byte. Floats between 0 and 1 are fractions of white. All other values are stretched: the
-    smaller of 0 and the minimum becomes black, the maximum white. NaN becomes black, and an infinity the nearest end
-    of the finite range.
+    Integers between 0 and 65535 are 16-bit samples, because Pillow opens 16-bit PGM files in this mode. In a TIFF, they
+    are 8-bit samples if all of them fit in a byte. Floats between 0 and 1 are fractions of white.
+
+    All other values are scaled linearly. The minimum becomes black, or 0 if the minimum is above 0. The maximum becomes
+    white. NaN becomes black, and an infinity becomes the nearest end of the finite range.
     """
     low, high = _finite_range(image)
     if image.mode == "I" and low >= 0 and high <= 0xFFFF:
@@ -113,7 +120,7 @@ def _to_bytes(image: Image.Image) -> _ToBytes:
 
 
 def _finite_range(image: Image.Image) -> tuple[float, float]:
-    """The smaller of 0 and the minimum, and the larger of 0 and the maximum, of the finite samples."""
+    """Return the smaller of 0 and the minimum, and the larger of 0 and the maximum, of the finite samples."""
     low = high = 0.0
     for band in _bands(image):
         finite = band[np.isfinite(band)]

@@ -1,7 +1,7 @@
-"""Errors that pass and lie in the machine, not in an input: a failing disk or network, too few descriptors.
+"""Errors that are temporary and caused by the machine, not by an input: a failing disk or network, too few descriptors.
 
-An input that meets one is tried again after a pause. If the error persists, the caller gets a `TransientInputError`
-and must not record the input as failed.
+After such an error, the input is tried again after a pause. If the error persists, the caller gets a
+`TransientInputError` and must not record the input as failed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from storage_formats.errors import EdjeError
 _T = TypeVar("_T")
 
 PAUSES = (0.5, 1.5, 4.0)
-"""Seconds before each further attempt."""
+"""Seconds to wait before each further attempt."""
 
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 _NO_MEMORY = frozenset({errno.ENOMEM, errno.ENOBUFS})
@@ -32,29 +32,29 @@ _NETWORK = frozenset(
 _ADVICE = (
     (_NO_DESCRIPTORS, "raise the limit of open files, or use fewer workers"),
     (_NO_MEMORY, "free some memory, or use fewer workers or threads"),
-    (_NOT_MOUNTED, "check that its file system is mounted"),
-    (_NETWORK, "check the disk or network that holds it"),
-    ({errno.EIO}, "check the disk or network that holds it; if only this file is unreadable, move it away"),
+    (_NOT_MOUNTED, "check that the file system of the input is mounted"),
+    (_NETWORK, "check the disk or network that holds the input"),
+    ({errno.EIO}, "check the disk or network that holds the input; if only this file is unreadable, move it away"),
 )
 
 
 class TransientInputError(EdjeError):
-    """An input cannot be read or decoded now, for a reason that lies outside it. It may succeed later."""
+    """An input cannot be read or decoded now, for a reason that lies outside the input. A later attempt may succeed."""
 
 
 def is_transient(error: OSError) -> bool:
-    """Whether an error of the operating system may pass and says nothing about the file."""
+    """Whether an error of the operating system may be temporary and says nothing about the file."""
     return any(error.errno in numbers for numbers, _ in _ADVICE)
 
 
 def transient_error(uri: str, error: OSError) -> TransientInputError:
-    """The error for a user about a transient `error` at the input `uri`."""
+    """Return the user-facing error for the transient `error` at the input `uri`."""
     advice = next(advice for numbers, advice in _ADVICE if error.errno in numbers)
     return TransientInputError(f"cannot read {uri}: {error.strerror}; {advice}")
 
 
 def retry_transient(read: Callable[[], _T], uri: str) -> _T:
-    """Call `read`, again after each of `PAUSES` while it raises a transient OSError.
+    """Call `read` and return its result. After a transient OSError, call `read` again after each of `PAUSES`.
 
     Raises:
         TransientInputError: every call raised a transient OSError.
@@ -73,12 +73,12 @@ def retry_transient(read: Callable[[], _T], uri: str) -> _T:
 
 
 def retry_memory(decode: Callable[[], _T], uri: str, enough_bytes: int) -> _T:
-    """Call `decode`, again after each of `PAUSES` while it raises MemoryError.
+    """Call `decode` and return its result. After a MemoryError, call `decode` again after each of `PAUSES`.
 
     Args:
-        decode: the call.
+        decode: function that reads or decodes an input.
         uri: name of the input.
-        enough_bytes: memory that is enough for any input.
+        enough_bytes: number of bytes of memory that is enough for any input.
 
     Raises:
         TransientInputError: every call raised MemoryError, and `enough_bytes` cannot be allocated.
@@ -97,6 +97,6 @@ def retry_memory(decode: Callable[[], _T], uri: str, enough_bytes: int) -> _T:
 
 def _memory_error(uri: str, enough_bytes: int) -> Exception:
     if can_allocate(enough_bytes):
-        return ImageError("too-expensive", f"its decoder does not get by with {enough_bytes} bytes of memory")
-    advice = "free some memory, or use fewer workers, fewer threads or a smaller limit of pixels"
+        return ImageError("too-expensive", f"decoding needs more than {enough_bytes} bytes of memory")
+    advice = "free some memory, or use fewer workers, fewer threads or a lower limit on the pixels"
     return TransientInputError(f"cannot decode {uri}: too little memory; {advice}")

@@ -1,8 +1,9 @@
-"""Finds the input at which the worker process that reads it dies or hangs. Engines kill a process that hangs.
+"""Finds the input at which a worker process dies or hangs. Engines kill a worker process that hangs.
 
-Every attempt at a shard leaves a file in `build/attempts/` until it ends, with success or an exception. An attempt that
-finds the file of an earlier one is careful: it prepares one input after another and writes down which, so that the
-next attempt knows at which input this one died. An input at which two careful attempts died becomes a failed row.
+Every attempt at a shard has a file in `build/attempts/`, which is removed when the attempt ends. If the process dies,
+the file stays. The next attempt finds this file and is careful: it prepares one input at a time, and writes the
+position of the input into the file. If a careful attempt dies as well, the file tells the next attempt which input was
+being prepared. An input at which two careful attempts died becomes a failed row.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Attempt:
     """One attempt at a shard.
 
     Attributes:
-        careful: an earlier attempt died.
-        deaths: careful attempts that died, by the position of the input that they were preparing.
+        path: file of the attempt.
+        careful: True if an earlier attempt died.
+        deaths: number of careful attempts that died, by the position of the input that was being prepared.
     """
 
     path: Path
@@ -39,12 +41,12 @@ class Attempt:
     deaths: Counter[int] = field(default_factory=Counter)
 
     def ended_workers(self, position: int) -> bool:
-        """Whether the input at `position` ended too many attempts."""
+        """Whether at least `DEATHS` careful attempts died at the input at `position`."""
         return self.deaths[position] >= DEATHS
 
     @contextmanager
     def preparing(self, position: int) -> Iterator[None]:
-        """Write down that the input at `position` is being prepared, in a careful attempt."""
+        """In a careful attempt, record that the input at `position` is being prepared until the block ends."""
         if not self.careful:
             yield
             return
@@ -62,7 +64,10 @@ class Attempt:
 
 @contextmanager
 def begin_attempt(layout: Layout, shard: int) -> Iterator[Attempt]:
-    """Begin an attempt at `shard`. If the process dies, the file of the attempt stays as it is."""
+    """Begin an attempt at `shard`, and remove the file of the attempt when the attempt ends.
+
+    The file stays if the process dies. It also stays if an exception ends the attempt and earlier deaths are recorded.
+    """
     path = layout.attempt(shard)
     attempt = _attempt_after(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +82,7 @@ def begin_attempt(layout: Layout, shard: int) -> Iterator[Attempt]:
 
 
 def _attempt_after(path: Path) -> Attempt:
-    """The attempt that follows the one whose file is at `path`; a first attempt if there is no file."""
+    """Return the attempt that follows the one whose file is at `path`; a first attempt if there is no file."""
     try:
         content = json.loads(path.read_text())
         deaths = Counter({int(position): int(count) for position, count in content["deaths"].items()})
@@ -91,7 +96,7 @@ def _attempt_after(path: Path) -> Attempt:
 
 
 class OneAtATime(Executor):
-    """Runs a call when it is submitted, so that nothing else runs meanwhile."""
+    """Executor that runs each call when it is submitted, so that nothing else runs at the same time."""
 
     def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
         future: Future[_Result] = Future()

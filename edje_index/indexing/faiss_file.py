@@ -1,9 +1,9 @@
 """Checks a FAISS file before FAISS reads it.
 
-FAISS trusts its files: a crafted one can make it open any file for writing (inverted lists on disk), take any amount
-of memory, or read outside its arrays. Only the structures that `build_ann` writes are accepted: an `IndexIDMap2` of
-an `IndexFlatIP`, or of an `IndexIVFFlat` whose inverted lists are in the file. The field order is that of FAISS's
-`impl/index_write.cpp`, which has not changed since version 1.5.
+FAISS trusts its files. A crafted file can make FAISS open any file for writing (inverted lists on disk), take any
+amount of memory, or read outside its arrays. Only the structures that `build_ann` writes are accepted: an `IndexIDMap2`
+of an `IndexFlatIP`, or of an `IndexIVFFlat` whose inverted lists are in the file. The field order is defined in FAISS's
+`impl/index_write.cpp` and has not changed since version 1.5.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _INNER_PRODUCT = 0
 
 
 class FaissFileError(ValueError):
-    """The file is not one that `build_ann` writes."""
+    """The file differs from what `build_ann` wrote."""
 
 
 @dataclass(frozen=True)
 class FaissShape:
-    """What a FAISS file must hold.
+    """Sizes that a FAISS file must have.
 
     Attributes:
         dimensions: width of the embeddings.
         vectors: number of embeddings.
-        rows: number of rows of the index; row ids are below it.
+        rows: number of rows of the index; every row id is below this number.
     """
 
     dimensions: int
@@ -40,10 +40,10 @@ class FaissShape:
 
 
 def check_faiss_file(file: BinaryIO, shape: FaissShape) -> None:
-    """Check structure, sizes and ids of the FAISS file that starts at the beginning of `file`.
+    """Check the structure, sizes and ids of the FAISS file that starts at the beginning of `file`.
 
     Raises:
-        FaissFileError: it is not a file that `build_ann` writes, or does not have `shape`.
+        FaissFileError: the structure is not one that `build_ann` writes, or the sizes differ from `shape`.
     """
     fields = _Fields(file)
     fields.tag("IxM2")
@@ -58,7 +58,7 @@ def check_faiss_file(file: BinaryIO, shape: FaissShape) -> None:
 
 
 class _Fields:
-    """Reads the fields of a file in order. No size is trusted beyond the end of the file."""
+    """Reads the fields of a file in order. A size beyond the end of the file is rejected."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -66,22 +66,22 @@ class _Fields:
         file.seek(0)
 
     def number(self, form: str) -> Any:
-        """Read one little-endian number of a `struct` format."""
+        """Read one little-endian number in the `struct` format `form`."""
         return struct.unpack(f"<{form}", self._read(struct.calcsize(f"<{form}")))[0]
 
     def array(self, count: int) -> NDArray[np.int64]:
-        """Read `count` 64-bit numbers."""
+        """Read `count` 64-bit integers."""
         return np.frombuffer(self._read(8 * count), dtype="<i8")
 
     def tag(self, *accepted: str) -> str:
-        """Read the four-letter name of a structure."""
+        """Read the four-letter name of a structure, and check that it is one of `accepted`."""
         name = self._read(4).decode("latin-1")
         if name not in accepted:
-            raise FaissFileError(f"it holds the structure {name!r} where {' or '.join(accepted)} is expected")
+            raise FaissFileError(f"the file holds the structure {name!r} where {' or '.join(accepted)} is expected")
         return name
 
     def header(self, dimensions: int, vectors: int) -> None:
-        """The fields that all kinds of FAISS index begin with."""
+        """Read and check the fields that all kinds of FAISS index begin with."""
         self.expect("number of dimensions", self.number("i"), dimensions)
         self.expect("number of vectors", self.number("q"), vectors)
         self.skip(16)  # no longer used
@@ -92,19 +92,19 @@ class _Fields:
         """Read `count` ids and check that each is in 0..limit - 1, because FAISS uses ids as offsets."""
         ids = self.array(count)
         if count and (ids.min() < 0 or ids.max() >= limit):
-            raise FaissFileError(f"it holds ids from {ids.min()} to {ids.max()}, but they must be in 0..{limit - 1}")
+            raise FaissFileError(f"the file holds ids from {ids.min()} to {ids.max()}; ids must be in 0..{limit - 1}")
 
     def skip(self, length: int) -> None:
         self._take(length)
         self._file.seek(length, os.SEEK_CUR)
 
     def end(self) -> None:
-        self.expect("number of bytes after its end", self._left, 0)
+        self.expect("number of bytes after the end", self._left, 0)
 
     @staticmethod
     def expect(name: str, actual: int, expected: int) -> None:
         if actual != expected:
-            raise FaissFileError(f"its {name} is {actual} instead of {expected}")
+            raise FaissFileError(f"the {name} is {actual} instead of {expected}")
 
     def _read(self, length: int) -> bytes:
         self._take(length)
@@ -112,23 +112,23 @@ class _Fields:
 
     def _take(self, length: int) -> None:
         if not 0 <= length <= self._left:
-            raise FaissFileError(f"it ends {length - self._left} bytes early")
+            raise FaissFileError(f"the file ends {length - self._left} bytes early")
         self._left -= length
 
 
 def _check_flat(fields: _Fields, dimensions: int, vectors: int) -> None:
-    """The rest of an `IndexFlatIP`: a header and the vectors."""
+    """Check the rest of an `IndexFlatIP`: a header and the vectors."""
     fields.header(dimensions, vectors)
     fields.expect("number of values", fields.number("Q"), dimensions * vectors)
     fields.skip(dimensions * vectors * _FLOAT_BYTES)
 
 
 def _check_inverted_lists(fields: _Fields, shape: FaissShape) -> None:
-    """The rest of an `IndexIVFFlat`: header, centroids, an empty direct map, and the inverted lists."""
+    """Check the rest of an `IndexIVFFlat`: header, centroids, an empty direct map, and the inverted lists."""
     fields.header(shape.dimensions, shape.vectors)
     lists, probes = fields.number("Q"), fields.number("Q")
     if not probes:
-        raise FaissFileError("its number of inverted lists to search is 0")
+        raise FaissFileError("the number of inverted lists to search is 0")
     fields.tag("IxFI")
     _check_flat(fields, shape.dimensions, lists)
     fields.expect("type of direct map", fields.number("B"), 0)
@@ -138,14 +138,17 @@ def _check_inverted_lists(fields: _Fields, shape: FaissShape) -> None:
     fields.expect("number of inverted lists", fields.number("Q"), lists)
     fields.expect("length of a stored vector", fields.number("Q"), code_bytes)
     lengths = _list_lengths(fields, lists)
-    fields.expect("number of vectors in its lists", sum(lengths), shape.vectors)
+    fields.expect("number of vectors in the lists", sum(lengths), shape.vectors)
     for length in lengths:
         fields.skip(length * code_bytes)
         fields.ids(length, limit=shape.vectors)
 
 
 def _list_lengths(fields: _Fields, lists: int) -> list[int]:
-    """Length of each inverted list. FAISS stores either all, or pairs of list and length if most are empty."""
+    """Read the length of each inverted list.
+
+    FAISS stores all lengths, or (list, length) pairs if most lists are empty.
+    """
     if fields.tag("full", "sprs") == "full":
         fields.expect("number of list lengths", fields.number("Q"), lists)
         return [int(length) for length in fields.array(lists)]
@@ -153,7 +156,7 @@ def _list_lengths(fields: _Fields, lists: int) -> list[int]:
     fields.expect("odd part of the number of list lengths", count % 2, 0)
     pairs = fields.array(count).reshape(-1, 2)
     if pairs.size and (pairs[:, 0].min() < 0 or pairs[:, 0].max() >= lists):
-        raise FaissFileError(f"it describes lists that are not in 0..{lists - 1}")
+        raise FaissFileError(f"the file describes inverted lists that are not in 0..{lists - 1}")
     lengths = np.zeros(lists, dtype=np.int64)
     lengths[pairs[:, 0]] = pairs[:, 1]
     return [int(length) for length in lengths]

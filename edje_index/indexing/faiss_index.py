@@ -1,6 +1,6 @@
 """The nearest-neighbour index over embeddings (SPEC.md section 10). Only this module imports FAISS.
 
-Embeddings have unit norm, so the inner product is the cosine similarity. FAISS ids are row ids; holes are left out.
+Embeddings have unit norm, so the inner product is the cosine similarity. FAISS ids are row ids. Holes have no vector.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ Neighbours: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 @name_missing_extra("search")
 def check_faiss() -> None:
-    """Raise MissingExtraError if FAISS is not installed. Jobs that need it only after hours call this first."""
+    """Raise MissingExtraError if FAISS is not installed.
+
+    A job that needs FAISS only after hours calls this function first.
+    """
     import faiss  # noqa: F401
 
 
 def add_ann(root: str | Path) -> Manifest:
-    """Build the nearest-neighbour index of a finished index and commit it with a new `index.json`.
+    """Build the nearest-neighbour index of a finished index, and commit it with a new `index.json`.
 
-    Use it for indexes that `IndexWriter` wrote, and to replace a damaged file. No other process may change the index
-    at the same time.
+    Use this function for an index that `IndexWriter` wrote, and to replace a damaged FAISS file. No other process may
+    change the index at the same time.
 
     Example:
         >>> from edje_index import add_ann
@@ -56,7 +59,7 @@ def add_ann(root: str | Path) -> Manifest:
         'flat'
 
     Raises:
-        UsageError, IncompleteIndexError, CorruptIndexError: as `Manifest.load`.
+        UsageError, IncompleteIndexError, CorruptIndexError: as in `Manifest.load`.
         MissingExtraError: FAISS is not installed.
     """
     manifest, layout = Manifest.load(root), Layout(Path(root))
@@ -75,13 +78,13 @@ def add_ann(root: str | Path) -> Manifest:
 def build_ann(root: str | Path, spec: IndexSpec, *, replace_file: bool = True) -> dict[str, Any]:
     """Build the FAISS index of the committed embeddings and return its description for the manifest.
 
-    The index is exact (flat) up to `FLAT_LIMIT` rows, and has inverted lists of exact vectors above. The same
+    Up to `FLAT_LIMIT` rows, the FAISS index is exact (flat). Above, it has inverted lists of exact vectors. The same
     embeddings give the same bytes.
 
     Args:
         root: directory of the index.
-        spec: its shape.
-        replace_file: write `ann/index.faiss`, instead of a file with a name of its own.
+        spec: shape of the index.
+        replace_file: True writes `ann/index.faiss`, replacing an existing file. False writes a file with a new name.
 
     Raises:
         OSError: the file cannot be written.
@@ -94,10 +97,10 @@ def build_ann(root: str | Path, spec: IndexSpec, *, replace_file: bool = True) -
 
 
 def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str, Any]:
-    """Add the last segment of `spec` to the nearest-neighbour index that `ann` describes, as a file of its own.
+    """Add the last segment of `spec` to the nearest-neighbour index that `ann` describes, in a further FAISS file.
 
     Returns:
-        The description of both for the manifest; `ann` if the index has no nearest-neighbour index.
+        The description of all FAISS files for the manifest; `ann` if the index has no nearest-neighbour index.
 
     Raises:
         OSError: the file cannot be written.
@@ -110,7 +113,10 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str
 
 
 def _write_part(layout: Layout, spec: IndexSpec, shards: Sequence[int], path: Path | None = None) -> dict[str, Any]:
-    """Write the index of some shards to `path`, by default a name of its own. Returns its entry in the manifest."""
+    """Write the FAISS index of the shards `shards` to `path`, and return the entry of this file in the manifest.
+
+    If `path` is None, the file is named after its checksum.
+    """
     import faiss
 
     rows = sum(len(spec.shard_rows(shard)) for shard in shards)
@@ -131,14 +137,14 @@ def _write_part(layout: Layout, spec: IndexSpec, shards: Sequence[int], path: Pa
 
 
 class AnnIndex:
-    """Finds the rows nearest to a query embedding. Rows that are deleted are left out.
+    """Finds the rows nearest to a query embedding. Deleted rows are left out.
 
     Args:
-        index: an open index; `open` takes its directory instead.
+        index: an open index. To open an index by its directory, call `AnnIndex.open`.
 
     Raises:
         UsageError: the index has no nearest-neighbour index.
-        CorruptIndexError: a file is missing or damaged, belongs to another index, or is not one that `build_ann`
+        CorruptIndexError: a FAISS file is missing or damaged, belongs to another index, or is not one that `build_ann`
             writes.
     """
 
@@ -152,21 +158,21 @@ class AnnIndex:
 
     @classmethod
     def open(cls, root: str | Path) -> AnnIndex:
-        """The nearest-neighbour index of the index at `root`. Also raises what `Manifest.load` raises."""
+        """Open the nearest-neighbour index of the index at `root`. Also raises the errors of `Manifest.load`."""
         return cls(CommittedIndex.open(root))
 
     def __len__(self) -> int:
         return sum(int(part.ntotal) for part in self._parts)
 
     def nearest(self, query: NDArray[np.float32], k: int) -> Neighbours:
-        """At most `k` rows nearest to `query` [embed_dim], best first."""
+        """Return at most `k` rows nearest to `query` [embed_dim], best first."""
         return self.nearest_to_each(query[None], k)[0]
 
     def nearest_to_each(self, queries: NDArray[np.float32], k: int) -> list[Neighbours]:
-        """At most `k` rows nearest to each of `queries` [q, embed_dim], best first.
+        """Return at most `k` rows nearest to each of `queries` [q, embed_dim], best first.
 
         Raises:
-            ModelError: the queries have another width than the embeddings.
+            ModelError: the queries and the embeddings differ in width.
         """
         width = self._parts[0].d
         if queries.shape[1] != width:
@@ -180,7 +186,10 @@ class AnnIndex:
         return [(rows[query][filled[query]], scores[query][filled[query]]) for query in range(len(queries))]
 
     def _search(self, part: Any, queries: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Scores and row ids [q, min(k, vectors)], best first; -1 where there are fewer."""
+        """Return scores and row ids [q, min(k, vectors)] of one FAISS index, best first.
+
+        The row id is -1 where FAISS finds fewer rows.
+        """
         k = min(k, int(part.ntotal))
         if self._live is None:
             scores, rows = part.search(queries, k)
@@ -199,7 +208,7 @@ class AnnIndex:
 
 
 def _open_part(index: CommittedIndex, file: dict[str, Any]) -> Any:
-    """The FAISS index of one file."""
+    """Check and load one FAISS file."""
     manifest, entry = index.manifest, FileEntry.from_json(file)
     path, vectors = index.root / entry.path, int(file.get("vectors", manifest.counts.indexed))
     try:
@@ -216,7 +225,7 @@ def _open_part(index: CommittedIndex, file: dict[str, Any]) -> Any:
 
 
 def _live_bitmap(index: CommittedIndex) -> NDArray[np.uint8] | None:
-    """One bit per row, lowest first, set unless the row is deleted; None if no row is deleted."""
+    """Return a bitmap of the rows that are not deleted, one bit per row, lowest first; None if no row is deleted."""
     deleted = index.deleted
     if not len(deleted):
         return None
@@ -226,17 +235,17 @@ def _live_bitmap(index: CommittedIndex) -> NDArray[np.uint8] | None:
 
 
 def _check_bytes(file: BinaryIO, entry: FileEntry) -> None:
-    """Raise FaissFileError unless `file` is the one that was committed."""
+    """Raise FaissFileError unless `file` has the length and checksum that were committed."""
     length = os.fstat(file.fileno()).st_size
     if length != entry.bytes:
-        raise FaissFileError(f"it has {length} bytes instead of the {entry.bytes} in index.json")
+        raise FaissFileError(f"the file has {length} bytes instead of the {entry.bytes} in index.json")
     crc = crc32c_stream(file)
     if crc != entry.crc32c:
-        raise FaissFileError(f"it has CRC-32C {crc:08x} instead of the {entry.crc32c:08x} in index.json")
+        raise FaissFileError(f"the file has CRC-32C {crc:08x} instead of the {entry.crc32c:08x} in index.json")
 
 
 def _read(file: BinaryIO) -> Any:
-    """The FAISS index in `file`, which is read through Python: FAISS opens no file itself."""
+    """Load the FAISS index from `file`. Python reads the file, so that FAISS opens no file itself."""
     import faiss
 
     module: Any = faiss  # its stubs lack this class
@@ -245,7 +254,10 @@ def _read(file: BinaryIO) -> Any:
 
 
 def _write(index: Any, path: Path) -> None:
-    """Write a FAISS index. FAISS itself reports no error if the disk is full when it closes the file."""
+    """Write a FAISS index to `path`.
+
+    Python writes the file, because FAISS reports no error if the disk is full when it closes a file.
+    """
     import faiss
 
     module: Any = faiss  # its stubs lack this class
@@ -260,7 +272,7 @@ def _write(index: Any, path: Path) -> None:
 
 
 def _empty_index(embeddings: IndexedEmbeddings, rows: int) -> Any:
-    """An index without vectors, trained for the `embeddings` of a number of rows."""
+    """Return an index without vectors for `rows` rows. Inverted lists are trained on a sample of `embeddings`."""
     import faiss
 
     width = embeddings.spec.embed_dim
@@ -275,5 +287,5 @@ def _empty_index(embeddings: IndexedEmbeddings, rows: int) -> Any:
 
 
 def _training_sample(embeddings: IndexedEmbeddings, step: int) -> NDArray[np.float32]:
-    """The vectors of every `step`-th row, so that the order of the sources does not matter."""
+    """Return the vectors of every `step`-th row. Rows from all parts of the index are in the sample."""
     return np.concatenate([vectors[rows % max(1, step) == 0] for rows, vectors in embeddings])

@@ -1,7 +1,7 @@
-"""The encoder of an indexing worker: from pixels to the tokens and embeddings that the index stores.
+"""The image encoder of an indexing worker: from pixels to the tokens and embeddings that the index stores.
 
-It loads only the image half of a bundle. The same bundle, device type, dtype, number of threads and batch size give the
-same bits in every process. Threads and batch size are therefore part of a build plan.
+Only the image half of a bundle is loaded. The same bundle, device type, dtype, number of threads and batch size give
+the same bits in every process. The number of threads and the batch size are therefore part of a build plan.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ImageEncoder:
 
     @classmethod
     def of(cls, info: BundleInfo, *, device: str = "auto", dtype: str = "auto") -> ImageEncoder:
-        """Load the image half of a bundle whose files have been verified; see `open`."""
+        """Load the image half of a bundle whose files have been verified. `open` describes the arguments."""
         target = resolve_device(device)
         vision, config = load_visual(info)
         adapter = load_adapter(info).to(target)
@@ -90,22 +90,22 @@ class ImageEncoder:
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """(m, d), tokens per image and their width."""
+        """Shape (m, d) of a block: number of tokens per image, and width of a token."""
         return self.info.block_shape
 
     @property
     def embed_dim(self) -> int:
-        """Width of the embedding."""
+        """Width of an embedding."""
         return self.vision.embed_dim
 
     def encode(self, pixels: torch.Tensor) -> tuple[Array, Array]:
-        """Encode a batch.
+        """Encode a batch of images.
 
         Args:
             pixels: float32 [b, 3, height, width], from `preprocess`.
 
         Returns:
-            Tokens, ml_dtypes.bfloat16 [b, m, d], rounded to nearest even, and embeddings of unit length, float32
+            Tokens, ml_dtypes.bfloat16 [b, m, d], rounded to nearest even. Embeddings of unit length, float32
             [b, embed_dim].
         """
         with torch.inference_mode(), autocast(self.dtype, self.device):
@@ -119,7 +119,7 @@ class ImageEncoder:
 
 
 def image_tokens(vision: VisionTower, adapter: Adapter, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [b, m, d] and embeddings of unit length [b, e] of `pixels`, from one pass of the tower."""
+    """Return the tokens [b, m, d] and unit-length embeddings [b, e] of `pixels`, from one pass of the vision tower."""
     if adapter.needs_attention:
         patches, embeddings, received = vision.encode_with_attention(pixels)
         return adapter(patches, received), embeddings

@@ -1,8 +1,8 @@
-"""Encoding of one shard: from a `ShardTask` to a committed shard and its receipt.
+"""Encodes one shard: from a `ShardTask` to a committed shard and its receipt.
 
-All engines run this function, so their results cannot differ. It depends only on the task, the planned inputs and the
-encoder, and can be repeated. Threads read and decode images ahead of the model. Batches never cross a shard and always
-begin at the same rows.
+All engines call `encode_shard`, so their results cannot differ. The result depends only on the task, the planned inputs
+and the encoder, so the call can be repeated. Threads read and decode images ahead of the model. A batch never spans two
+shards, and batches always begin at the same rows.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ _BATCHES_AHEAD = 2  # decoded batches that may wait for the model: one being dec
 
 
 class Encoder(Protocol):
-    """The methods of `edje_index.indexing.image_encoder.ImageEncoder` that encoding a shard needs."""
+    """The methods of `edje_index.indexing.image_encoder.ImageEncoder` that are needed to encode a shard."""
 
     def preprocess(self, image: Image) -> torch.Tensor:
-        """RGB image -> float32 [3, h, w]. Several threads call this at once."""
+        """Convert an RGB image to float32 [3, h, w]. Several threads call this method at once."""
         ...
 
     def encode(self, pixels: torch.Tensor) -> tuple[Blocks, NDArray[np.float32]]:
-        """[b, 3, h, w] -> (bfloat16 [b, m, d], float32 [b, embed_dim])."""
+        """Convert `pixels` [b, 3, h, w] to tokens, bfloat16 [b, m, d], and embeddings, float32 [b, embed_dim]."""
         ...
 
 
 @dataclass(frozen=True)
 class ShardTask:
-    """What determines the contents of a shard, together with the encoder.
+    """One shard to encode. The task and the encoder determine the contents of the shard.
 
     Attributes:
-        root: the index.
+        root: directory of the index.
         shard: shard number.
         spec: shape of the index.
         plan: fingerprint of the build plan.
         batch_size: images per forward pass.
-        max_pixels: larger images fail with the reason "too-many-pixels".
-        decode_threads: threads that read and decode; they do not change the result.
+        max_pixels: limit on the pixels of an image. Larger images fail with the reason "too-many-pixels".
+        decode_threads: number of threads that read and decode. This number does not change the result.
     """
 
     root: str
@@ -78,7 +78,10 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class StageProgress:
-    """Rows of a shard that are done, and seconds per stage; read and decode are summed over threads."""
+    """Numbers of finished and of failed rows of a shard, and seconds per stage.
+
+    `read` and `decode` are summed over threads.
+    """
 
     shard: int
     done: int
@@ -91,7 +94,7 @@ class StageProgress:
 
 
 class EncodingInterrupted(EdjeError):
-    """`should_stop` returned True; a later call begins after the batches that were finished."""
+    """Encoding stopped because `should_stop` returned True. A later call continues after the finished batches."""
 
 
 def encode_shard(
@@ -100,18 +103,18 @@ def encode_shard(
     on_progress: Callable[[StageProgress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> ShardReceipt:
-    """Encode and commit one shard.
+    """Encode and commit one shard. An input that is damaged or gone raises no error, but becomes a failed row.
 
     Args:
-        task: the shard.
-        encoder: the model. This thread calls `encode`; the decode threads call `preprocess`.
+        task: shard to encode.
+        encoder: image encoder. The calling thread calls `encode`; the decode threads call `preprocess`.
         on_progress: called after each batch.
-        should_stop: called before each batch.
+        should_stop: called before each batch. If it returns True, encoding stops.
 
     Raises:
         EncodingInterrupted: `should_stop` returned True. The finished batches are kept.
-        TransientInputError: an input cannot be read or decoded for a reason that lies outside it.
-        OSError: the index cannot be written. An input that is damaged or gone becomes a failed row instead.
+        TransientInputError: an input cannot be read or decoded, for a reason that lies outside the input.
+        OSError: the index cannot be written.
     """
     layout = Layout(Path(task.root))
     refs = read_inputs(layout.inputs(task.shard))
@@ -150,7 +153,7 @@ def encode_shard(
 
 
 def _restore(pieces: ShardPieces, writer: ShardWriter, entries: list[RowEntry]) -> int:
-    """Take over the rows that an earlier attempt stored; returns their number, which is a whole number of batches."""
+    """Restore the rows that an earlier attempt stored. Return the number of these rows, which are whole batches."""
     done = 0
     for piece in pieces.read():
         writer.put(piece.positions, piece.tokens, piece.embeddings)
@@ -160,7 +163,7 @@ def _restore(pieces: ShardPieces, writer: ShardWriter, entries: list[RowEntry]) 
 
 
 def _no_blocks(spec: IndexSpec) -> tuple[Blocks, NDArray[np.float32]]:
-    """Tokens [0, m, d] and embeddings [0, embed_dim]."""
+    """Return empty tokens [0, m, d] and empty embeddings [0, embed_dim]."""
     import ml_dtypes
 
     return np.empty((0, *spec.block_shape), ml_dtypes.bfloat16), np.empty((0, spec.embed_dim), np.float32)
@@ -168,7 +171,7 @@ def _no_blocks(spec: IndexSpec) -> tuple[Blocks, NDArray[np.float32]]:
 
 @contextlib.contextmanager
 def _decode_pool(threads: int, *, one_at_a_time: bool) -> Iterator[Executor]:
-    """Threads for reading and decoding. An exception drops the images that wait for a thread."""
+    """Provide the threads that read and decode. After an exception, images that still wait for a thread are dropped."""
     with OneAtATime() if one_at_a_time else ThreadPoolExecutor(threads, "edje-decode") as pool:
         try:
             yield pool
@@ -179,7 +182,7 @@ def _decode_pool(threads: int, *, one_at_a_time: bool) -> Iterator[Executor]:
 
 @dataclass
 class _Image:
-    """One input of the shard; `pixels` is set between decoding and encoding."""
+    """One input of the shard. `pixels` is set after decoding and cleared after encoding."""
 
     ref: InputRef
     entry: RowEntry
@@ -196,7 +199,10 @@ def _row_entry(row_id: int, ref: InputRef) -> RowEntry:
 
 
 def _raw_name(ref: InputRef) -> bytes | None:
-    """The bytes of a file name that is not UTF-8 and that `ref.uri` therefore holds in escaped form."""
+    """Return the path of the input as bytes if the path is not UTF-8, otherwise None.
+
+    `ref.uri` holds a path that is not UTF-8 in escaped form.
+    """
     try:
         ref.path.decode()
     except UnicodeDecodeError:
@@ -207,7 +213,7 @@ def _raw_name(ref: InputRef) -> bytes | None:
 def _batches_ahead(
     task: ShardTask, images: list[_Image], prepare: Callable[[_Image], _Image], pool: Executor
 ) -> Iterator[list[Future[_Image]]]:
-    """Batches in row order, each submitted to `pool` up to `_BATCHES_AHEAD` batches early."""
+    """Yield the batches in row order. Each batch is submitted to `pool` up to `_BATCHES_AHEAD` batches early."""
     pending: deque[list[Future[_Image]]] = deque()
     for start in range(0, len(images), task.batch_size):
         pending.append([pool.submit(prepare, image) for image in images[start : start + task.batch_size]])
@@ -217,17 +223,17 @@ def _batches_ahead(
 
 
 def _prepare_watched(attempt: Attempt, first_row: int, encoder: Encoder, max_pixels: int, image: _Image) -> _Image:
-    """`_prepare`, unless the image has ended worker processes before."""
+    """Call `_prepare`. If the image has ended too many worker processes before, make it a failed row instead."""
     position = image.entry.row_id - first_row
     if attempt.ended_workers(position):
-        image.entry.fail("worker-died", f"{DEATHS} worker processes died or hung while they read or decoded it")
+        image.entry.fail("worker-died", f"{DEATHS} worker processes died or hung while they read or decoded the image")
         return image
     with attempt.preparing(position):
         return _prepare(encoder, max_pixels, image)
 
 
 def _prepare(encoder: Encoder, max_pixels: int, image: _Image) -> _Image:
-    """Read, decode and preprocess one image; a failure of the image becomes the row's status and reason."""
+    """Read, decode and preprocess one image. A failure of the image is stored as status and reason of its row."""
     entry = image.entry
     if entry.status != INDEXED:
         return image
@@ -249,13 +255,16 @@ def _prepare(encoder: Encoder, max_pixels: int, image: _Image) -> _Image:
 
 
 def _decode(encoder: Encoder, data: bytes, max_pixels: int) -> tuple[tuple[int, int], torch.Tensor]:
-    """(width, height) of an image, and the input of the model."""
+    """Return the (width, height) of an image and its preprocessed pixels, float32 [3, h, w]."""
     rgb = decode_rgb(data, max_pixels)
     return rgb.size, encoder.preprocess(rgb)
 
 
 def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.float32]]:
-    """Run the model on `images`. One with a non-finite output becomes a failed row and is removed from the list."""
+    """Run the model on `images`.
+
+    An image with a non-finite output becomes a failed row and is removed from `images`.
+    """
     import torch
 
     started = time.perf_counter()
@@ -271,7 +280,10 @@ def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.
 
 
 def _has_non_finite(tokens: Blocks) -> NDArray[np.bool_]:
-    """Whether each block of bfloat16 [b, m, d] has a NaN or an infinity (all exponent bits set) -> [b]."""
+    """Return which blocks of bfloat16 `tokens` [b, m, d] hold a NaN or an infinity, bool [b].
+
+    All exponent bits of such a value are set.
+    """
     bits = tokens.view(np.uint16).reshape(len(tokens), -1)
     return np.asarray(((bits & 0x7F80) == 0x7F80).any(axis=1))
 

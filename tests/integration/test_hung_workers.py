@@ -64,4 +64,4 @@ def test_only_the_image_at_which_workers_hang_or_die_is_missing(tmp_path, monkey
     assert verify_index(tmp_path / "index") == []
     row = read_rows(tmp_path / "index").to_pylist()[3]
     assert (row["status"], row["reason"]) == ("failed", "worker-died")
-    assert row["detail"] == "2 worker processes died or hung while they read or decoded it"
+    assert row["detail"] == "2 worker processes died or hung while they read or decoded the image"

@@ -72,7 +72,7 @@ def test_photos_that_vanish_after_the_plan(run, build, photos, tmp_path, monkeyp
     photos.mkdir()
     code, _, err = run(*build)
     assert code == 1
-    assert "04.jpg: its directory is gone or empty; check that its file system is mounted" in err
+    assert "04.jpg: the directory is gone or empty; check that the file system of the input is mounted" in err
     photos.rmdir()
     (tmp_path / "elsewhere").rename(photos)
     code, out, _ = run(*build, "--json")

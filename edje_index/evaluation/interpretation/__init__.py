@@ -1,1 +1,1 @@
-"""What stored tokens mean: their nearest words, and their alignment with captions, as in the paper's appendix."""
+"""Interprets stored tokens by nearest words and by alignment with captions, as in the appendix of the EDJE paper."""

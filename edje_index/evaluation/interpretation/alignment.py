@@ -1,8 +1,10 @@
-"""The alignment score S of captions and images, and its comparison between two representations.
+"""The alignment score S of a caption and an image, and a test that compares S between two representations of images.
 
-S is the paper's "Image-Caption Token Alignment": the mean, over the tokens of a caption's content words, of each
-token's largest cosine similarity with a stored token of the image. Word vectors and tokens are compared as they are.
-(The late interaction of the final score subtracts the mean word vector and has stop words of its own.)
+S is the "Image-Caption Token Alignment" of the EDJE paper. Each token of the caption's content words has a largest
+cosine similarity with a stored token of the image. S is the mean of these similarities.
+
+S uses word vectors and stored tokens unchanged. (The late interaction of the final score subtracts the mean word vector
+and uses a different list of stop words.)
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ BINS = 30
 
 @torch.inference_mode()
 def alignment_scores(joint: JointScorer, captions: Sequence[str], block: Blocks | torch.Tensor) -> NDArray[np.float64]:
-    """S of each of `captions` with one image, float64 [c]; NaN for a caption without content words.
+    """Return S of each of `captions` with one image, float64 [c]; NaN for a caption without content words.
 
     Args:
-        joint: the joint encoder, whose word embeddings represent the captions.
-        captions: the texts.
+        joint: joint encoder, whose word embeddings represent the captions.
+        captions: captions [c].
         block: stored tokens of the image [m, d].
     """
     ids = joint.tokenizer.caption_ids([content_words(caption) for caption in captions])
@@ -50,7 +52,8 @@ class Distribution:
 
     Attributes:
         pairs: number of pairs.
-        mean, deviation: mean and standard deviation (of a sample).
+        mean: mean of the scores.
+        deviation: sample standard deviation of the scores.
         counts: number of scores in each bin of the histogram.
     """
 
@@ -62,13 +65,14 @@ class Distribution:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """A two-sided paired t-test of two representations.
+    """Result of a two-sided paired t-test that compares two representations of the same images.
 
     Attributes:
-        difference: mean of the second minus the first.
-        t: the statistic.
-        p: probability of a mean difference at least this large if the true one were 0; may underflow to 0.0.
-        effect_size: Cohen's d of paired samples, the mean difference over its standard deviation.
+        difference: mean of (score with the second representation - score with the first representation).
+        t: t statistic.
+        p: p-value, the probability of a mean difference at least this large if the true mean difference is 0. The value
+            may underflow to 0.0.
+        effect_size: Cohen's d of paired samples: mean difference divided by the standard deviation of the differences.
     """
 
     difference: float
@@ -78,13 +82,13 @@ class PairedTest:
 
 
 def distributions(*scores: NDArray[np.float64]) -> tuple[tuple[float, ...], list[Distribution]]:
-    """Edges of a common histogram, and the distribution of each of `scores`.
+    """Return the bin edges of a common histogram, and the distribution of each array in `scores`.
 
     Raises:
-        UsageError: fewer than two pairs.
+        UsageError: an array holds fewer than two scores.
     """
     if min(map(len, scores)) < 2:
-        raise UsageError("an alignment needs at least two captions with content words, of images in the index")
+        raise UsageError("alignment needs at least two captions with content words; add captions for indexed images")
     edges = np.histogram_bin_edges(np.concatenate(scores), BINS)
     made = [
         Distribution(
@@ -102,14 +106,14 @@ def paired_test(first: NDArray[np.float64], second: NDArray[np.float64]) -> Pair
     """Compare the scores of the same pairs with two representations.
 
     Raises:
-        UsageError: all differences are equal, so that there is nothing to test.
+        UsageError: all differences are equal, so that the t-test is undefined.
     """
     from scipy.stats import ttest_rel
 
     differences = second - first
     deviation = float(differences.std(ddof=1))
     if deviation == 0:
-        raise UsageError("both representations have the same alignment scores; compare two different ones")
+        raise UsageError("both representations have the same alignment scores; compare two different representations")
     result = ttest_rel(second, first)
     mean = float(differences.mean())
     return PairedTest(mean, float(result.statistic), float(result.pvalue), mean / deviation)

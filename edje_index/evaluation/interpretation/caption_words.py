@@ -1,12 +1,12 @@
-"""The words of a caption that the alignment score counts: in lower case, without punctuation and English stop words."""
+"""Content words of a caption, for the alignment score: lower case, without punctuation and English stop words."""
 
 from __future__ import annotations
 
 import string
 import unicodedata
 
-# The English stop words of NLTK (Bird, Loper and Klein, "Natural Language Processing with Python"), which the paper
-# calls standard, without apostrophes.
+# The English stop words of NLTK (Bird, Loper and Klein, "Natural Language Processing with Python"), which the EDJE
+# paper calls standard, without apostrophes.
 _STOP_WORDS = """
 i me my myself we our ours ourselves you youre youve youll youd your yours yourself yourselves he him his himself she
 shes her hers herself it its itself they them their theirs themselves what which who whom this that thatll these those
@@ -21,7 +21,7 @@ ENGLISH_STOP_WORDS = frozenset(_STOP_WORDS.split())
 
 
 def content_words(caption: str) -> str:
-    """The counted words of a caption, separated by spaces.
+    """Return the content words of a caption, separated by spaces.
 
     Example:
         >>> from edje_index.evaluation.interpretation.caption_words import content_words

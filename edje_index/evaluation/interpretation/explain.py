@@ -1,4 +1,4 @@
-"""Explains an index: nearest words of its tokens, and their alignment with captions."""
+"""Explains the tokens of an index by their nearest words and by their alignment with captions."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class ExplainedIndex:
     """An index to explain.
 
     Attributes:
-        root: the index.
-        model: bundle; None takes the one that built it.
-        precision: precision of the tokens; None takes the first that it holds.
+        root: directory of the index.
+        model: directory of the bundle; None for the bundle that built the index.
+        precision: precision of the tokens; None for the first precision of the index.
     """
 
     root: Path
@@ -53,7 +53,7 @@ class ExplainedIndex:
 
 @dataclass(frozen=True)
 class ExplainedRow:
-    """The nearest words of one image's tokens."""
+    """One row with the nearest words of its tokens."""
 
     row_id: int
     uri: str
@@ -62,14 +62,14 @@ class ExplainedRow:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Alignment scores of captioned images.
+    """Alignment scores of captioned images in one index, or in two indexes that are compared.
 
     Attributes:
-        edges: edges of the histograms.
-        first: scores of the index.
-        second: scores of the index to compare with; None without one.
-        test: comparison of `second` with `first`; None without `second`.
-        left_out: number of captions without content words.
+        edges: bin edges of the histograms.
+        first: scores with the tokens of the explained index.
+        second: scores with the tokens of the other index; None without a comparison.
+        test: paired test of `second` against `first`; None without a comparison.
+        left_out: number of captions that were skipped because they have no content words.
     """
 
     edges: tuple[float, ...]
@@ -81,17 +81,17 @@ class Alignment:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the tokens of an index mean.
+    """Nearest words of the tokens of an index, and their alignment with captions.
 
     Attributes:
-        root: the index.
+        root: directory of the index.
         precision: precision of the tokens.
         trained: False if the model has random weights.
-        rows: the explained rows.
-        sample: number of rows in `words`.
-        words: nearest words of the tokens of a random sample of rows.
-        alignment: None without captions.
-        against: the index of `alignment.second`.
+        rows: rows that are explained one by one.
+        sample: number of sampled rows that `words` counts.
+        words: how often each word is the nearest word of a token, over a random sample of rows.
+        alignment: alignment with captions; None if no captions were given.
+        against: directory of the index that `alignment.second` describes; None without a comparison.
     """
 
     root: Path
@@ -112,24 +112,25 @@ def explain_index(
     captions: Captions | None = None,
     on_progress: OnProgress = lambda activity, done, total: None,
 ) -> Explanation:
-    """Explain rows of an index, and a random sample of all rows.
+    """Explain single rows of an index, and a random sample of all its rows.
 
     Args:
-        index: the index.
-        row_ids: rows to explain; by default the first of the sample.
-        sample: rows of the frequency table.
-        captions: captions to measure the alignment with.
-        on_progress: may raise to stop.
+        index: index to explain.
+        row_ids: rows to explain one by one; by default the first `DEFAULT_ROWS` rows of the sample.
+        sample: number of rows in the random sample.
+        captions: captions to measure the alignment with; None for no alignment.
+        on_progress: called with the progress. If it raises an exception, the work stops.
 
     Raises:
-        UsageError: no such row, or no caption matches.
-        ModelError: the bundle is missing or did not build the index, or its tokens are not in the space of words.
+        UsageError: a row has no tokens, or no caption matches an image of the index.
+        ModelError: the bundle is missing or did not build the index, or the tokens are not in the space of the joint
+            encoder's word embeddings.
     """
     opened = _Opened.of(index)
     table = read_all_rows(opened.index, ("row_id", "uri", "status"))
     indexed = np.array(table["row_id"])[np.array(table["status"]) == INDEXED]
     if unknown := sorted(set(row_ids) - set(indexed.tolist())):
-        raise UsageError(f"{index.root} has no tokens of row {unknown[0]}")
+        raise UsageError(f"{index.root} has no tokens of row {unknown[0]}; choose a row with the status 'indexed'")
     if not len(indexed):
         raise UsageError(f"{index.root} has no tokens: all of its inputs failed")
     sampled = np.sort(np.random.default_rng(0).permutation(indexed)[:sample])
@@ -158,7 +159,9 @@ class Captions:
     """Captions to measure alignment with.
 
     Attributes:
-        path, images, split: as in `edje_index.captions.reading.read_captions`.
+        path: caption file, see `edje_index.captions.reading.read_captions`.
+        images: base directory of relative image paths.
+        split: split of the caption file; None for the whole file.
         against: another index of the same images to compare with; None for no comparison.
     """
 
@@ -170,7 +173,7 @@ class Captions:
 
 @dataclass(frozen=True)
 class _Opened:
-    """An index with its tokens and the joint encoder that reads them."""
+    """An open index with its tokens and the joint encoder that reads these tokens."""
 
     index: CommittedIndex
     store: TokenStore
@@ -186,15 +189,18 @@ class _Opened:
         store = TokenStore.open(source.root, source.precision or index.manifest.spec.precisions[0])
         if store.block_shape[1] != joint.width:
             raise ModelError(
-                f"{source.root} stores features of width {store.block_shape[1]}, not tokens in the space of the "
-                f"joint encoder's words, which has width {joint.width}: explain an index that a trained bundle built"
+                f"{source.root} stores blocks of width {store.block_shape[1]}, but the word embeddings of the joint "
+                f"encoder have width {joint.width}; explain an index that a trained bundle built"
             )
         return cls(index, store, joint, info.trained)
 
     def nearest(
         self, vocabulary: Vocabulary, rows: NDArray[np.int64], on_progress: OnProgress
     ) -> list[NDArray[np.int64]]:
-        """Token ids of the nearest words of `rows` [k], in parts [b, m]."""
+        """Return the token ids of the nearest words of the rows `rows` [k].
+
+        Each batch of b rows gives an int64 array [b, m].
+        """
         parts = []
         for start in range(0, len(rows), _BATCH):
             on_progress("looking up nearest words, images", start, len(rows))
@@ -202,13 +208,13 @@ class _Opened:
         return parts
 
     def matched(self, items: Sequence[CaptionedImage]) -> NDArray[np.int64]:
-        """Row of each of `items`, int64 [n]; -1 for an image without tokens."""
+        """Return the row id of each of `items`, int64 [n]; -1 for an image without tokens in the index."""
         return match_items(self.index.root, read_all_rows(self.index, NAME_COLUMNS), items).rows
 
     def scores(
         self, items: Sequence[CaptionedImage], rows: NDArray[np.int64], on_progress: OnProgress
     ) -> NDArray[np.float64]:
-        """S of all captions of `items`, whose images have the rows `rows`."""
+        """Return S of every caption of `items` [n]. `rows` [n] are the row ids of the images."""
         parts = []
         for start in range(0, len(items), _BATCH):
             on_progress("measuring alignment, images", start, len(items))
@@ -225,7 +231,7 @@ def _alignment(opened: _Opened, captions: Captions, on_progress: OnProgress) -> 
     used = np.logical_and.reduce([each >= 0 for each in rows])
     kept = [item for item, keep in zip(items, used, strict=True) if keep]
     if not kept:
-        raise UsageError("no captioned image is in both indexes")
+        raise UsageError("no captioned image is in both indexes; compare two indexes of the same images")
     scores = [each.scores(kept, row[used], on_progress) for each, row in zip(indexes, rows, strict=True)]
     has_words = np.logical_and.reduce([~np.isnan(values) for values in scores])
     counted = [values[has_words] for values in scores]

@@ -1,7 +1,8 @@
-"""The nearest word of each stored token: the paper's "Emerging vision-token semantics".
+"""The nearest word of each stored token, as in "Emerging vision-token semantics" of the EDJE paper.
 
-A stored token is already in the space of the language model's word embeddings. Its nearest word is the entry of the
-vocabulary with the highest cosine similarity. The `<image>` placeholder is no word and is left out.
+A stored token is in the space of the joint encoder's word embeddings. The nearest word of a token is the vocabulary
+entry whose embedding has the highest cosine similarity with the token. The `<image>` placeholder is not a word and is
+left out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _UNUSED = re.compile(r"\[unused\d+\]")
 
 
 class Vocabulary:
-    """The words of a language model, ready to be compared with tokens."""
+    """Vocabulary of the joint encoder, with normalised word embeddings."""
 
     def __init__(self, joint: JointScorer) -> None:
         tokenizer = joint.tokenizer
@@ -38,7 +39,7 @@ class Vocabulary:
 
     @torch.inference_mode()
     def nearest(self, blocks: Blocks | torch.Tensor) -> NDArray[np.int64]:
-        """Token id of the nearest word of each token of `blocks` [k, m, d] -> int64 [k, m]."""
+        """Return the token id of the nearest word of each token of `blocks` [k, m, d], int64 [k, m]."""
         tokens = as_tensor(blocks)
         flat = functional.normalize(tokens.reshape(-1, tokens.shape[2]).float(), dim=1)
         nearest = []
@@ -50,27 +51,27 @@ class Vocabulary:
         return ids
 
     def word(self, token_id: int) -> str:
-        """The word, or the piece of a word, of a token id."""
+        """Return the word or word piece with the id `token_id`."""
         return self._words[token_id]
 
     def is_unused(self, token_id: int) -> bool:
-        """Whether BERT reserves the token id and never trained it."""
+        """Whether `token_id` is an entry that BERT reserves and never trained, such as ``[unused0]``."""
         return bool(_UNUSED.fullmatch(self.word(token_id)))
 
     def is_special(self, token_id: int) -> bool:
-        """Whether it is a special token such as ``[SEP]``."""
+        """Whether `token_id` is a special token such as ``[SEP]``."""
         return token_id in self._special
 
 
 @dataclass(frozen=True)
 class WordCounts:
-    """How often each word is the nearest of a token.
+    """How often each word is the nearest word of a token.
 
     Attributes:
-        words: words with their counts, most frequent first.
+        words: (word, count) pairs, most frequent word first.
         tokens: number of tokens.
-        special: number of tokens that are nearest to a special token.
-        unused: number of tokens that are nearest to an unused entry of the vocabulary.
+        special: number of tokens whose nearest word is a special token.
+        unused: number of tokens whose nearest word is an unused entry of the vocabulary.
     """
 
     words: tuple[tuple[str, int], ...]
@@ -80,7 +81,7 @@ class WordCounts:
 
 
 def count_words(vocabulary: Vocabulary, token_ids: Iterable[int]) -> WordCounts:
-    """The frequency table of nearest words."""
+    """Count how often each of the nearest words `token_ids` occurs."""
     counts = Counter(token_ids)
     ordered = sorted(counts.items(), key=lambda item: (-item[1], vocabulary.word(item[0])))
     return WordCounts(

@@ -1,1 +1,1 @@
-"""Compares two versions of the same tokens: errors of the tokens, and changes of the ranking."""
+"""Compares two versions of the same tokens by token errors and by changes of the ranking."""

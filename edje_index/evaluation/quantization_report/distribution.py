@@ -12,7 +12,7 @@ PERCENTILES = (1, 5, 50, 95, 99)
 
 @dataclass(frozen=True)
 class Distribution:
-    """Mean, percentiles (linearly interpolated) and extremes of `count` numbers."""
+    """Mean, percentiles (linearly interpolated), smallest and largest of `count` numbers."""
 
     count: int
     mean: float
@@ -26,7 +26,7 @@ class Distribution:
 
     @classmethod
     def of(cls, numbers: NDArray[np.floating]) -> Distribution:
-        """The statistics of `numbers` [n], which must not be empty."""
+        """Compute the statistics of `numbers` [n], which must not be empty."""
         p1, p5, p50, p95, p99 = (float(value) for value in np.percentile(numbers, PERCENTILES))
         return cls(
             count=len(numbers),

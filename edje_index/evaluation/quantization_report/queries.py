@@ -1,4 +1,4 @@
-"""Queries to compare rankings with: from a file, or general captions that suit most photo collections."""
+"""Queries for comparing rankings: from a file, or built-in general captions that suit most photo collections."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ GENERIC_CAPTIONS = (
     "a baby smiles at the camera",
     "a sign with words on it",
 )
-"""The built-in queries. They need not match the images: the joint encoder ranks the candidates of any query.
-There are few, because every precision re-ranks each query: 24 take minutes on two CPU cores, seconds on a GPU."""
+"""The built-in queries. A query need not match any image: the joint encoder ranks the candidates of any query.
+The list is short because every precision re-ranks each query. 24 queries take minutes on two CPU cores, and seconds on
+a GPU."""
 
 
 def read_queries(path: Path) -> list[str]:
-    """The distinct queries of a file, in order: one per line, or one JSON value per line if the name ends in .jsonl.
+    """Read the distinct queries of a file, in the order of the file.
 
-    A JSON value is a string, or an object with a member `query`, `text`, `caption` or `captions` (a string or a list).
+    The file has one query per line. If the file name ends in .jsonl, each line is a JSON value: a string, or an object
+    with a member `query`, `text`, `caption` or `captions` (a string or a list of strings).
 
     Raises:
         UsageError: the file cannot be read, a line is invalid, or there is no query.
@@ -64,13 +66,13 @@ def _json_texts(path: Path) -> Iterator[str]:
         texts = None if line.error else _texts(line.value)
         if texts is None:
             raise UsageError(
-                f"{path}, line {line.number}: expected a JSON string or an object with one of {', '.join(_MEMBERS)}"
+                f"{path}, line {line.number}: expected a JSON string or an object with a member {', '.join(_MEMBERS)}"
             )
         yield from texts
 
 
 def _texts(value: Any) -> list[str] | None:
-    """The texts of a JSON value; None if it has none."""
+    """Return the texts of a JSON value; None if the value has no valid text."""
     if isinstance(value, dict):
         value = next((value[name] for name in _MEMBERS if name in value), None)
     texts = value if isinstance(value, list) else [value]

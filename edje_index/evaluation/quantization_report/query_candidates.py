@@ -1,4 +1,4 @@
-"""The candidates of many queries."""
+"""Finds the candidates of many queries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def query_candidates(
     root: Path, model: SearchModel, queries: Sequence[str], pool: int
 ) -> Iterator[tuple[str, Candidates]]:
-    """Each query with its `pool` nearest rows in the index at `root`."""
+    """Yield each of `queries` with its `pool` nearest rows in the index at `root`."""
     index = AnnIndex.open(root)
     for query, embedding in zip(queries, model.text.encode(queries), strict=True):
         yield query, Candidates(*index.nearest(embedding, pool))

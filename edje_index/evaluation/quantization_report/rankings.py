@@ -16,16 +16,17 @@ OVERLAP_AT = 10
 
 @dataclass(frozen=True)
 class RankingChange:
-    """How rankings change, over a set of queries.
+    """How rankings change from reference scores to other scores, over a set of queries.
 
     Attributes:
         queries: number of queries.
-        top1_kept: share of the queries whose best candidate stays the same.
-        overlap_at_10: mean share of the ten best candidates that stay among the ten best.
-        kendall_tau: Kendall's tau-b between the reference scores and the others, per query.
-        score_change: mean absolute change of a score.
-        score_change_relative: `score_change` in standard deviations of a query's reference scores, to compare models.
-            Queries whose scores are all equal are left out.
+        top1_kept: share of queries whose best candidate stays the same.
+        overlap_at_10: share of the ten best candidates that stay among the ten best, averaged over queries.
+        kendall_tau: distribution over queries of Kendall's tau-b between the reference scores and the other scores.
+        score_change: mean absolute difference between the other score and the reference score of a candidate.
+        score_change_relative: `score_change` divided by the standard deviation of the query's reference scores,
+            averaged over queries. Use this value to compare models. Queries whose reference scores are
+            all equal are left out.
     """
 
     queries: int
@@ -37,7 +38,12 @@ class RankingChange:
 
 
 def compare_rankings(reference: Sequence[Scores], other: Sequence[Scores]) -> RankingChange:
-    """Compare the scores of each query's candidates, at least two, which have the same order on both sides."""
+    """Compare two sets of scores for the same candidates of each query.
+
+    Args:
+        reference: reference scores of the candidates of each query, float32 [k] per query, k >= 2.
+        other: other scores of the same candidates in the same order.
+    """
     pairs = list(zip(reference, other, strict=True))
     changes = np.array([np.abs(left - right).mean(dtype=np.float64) for left, right in pairs])
     spreads = np.array([left.std(dtype=np.float64) for left, _ in pairs])
@@ -53,20 +59,24 @@ def compare_rankings(reference: Sequence[Scores], other: Sequence[Scores]) -> Ra
 
 
 def ranking(scores: Scores) -> NDArray[np.intp]:
-    """Positions of `scores` [k], best first. Equal scores keep their order, as in search."""
+    """Return the positions of `scores` [k], best score first. Equal scores keep their order, as in search."""
     return np.argsort(-scores, kind="stable")
 
 
 def overlap(left: Scores, right: Scores, k: int) -> float:
-    """Share of the `k` best candidates (of all, if there are fewer) that both sides have."""
+    """Return the share of the `k` best candidates that is the same on both sides.
+
+    Fewer than `k` candidates all count.
+    """
     k = min(k, len(left))
     return len(np.intersect1d(ranking(left)[:k], ranking(right)[:k])) / k
 
 
 def kendall_tau(left: Scores, right: Scores) -> float:
-    """Kendall's tau-b of two sets of scores [k], k >= 2, with ties as in M. G. Kendall, "Rank Correlation Methods".
+    """Return Kendall's tau-b of two arrays of scores [k], k >= 2.
 
-    If all scores on one side are equal, it is 1 if all scores on the other side are equal too, else 0.
+    Ties are treated as in M. G. Kendall, "Rank Correlation Methods". If all scores on one side are equal, the result is
+    1 if all scores on the other side are equal too, and 0 otherwise.
     """
     above = np.triu_indices(len(left), 1)
     a, b = (np.sign(scores[:, None].astype(np.float64) - scores)[above] for scores in (left, right))

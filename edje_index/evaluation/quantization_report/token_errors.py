@@ -1,4 +1,4 @@
-"""Relative error and cosine similarity of quantized tokens, collected over batches of an index."""
+"""Measures the relative error and the cosine similarity of quantized tokens, over batches of an index."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from storage_formats.codecs import Blocks
 
 @dataclass(frozen=True)
 class TokenErrors:
-    """Errors of tokens compared with their reference.
+    """Errors of tokens compared with reference tokens.
 
     Attributes:
         tokens: number of tokens.
-        zero_tokens: number of reference tokens that are zero, which are left out of the statistics.
-        relative_error: |token - reference| / |reference|; the worst is `highest`.
-        cosine: cosine similarity with the reference, 0 for a token that became zero; the worst is `lowest`.
+        zero_tokens: number of reference tokens that are zero. These tokens are left out of the statistics.
+        relative_error: distribution of |token - reference| / |reference|; the worst value is `highest`.
+        cosine: distribution of the cosine similarity of token and reference; the worst value is `lowest`. The
+            similarity is 0 if only the token is zero.
     """
 
     tokens: int
@@ -29,7 +30,7 @@ class TokenErrors:
 
 
 class TokenErrorMeter:
-    """Collects errors batch by batch. Keeps 8 bytes per token in memory."""
+    """Collects token errors batch by batch. Keeps 8 bytes per token in memory."""
 
     def __init__(self) -> None:
         self._errors: list[NDArray[np.float32]] = []
@@ -37,14 +38,14 @@ class TokenErrorMeter:
         self._tokens = 0
 
     def add(self, reference: Blocks, other: Blocks) -> None:
-        """Add blocks [k, m, d] and their reference, both without holes."""
+        """Compare the blocks `other` [k, m, d] with the blocks `reference` [k, m, d], both without holes."""
         errors, cosines = compare_tokens(reference, other)
         self._tokens += reference.shape[0] * reference.shape[1]
         self._errors.append(errors)
         self._cosines.append(cosines)
 
     def result(self) -> TokenErrors | None:
-        """The statistics of all batches; None if every reference token is zero."""
+        """Return the statistics of all batches; None if every reference token is zero."""
         errors, cosines = (np.concatenate([*parts, np.empty(0, np.float32)]) for parts in (self._errors, self._cosines))
         if not len(errors):
             return None
@@ -52,9 +53,10 @@ class TokenErrorMeter:
 
 
 def compare_tokens(reference: Blocks, other: Blocks) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(relative errors [n], cosine similarities [n]) of the n tokens whose reference is not zero.
+    """Return the relative errors, float32 [n], and the cosine similarities, float32 [n], of tokens.
 
-    Sums are float64, because squares of bfloat16 numbers overflow float32.
+    n is the number of tokens whose reference is not zero. Sums are computed in float64, because squares of bfloat16
+    numbers overflow float32.
     """
     left = reference.astype(np.float64).reshape(-1, reference.shape[-1])
     right = other.astype(np.float64).reshape(left.shape)

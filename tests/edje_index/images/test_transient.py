@@ -121,7 +121,7 @@ def test_a_source_that_vanishes(left_over: str, ref: InputRef, monkeypatch: pyte
     if left_over == "empty folder":  # a mount point without its file system
         folder.mkdir()
     monkeypatch.setattr("time.sleep", lambda _: None)
-    with pytest.raises(TransientInputError, match="gone or empty; check that its file system is mounted"):
+    with pytest.raises(TransientInputError, match="gone or empty; check that the file system of the input is mounted"):
         read_bytes(ref)
     if left_over == "empty folder":
         folder.rmdir()

@@ -74,7 +74,7 @@ def test_query_of_another_width_is_refused(root):
 def test_damaged_index_is_one_clear_error(own_root):
     (own_root / "ann" / "index.faiss").write_bytes(b"nonsense")
     with pytest.raises(
-        CorruptIndexError, match=r"it has 8 bytes instead of the \d+ in index.json; run 'edje-index verify"
+        CorruptIndexError, match=r"the file has 8 bytes instead of the \d+ in index.json; run 'edje-index verify"
     ):
         AnnIndex.open(own_root)
 
@@ -92,7 +92,7 @@ def test_the_file_of_another_index_is_refused(own_root, tmp_path):
     spare = np.fromfile(other / "ann" / "index.faiss", dtype=np.uint8)
     path = own_root / "ann" / "index.faiss"
     spare[: path.stat().st_size].tofile(path)
-    with pytest.raises(CorruptIndexError, match="it has CRC-32C"):
+    with pytest.raises(CorruptIndexError, match="the file has CRC-32C"):
         AnnIndex.open(own_root)
 
 
@@ -115,7 +115,7 @@ def test_lists_on_disk_are_refused(own_root, tmp_path):
     index = faiss.IndexIDMap2(lists)
     index.add_with_ids(vectors, np.arange(len(vectors)))
     commit(own_root, index)
-    with pytest.raises(CorruptIndexError, match="it holds the structure 'ilod' where ilar is expected"):
+    with pytest.raises(CorruptIndexError, match="the file holds the structure 'ilod' where ilar is expected"):
         AnnIndex.open(own_root)
 
 
