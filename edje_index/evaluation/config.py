@@ -24,7 +24,7 @@ class EvaluationConfig:
         (10, 20, 50)
 
     Attributes:
-        systems: indexes, each with the bundle to search it with, or None for the bundle that built it.
+        systems: (index, bundle) pairs. None as bundle selects the bundle that built the index.
         captions: caption file, see `captions.reading.read_captions`.
         images: base directory of relative image paths.
         split: split of the caption file to take queries from; None for the whole file.

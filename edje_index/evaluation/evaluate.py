@@ -72,7 +72,7 @@ def evaluate(config: EvaluationConfig, on_progress: OnProgress = lambda activity
     Raises:
         UsageError: settings contradict each other, the captions cannot be read or match no image, or an index does not
             hold a requested precision.
-        ModelError: a bundle is missing, did not build its index, or cannot compute the score.
+        ModelError: a bundle is missing, is not the one that built the index, or cannot compute the score.
     """
     began = time.monotonic()
     _check(config)
@@ -115,11 +115,11 @@ def _check(config: EvaluationConfig) -> None:
         raise UsageError(f"a pool must hold at least 1 candidate, got {min(config.pool_sizes)}")
     if config.score != BUNDLE_SCORE and not config.rerank:
         raise UsageError("score has no effect without re-ranking: set rerank to True, or leave score at its default")
-    parse_score(config.score, ScoreWeights())  # refuses a misspelt score before anything is read
+    parse_score(config.score, ScoreWeights())  # raises an error for an invalid score before anything is read
 
 
 def _named(systems: Sequence[tuple[Path, Path | None]]) -> list[tuple[str, tuple[Path, Path | None]]]:
-    """Name each system after the file of its index. Equal names get a number."""
+    """Pair each system with a name: the file name of the index. Equal names get a number."""
     stems = [root.resolve().stem for root, _ in systems]
     counts = Counter(stems)
     return [

@@ -31,7 +31,7 @@ class PairScorer:
         source: source of the tokens.
         captions: all captions of the evaluation.
         tokenizer: tokenizer of the joint encoder, which measures the length of captions.
-        cache: cache of scores, which are not computed again.
+        cache: scores of earlier runs, which are not computed again.
     """
 
     part: Part

@@ -51,7 +51,7 @@ def ranks_by_similarity(similarities: Floats, relevant: Bools) -> Ints:
 def ranks_after_reranking(scores: Floats, relevant: Bools, pool: int, ranks: Ints) -> Ints:
     """Return the rank of each query after the first `pool` candidates are sorted by score, int64 [q].
 
-    A query without a relevant candidate among these keeps its rank.
+    A query without a relevant candidate among the first `pool` candidates keeps its rank.
 
     Args:
         scores: final scores of the candidates, in the order of their similarity, float32 [q, p].

@@ -160,7 +160,10 @@ def _notes(evaluation: Evaluation) -> list[str]:
         )
     if evaluation.pools:
         references = sorted({result.change_from for result in evaluation.results if result.change_from})
-        notes.append("In pool: percentage of queries with a relevant candidate in the pool. Gain: over embedding only.")
+        notes.append(
+            "In pool: percentage of queries with a relevant candidate in the pool. "
+            "Gain: R@k minus R@k of embedding only."
+        )
         notes += [f"Change: R@k minus R@k of {name} with the same pool." for name in references]
     simulated = {f"{each.precision} from {each.simulated_from}" for each in evaluation.results if each.simulated_from}
     if simulated:

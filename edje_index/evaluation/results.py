@@ -64,8 +64,8 @@ class Result:
         gain: R@k minus R@k of the embeddings alone, by cutoff k. Intervals come from the paired bootstrap.
         change: R@k minus R@k of the precision `change_from` with the same pool, by cutoff k. Intervals come from the
             paired bootstrap. None for the precision that the others are compared with.
-        change_from: precision that this one is compared with: "bf16" if it was measured, otherwise the highest-fidelity
-            precision. None for that precision.
+        change_from: precision that `change` compares with: "bf16" if it was measured, otherwise the highest-fidelity
+            precision. None for this precision itself.
     """
 
     system: str

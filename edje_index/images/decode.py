@@ -162,7 +162,7 @@ def _check_size(size: tuple[int, int], max_pixels: int) -> None:
     if width * height > max_pixels:
         raise ImageError("too-many-pixels", f"{width} x {height} is over the limit of {max_pixels} pixels")
     if max(size) > MAX_ASPECT_RATIO * max(1, min(size)):
-        raise ImageError("extreme-aspect-ratio", f"{width} x {height} exceeds the ratio {MAX_ASPECT_RATIO} to 1")
+        raise ImageError("extreme-aspect-ratio", f"{width} x {height} is over the limit of {MAX_ASPECT_RATIO} to 1")
 
 
 def _check_tile(image: Any, max_pixels: int) -> None:

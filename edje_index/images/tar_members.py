@@ -116,7 +116,7 @@ def _archive_members(fd: int, start: int) -> Generator[TarMember, None, int]:
             info = tarfile.TarInfo.fromtarfile(archive)
             yield _member(info)
             if archive.offset <= end:
-                raise TarDamage("damaged-archive", f"the header at byte {end} points backwards")
+                raise TarDamage("damaged-archive", f"the header at byte {end} leads to an earlier byte")
             end = archive.offset
     except (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
         # `tarfile` raises such an error at the end marker too; the caller checks for the marker.

@@ -76,7 +76,7 @@ def read_photo(row: dict[str, Any]) -> bytes:
     """Read the photo that `row`, a row of the rows table, describes. The bytes are checked against the hash.
 
     Raises:
-        ImageError: the photo cannot be read, or has changed since it was indexed.
+        ImageError: the photo cannot be read or checked, or has changed since it was indexed.
         TransientInputError: storage fails at this moment.
     """
     if row["content_hash"] is None or row["size"] is None:

@@ -85,7 +85,7 @@ class _Fields:
         self.expect("number of dimensions", self.number("i"), dimensions)
         self.expect("number of vectors", self.number("q"), vectors)
         self.skip(16)  # no longer used
-        self.expect("mark of a trained index", self.number("B"), 1)
+        self.expect("flag of a trained index", self.number("B"), 1)
         self.expect("metric", self.number("i"), _INNER_PRODUCT)
 
     def ids(self, count: int, *, limit: int) -> None:
@@ -153,7 +153,7 @@ def _list_lengths(fields: _Fields, lists: int) -> list[int]:
         fields.expect("number of list lengths", fields.number("Q"), lists)
         return [int(length) for length in fields.array(lists)]
     count = fields.number("Q")
-    fields.expect("odd part of the number of list lengths", count % 2, 0)
+    fields.expect("remainder of the number of list values divided by 2", count % 2, 0)
     pairs = fields.array(count).reshape(-1, 2)
     if pairs.size and (pairs[:, 0].min() < 0 or pairs[:, 0].max() >= lists):
         raise FaissFileError(f"the file describes inverted lists that are not in 0..{lists - 1}")

@@ -78,8 +78,8 @@ def add_ann(root: str | Path) -> Manifest:
 def build_ann(root: str | Path, spec: IndexSpec, *, replace_file: bool = True) -> dict[str, Any]:
     """Build the FAISS index of the committed embeddings and return its description for the manifest.
 
-    Up to `FLAT_LIMIT` rows, the FAISS index is exact (flat). Above, it has inverted lists of exact vectors. The same
-    embeddings give the same bytes.
+    Up to `FLAT_LIMIT` rows, the FAISS index is exact (flat). With more rows, the FAISS index has inverted lists of
+    exact vectors. The same embeddings give the same bytes.
 
     Args:
         root: directory of the index.

@@ -1,4 +1,4 @@
-"""Explains the tokens of an index by their nearest words and by their alignment with captions."""
+"""Explains the tokens of an index by nearest words and by alignment with captions."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Alignment:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Nearest words of the tokens of an index, and their alignment with captions.
+    """Nearest words of the tokens of an index, and alignment of the tokens with captions.
 
     Attributes:
         root: directory of the index.
@@ -132,7 +132,7 @@ def explain_index(
     if unknown := sorted(set(row_ids) - set(indexed.tolist())):
         raise UsageError(f"{index.root} has no tokens of row {unknown[0]}; choose a row with the status 'indexed'")
     if not len(indexed):
-        raise UsageError(f"{index.root} has no tokens: all of its inputs failed")
+        raise UsageError(f"{index.root} has no tokens, because all inputs of the index failed")
     sampled = np.sort(np.random.default_rng(0).permutation(indexed)[:sample])
     shown = np.array(row_ids or sampled[:DEFAULT_ROWS], dtype=np.int64)
     alignment = None if captions is None else _alignment(opened, captions, on_progress)

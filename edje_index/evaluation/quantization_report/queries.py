@@ -57,7 +57,7 @@ def read_queries(path: Path) -> list[str]:
         raise UsageError(f"cannot read queries from {path}: {error}") from error
     queries = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
     if not queries:
-        raise UsageError(f"{path} contains no query: write one per line")
+        raise UsageError(f"{path} contains no query: write one query per line")
     return queries
 
 
