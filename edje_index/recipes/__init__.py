@@ -1,4 +1,4 @@
-"""How the demo model was made: base towers from the package index, contrastive heads, packed bundles.
+"""The steps that made the demo model: download base towers, train contrastive heads, pack the bundle.
 
-Only the command line imports this package.
+Only the command-line interface imports this package.
 """

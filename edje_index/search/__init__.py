@@ -1,1 +1,1 @@
-"""Search: text embedding, nearest rows, token fetch, re-ranking."""
+"""Searches an index: embeds the query, finds the nearest rows, reads their tokens and re-ranks them."""

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from edje_index.search.hits import Hit
 
 Document = int | str | bytes
-"""A row id, the uri of a row, or the bytes of an image file."""
+"""A document to re-rank: a row id, the uri of a row, or the bytes of an image file."""
 
 
 class ServiceError(EdjeError):
-    """The service refused a request, or cannot be reached.
+    """The service refused a request, or the client cannot reach the service.
 
     Attributes:
-        status: HTTP status; None if the service cannot be reached.
-        retry_after: seconds after which the request may be tried again; None if the service gave none.
+        status: HTTP status of the response; None if the client cannot reach the service.
+        retry_after: seconds to wait before sending the request again; None if the response does not state a time.
 
     Example:
         >>> from edje_index import ServiceError
@@ -44,13 +44,15 @@ class ServiceError(EdjeError):
 
 
 class Client:
-    """Searches and re-ranks over HTTP. Thread-safe; also a context manager that closes itself.
+    """Sends searches and re-ranking requests to the service over HTTP.
+
+    Threads can share a client. A `with` block closes the client at its end.
 
     Args:
         url: address of the service.
-        api_key: key to send, if the service needs one.
-        timeout: seconds until a request fails.
-        index: name of the index to use; None for the service's first.
+        api_key: API key to send; None sends none.
+        timeout: seconds to wait for the service before a request fails.
+        index: name of the index to search; None selects the first index of the service.
 
     Example:
         >>> from edje_index import Client
@@ -79,25 +81,25 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the service."""
         self._http.close()
 
     def info(self) -> dict[str, Any]:
-        """The indexes, their precisions and scores, and the limits of a request."""
+        """Return a description of the service: the indexes, their precisions and scores, and the request limits."""
         value: dict[str, Any] = self._json("GET", "/info")
         return value
 
     def search(
         self, query: str | bytes, k: int = 10, pool: int = 100, *, rerank: bool = True, precision: str | None = None
     ) -> list[Hit]:
-        """The `k` best images, best first.
+        """Return the `k` best images for `query`, best first.
 
         Args:
-            query: a text, or the bytes of an image file to find similar images.
+            query: a text, or the bytes of an image file. For an image, the hits are the most similar images.
             k: number of hits.
-            pool: number of candidates that are re-ranked.
-            rerank: False keeps the order of the embeddings.
-            precision: precision of the tokens; None for the first of the index.
+            pool: number of candidates to re-rank; values below `k` are raised to `k`.
+            rerank: False sorts the hits by embedding similarity only.
+            precision: precision of the tokens to re-rank with; None selects the first precision of the index.
 
         Raises:
             ServiceError: the service refused the request or cannot be reached.
@@ -110,7 +112,12 @@ class Client:
         return [Hit(*(hit[name] for name in names)) for hit in self._json("POST", "/search", body)["hits"]]
 
     def rerank(self, query: str, documents: Sequence[Document], top_n: int | None = None) -> list[tuple[int, float]]:
-        """(position in `documents`, score) of the documents, best first.
+        """Score `documents` for the text `query`, and return (position in `documents`, score) pairs, best first.
+
+        Args:
+            query: the text.
+            documents: row ids, uris of rows, or bytes of image files.
+            top_n: number of pairs to return; None returns one pair per document.
 
         Raises:
             ServiceError: the service refused the request or cannot be reached.
@@ -123,7 +130,7 @@ class Client:
         return [(result["index"], result["relevance_score"]) for result in results]
 
     def embed(self, inputs: Sequence[str] | Sequence[bytes]) -> NDArray[np.float32]:
-        """Embeddings of texts, or of image files, float32 [n, embed_dim].
+        """Return the embeddings of `inputs` (texts, or bytes of image files), float32 [n, embed_dim].
 
         Raises:
             ServiceError: the service refused the request or cannot be reached.
@@ -132,7 +139,7 @@ class Client:
         return np.array(self._json("POST", "/embed", {"inputs": sent, "index": self._index}), dtype=np.float32)
 
     def fetch(self, row_ids: Sequence[int], precision: str | None = None) -> Blocks:
-        """The token blocks of `row_ids`, bfloat16 [k, m, d], NaN for holes, as `TokenStore.fetch` returns them.
+        """Return the token blocks of `row_ids`, bfloat16 [k, m, d]. Blocks of holes are NaN, as in `TokenStore.fetch`.
 
         Raises:
             ServiceError: the service refused the request or cannot be reached.
@@ -149,10 +156,10 @@ class Client:
         return blocks
 
     def thumbnail(self, row_id: int) -> bytes:
-        """A small JPEG of the photo of a row.
+        """Return a small version of the image of row `row_id`, as the bytes of a JPEG file.
 
         Raises:
-            ServiceError: the photo cannot be shown, or the service cannot be reached.
+            ServiceError: the service has no thumbnail of the row, refused the request, or cannot be reached.
         """
         return self._send("GET", f"/thumbnails/{int(row_id)}", parameters={"index": self._index} if self._index else {})
 
@@ -188,4 +195,4 @@ def _message(content: bytes, status: int) -> str:
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"the service answered with status {status}"
+        return f"the service sent no error message, only HTTP status {status}"

@@ -1,4 +1,4 @@
-"""The results of a search, and how a notebook shows them."""
+"""The results of a search, and the table that a notebook shows for them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Hit:
 
     Attributes:
         row_id: row id of the image.
-        uri: where the image came from.
-        score: the final score, which hits are sorted by; the embedding similarity without re-ranking.
-        embedding_score: cosine similarity of the query's embedding and the image's.
-        joint_score: logit, late interaction and pooled similarity, weighted and summed as in `score`. None if the score
-            has none of them.
-        parts: the parts of the final score by name, not weighted; see `edje_index.scoring.weights.PART_NAMES`.
+        uri: path or URI of the image.
+        score: the final score; hits are sorted by it. Without re-ranking, it is the embedding similarity.
+        embedding_score: cosine similarity of the embeddings of the query and the image.
+        joint_score: weighted sum of logit, late interaction and pooled similarity, with the weights of the final score.
+            None if the final score has none of these parts.
+        parts: unweighted parts of the final score, by name; see `edje_index.scoring.weights.PART_NAMES`.
 
     Example:
         >>> from edje_index import TokenIndex
@@ -58,11 +58,11 @@ class Hit:
 
 
 class Hits(list[Hit]):
-    """The hits of one query, best first: a list that notebooks show as a table with pictures.
+    """A list of the hits of one query, best first. Notebooks show the list as a table with images.
 
     Args:
-        hits: the hits.
-        root: the index that they came from.
+        hits: the hits of the query, best first.
+        root: directory of the index that the hits belong to.
 
     Example:
         >>> from edje_index import TokenIndex
@@ -83,7 +83,7 @@ class Hits(list[Hit]):
         return str(template.render(hits=shown, pictures=self._pictures(shown), more=len(self) - len(shown)))
 
     def _pictures(self, hits: list[Hit]) -> dict[int, str]:
-        """Data URIs of the photos that can be shown, by row id."""
+        """Return the data URIs of the thumbnails of `hits`, by row id. Images that cannot be read are left out."""
         from edje_index.images.thumbnails import read_thumbnails
 
         try:
@@ -94,7 +94,7 @@ class Hits(list[Hit]):
 
 
 def best_hits(index: CommittedIndex, candidates: Candidates, scores: CandidateScores, k: int) -> Hits:
-    """The `k` candidates with the highest final scores, best first; of equal scores the lower row id comes first."""
+    """Return the `k` candidates with the highest final scores, best first. Ties are sorted by row id."""
     order = np.lexsort((candidates.rows, -scores.final))[:k]
     uris = read_index_rows(index, candidates.rows[order], ["uri"])["uri"].to_pylist()
     hits = (

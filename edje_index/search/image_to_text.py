@@ -1,4 +1,4 @@
-"""Image-to-text search: the texts that describe a row of an index best."""
+"""Image-to-text search: finds the texts that best describe the image of a row."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class TextHit:
     """One result of an image-to-text search.
 
     Attributes:
-        position: position of the text among those that were given.
+        position: position of the text in the `texts` argument of the search.
         text: the text.
-        score: the final score, which hits are sorted by.
+        score: the final score; hits are sorted by it.
         embedding_score: cosine similarity of the embeddings of the image and the text.
-        parts: the parts of the final score by name, not weighted.
+        parts: unweighted parts of the final score, by name.
     """
 
     position: int
@@ -47,31 +47,36 @@ def search_texts(
     pool: int = 100,
     score: str | ScoreWeights = BUNDLE_SCORE,
 ) -> list[TextHit]:
-    """The `k` of `texts` that describe the image of a row best, best first.
+    """Return the `k` texts that best describe the image of row `row_id`, best first.
 
-    The `pool` texts nearest by embedding are re-ranked by the final score of image-to-text search.
+    The search re-ranks the `pool` texts whose embeddings are nearest to the embedding of the image.
 
     Args:
-        index: the index.
-        row_id: the row of the image.
-        texts: candidates.
+        index: index that holds the image.
+        row_id: row id of the image.
+        texts: texts to choose from.
         k: number of hits.
-        pool: number of candidates that are re-ranked; at least `k`.
-        score: the score to sort by, see `edje_index.scoring.weights.parse_score`.
+        pool: number of texts to re-rank; at least `k`.
+        score: final score to sort by, see `edje_index.scoring.weights.parse_score`.
 
     Raises:
-        UsageError: no or blank texts, `k` or `pool` out of range, an invalid `score`, or a row without an embedding.
-        ModelError: the bundle lacks a part of the score, or the score needs tokens and the bundle stores features.
+        UsageError: `texts` is empty or holds a blank text, `k` or `pool` is out of range, `score` is invalid, or the
+            row has no embedding.
+        ModelError: the bundle lacks a part of `score`. Also raised if `score` needs adapter tokens, but the index
+            stores features for training.
     """
     if not texts or not all(text.strip() for text in texts):
-        raise UsageError("image-to-text search needs texts that are not blank")
+        raise UsageError("texts is empty or holds a blank text: give one or more texts that are not blank")
     if k < 1 or pool < k:
         raise UsageError(f"need 1 <= k <= pool, got k = {k}, pool = {pool}")
     weights = index.model.weights(IMAGE_TO_TEXT, score)
     final = FinalScore.of(weights)
     image = read_embeddings(index.root, index.manifest.spec, np.array([row_id]))[0]
     if np.isnan(image).any():
-        raise UsageError(f"row {row_id} of {index.root} has no embedding: its image failed or is a duplicate")
+        raise UsageError(
+            f"row {row_id} of {index.root} has no embedding, because its image failed or is a duplicate: choose "
+            "another row"
+        )
     embeddings = index.model.text.encode(list(texts))
     similarities = embeddings @ image
     nearest = np.argsort(-similarities, kind="stable")[:pool]

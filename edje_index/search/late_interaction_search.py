@@ -1,7 +1,8 @@
-"""Late-interaction search with query vectors of the caller's own encoder (ColBERT, ColPali), without a model bundle.
+"""Late-interaction search without a model bundle. The caller's own encoder (ColBERT, ColPali) makes the query vectors.
 
-The score of a row is MaxSim (Khattab and Zaharia, 2020): for each query vector the largest dot product with any token
-of the row, summed over the query vectors. Tokens are used as stored, so normalise both sides for cosine similarity.
+The score of a row is MaxSim (Khattab and Zaharia, 2020): for each query vector, take the largest dot product with any
+token of the row; then sum over the query vectors. The search does not normalise. For cosine similarity, normalise the
+query vectors, and store normalised tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class TokenHit:
     """One result of a late-interaction search.
 
     Attributes:
-        row_id: its row.
-        uri: where the input came from.
+        row_id: row id of the hit.
+        uri: path or URI of the row's input.
         score: MaxSim of the query vectors and the row's tokens.
 
     Example:
@@ -46,7 +47,7 @@ class TokenHit:
 
 
 class LateInteractionSearch:
-    """Ranks rows of an index by late interaction with a matrix of query vectors.
+    """Ranks the rows of an index by their MaxSim with the vectors of a query.
 
     Example:
         >>> import numpy as np
@@ -58,7 +59,7 @@ class LateInteractionSearch:
     """
 
     def __init__(self, index: CommittedIndex, store: TokenStore) -> None:
-        """Use `LateInteractionSearch.open` instead."""
+        """Search `index` with the tokens of `store`. `LateInteractionSearch.open` opens both."""
         self._index = index
         self._ann: AnnIndex | None = None
         self.store = store
@@ -68,11 +69,11 @@ class LateInteractionSearch:
         """Open the index at `root`.
 
         Args:
-            root: the index.
-            precision: precision of the tokens; None takes the first that the index holds.
+            root: directory of the index.
+            precision: precision of the tokens; None selects the first precision of the index.
 
         Raises:
-            UsageError, IncompleteIndexError, CorruptIndexError: as `TokenStore.open`.
+            UsageError, IncompleteIndexError, CorruptIndexError: as for `TokenStore.open`.
         """
         index = CommittedIndex.open(root)
         return cls(index, TokenStore(index, precision or index.manifest.spec.precisions[0]))
@@ -86,24 +87,28 @@ class LateInteractionSearch:
         pool: int = 100,
         row_ids: Sequence[int] | NDArray[np.integer] | None = None,
     ) -> list[TokenHit]:
-        """The `k` best rows for `query`, best first. Holes are left out.
+        """Return the `k` best rows for `query`, best first. Holes are left out.
+
+        Give either `embedding` or `row_ids` to choose the candidates.
 
         Args:
-            query: [q, d], the vectors of one query.
+            query: vectors of one query [q, d].
             k: number of hits.
-            embedding: [embed_dim], the query's embedding; its `pool` nearest rows are the candidates.
-            pool: number of candidates taken by `embedding`.
-            row_ids: the candidates themselves, instead of `embedding`; `index.store.row_ids()` scores every row.
+            embedding: embedding of the query [embed_dim]; the `pool` rows with the nearest embeddings are candidates.
+            pool: number of candidates that `embedding` selects; not used with `row_ids`.
+            row_ids: row ids of the candidates [k]; pass `index.store.row_ids()` to score every row.
 
         Raises:
-            UsageError: an argument has the wrong shape or value, or not exactly one of `embedding` and `row_ids` is
-                given.
-            MissingExtraError: `embedding` is given and FAISS is not installed.
+            UsageError: an argument has the wrong shape or value, or `embedding` and `row_ids` are both given or both
+                missing.
+            MissingExtraError: `embedding` is given, but FAISS is not installed.
         """
         if k < 1 or pool < 1:
             raise UsageError(f"k and pool must be at least 1, got k = {k}, pool = {pool}")
         if (embedding is None) == (row_ids is None):
-            raise UsageError("give exactly one of embedding and row_ids to choose the candidates")
+            raise UsageError(
+                "embedding and row_ids are both given or both missing; give exactly one of them to choose candidates"
+            )
         candidates = self._nearest(embedding, pool) if row_ids is None else np.asarray(row_ids, dtype=np.int64)
         scores = self.scores(query, candidates)
         present = np.flatnonzero(~np.isnan(scores))
@@ -115,9 +120,9 @@ class LateInteractionSearch:
         ]
 
     def scores(self, query: ArrayLike, row_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
-        """MaxSim of `query` [q, d] and each of `row_ids` -> float32 [k], NaN for a hole.
+        """Return the MaxSim of `query` [q, d] with each row of `row_ids` [k], float32 [k]. The score of a hole is NaN.
 
-        Blocks are read in batches, so that memory does not grow with k.
+        The method reads blocks in batches, so its memory use stays small for large k.
         """
         vectors = np.asarray(query, dtype=np.float32)
         width = self.store.block_shape[1]
@@ -128,17 +133,23 @@ class LateInteractionSearch:
 
     @name_missing_extra("search")
     def _nearest(self, embedding: ArrayLike | None, pool: int) -> NDArray[np.int64]:
-        """The `pool` rows with the embeddings nearest to `embedding`."""
+        """Return the ids of the `pool` rows whose embeddings are nearest to `embedding` [embed_dim], int64 [pool]."""
         if self._ann is None:
             self._ann = AnnIndex(self._index)
         vector = np.asarray(embedding, dtype=np.float32)
         if vector.ndim != 1:
-            raise UsageError(f"embedding must be a vector, got the shape {list(vector.shape)}")
+            raise UsageError(f"embedding must be a vector [embed_dim], got an array of shape {list(vector.shape)}")
         return self._ann.nearest(vector, pool)[0]
 
 
 def max_sim(query: NDArray[np.float32], blocks: Blocks) -> NDArray[np.float32]:
-    """Sum over query vectors [q, d] of the largest dot product with a token of each block [k, m, d] -> [k].
+    """Return the MaxSim of `query` with each block, float32 [k].
+
+    MaxSim is the largest dot product of each query vector with any token of the block, summed over the query vectors.
+
+    Args:
+        query: query vectors [q, d].
+        blocks: token blocks [k, m, d].
 
     Example:
         >>> import numpy as np

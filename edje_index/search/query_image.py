@@ -1,4 +1,4 @@
-"""Reads the picture of a query and embeds it."""
+"""Reads and encodes the image of a query."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Picture: TypeAlias = "str | Path | bytes | Image.Image"
-"""A path, the bytes of an image file, or a PIL image."""
+"""An image: a path of an image file, the bytes of an image file, or a PIL image."""
 
 
 def encode_images(encoder: ImageEncoder, images: Sequence[Picture]) -> tuple[Array, Array]:
-    """Tokens, bfloat16 [b, m, d], and embeddings, float32 [b, embed_dim], of pictures, as an index would store them.
+    """Encode `images` as a build does.
+
+    Returns:
+        Tokens, bfloat16 [b, m, d], and embeddings, float32 [b, embed_dim], of the images.
 
     Raises:
-        UsageError: a picture cannot be read.
+        UsageError: an image cannot be read.
     """
     return encoder.encode(torch.stack([_pixels(encoder, image) for image in images]))
 

@@ -1,4 +1,4 @@
-"""What re-ranking changed: the rank of each hit by embedding beside its rank by the final score."""
+"""Compares the rank of each hit by embedding similarity with its rank by the final score."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class RankedHit:
 
     Attributes:
         hit: the hit.
-        rank: its rank by the final score.
-        embedding_rank: its rank by the similarity of the embeddings.
+        rank: rank of the hit by the final score.
+        embedding_rank: rank of the hit by embedding similarity.
     """
 
     hit: Hit
@@ -26,17 +26,23 @@ class RankedHit:
 
     @property
     def moved(self) -> int:
-        """By how many ranks re-ranking moved the hit: positive for up, negative for down."""
+        """Number of ranks that re-ranking moved the hit up; negative if it moved the hit down."""
         return self.embedding_rank - self.rank
 
 
 def rank_hits(hits: Sequence[Hit]) -> list[RankedHit]:
-    """The hits of a whole pool, best first, with both ranks. Equal similarities are ranked by row id."""
+    """Return the hits of a whole pool with both ranks.
+
+    Hits of equal embedding similarity are ranked by row id.
+
+    Args:
+        hits: hits of the whole pool, best final score first.
+    """
     by_embedding = sorted(hits, key=lambda hit: (-hit.embedding_score, hit.row_id))
     embedding_ranks = {hit.row_id: rank for rank, hit in enumerate(by_embedding, 1)}
     return [RankedHit(hit, rank, embedding_ranks[hit.row_id]) for rank, hit in enumerate(hits, 1)]
 
 
 def embedding_order(ranked: Sequence[RankedHit]) -> list[RankedHit]:
-    """`ranked` in the order of the embeddings."""
+    """Return `ranked`, sorted by embedding rank."""
     return sorted(ranked, key=lambda hit: hit.embedding_rank)

@@ -1,4 +1,4 @@
-"""Finds the rows that a caller names by row id or uri."""
+"""Finds the row ids of rows that a caller names by row id or uri."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _SHOWN = 3
 
 
 def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[np.int64]:
-    """Row ids of `rows`, int64 [k]: row ids as they are, and uris looked up in the rows table.
+    """Return one row id for each entry of `rows`, int64 [k].
 
-    A uri that two rows share means the first of them, and the uri of a duplicate means the original.
+    Row ids are returned unchanged. Uris are looked up in the rows table. If several rows share a uri, the first wins.
+    The uri of a duplicate selects the original row.
 
     Raises:
         RowIdError: a row id is out of range, belongs to no input, or was deleted.
-        UsageError: an entry is neither an integer nor a text, no row has a given uri, or a row has no tokens.
+        UsageError: an entry is neither an integer nor a string, no row has a given uri, or a row has no tokens.
     """
     if isinstance(rows, str) or not all(isinstance(row, (int, np.integer, str)) for row in rows):
         raise UsageError(f"rows must be a sequence of row ids and uris, got {str(rows)[:80]!r}", parameter="rows")
@@ -37,7 +38,7 @@ def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[
 
 
 def _rows_of_uris(index: CommittedIndex, uris: Sequence[str]) -> Mapping[str, int]:
-    """The row of each uri; that of the original for a duplicate."""
+    """Return the row id of each uri. For the uri of a duplicate, it is the row id of the original."""
     if not uris:
         return {}
     wanted, row_of_uri = pa.array(dict.fromkeys(uris), pa.string()), dict[str, int]()

@@ -1,4 +1,4 @@
-"""The second half of a search: the final score of candidates whose tokens have been read."""
+"""Computes the final scores of candidates from tokens that the caller has read."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The rows to score for a query.
+    """The candidates of one query.
 
     Attributes:
         rows: row ids, int64 [k].
-        similarities: cosine similarities of the embeddings, float32 [k].
+        similarities: cosine similarity of the query embedding and the embedding of each row, float32 [k].
     """
 
     rows: NDArray[np.int64]
     similarities: NDArray[np.float32]
 
     def without(self, row_ids: Sequence[int]) -> Candidates:
-        """These candidates without some rows."""
+        """Return the candidates that are not in `row_ids`."""
         kept = ~np.isin(self.rows, row_ids)
         return Candidates(self.rows[kept], self.similarities[kept])
 
@@ -46,9 +46,9 @@ class CandidateScores:
 
     Attributes:
         final: the final scores, float32 [k].
-        joint: the share of `final` that depends on the query and the tokens together (logit, late interaction and
-            pooled similarity, weighted), float32 [k]; None if the score has none of them.
-        parts: the parts that count, not weighted, float32 [k] each.
+        joint: weighted sum of logit, late interaction and pooled similarity, float32 [k]. None if the final score has
+            none of these parts.
+        parts: unweighted parts of the final score by name, float32 [k] each.
     """
 
     final: NDArray[np.float32]
@@ -60,14 +60,14 @@ class Reranker:
     """Scores the candidates of text queries.
 
     Args:
-        root: the index.
-        spec: the layout of the index.
-        model: the bundle that built it.
-        score: the score to sort by, see `scoring.weights.parse_score`.
+        root: directory of the index.
+        spec: layout of the index.
+        model: model of the bundle that built the index.
+        score: final score to compute, see `scoring.weights.parse_score`.
 
     Raises:
-        UsageError, ModelError: see `ModelBundle.weights`. ModelError also if the score needs tokens and the index
-            stores features.
+        UsageError, ModelError: as for `ModelBundle.weights`. ModelError is also raised if the score needs adapter
+            tokens, but the index stores features for training.
     """
 
     def __init__(
@@ -83,18 +83,19 @@ class Reranker:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the score needs the candidates' tokens."""
+        """Whether the final score needs the tokens of the candidates."""
         return reads_tokens(self._score.parts, TEXT_TO_IMAGE)
 
     def scores(
         self, queries: Sequence[str], candidates: Sequence[Candidates], blocks: Blocks | None
     ) -> list[CandidateScores]:
-        """Score the candidates of each query. Candidates of all queries share batches.
+        """Return the scores of the candidates of each query. Candidates of different queries share batches.
 
         Args:
-            queries: the texts.
-            candidates: the candidates of each query.
-            blocks: the tokens of all candidates in order [k, m, d]; None if the score reads none.
+            queries: texts of the queries.
+            candidates: candidates of each query, in the order of `queries`.
+            blocks: token blocks of the candidates of all queries, in the order of `candidates` [k, m, d]. None if
+                `reads_tokens` is False.
         """
         counts = [len(each.rows) for each in candidates]
         captions = [query for query, count in zip(queries, counts, strict=True) for _ in range(count)]
@@ -113,7 +114,7 @@ class Reranker:
         ]
 
     def score_new(self, pairs: Pairs) -> NDArray[np.float32]:
-        """Final scores [b] of pictures that no index holds; all values of `pairs` must be given."""
+        """Return the final scores of images that are not in the index, float32 [b]. No field of `pairs` may be None."""
         return self._weighted(self._score.compute(self._parts, pairs)).final
 
     def _weighted(self, parts: Mapping[str, NDArray[np.float32]]) -> CandidateScores:
@@ -124,15 +125,15 @@ class Reranker:
 
 
 def embedding_scores(candidates: Candidates) -> CandidateScores:
-    """The scores of a search without re-ranking."""
+    """Return the scores of a search without re-ranking: the embedding similarities of `candidates`."""
     return CandidateScores(candidates.similarities, None, {EMBEDDING: candidates.similarities})
 
 
 def check_reranks(model: SearchModel) -> None:
-    """Raise ModelError if the bundle stores features to train on, which its joint encoder cannot score."""
+    """Raise ModelError if the bundle makes features for training, which its joint encoder cannot score."""
     config = model.adapter_config
     if config.is_feature:
         raise ModelError(
-            f"this bundle stores features to train on ({config.kind}), which its joint encoder cannot score: search "
-            "without re-ranking, or use an index that a trained bundle built"
+            f"the bundle makes features for training ({config.kind}), which its joint encoder cannot score: search "
+            "without re-ranking, or use an index that was built with a trained bundle"
         )

@@ -1,4 +1,4 @@
-"""The parts of a model bundle that a search needs. Only those are read, so that one query is answered in seconds."""
+"""Reads the parts of a model bundle that a search needs. Other parts stay on disk, so that a search starts quickly."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ if TYPE_CHECKING:
 
 
 class SearchModel:
-    """Text tower, joint encoder and the other parts of the final score, ready to score.
+    """The parts of a model bundle that a search needs: text tower, joint encoder, and other parts of the final score.
 
-    Weights are mapped into memory: the files of the bundle must not be changed while this is in use. Replace the whole
-    directory instead.
+    Weights are mapped into memory. Do not change the files of the bundle while this object is in use; replace the
+    whole directory instead.
 
     Attributes:
-        info: the bundle.
-        joint: scores pairs.
+        info: description of the bundle.
+        joint: joint encoder, which scores pairs of a text and an image.
     """
 
     def __init__(self, info: BundleInfo, *, device: str = "cpu", dtype: str = "float32") -> None:
-        """Read a bundle.
+        """Read the weights of a bundle.
 
         Args:
-            info: the bundle.
+            info: description of the bundle.
             device: "auto", "cpu", "cuda" or "cuda:N".
             dtype: data type of the joint encoder's matrix products, see `devices.resolve_dtype`.
 
         Raises:
-            ModelError: a file is missing, changed or does not fit; no such device or dtype.
+            ModelError: a file of the bundle is missing, was changed or does not fit the other files. Also raised if
+                `device` or `dtype` is not available.
         """
         self.info = info
         self._device = resolve_device(device)
@@ -64,17 +65,17 @@ class SearchModel:
 
     @property
     def trained(self) -> bool:
-        """False for random weights: scores and order then mean nothing."""
+        """False if the bundle has random weights. Scores and the order of hits then have no meaning."""
         return self.info.trained
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that affects an output."""
+        """Fingerprint of the bundle: SHA-256 over everything that affects an output."""
         return self.info.fingerprint
 
     @property
     def adapter_config(self) -> AdapterConfig:
-        """What determines the adapter except its weights."""
+        """Configuration of the adapter: everything that determines the adapter except its weights."""
         try:
             return AdapterConfig(**self.info.adapter)
         except TypeError as error:
@@ -82,7 +83,7 @@ class SearchModel:
 
     @cached_property
     def text(self) -> TextEncoder:
-        """The text tower."""
+        """The text tower, which is read when it is first used."""
         folder = self.info.path / VISION_FOLDER
         config = read_clip_config(folder, self.info.vision_name)
         tower = load_bert_text_tower(folder, config, self._device)
@@ -94,28 +95,28 @@ class SearchModel:
 
     @cached_property
     def image_encoder(self) -> ImageEncoder:
-        """The vision tower and the adapter. They are read when they are first used."""
+        """The vision tower and the adapter, which are read when they are first used."""
         from edje_index.indexing.image_encoder import ImageEncoder
 
         verify_files(self.info, [ADAPTER_WEIGHTS])
         return ImageEncoder.of(self.info, device=str(self._device))
 
     def weights(self, direction: str, score: str | ScoreWeights = BUNDLE_SCORE) -> ScoreWeights:
-        """The weights of the final score in one direction, see `ModelBundle.weights`."""
+        """Return the weights of the final score `score` for `direction`, see `ModelBundle.weights`."""
         weights = parse_score(score, self.info.score.of(direction))
         check_parts(weights, self.parts(direction, weights), "this model bundle")
         return weights
 
     def parts(self, direction: str, weights: ScoreWeights) -> Mapping[str, Part]:
-        """Every part of the final score that the bundle has, by name; `weights` define the hubness correction."""
+        """Return every part of the final score that the bundle has, by name. `weights` set the hubness correction."""
         return self._models.parts(direction, weights.hubness_similarity)
 
     def _check_fit(self) -> None:
         adapter = self.adapter_config
         if adapter.language_dim != self.joint.width and not adapter.is_feature:
             raise ModelError(
-                f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads width "
-                f"{self.joint.width}: take both from the same training run"
+                f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads tokens of "
+                f"width {self.joint.width}: take the adapter and the joint encoder from the same training run"
             )
         for direction_weights in (self.info.score.t2i, self.info.score.i2t):
             check_parts(direction_weights, self.parts("t2i", direction_weights), "the bundle")

@@ -1,4 +1,7 @@
-"""Search of an index: text embedding, nearest rows, token fetch, final score, sort (algorithm 2 of the paper)."""
+"""Searches an index as algorithm 2 of the EDJE paper does.
+
+The steps are: embed the text, find the nearest rows, read their tokens, compute the final scores, sort.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,14 @@ if TYPE_CHECKING:
 
 
 _PAIRS_AT_ONCE = 1024
-"""Pairs whose tokens are in memory together: 50 MB at 64 x 384, and enough to fill batches of equal lengths."""
+"""Number of pairs whose tokens are in memory together.
+
+Blocks of 64 x 384 tokens take 50 MB. This many pairs fill batches of equal text lengths.
+"""
 
 
 class TokenIndex:
-    """An index and the model bundle that built it, ready to be searched.
+    """An open index and the model bundle that built it.
 
     Example:
         >>> from edje_index import TokenIndex
@@ -66,11 +72,11 @@ class TokenIndex:
 
     @property
     def precision(self) -> str:
-        """Precision of the tokens that candidates are re-ranked with."""
+        """Precision of the tokens that re-ranking reads."""
         return self._store.precision
 
     def with_precision(self, precision: str) -> TokenIndex:
-        """The same index and model, re-ranking with the tokens of another precision.
+        """Return a copy of this object that re-ranks with the tokens of another precision. The copy shares the model.
 
         Raises:
             UsageError: the index does not hold the precision.
@@ -94,18 +100,19 @@ class TokenIndex:
         """Open the index at `root`.
 
         Args:
-            root: the index.
-            model: bundle to search with; by default the one that built the index.
-            precision: precision of the tokens to re-rank with; by default the first that the index holds.
-            device: "auto", "cpu" or "cuda", for the text tower and the joint encoder.
-            dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16". bfloat16 takes
-                about half the time on processors that support it, and longer on others.
-            score: the score to sort by: "bundle" (the weights of the bundle), "logit", "embedding",
+            root: directory of the index.
+            model: directory of the model bundle; None selects the bundle that built the index.
+            precision: precision of the tokens to re-rank with; None selects the first precision of the index.
+            device: device of the text tower and the joint encoder: "auto", "cpu", "cuda" or "cuda:N".
+            dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16". On
+                processors that support it, bfloat16 takes about half the time of float32. On other processors, bfloat16
+                takes longer than float32.
+            score: final score to sort by: "bundle" (the weights of the bundle), "logit", "embedding",
                 "PART=WEIGHT,..." or `ScoreWeights`; see `edje_index.scoring.weights.parse_score`.
 
         Raises:
-            UsageError: no index at `root`, it does not hold the precision, or `score` is invalid.
-            ModelError: the bundle is missing, did not build this index, or lacks a part that `score` weighs.
+            UsageError: there is no index at `root`, the index does not hold `precision`, or `score` is invalid.
+            ModelError: the bundle is missing, did not build this index, or lacks a part of `score`.
         """
         manifest = Manifest.load(root)
         bundle = load_search_model(root, manifest, model, device=device, dtype=dtype)
@@ -137,24 +144,26 @@ class TokenIndex:
         rerank: bool = True,
         score: str | ScoreWeights | None = None,
     ) -> list[Hit] | list[list[Hit]]:
-        """The `k` best images for `text`, best first; of equal scores the lower row id comes first.
+        """Return the `k` best images for `text`, best first. Ties are sorted by row id.
 
-        Several texts are faster together than one by one: their candidates share batches. A score does not depend on
-        the other texts by more than 1e-4 in float32.
+        One call with several texts is faster than one call per text, because their candidates share batches. The
+        other texts of a call change a score by at most 1e-4 in float32.
 
         Args:
-            text: the query, or several.
+            text: one query, or a list or tuple of queries.
             k: number of hits per query.
-            pool: number of candidates per query, the nearest rows by embedding, that are re-ranked; at least `k`.
-            rerank: False keeps the order of the embeddings.
-            score: the score to sort by, see `open`; by default that given to `open`.
+            pool: number of candidates to re-rank per query; at least `k`. The candidates are the rows with the nearest
+                embeddings.
+            rerank: False sorts the hits by embedding similarity only.
+            score: final score to sort by, see `open`; None selects the score that was given to `open`.
 
         Returns:
-            The hits of the query, or a list of them for each of several queries.
+            The hits of the query; for several queries, one list of hits per query.
 
         Raises:
-            UsageError: an empty query, `k` or `pool` out of range, or an invalid `score`.
-            ModelError: the score needs tokens and the bundle stores features, or the bundle lacks a part of the score.
+            UsageError: a query is empty, `k` or `pool` is out of range, or `score` is invalid.
+            ModelError: the bundle lacks a part of `score`. Also raised if `score` needs adapter tokens, but the index
+                stores features for training.
         """
         texts = [text] if isinstance(text, str) else list(text)
         for query in texts:
@@ -169,15 +178,15 @@ class TokenIndex:
         return hits[0] if isinstance(text, str) else hits
 
     def rerank(self, text: str, rows: Sequence[int | str], *, score: str | ScoreWeights | None = None) -> list[Hit]:
-        """Score the given rows for `text`: one hit per entry of `rows`, best first.
+        """Score the given rows for `text`, and return one hit per entry of `rows`, best first.
 
         Args:
             text: the query.
-            rows: row ids or uris of images. A uri is looked up by a scan of the rows table.
-            score: the score to sort by, see `open`; by default that given to `open`.
+            rows: row ids or uris of images. Looking up a uri scans the rows table.
+            score: final score to sort by, see `open`; None selects the score that was given to `open`.
 
         Raises:
-            UsageError: an empty query, an unknown row id or uri, a row without tokens, or an invalid `score`.
+            UsageError: the query is empty, a row id or uri is unknown, a row has no tokens, or `score` is invalid.
             CorruptIndexError: the tokens of a row are damaged.
             ModelError: as for `search`.
 
@@ -192,7 +201,14 @@ class TokenIndex:
     def rerank_each(
         self, texts: Sequence[str], rows: Sequence[Sequence[int | str]], *, score: str | ScoreWeights | None = None
     ) -> list[list[Hit]]:
-        """`rerank` for each of several texts with rows of its own. They are faster together: they share batches.
+        """Call `rerank` for each text with its own rows, and return one list of hits per text.
+
+        One call of this method is faster than one call of `rerank` per text, because the texts share batches.
+
+        Args:
+            texts: the queries.
+            rows: row ids or uris of images, one sequence per text.
+            score: final score to sort by, as for `rerank`.
 
         Raises:
             UsageError, CorruptIndexError, ModelError: as for `rerank`.
@@ -214,15 +230,17 @@ class TokenIndex:
     def score_images(
         self, text: str, images: Sequence[bytes | Image.Image], *, score: str | ScoreWeights | None = None
     ) -> list[float]:
-        """The final score of each picture, encoded now, for `text`. Scores of pictures and of rows can be compared.
+        """Return the final score of each image for `text`. The images need not be in the index.
+
+        The method encodes the images. Scores of images can be compared with scores of rows.
 
         Args:
             text: the query.
             images: bytes of image files, or PIL images.
-            score: the score to sort by, see `open`; by default that given to `open`.
+            score: final score to compute, see `open`; None selects the score that was given to `open`.
 
         Raises:
-            UsageError: an empty query, a picture that cannot be read, or an invalid `score`.
+            UsageError: the query is empty, an image cannot be read, or `score` is invalid.
             ModelError: as for `search`.
         """
         _check_text(text)
@@ -237,10 +255,10 @@ class TokenIndex:
         return [float(value) for value in reranker.score_new(pairs)]
 
     def search_image(self, image: str | Path | bytes | Image.Image, k: int = 10) -> list[Hit]:
-        """The `k` images most similar to `image` by embedding, best first.
+        """Return the `k` images of the index whose embeddings are most similar to the embedding of `image`, best first.
 
         Args:
-            image: a path, the bytes of an image file, or a PIL image.
+            image: path of an image file, bytes of an image file, or a PIL image.
             k: number of hits.
 
         Raises:
@@ -259,7 +277,9 @@ class TokenIndex:
         return self._plain_hits([Candidates(*self._ann.nearest(embeddings[0], k))], k)[0]
 
     def search_row(self, row_id: int, k: int = 10) -> list[Hit]:
-        """The `k` images most similar to that of `row_id` by embedding, without that image itself, best first.
+        """Return the `k` images whose embeddings are most similar to the embedding of row `row_id`, best first.
+
+        The image of row `row_id` is not among the hits.
 
         Raises:
             UsageError: the row id is out of range, its image failed or is a duplicate, or `k` is out of range.
@@ -276,7 +296,7 @@ class TokenIndex:
         return self._plain_hits([Candidates(rows[other], similarities[other])], k)[0]
 
     def fetch_blocks(self, row_ids: Sequence[int]) -> Blocks:
-        """The token blocks of `row_ids`, see `TokenStore.fetch`."""
+        """Return the token blocks of `row_ids`, bfloat16 [k, m, d], see `TokenStore.fetch`."""
         return self._store.fetch(row_ids)
 
     def _reranker(self, score: str | ScoreWeights | None) -> Reranker:
@@ -284,7 +304,7 @@ class TokenIndex:
         return Reranker(self.root, self.manifest.spec, self.model, score=chosen)
 
     def _candidates(self, query: NDArray[np.float32], row_ids: NDArray[np.int64]) -> Candidates:
-        """Rows that a caller chose, with the similarities of their embeddings and `query` [embed_dim]."""
+        """Return `row_ids` as candidates, with the similarity of each embedding to `query`, float32 [embed_dim]."""
         return Candidates(row_ids, read_embeddings(self.root, self.manifest.spec, row_ids) @ query)
 
     def _plain_hits(self, nearest: Sequence[Candidates], k: int) -> list[list[Hit]]:
@@ -305,7 +325,7 @@ class TokenIndex:
         return hits
 
     def _fetch_sound(self, candidates: Sequence[Candidates]) -> tuple[list[Candidates], Blocks]:
-        """The candidates whose blocks are sound, and these blocks. The others are left out with a warning."""
+        """Return the candidates whose blocks are intact, and their blocks. Warn about candidates that are left out."""
         sound = list(candidates)
         while True:
             try:
@@ -319,9 +339,9 @@ class TokenIndex:
 
 def _check_text(text: str) -> None:
     if not isinstance(text, str):
-        raise UsageError(f"a query must be a text, got {type(text).__name__}", parameter="text")
+        raise UsageError(f"a query must be a string, got {type(text).__name__}", parameter="text")
     if not text.strip():
-        raise UsageError("the query is empty")
+        raise UsageError("the query is empty: give a text")
 
 
 def _check_counts(k: int, pool: int) -> None:
@@ -330,24 +350,23 @@ def _check_counts(k: int, pool: int) -> None:
 
 
 def recorded_bundle(root: str | Path, manifest: Manifest) -> Path:
-    """The bundle that built the index at `root`.
+    """Return the recorded path of the bundle that built the index at `root`.
 
-    `build` records absolute paths. A relative path is refused, because a stranger who made the
-    index could have put another bundle at that path.
+    `build` records absolute paths. A relative path is refused, because it could lead to a bundle from another author.
 
     Raises:
-        ModelError: the index was not built by a model.
-        BundleNotFoundError: its path is relative, or the bundle no longer exists.
+        ModelError: the index was not built with a model bundle.
+        BundleNotFoundError: the recorded path is relative, or no bundle exists at this path.
     """
     if "bundle" not in manifest.model:
         raise ModelError(
-            f"{root} was written from arrays and has no model for text; search it with edje_index.LateInteractionSearch"
+            f"{root} was written from arrays and has no text model; use edje_index.LateInteractionSearch instead"
         )
     path = Path(manifest.model["bundle"])
     if not path.is_absolute():
         raise BundleNotFoundError(
-            f"{root} names its model bundle by the relative path {str(path)!r}, where a stranger's bundle could be: "
-            "give the path of the bundle"
+            f"{root} names its model bundle by the relative path {str(path)!r}, which could lead to another bundle: "
+            "give the path of the bundle that built the index"
         )
     if not path.exists():
         raise BundleNotFoundError(
@@ -364,10 +383,17 @@ def load_search_model(
     device: str = "auto",
     dtype: str = "float32",
 ) -> SearchModel:
-    """The bundle at `model`, or the one that built the index at `root`, after a check that it built this index.
+    """Check that a bundle built the index at `root`, and load the parts of the bundle that a search needs.
+
+    Args:
+        root: directory of the index.
+        manifest: manifest of the index.
+        model: directory of the bundle; None selects the bundle that built the index.
+        device: see `TokenIndex.open`.
+        dtype: see `TokenIndex.open`.
 
     Raises:
-        ModelError: the bundle is missing, or it did not build this index.
+        ModelError: the bundle is missing, or did not build this index.
     """
     from edje_index.search.search_model import SearchModel
 
@@ -375,10 +401,15 @@ def load_search_model(
 
 
 def matching_bundle(root: str | Path, manifest: Manifest, model: str | Path | None = None) -> BundleInfo:
-    """The description of the bundle at `model`, or of the one that built the index at `root`, without its weights.
+    """Check that a bundle built the index at `root`, and return the bundle's description. Weights are not read.
+
+    Args:
+        root: directory of the index.
+        manifest: manifest of the index.
+        model: directory of the bundle; None selects the bundle that built the index.
 
     Raises:
-        ModelError: the bundle is missing, or it did not build this index.
+        ModelError: the bundle is missing, or did not build this index.
     """
     from edje_index.bundles.info import read_bundle_info
 

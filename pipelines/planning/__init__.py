@@ -1,1 +1,1 @@
-"""Planning: the request, the plan and the inputs of a build, fixed before it starts."""
+"""Plans a build or an append: fixes the settings and the list of inputs before the workers start."""

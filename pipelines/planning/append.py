@@ -1,6 +1,6 @@
-"""Prepares an append: lists the new inputs of its sources, and plans a segment for them (SPEC.md section 12).
+"""Prepares an append: lists the new inputs of the sources, and plans a segment for them (SPEC.md section 12).
 
-A stopped append resumes from its plan, as a build does.
+A stopped append resumes from its stored plan, as a build does.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedAppend:
-    """An append that can start.
+    """An append that is ready to start.
 
     Attributes:
-        config: the same request as for a build, from which the engine is made.
-        build: what to encode; None if the sources hold nothing new.
-        duplicates: number of inputs that are left out, because the index or an earlier source holds their content.
+        config: build request with the settings of the append; the engine is created from this request.
+        build: plan and receipts of the new rows; None if the sources hold no new inputs.
+        duplicates: number of inputs that are left out, because the index or an earlier input has the same content.
     """
 
     config: BuildConfig
@@ -44,16 +44,17 @@ class PreparedAppend:
 def prepare_append(
     config: AppendConfig, index: CommittedIndex, on_event: OnEvent, should_stop: ShouldStop
 ) -> PreparedAppend:
-    """Read the plan of a stopped append to `index`, or make a plan and store it in `build/`.
+    """Read the plan of a stopped append to `index`. If there is none, make a plan and store it in `build/`.
 
-    The caller holds the lock of the index.
+    The caller must hold the lock of the index.
 
     Raises:
-        UsageError: the request cannot be served, or the index was not made by a build.
-        ModelError: the model bundle cannot be used, or it did not build the index.
-        EdjeError: another append has not finished.
+        UsageError: a source cannot be used, the machine lacks the device, memory or disk space, or the index was not
+            made by a build.
+        ModelError: the model bundle cannot be used, or did not build the index.
+        EdjeError: another append has not finished, or the index has changed since the append was stopped.
         CorruptIndexError: the index or the plan is damaged.
-        JobStopped: `should_stop()` returned True.
+        JobStopped: `should_stop` returned True.
     """
     from storage_formats.format.receipts import read_receipts
 
@@ -78,7 +79,7 @@ def prepare_append(
 
 
 def is_committed(plan: BuildPlan, index: CommittedIndex) -> bool:
-    """Whether the index holds the segment of `plan`: the append died after its commit."""
+    """Whether the index holds the segment of `plan`. True if the append was interrupted after its commit."""
     return plan.spec.used_segments[-1] in index.manifest.spec.used_segments
 
 
@@ -99,7 +100,7 @@ def _bundle_of(config: AppendConfig, index: CommittedIndex) -> BundleInfo:
 
 
 def _settings(config: AppendConfig, index: CommittedIndex) -> BuildSettings:
-    """The settings of the index, applied to the new sources. Byte-identical inputs are encoded once."""
+    """Return the settings of an append: the settings of the index, with the new sources and with `dedupe`."""
     from edje_index.images.inputs import display_path
 
     built = plan_of_manifest(config.root, index.manifest).settings
@@ -130,12 +131,12 @@ def _refuse_other_append(stored: BuildPlan, settings: BuildSettings, index: Comm
     if stored.settings != settings:
         raise EdjeError(
             f"an append of {', '.join(stored.settings.sources)} to {stored.root} has not finished; run the same append "
-            "again, or discard it with 'edje-index gc'"
+            "again, or discard this append with 'edje-index gc', which keeps the index"
         )
     if stored.spec.used_segments[:-1] != spec.used_segments or stored.shards.start < index.manifest.snapshot.next_shard:
         raise EdjeError(
-            f"{stored.root} has changed since the append of {', '.join(stored.settings.sources)} was stopped; discard "
-            "it with 'edje-index gc' and append again"
+            f"{stored.root} has changed since the append of {', '.join(stored.settings.sources)} was stopped; "
+            "discard this append with 'edje-index gc', which keeps the index, and append again"
         )
 
 
@@ -148,7 +149,10 @@ def _new_plan(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> BuildPlan:
-    """The plan of the new inputs, which are written to `build/inputs/`; without input lists if there are none."""
+    """Write the lists of new inputs to `build/inputs/`, and return the plan.
+
+    If the sources hold no new inputs, `input_checksums` of the plan is empty.
+    """
     from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
 
     manifest, spec = index.manifest, index.manifest.spec
@@ -171,7 +175,7 @@ def _new_plan(
 
 
 def _without_known(index: CommittedIndex, refs: list[InputRef]) -> list[InputRef]:
-    """The inputs whose content no row of `index` has. Memory depends on the number of inputs, not of rows."""
+    """Return the inputs of `refs` whose content no row of `index` has. Memory does not depend on the number of rows."""
     from storage_formats.format.rows import iter_rows
 
     hashes = {ref.content_hash for ref in refs if ref.content_hash is not None}

@@ -14,23 +14,26 @@ class BuildConfig:
     """A request to build an index.
 
     Attributes:
-        sources: directories, tar archives, lists or image files. Their order is the order of the rows.
-        out: directory of the index.
+        sources: directories, tar archives, lists of paths or image files, in row order.
+        out: directory of the new or unfinished index.
         model: directory of the model bundle.
         engine: "ray" or "inline".
-        workers: worker processes; None chooses by the machine.
-        threads: CPU threads per worker; None chooses by the machine, or keeps the value of an unfinished index.
+        workers: number of worker processes; None derives the number from the hardware.
+        threads: CPU threads per worker; None keeps the value of an unfinished index, or derives the number from the
+            hardware.
         shard_size: rows per shard.
         batch_size: images per forward pass.
-        device: "auto", "cpu" or "cuda".
-        dtype: "auto", "float32" or "bfloat16".
+        device: device of the encoder: "auto", "cpu" or "cuda".
+        dtype: data type of the encoder's matrix products: "auto", "float32" or "bfloat16".
         precisions: precisions of the stored tokens.
-        dedupe: encode byte-identical inputs once.
-        column: path column of a list; None takes the first column with a usual name.
-        max_pixels: images with more pixels become failed rows; None is `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
-        max_failed: share of the inputs that may fail; with more, the build ends. None allows 1 %, and 20 inputs in any
-            case.
-        address: Ray cluster to join; None starts Ray on this machine.
+        dedupe: whether to encode byte-identical inputs only once.
+        column: path column of all lists of paths; None selects the first column with a name in
+            `pipelines.sources.path_list.PATH_COLUMNS`.
+        max_pixels: largest number of pixels of an image; larger images become failed rows. None selects
+            `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
+        max_failed: share of the inputs that may fail, 0 to 1. If more inputs fail, the build ends with an error. None
+            allows 1 % of the inputs or 20 inputs, whichever is more.
+        address: address of the Ray cluster to join; None starts Ray on this machine.
 
     Raises:
         UsageError: a precision does not exist.
@@ -66,9 +69,9 @@ class AppendConfig:
 
     Attributes:
         root: directory of the index.
-        sources: as for a build.
-        model: directory of the model bundle; None takes the one that built the index.
-        engine, workers, address, column, max_failed: as for a build.
+        sources: see `BuildConfig`.
+        model: directory of the model bundle; None selects the bundle that built the index.
+        engine, workers, address, column, max_failed: see `BuildConfig`.
     """
 
     root: Path

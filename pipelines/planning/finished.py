@@ -1,4 +1,4 @@
-"""Checks that a finished index is whole and that its sources have not changed."""
+"""Checks that a finished index is complete and that the sources have not changed since the build."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ if TYPE_CHECKING:
 
 
 def check_finished(config: BuildConfig, index: CommittedIndex, inputs_digest: str, should_stop: ShouldStop) -> None:
-    """Check that no file of `index` is missing and that the sources still list the inputs that it was built from.
+    """Check that no file of `index` is missing, and that the sources hold the inputs that `index` was built from.
+
+    Args:
+        config: request with the sources.
+        index: finished index.
+        inputs_digest: digest of the inputs that the index was built from.
+        should_stop: called before each input; True stops the check.
 
     Raises:
-        UsageError: the inputs differ.
-        JobStopped: `should_stop()` returned True.
-        CorruptIndexError: a file of the index is missing or has a different length from the committed one.
+        UsageError: the sources now hold other inputs.
+        JobStopped: `should_stop` returned True.
+        CorruptIndexError: a file of the index is missing, or its length differs from the committed length.
     """
     from pipelines.sources import digested, iter_all, open_sources
     from storage_formats.presence import check_files
@@ -31,7 +37,7 @@ def check_finished(config: BuildConfig, index: CommittedIndex, inputs_digest: st
     if digest.hexdigest() != inputs_digest:
         before = counted(index.manifest.counts.inputs, "input")
         raise UsageError(
-            f"the sources have changed since {config.out} was built: {before} then, {inputs} now; names or sizes "
-            "differ. 'edje-index append' adds new inputs; otherwise choose another output directory",
+            f"the sources have changed since {config.out} was built: {before} then, {inputs} now. Names or "
+            "sizes of inputs differ. Add new inputs with 'edje-index append', or choose another output directory",
             parameter="sources",
         )

@@ -1,4 +1,7 @@
-"""The list of inputs of a build: made once from the sources, then read shard by shard from `build/inputs/`."""
+"""The lists of inputs of a build.
+
+A build makes the lists once from the sources. The workers then read `build/inputs/`, which has one list per shard.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FrozenInputs:
-    """The inputs in `build/inputs/`.
+    """A summary of the lists of inputs in `build/inputs/`.
 
     Attributes:
         rows: number of inputs.
-        digest: SHA-256 over the inputs in row order.
-        duplicates: inputs that are byte-identical to an earlier one.
-        ignored: number of files that are not inputs, by extension.
-        checksums: CRC-32C of each file, in hexadecimal.
+        digest: SHA-256 over the inputs in row order, in hexadecimal.
+        duplicates: number of inputs that are byte-identical to an earlier input.
+        ignored: number of entries of the sources that are not inputs, by suffix or reason.
+        checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal.
     """
 
     rows: int
@@ -43,7 +46,7 @@ class FrozenInputs:
 
 @contextlib.contextmanager
 def removed_on_failure(root: Path) -> Iterator[None]:
-    """Remove the plan and `build/inputs/` if the block fails."""
+    """Remove the plan and `build/inputs/` if an exception leaves the `with` block."""
     try:
         yield
     except BaseException:
@@ -55,11 +58,11 @@ def removed_on_failure(root: Path) -> Iterator[None]:
 
 
 def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop) -> FrozenInputs:
-    """List the sources and write `build/inputs/`, one file per shard.
+    """List the inputs of all sources, and write them to `build/inputs/`, one file per shard.
 
     Raises:
-        UsageError: a source cannot be used, or there are no inputs.
-        JobStopped: `should_stop()` returned True.
+        UsageError: a source cannot be used, or the sources hold no inputs.
+        JobStopped: `should_stop` returned True.
     """
     from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
 
@@ -77,7 +80,7 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
 
 @dataclass(frozen=True)
 class InputLists:
-    """What `write_input_lists` wrote; the attributes are those of `FrozenInputs`."""
+    """A summary of the files that `write_input_lists` wrote. `FrozenInputs` describes the attributes."""
 
     rows: int
     duplicates: int
@@ -85,7 +88,13 @@ class InputLists:
 
 
 def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int, *, first_shard: int = 0) -> InputLists:
-    """Write `refs` to `build/inputs/`, one file per shard.
+    """Write `refs` to `build/inputs/`, one file per shard. Older files in `build/inputs/` are removed.
+
+    Args:
+        layout: paths of the index.
+        refs: inputs in row order.
+        shard_size: inputs per file.
+        first_shard: number of the first shard.
 
     Raises:
         OSError: a file cannot be written.
@@ -113,10 +122,10 @@ def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int,
 
 
 def check_frozen_inputs(plan: BuildPlan, finished_shards: Container[int]) -> None:
-    """Check that `build/inputs/` holds the lists that the plan was made with, except those of finished shards.
+    """Check that the lists in `build/inputs/` are unchanged since the plan was made. Finished shards are not checked.
 
     Raises:
-        CorruptIndexError: a list is missing or was changed.
+        CorruptIndexError: a list of an unfinished shard is missing or was changed.
     """
     from storage_formats.format.checksum import crc32c_file, to_hex
 
@@ -125,7 +134,7 @@ def check_frozen_inputs(plan: BuildPlan, finished_shards: Container[int]) -> Non
             continue
         path = Layout(plan.root).inputs(shard)
         try:
-            damage = None if to_hex(crc32c_file(path)[1]) == checksum else "it has another checksum"
+            damage = None if to_hex(crc32c_file(path)[1]) == checksum else "the checksum differs"
         except FileNotFoundError as error:
             damage = error.strerror
         if damage:

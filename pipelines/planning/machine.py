@@ -1,4 +1,4 @@
-"""Resources of this machine: memory, disk, CUDA devices. Nothing here imports torch."""
+"""Measures the free memory, free disk space and CUDA devices of this machine, without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROBE = "import torch; print(torch.cuda.device_count())"
 
 
 def available_memory() -> int:
-    """Bytes of memory available without swapping, on the machine or within the container's limit."""
+    """Return the bytes of memory available without swapping, within the memory limit of the container if it has one."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -25,15 +25,16 @@ def available_memory() -> int:
 
 
 def free_disk(path: Path) -> int:
-    """Bytes that can be written at `path`, which need not exist."""
+    """Return the free disk space at `path` in bytes. The path need not exist."""
     existing = next(directory for directory in (path, *path.absolute().parents) if directory.exists())
     return shutil.disk_usage(existing).free
 
 
 def cuda_devices() -> int:
-    """Number of CUDA devices that torch sees. A separate process counts them, so that torch is not loaded here.
+    """Return the number of CUDA devices that torch can use.
 
-    If no GPU device file exists, the result is 0 and no process is started.
+    A separate process counts the devices, so that this process does not import torch. If the machine has no GPU device
+    file, the function returns 0 and starts no process.
     """
     if not any(os.path.exists(node) for node in _GPU_NODES):
         return 0
@@ -43,7 +44,7 @@ def cuda_devices() -> int:
 
 
 def _file_cache() -> int:
-    """Bytes of the container's page cache: counted as used, but released when memory is short."""
+    """Return the bytes of the container's page cache. They count as used, but are released when memory is short."""
     fields = dict(line.split() for line in _read_cgroup("memory.stat").splitlines())
     return sum(int(fields.get(name, 0)) for name in ("inactive_file", "active_file"))
 

@@ -1,4 +1,4 @@
-"""The output directory of a build."""
+"""Checks the output directory of a build."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from storage_formats.format.layout import Layout
 
 
 def check_output(config: BuildConfig) -> None:
-    """Raise UsageError unless `config.out` is missing, empty, or an index."""
+    """Raise UsageError if `config.out` is a source, a file, or a directory with files that no build wrote."""
     out = config.out
     if any(os.path.realpath(source) == os.path.realpath(out) for source in config.sources):
         raise UsageError(f"{out} is also one of the sources; choose another output directory", parameter="out")
@@ -29,7 +29,10 @@ def check_output(config: BuildConfig) -> None:
 
 
 def _foreign_entries(layout: Layout) -> set[str]:
-    """Names that no build wrote. A build that stopped while it listed its sources leaves `build/` without a plan."""
+    """Return the names of entries that no build wrote.
+
+    A build that was stopped while it listed its sources leaves `build/` without a plan. This `build/` is not returned.
+    """
     names = {entry.name for entry in layout.root.iterdir()} - {layout.build.name}
     if layout.build.is_dir():
         names |= {entry.name for entry in layout.build.iterdir()} - {layout.lock.name, layout.inputs(0).parent.name}

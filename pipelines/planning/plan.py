@@ -1,4 +1,7 @@
-"""The build plan: everything that decides the bytes of an index, stored in `build/plan.json` until the build ends."""
+"""The build plan: everything that determines the bytes of an index.
+
+The plan is stored in `build/plan.json` until the build ends.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """The settings of a `BuildConfig` that can change stored bytes, with all defaults resolved."""
+    """The settings of a `BuildConfig` that can change stored bytes. All defaults are resolved."""
 
     sources: tuple[str, ...]
     column: str | None
@@ -43,9 +46,12 @@ class BuildSettings:
 
     @classmethod
     def choose(cls, config: BuildConfig, stored: BuildSettings | None = None) -> BuildSettings:
-        """The settings of `config`, with all defaults resolved.
+        """Return the settings of `config` with all defaults resolved.
 
-        Defaults that depend on the machine are taken from `stored`, the settings of an existing index, if there is one.
+        Args:
+            config: build request.
+            stored: settings of an existing index, which supply the defaults that depend on the hardware. If None, the
+                hardware of this machine determines these defaults.
         """
         from edje_index.images.decode import DEFAULT_MAX_PIXELS
         from edje_index.images.inputs import display_path
@@ -72,7 +78,11 @@ class BuildSettings:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> BuildSettings:
-        """Raises KeyError or TypeError if `value` does not hold the settings of a plan."""
+        """Return the settings that a plan stores as `value`.
+
+        Raises:
+            KeyError, TypeError: `value` does not hold the settings of a plan.
+        """
         settings = {field.name: value[field.name] for field in fields(cls)}
         settings["sources"], settings["precisions"] = tuple(settings["sources"]), tuple(settings["precisions"])
         return cls(**settings)
@@ -80,16 +90,17 @@ class BuildSettings:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """What a build will store.
+    """The plan of a build or an append: everything that determines the stored bytes.
 
     Attributes:
         root: directory of the index.
         spec: shape of the index.
-        model: `fingerprint` of the encoder, `bundle` (its directory), `vision` (name of the tower), `trained`.
-        settings: see `BuildSettings`.
-        inputs_digest: SHA-256 over the list of inputs in row order.
-        duplicates: inputs that are byte-identical to an earlier one; 0 without `dedupe`.
-        ignored: number of files in the sources that are not inputs, by extension.
+        model: description of the model bundle, see `model_record`.
+        settings: settings that can change stored bytes.
+        inputs_digest: SHA-256 over the inputs in row order, in hexadecimal.
+        duplicates: number of inputs that are byte-identical to an earlier input; 0 without `dedupe`. For an append, the
+            number of inputs that are left out because the index or an earlier input has the same content.
+        ignored: number of entries of the sources that are not inputs, by suffix or reason.
         input_checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal; empty for a finished index.
     """
 
@@ -104,12 +115,12 @@ class BuildPlan:
 
     @property
     def is_append(self) -> bool:
-        """Whether the plan adds rows to a finished index: those of the last segment."""
+        """Whether the plan appends to a finished index. The new rows are the rows of the last segment."""
         return bool(self.spec.segments)
 
     @property
     def shards(self) -> range:
-        """The shards to write."""
+        """Numbers of the shards to write."""
         return self.spec.segment_shards(self.spec.used_segments[-1])
 
     @property
@@ -119,31 +130,34 @@ class BuildPlan:
 
     @property
     def path(self) -> Path:
-        """The file of the plan."""
+        """Path of the plan file."""
         layout = Layout(self.root)
         return layout.append_plan if self.is_append else layout.plan
 
     @property
     def restart(self) -> str:
-        """How to start anew if the plan cannot be resumed, for messages."""
+        """Advice for error messages: what to do if the build or append cannot resume from this plan."""
         if self.is_append:
-            return f"discard the append with 'edje-index gc' and append again to {self.root}"
+            return f"discard the append with 'edje-index gc', which keeps the index, and append again to {self.root}"
         return f"remove {self.root} and build again"
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over everything that decides the stored bytes. Workers and engine do not decide them."""
+        """SHA-256 over everything that determines the stored bytes, in hexadecimal.
+
+        The number of workers and the engine do not affect the stored bytes.
+        """
         return plan_fingerprint(self.model, self.settings, self.inputs_digest)
 
     def write(self) -> None:
-        """Store the plan. From now on the build can be resumed."""
+        """Store the plan. From then on, an interrupted build can resume."""
         content = {**asdict(self), "version": PLAN_VERSION, "fingerprint": self.fingerprint}
         del content["root"]
         write_json_atomic(self.path, {**content, "crc32c": json_checksum(content)})
 
 
 def plan_of_manifest(root: Path, manifest: Manifest) -> BuildPlan:
-    """The plan that a finished index was built from.
+    """Return the plan that the finished index at `root` was built from.
 
     Raises:
         UsageError: the index was not made by a build.
@@ -159,13 +173,21 @@ def plan_of_manifest(root: Path, manifest: Manifest) -> BuildPlan:
 
 
 def read_plan(root: Path, *, append: bool = False) -> BuildPlan | None:
-    """The plan of an unfinished build, or of an unfinished append; None if there is none.
+    """Return the plan of an unfinished build or append; None if there is no plan.
+
+    Args:
+        root: directory of the index.
+        append: True reads the plan of an append, False the plan of a build.
 
     Raises:
-        CorruptIndexError: the plan is damaged or was written by another version of this program.
+        CorruptIndexError: the plan is damaged, or another version of this program wrote it.
     """
     path = Layout(root).append_plan if append else Layout(root).plan
-    restart = f"discard the append of {root} with 'edje-index gc'" if append else f"remove {root} and build again"
+    restart = (
+        f"discard the append to {root} with 'edje-index gc', which keeps the index"
+        if append
+        else f"remove {root} and build again"
+    )
     try:
         value = json.loads(read_index_file(root, path))
     except FileNotFoundError:
@@ -193,12 +215,14 @@ def read_plan(root: Path, *, append: bool = False) -> BuildPlan | None:
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptIndexError(f"{path} is not a build plan ({error!r}); {restart}") from error
     if not intact:
-        raise CorruptIndexError(f"{path} was changed, damaged or written by another version; {restart}")
+        raise CorruptIndexError(
+            f"{path} was changed, damaged, or written by another version of this program; {restart}"
+        )
     return plan
 
 
 def plan_fingerprint(model: dict[str, Any], settings: BuildSettings, inputs_digest: str) -> str:
-    """SHA-256 in hexadecimal over the encoder's fingerprint, the settings and the list of inputs."""
+    """Return the SHA-256 over the encoder's fingerprint, the settings and the inputs digest, in hexadecimal."""
     parts = {
         "version": PLAN_VERSION,
         "encoder": model["fingerprint"],
@@ -209,7 +233,11 @@ def plan_fingerprint(model: dict[str, Any], settings: BuildSettings, inputs_dige
 
 
 def model_record(info: BundleInfo) -> dict[str, Any]:
-    """What a plan and a manifest say about the model."""
+    """Return the description of a model bundle that plans and manifests store.
+
+    The keys are `fingerprint` (of the encoder), `bundle` (absolute path of the bundle), `vision` (name of the vision
+    tower) and `trained` (False for random weights).
+    """
     return {
         "fingerprint": info.encoder_fingerprint,
         "bundle": str(info.path.resolve()),
@@ -219,10 +247,10 @@ def model_record(info: BundleInfo) -> dict[str, Any]:
 
 
 def settings_of_request(config: BuildConfig, info: BundleInfo, plan: BuildPlan | None) -> BuildSettings:
-    """The settings of `config` for the model `info`. They must match the stored `plan`, if there is one.
+    """Return the settings of `config`, after a check that model and settings match the stored `plan`, if there is one.
 
     Raises:
-        UsageError: the requested model or settings differ from those of `plan`.
+        UsageError: the requested model or settings differ from the model or settings of `plan`.
     """
     settings = BuildSettings.choose(config, plan.settings if plan else None)
     if plan is not None:
@@ -244,7 +272,8 @@ def _refuse_differences(plan: BuildPlan, info: BundleInfo, settings: BuildSettin
         requested = plan_fingerprint(model, settings, plan.inputs_digest)
         raise UsageError(
             f"{plan.root} was built with other settings: {'; '.join(differences.values())} (plan {plan.fingerprint} in "
-            f"the index, {requested} requested). Repeat the settings of the index, or choose another output directory",
+            f"the index, {requested} requested). Use the model and settings of the index, or choose another output "
+            "directory",
             parameter=next(iter(differences)),
         )
 

@@ -1,7 +1,7 @@
-"""Prepares a build: reads what earlier runs left at the output, and makes a new plan if they left none.
+"""Prepares a build: reads the plan that an earlier run left in the output directory, or makes a new plan.
 
-A request that cannot be served is refused before anything is stored. Once the plan is stored, an interrupted build
-resumes from it: the sources are not listed again and the settings cannot change.
+Invalid requests are refused before a plan is stored. Once a plan is stored, an interrupted build resumes from the plan:
+the sources are not listed again, and the settings cannot change.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedBuild:
-    """A build that can start, or that has finished.
+    """A build that is ready to start, or that has finished.
 
     Attributes:
-        plan: what to store.
-        workers: worker processes; None lets the joined Ray cluster decide.
-        receipts: the receipts of the shards that earlier runs finished, by shard.
-        finished: the index, if nothing is left to do.
+        plan: plan of the build.
+        workers: number of worker processes; None lets the joined Ray cluster choose the number.
+        receipts: receipts of the shards that earlier runs finished, by shard number.
+        finished: the finished index; None if the build has work left.
     """
 
     plan: BuildPlan
@@ -42,15 +42,17 @@ class PreparedBuild:
 
 
 def prepare_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> PreparedBuild:
-    """Check the index at `config.out`, or read the plan of an unfinished one, or make a plan and store it in `build/`.
+    """Prepare the build of the index at `config.out`.
 
-    The caller holds the lock of an unfinished index.
+    If the index is finished, check the index and the sources. If the index is unfinished, read the stored plan.
+    Otherwise, make a plan and store it in `build/`. The caller must hold the lock of an unfinished index.
 
     Raises:
-        UsageError: the request cannot be served, or it differs from what the index was built from.
+        UsageError: a source cannot be used, the machine lacks the device, memory or disk space, or the request differs
+            from the model, settings or inputs of the index.
         ModelError: the model bundle cannot be used.
-        CorruptIndexError: the index is damaged.
-        JobStopped: `should_stop()` returned True.
+        CorruptIndexError: the index or the plan is damaged.
+        JobStopped: `should_stop` returned True.
     """
     from edje_index.bundles.info import read_bundle_info
 

@@ -1,4 +1,4 @@
-"""Disk and memory that a build needs, compared with what the machine has."""
+"""Estimates the disk space and memory that a build needs, and compares them with this machine."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes needed, by purpose."""
+    """The required memory or disk space in bytes, by purpose."""
 
     parts: dict[str, int]
 
     @property
     def total(self) -> int:
-        """Sum of the parts."""
+        """Sum of all purposes in bytes."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Need:
 
 
 def choose_workers(config: BuildConfig, settings: BuildSettings) -> int | None:
-    """Number of worker processes; None lets the joined Ray cluster decide."""
+    """Return the number of worker processes; None lets the joined Ray cluster choose the number."""
     if config.engine == "inline":
         return 1
     if config.workers is not None or config.address is not None:
@@ -54,11 +54,12 @@ def choose_workers(config: BuildConfig, settings: BuildSettings) -> int | None:
 
 
 def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo) -> int | None:
-    """Number of worker processes that `choose_workers` returns, checked against this machine.
+    """Return the number of worker processes from `choose_workers`, after a check of device and memory.
+
+    The check does not apply to the machines of a joined Ray cluster.
 
     Raises:
-        UsageError: this machine lacks the device or the memory for them. The machines of a joined cluster are not
-            checked.
+        UsageError: this machine lacks the device or the memory for the workers.
     """
     workers = choose_workers(config, settings)
     if config.address is None:
@@ -72,19 +73,19 @@ def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo
 
 
 def check_index_size(root: Path, spec: IndexSpec) -> None:
-    """Raise UsageError if the index does not fit on the disk, or its embeddings do not fit in memory."""
+    """Raise UsageError if the index does not fit on the disk, or the embeddings of the index do not fit in memory."""
     _check_memory(ann_memory_need(spec), "split the sources over several indexes", "sources")
     need, free = disk_need(spec), free_disk(root)
     if need.total > free:
         raise UsageError(
             f"the index of {counted(spec.rows, 'input')} needs {need} of disk, but only {human_bytes(free)} are free "
-            f"at {root}; choose another disk or free some space",
+            f"at {root}; choose an output directory on another disk, or free some disk space",
             parameter="out",
         )
 
 
 def disk_need(spec: IndexSpec) -> Need:
-    """Bytes of the whole index on disk, with 2 % slack."""
+    """Return the disk space that the whole index needs, with 2 % slack."""
     from storage_formats.codecs import codec
 
     tokens = sum(_token_bytes(spec, codec(name, spec.block_shape).record_bytes) for name in spec.precisions)
@@ -95,14 +96,14 @@ def disk_need(spec: IndexSpec) -> Need:
 
 
 def worker_memory_need(workers: int, weights_bytes: int, batch_size: int, image_pixels: int) -> Need:
-    """Lower bound of the memory of all workers, in bytes."""
+    """Return a lower bound of the memory that all workers need together."""
     batches = _BATCHES_IN_MEMORY * batch_size * _CHANNELS * image_pixels * _FLOAT32_BYTES
     parts = {"libraries": _PROCESS_BYTES, "weights": weights_bytes, "batches": batches}
     return Need({name: workers * size for name, size in parts.items()})
 
 
 def ann_memory_need(spec: IndexSpec) -> Need:
-    """Bytes of memory for building `ann/`, after the workers have ended."""
+    """Return the memory that building `ann/` needs, after the workers have ended."""
     return Need({"vectors": _ann_bytes(spec)})
 
 
@@ -120,7 +121,9 @@ def _ann_bytes(spec: IndexSpec) -> int:
 
 def _check_device(device: str) -> None:
     if device == "cuda" and not cuda_devices():
-        raise UsageError("device is cuda, but torch sees no CUDA device on this machine; use cpu", parameter="device")
+        raise UsageError(
+            "device is cuda, but torch finds no CUDA device on this machine; use the device cpu", parameter="device"
+        )
 
 
 def _check_memory(need: Need, advice: str, parameter: str) -> None:

@@ -1,4 +1,4 @@
-"""Reads what earlier runs of a build left: a finished index, or the plan and receipts of an unfinished one."""
+"""Reads the result of earlier runs of a build: a finished index, or the plan and receipts of an unfinished index."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class StoredBuild:
     """A build that earlier runs began.
 
     Attributes:
-        plan: its plan.
-        index: the index, if the build has finished.
-        receipts: the receipts of the finished shards, by shard; empty once the build has finished.
+        plan: plan of the build.
+        index: the finished index; None if the build has not finished.
+        receipts: receipts of the finished shards, by shard number; empty if the build has finished.
     """
 
     plan: BuildPlan
@@ -30,10 +30,10 @@ class StoredBuild:
 
 
 def read_stored_build(root: Path) -> StoredBuild | None:
-    """The build at `root`; None if there is none.
+    """Return the build that earlier runs began at `root`; None if `root` holds no plan and no index.
 
     Raises:
-        UsageError: there is an index that was not made by a build.
+        UsageError: `root` holds an index that was not made by a build.
         CorruptIndexError: the manifest or the plan is damaged.
     """
     from storage_formats.format.manifest import CommittedIndex

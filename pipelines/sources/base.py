@@ -1,4 +1,4 @@
-"""The interface of all kinds of sources."""
+"""The interface that all kinds of sources implement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class Source(Protocol):
         spec: the source as the user wrote it.
         kind: "folder", "webdataset", "list" or "image".
         path: absolute path of the directory or file.
-        ignored: number of entries of the latest pass that are not inputs, by suffix (".txt") or reason ("(hidden)").
+        ignored: number of entries that are not inputs in the latest pass over the source, by suffix (".txt") or by
+            reason ("(hidden)").
     """
 
     spec: str
@@ -28,6 +29,6 @@ class Source(Protocol):
     def iter_inputs(self) -> Iterator[InputRef]:
         """Yield every input once. The order is the same in every pass, unless the source changes.
 
-        An entry that cannot be read is an input with a problem; it does not raise an exception.
+        An entry that cannot be read does not raise an exception: it becomes an input with a `problem`.
         """
         ...

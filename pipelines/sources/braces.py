@@ -1,4 +1,4 @@
-"""Brace expansion of shard names, as in shells and WebDataset: `{0000..0127}.tar`, `{train,val}.tar`."""
+"""Expands braces in shard names as shells and WebDataset do: `{0000..0127}.tar`, `{train,val}.tar`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})")
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """All names that a pattern stands for, in order; [pattern] if it has no braces to expand.
+    """Return all names that `pattern` expands to, in order; [pattern] if `pattern` has no braces to expand.
 
-    Groups can be nested. A range keeps the width of a bound that starts with 0, and can count down.
+    Groups can be nested. A range can count down. If a bound of a range starts with 0, zeros pad all numbers of the
+    range to the width of the longer bound.
 
     Raises:
-        UsageError: the pattern stands for more than `MAX_EXPANSIONS` names.
+        UsageError: the pattern expands to more than `MAX_EXPANSIONS` names.
     """
     names = list(itertools.islice(_expand(pattern), MAX_EXPANSIONS + 1))
     if len(names) > MAX_EXPANSIONS:
-        raise UsageError(f"{pattern} stands for more than {MAX_EXPANSIONS:,} names; split it", parameter="sources")
+        raise UsageError(
+            f"{pattern} expands to more than {MAX_EXPANSIONS:,} names; give several smaller patterns",
+            parameter="sources",
+        )
     return names
 
 
@@ -38,7 +42,10 @@ def _expand(text: str) -> Iterator[str]:
 
 
 def _group(text: str, start: int) -> tuple[list[str], int]:
-    """The comma-separated parts of the group that opens at `start`, and its end; no parts if it is not closed."""
+    """Return the comma-separated parts of the group that opens at `start`, and the position after the group.
+
+    If the group is not closed, the parts are empty.
+    """
     parts, depth, part_start = [], 0, start + 1
     for position in range(start, len(text)):
         letter = text[position]
@@ -52,7 +59,7 @@ def _group(text: str, start: int) -> tuple[list[str], int]:
 
 
 def _choices(parts: list[str]) -> Iterable[str] | None:
-    """The replacements of a group; None if it is neither a list nor a range and stands for itself."""
+    """Return the strings that a group expands to; None if the group is neither a list nor a range."""
     if len(parts) > 1:
         return itertools.chain.from_iterable(_expand(part) for part in parts)
     bounds = _RANGE.fullmatch(parts[0]) if parts else None

@@ -1,4 +1,4 @@
-"""Finds byte-identical inputs before any is encoded, so that the result depends on the inputs alone."""
+"""Finds byte-identical inputs before the build encodes any input, so that the result depends on the inputs alone."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _AHEAD = 4  # inputs per thread that are being hashed or wait for the caller
 
 
 def mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
-    """Yield the inputs in the same order with their content hashes, and mark repeated ones with `duplicate_of`.
+    """Yield the inputs in the same order with their content hashes, and set `duplicate_of` of each duplicate.
 
-    The first of several identical inputs is the original; `duplicate_of` is its position in `refs`, which is its row
-    id. An input that cannot be read gets a `problem` and is not a duplicate. Memory grows by about 200 bytes per
-    distinct content.
+    The first of several identical inputs is the original. `duplicate_of` is the position of the original in `refs`. In
+    a build, this position is the row id of the original. An input that cannot be read gets a `problem` and is not a
+    duplicate. Memory use is about 200 bytes per distinct content.
     """
     first_row: dict[bytes, int] = {}
     for row, ref in enumerate(_hashed(refs)):
@@ -32,7 +32,7 @@ def mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
 
 
 def _hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
-    """Yield `refs` in order. Threads read and hash a bounded number of inputs ahead."""
+    """Yield `refs` in order with their content hashes. Threads read and hash a bounded number of inputs ahead."""
     threads = min(_MAX_THREADS, 2 * (os.cpu_count() or 1))
     pending: deque[Future[InputRef]] = deque()
     with ThreadPoolExecutor(threads, "edje-hash") as pool:

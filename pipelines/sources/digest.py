@@ -1,4 +1,4 @@
-"""The digest of a list of inputs, which tells whether sources have changed."""
+"""Computes the digest of a list of inputs. If the digest changes, the sources have changed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ _REPORT_EVERY = 1000  # inputs
 
 
 def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_stop: ShouldStop) -> Iterator[InputRef]:
-    """Yield `refs` unchanged, add each to `digest`, a hash of `hashlib`, and report the progress.
+    """Yield `refs` unchanged, add each input to `digest`, and report the progress.
+
+    Args:
+        refs: inputs.
+        digest: `hashlib` hash object to update.
+        on_event: receives the progress events.
+        should_stop: called before each input; True stops the listing.
 
     Raises:
-        JobStopped: `should_stop()` returned True.
+        JobStopped: `should_stop` returned True.
     """
     for number, ref in enumerate(refs, 1):
         if should_stop():

@@ -1,4 +1,4 @@
-"""A directory of images with all its subdirectories, or one image file."""
+"""Sources that list image files: a directory with all its subdirectories, and a single image file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _DirectoryId = tuple[int, int]  # device and inode: the same for every path to a
 class FolderSource:
     """The images in a directory and its subdirectories.
 
-    In each directory the files come first, sorted by the bytes of their names, then the subdirectories. Links are
-    followed, and each target is used once: a directory with several paths is walked at the first one. If a file and a
-    link to it are both found, the first of them is the input. Hidden files and directories are counted as ignored.
-    Memory grows with the size of the largest directory, the number of directories, and the number of links to files.
+    In each directory, the files come first, sorted by the bytes of their names. The subdirectories follow, sorted in
+    the same way. Symbolic links are followed, and each target is used once. A directory with several paths is listed at
+    the first of these paths. If the walk reaches both a file and a link to the file, only the first of the two is an
+    input. Hidden files and directories count as ignored. Memory use grows with the size of the largest directory, the
+    number of directories, and the number of links to files.
     """
 
     spec: str
@@ -40,7 +41,7 @@ class FolderSource:
 
 @dataclass
 class ImageFileSource:
-    """One image file."""
+    """A source that is one image file."""
 
     spec: str
     kind: str = "image"
@@ -55,7 +56,14 @@ class ImageFileSource:
 
 
 def file_input(path: bytes, uri: str | None = None) -> InputRef:
-    """The whole file at `path` as an input; it has a problem if the file is missing, unreadable or not regular."""
+    """Return the whole file at `path` as an input.
+
+    The input has a `problem` if the file is missing, unreadable or not a regular file.
+
+    Args:
+        path: path of the file.
+        uri: uri of the input; None derives the uri from `path`.
+    """
     uri = display_path(path) if uri is None else uri
     try:
         status = os.stat(path)
@@ -67,10 +75,10 @@ def file_input(path: bytes, uri: str | None = None) -> InputRef:
 
 
 def problem_of(error: Exception) -> str:
-    """The problem that an error of the operating system stands for.
+    """Return the `problem` of an input for an error of the operating system: "missing" or "unreadable".
 
     Raises:
-        TransientInputError: the error lies outside the file.
+        TransientInputError: the cause of the error is not the file, so a later attempt may succeed.
     """
     if isinstance(error, OSError) and is_transient(error):
         raise transient_error(display_path(os.fsencode(error.filename or "a source")), error) from error
@@ -78,14 +86,14 @@ def problem_of(error: Exception) -> str:
 
 
 def read_head(path: bytes) -> bytes:
-    """The first bytes of a regular file. Raises OSError."""
+    """Return the first `HEAD_BYTES` bytes of a regular file. Raises OSError if the file cannot be read."""
     with open(path, "rb", buffering=0) as file:
         return file.read(HEAD_BYTES)
 
 
 @dataclass
 class _Entries:
-    """Names of the entries of a directory, by kind."""
+    """The names of the files, subdirectories and symbolic links in a directory."""
 
     files: list[bytes] = field(default_factory=list)
     directories: list[bytes] = field(default_factory=list)
@@ -93,7 +101,7 @@ class _Entries:
 
 
 class _Walk:
-    """One pass over a directory tree."""
+    """One pass over a directory tree, which uses each file and each directory once."""
 
     def __init__(self, ignored: Ignored) -> None:
         self._ignored = ignored
@@ -160,7 +168,10 @@ class _Walk:
         return None
 
     def _leads_to_file(self, link: bytes, name: bytes, entries: _Entries) -> bool:
-        """Whether a link leads to a file. A link to a directory is added to the directories of `entries`."""
+        """Whether a link leads to a file, or is a broken link with an image suffix.
+
+        If the link leads to a directory, its name is added to `entries.directories`.
+        """
         if name.startswith(b"."):
             self._ignored.count("(hidden)")
             return False
@@ -178,7 +189,7 @@ class _Walk:
         return stat.S_ISREG(mode)
 
     def _is_new_target(self, link: bytes) -> bool:
-        """Record the target of a link; False if the target was used before, directly or through another link."""
+        """Record the target of a link. Return False if the target was used before, directly or through another link."""
         directory, name = os.path.split(os.path.realpath(link))
         try:
             home = _directory_id(directory)

@@ -1,4 +1,4 @@
-"""Opens sources: finds the kind of each, and refuses those that cannot be read or overlap."""
+"""Opens sources: finds the kind of each source, and refuses sources that cannot be read or that overlap."""
 
 from __future__ import annotations
 
@@ -36,27 +36,29 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def open_sources(specs: Iterable[str], column: str | None = None) -> list[Source]:
-    """Open sources in order. A brace pattern opens several.
+    """Open sources in order. A brace pattern opens one source per name that the pattern expands to.
 
     Args:
-        specs: paths or patterns, as in `ACCEPTED`.
-        column: path column of lists.
+        specs: paths or brace patterns; `ACCEPTED` lists the kinds of sources.
+        column: path column of all lists of paths; None selects the first column with a name in `PATH_COLUMNS`.
 
     Raises:
-        UsageError: a source does not exist, has no known kind, or overlaps another one; or there is a `column` but
-            no list.
+        UsageError: a source does not exist, has no known kind, or overlaps another source. Also raised if `column` is
+            given but no source is a list of paths.
     """
     sources = [open_source(name, column) for spec in specs for name in _expanded(spec)]
     if column is not None and not any(source.kind == "list" for source in sources):
-        raise UsageError(f"column {column} needs a list of paths, but no source is one", parameter="column")
+        raise UsageError(
+            f"column {column} is given, but no source is a list of paths; leave the column out", parameter="column"
+        )
     _refuse_overlaps(sources)
     return sources
 
 
 def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
-    """Yield the inputs of all sources. Their order is the order of the rows.
+    """Yield the inputs of all sources in row order.
 
-    Several consecutive tar archives are read at once, because reading headers mostly waits for the disk.
+    Consecutive tar archives are read in parallel, because reading the headers mostly waits for the disk.
     """
     for are_tars, group in itertools.groupby(sources, lambda source: source.kind == "webdataset"):
         if are_tars:
@@ -84,10 +86,21 @@ def _scan_ahead(archives: list[Source]) -> Iterator[InputRef]:
 
 
 def open_source(spec: str, column: str | None = None) -> Source:
-    """Open one directory or file. Raises UsageError if it is not a source."""
+    """Open one directory or file as a source.
+
+    Args:
+        spec: path of the directory or file.
+        column: path column, if the file is a list of paths; None selects the first column with a name in
+            `PATH_COLUMNS`.
+
+    Raises:
+        UsageError: the path does not exist, cannot be read, or is not a source.
+    """
     suffix = os.path.splitext(spec)[1].lower()
     if _SCHEME.match(spec):
-        raise UsageError(f"{spec} is not a local path; mount or copy it", parameter="sources")
+        raise UsageError(
+            f"{spec} is not a local path; mount the storage or copy the files to this machine", parameter="sources"
+        )
     if os.path.isdir(spec):
         if not os.access(spec, os.R_OK | os.X_OK):
             raise UsageError(f"cannot list {spec}: permission denied", parameter="sources")
@@ -98,7 +111,8 @@ def open_source(spec: str, column: str | None = None) -> Source:
     compression = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
     if compression:
         raise UsageError(
-            f"{spec} is compressed ({compression}), so its members cannot be read in place; decompress it first",
+            f"{spec} is compressed ({compression}), so its members cannot be read in place; decompress "
+            "the archive first",
             parameter="sources",
         )
     if suffix == ".tar":
@@ -120,32 +134,36 @@ def _head(spec: str) -> bytes:
             )
         return read_head(os.fsencode(spec))
     except FileNotFoundError as error:
-        raise UsageError(f"{spec} does not exist", parameter="sources") from error
+        raise UsageError(f"{spec} does not exist; check the path", parameter="sources") from error
     except OSError as error:
         raise UsageError(f"cannot read {spec}: {error.strerror}", parameter="sources") from error
 
 
 def _refuse_overlaps(sources: Sequence[Source]) -> None:
-    """Raise UsageError if two sources are the same, or one lies inside another one.
+    """Raise UsageError if two sources are the same, or one source lies inside another.
 
-    The contents of lists are not compared: a list may name a file any number of times.
+    The paths in lists are not compared: a list may name a file any number of times.
     """
     source_of_path: dict[bytes, Source] = {}
     for source in sources:
         other = source_of_path.setdefault(os.path.realpath(source.path), source)
         if other is not source:
-            raise UsageError(f"{other.spec} and {source.spec} are the same source; name it once", parameter="sources")
+            raise UsageError(
+                f"{other.spec} and {source.spec} are the same source; name this source once", parameter="sources"
+            )
     for path, source in source_of_path.items():
         parent = os.path.dirname(path)
         while source.kind in ("folder", "image") and parent != path:
             outer = source_of_path.get(parent)
             if outer is not None and outer.kind == "folder":
-                raise UsageError(f"{source.spec} lies inside {outer.spec}; leave one out", parameter="sources")
+                raise UsageError(
+                    f"{source.spec} lies inside {outer.spec}; leave out one of the two", parameter="sources"
+                )
             path, parent = parent, os.path.dirname(parent)
 
 
 def count_ignored(sources: Sequence[Source]) -> dict[str, int]:
-    """Number of entries of `sources` that are not inputs, by suffix or reason."""
+    """Return the number of entries of all `sources` that are not inputs, by suffix or reason."""
     total: Counter[str] = Counter()
     for source in sources:
         total.update(source.ignored)

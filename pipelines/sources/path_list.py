@@ -1,4 +1,4 @@
-"""A list of image paths: one column of a Parquet, CSV or JSON Lines file, read as a stream."""
+"""A source that reads image paths from one column of a Parquet, CSV or JSON Lines file. The file is streamed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from storage_formats.errors import UsageError
 
 LIST_SUFFIXES = (".parquet", ".csv", ".jsonl", ".ndjson")
 PATH_COLUMNS = ("path", "image", "image_path", "file", "file_name", "filename", "filepath", "uri", "url")
-"""Names of path columns. The first one that the list has is used, unless the user names a column."""
+"""Names of path columns. Unless the user names a column, the first of these names in the list is the path column."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _PARQUET_BATCH = 8192
@@ -28,15 +28,15 @@ _LINES_WITH_COLUMNS = 1000  # lines of JSON Lines in which an object with column
 
 @dataclass
 class PathListSource:
-    """The files that a list names, in its order. A path that is listed twice is two inputs.
+    """The files that a list of paths names, in the order of the list. A path that is listed twice gives two inputs.
 
-    Relative paths start at the directory of the list. An entry without a usable path is an input with the problem
-    "bad-list-line" and the uri "<list>#<number>", where number counts lines (CSV, JSON Lines) or rows (Parquet) from 1.
-    Blank lines are skipped. A path that does not exist is an input with the problem "missing".
+    Relative paths start at the directory of the list. A path that does not exist gives an input with the problem
+    "missing". An entry without a usable path gives an input with the problem "bad-list-line" and the uri
+    "<list>#<number>". The number counts lines (CSV, JSON Lines) or rows (Parquet) from 1. Blank lines are skipped.
 
     Raises:
-        UsageError: on creation, if the list cannot be read or has no path column; while reading Parquet, if the file
-            is damaged.
+        UsageError: the list cannot be read or has no path column. `iter_inputs` also raises this error if a Parquet
+            file is damaged.
     """
 
     spec: str
@@ -66,7 +66,7 @@ class PathListSource:
             if name in columns:
                 return name
         raise UsageError(
-            f"{self.spec} has no column {' or '.join(candidates)}; name its path column "
+            f"{self.spec} has no column {' or '.join(candidates)}; name the column with the paths "
             f"(columns: {', '.join(columns) or 'none'})",
             parameter="column",
         )
@@ -80,7 +80,7 @@ class PathListSource:
         return list(next(filter(None, objects), {}))
 
     def _values(self) -> Iterator[tuple[int, Any]]:
-        """(number, path) of each entry; the path is None if the entry has none."""
+        """Yield the number and the path of each entry. The path is None if the entry has no path."""
         name = str(self.column)
         if self._suffix == ".parquet":
             yield from _parquet_values(self.path, name, self.spec)
@@ -93,7 +93,7 @@ class PathListSource:
 
 
 def _listed_input(value: Any, directory: bytes) -> InputRef | None:
-    """The input that a list entry names; None if the value is not a path."""
+    """Return the input that the value of a list entry names; None if the value is not a path."""
     if isinstance(value, str):
         scheme = _SCHEME.match(value)
         if scheme and scheme[1].lower() != "file":
@@ -108,13 +108,13 @@ def _listed_input(value: Any, directory: bytes) -> InputRef | None:
 
 
 def _json_objects(path: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of each line; the object is empty if the line does not hold one."""
+    """Yield the line number and the object of each line. The object is empty if the line holds no JSON object."""
     for line in read_json_lines(path, decode_errors="surrogateescape"):  # file names need not be UTF-8
         yield line.number, line.value if isinstance(line.value, dict) else {}
 
 
 def _csv_rows(path: bytes) -> Iterator[tuple[int, list[str] | None]]:
-    """(line number, fields) of each row, the header first; the fields are None if the row is not valid CSV."""
+    """Yield the line number and the fields of each row, starting with the header. Invalid rows have the fields None."""
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.reader(file)
         while True:
@@ -153,11 +153,11 @@ def _parquet_values(path: bytes, column: str, spec: str) -> Iterator[tuple[int, 
                     number += 1
                     yield number, value
     except (OSError, pa.ArrowException) as error:
-        raise UsageError(f"the list {spec} is damaged after row {number}: {error}; write it again") from error
+        raise UsageError(f"the list {spec} is damaged after row {number}: {error}; write the list again") from error
 
 
 def _to_python(column: Any) -> Iterable[Any]:
-    """Values of an Arrow column; text that is not UTF-8 becomes bytes."""
+    """Return the values of an Arrow column as Python objects. If a text is not UTF-8, all texts become bytes."""
     import pyarrow as pa
 
     try:

@@ -1,4 +1,4 @@
-"""Decides which names are inputs and counts the others. Directories and tar archives share it."""
+"""Decides which files of directories and tar archives are inputs, and counts the other files."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ _MAX_KEYS = 100
 
 
 class Ignored(dict[str, int]):
-    """Number of entries that are not inputs, by suffix, or by a reason in parentheses."""
+    """The number of entries that are not inputs. Keys are suffixes, or reasons in parentheses."""
 
     def count(self, key: str) -> None:
-        """Count one entry. The number of keys is bounded; further ones count as "(other)"."""
+        """Count one entry under `key`. Long suffixes, and new keys beyond a limit, count as "(other)"."""
         if key not in self and ((len(key) > _LONGEST_SUFFIX and key[0] == ".") or len(self) >= _MAX_KEYS):
             key = "(other)"
         self[key] = self.get(key, 0) + 1
 
 
 def has_image_suffix(name: bytes) -> bool:
-    """Whether the suffix of a name makes the file an input."""
+    """Whether a file with this name is an input because of its suffix."""
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def ignored_as(name: bytes, read_head: Callable[[], bytes]) -> str | None:
-    """The key of `Ignored` to count a regular file under; None if the file is an input.
+    """Return the key to count a regular file under in `Ignored`; None if the file is an input.
 
     Args:
         name: name of the file, without directories.
-        read_head: returns the first bytes of the file. Called only if the name has no suffix; may raise OSError.
+        read_head: function that returns the first bytes of the file and may raise OSError. `ignored_as` calls the
+            function only if the name has no suffix.
     """
     if name.startswith(b"."):
         return "(hidden)"

@@ -1,4 +1,4 @@
-"""A WebDataset shard: an uncompressed tar archive whose images are read in place."""
+"""A source that is a WebDataset shard: an uncompressed tar archive, whose images are read in place."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pipelines.sources.selection import Ignored, ignored_as
 
 @dataclass
 class WebDatasetSource:
-    """The image members of one tar archive, in their order. Other members, such as captions, are counted as ignored.
+    """The images in one tar archive, in the order of the archive. Other members, such as captions, count as ignored.
 
     An input refers to the bytes of its member inside the archive, so nothing is unpacked. Links and sparse members have
-    no contiguous bytes of their own: an image of this kind is an input with the problem "unsupported-member". If the
-    archive is damaged, one more input stands for all members after the damage, with the problem "truncated-archive" or
+    no contiguous bytes of their own. Images of these kinds become inputs with the problem "unsupported-member". If the
+    archive is damaged, the members after the damage are replaced by one input with the problem "truncated-archive" or
     "damaged-archive".
     """
 

@@ -119,7 +119,7 @@ def test_too_little_memory_is_refused_with_numbers(config, monkeypatch):
 
 def test_cuda_without_a_device_is_refused(config, monkeypatch):
     monkeypatch.setattr(resources, "cuda_devices", lambda: 0)
-    with pytest.raises(UsageError, match="no CUDA device on this machine; use cpu"):
+    with pytest.raises(UsageError, match="no CUDA device on this machine; use the device cpu"):
         plan(config(device="cuda"))
 
 

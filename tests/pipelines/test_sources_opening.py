@@ -65,7 +65,7 @@ def test_images_are_known_by_suffix_or_content(photos: Path) -> None:
 def test_compressed_archives_are_refused(photos: Path, name: str) -> None:
     (photos / name).write_bytes(gzip.compress(bytes(10240)))
     assert "gzip" in refused(photos / name)
-    assert "decompress it" in refused(photos / name)
+    assert "decompress the archive" in refused(photos / name)
 
 
 def test_overlaps_are_refused_with_both_names(photos: Path) -> None:
@@ -95,7 +95,7 @@ def test_neighbours_do_not_overlap(photos: Path) -> None:
 
 
 def test_a_column_needs_a_list(photos: Path) -> None:
-    assert "needs a list of paths, but no source is one" in refused(photos / "photos", column="path")
+    assert "is given, but no source is a list of paths" in refused(photos / "photos", column="path")
 
 
 def test_a_name_with_braces_that_exists_is_that_file(photos: Path) -> None:

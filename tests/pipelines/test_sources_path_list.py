@@ -61,7 +61,7 @@ def test_usual_columns_are_found(tmp_path: Path, suffix: str, column: str) -> No
 @SUFFIXES
 def test_other_columns_are_named(tmp_path: Path, suffix: str) -> None:
     path = write_list(tmp_path / f"list{suffix}", ["a.jpg"], "photo")
-    with pytest.raises(UsageError, match=r"name its path column .*photo"):
+    with pytest.raises(UsageError, match=r"name the column with the paths .*photo"):
         open_source(str(path))
     assert scan(path, "photo")[0].uri == f"{tmp_path}/a.jpg"
     with pytest.raises(UsageError, match="no column nonesuch"):

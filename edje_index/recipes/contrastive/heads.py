@@ -1,4 +1,4 @@
-"""The trained parts of an embedding model, which take the features of its frozen parts.
+"""The trained parts of an embedding model. Their inputs are the features that the frozen parts compute.
 
 Shape letters: b examples, t tokens, d width of a tower, e width of the embedding.
 """
@@ -19,10 +19,10 @@ Parameters = list[nn.Parameter]
 
 
 class Heads(nn.Module):
-    """Image head, text head with the tuned layers below it, and the temperature of an open_clip model.
+    """The trained parts of an open_clip model: image head, text head, tuned text-tower layers, and temperature.
 
-    Training standardises the image features (:meth:`standardise`). :meth:`fold` moves that into the first layer, so
-    that the saved model takes raw features.
+    During training, the image head takes standardised features (:meth:`standardise`). :meth:`fold` moves the
+    standardisation into the first layer of the image head, so that the saved model takes raw features.
     """
 
     mean: torch.Tensor
@@ -41,13 +41,13 @@ class Heads(nn.Module):
         self.register_buffer("scale", torch.ones(width), persistent=False)
 
     def standardise(self, features: torch.Tensor) -> None:
-        """Set mean and standard deviation of each channel from image features [n, d]."""
+        """Compute the mean and standard deviation of each channel of image features [n, d] for the standardisation."""
         self.mean.copy_(features.mean(0))
         self.scale.copy_(features.std(0).clamp(min=1e-3))
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Fold the standardisation into the first layer of the image head."""
+        """Move the standardisation into the first layer of the image head, which then takes raw features."""
         first = self.image.mlp.fc1
         first.weight.div_(self.scale)
         first.bias.sub_(first.weight @ self.mean)
@@ -55,18 +55,18 @@ class Heads(nn.Module):
         self.scale.fill_(1)
 
     def image_embedding(self, features: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
-        """Map image features [b, d] to embeddings [b, e], not normalised."""
+        """Map image features [b, d] to embeddings [b, e]. The embeddings are not normalised."""
         result: torch.Tensor = self.image(_drop((features - self.mean) / self.scale, dropout))
         return result
 
     def text_embedding(self, texts: TextFeatures, dropout: float = 0.0) -> torch.Tensor:
-        """Map text features to embeddings [b, e], not normalised."""
+        """Map text features to embeddings [b, e]. The embeddings are not normalised."""
         pooled = texts.values if texts.mask is None else self._pooled(texts.values, texts.mask)
         result: torch.Tensor = self.text(_drop(pooled, dropout))
         return result
 
     def groups(self, lr: float, text_lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Parameter groups for the optimiser; biases, norms and the temperature are not decayed."""
+        """Return parameter groups for the optimiser. Biases, norms and the temperature have no weight decay."""
         heads = [*self.image.parameters(), *self.text.parameters(), self.log_scale]
         groups = []
         for parameters, rate in ((heads, lr), (list(self.layers.parameters()), text_lr)):
@@ -78,7 +78,7 @@ class Heads(nn.Module):
 
     @contextmanager
     def hidden_dropout(self, image: float, text: float) -> Iterator[None]:
-        """Context that applies dropout to the hidden activations of both heads."""
+        """Apply dropout to the hidden activations of both heads while the context is active."""
         parts = ((self.image, image), (self.text, text))
         handles = [
             module.register_forward_hook(lambda _module, _inputs, output, p=p: _drop(output, p))
@@ -93,7 +93,12 @@ class Heads(nn.Module):
                 handle.remove()
 
     def _pooled(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Run the tuned layers, then average the tokens where ``mask`` bool [b, t] is true: [b, t, d] to [b, d]."""
+        """Run the tuned layers on hidden states [b, t, d], then average the tokens where ``mask`` is true, to [b, d].
+
+        Args:
+            hidden: hidden states below the tuned layers [b, t, d].
+            mask: true for tokens and false for padding, bool [b, t].
+        """
         bias = torch.zeros(mask.shape, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
         for layer in self.layers:
             hidden = layer(hidden, bias[:, None, None, :])

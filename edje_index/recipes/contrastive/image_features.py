@@ -1,7 +1,7 @@
-"""Features of all images from the frozen image tower, computed once and cached. An interrupted pass resumes.
+"""Computes the features of all images with the frozen image tower, and caches them. An interrupted run resumes.
 
-    CACHE/<key>.f32     float32 [images, d], rows in the order of the captions; NaN for an unreadable image
-    CACHE/<key>.seen    int64 [images, 2], modification time and size of each file when its row was computed
+    CACHE/<key>.f32     float32 [images, d], features in the order of the images; NaN for an unreadable image
+    CACHE/<key>.seen    int64 [images, 2], modification time and size of each file when its features were computed
 
 The key is a hash of the tower's weights, the preprocessing and the list of images.
 """
@@ -31,18 +31,21 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True)
 class PooledTower:
-    """The frozen part of an open_clip timm image tower: from pixels to the input of its head.
+    """The frozen part of an open_clip timm image tower. It maps pixels to the input of the image head.
 
     Attributes:
-        trunk: the timm model, pooling included.
-        config: configuration of the whole model.
+        trunk: timm model, including pooling.
+        config: configuration of the whole open_clip model.
     """
 
     trunk: torch.nn.Module
     config: ClipConfig
 
     def key(self, images: Sequence[Path]) -> str:
-        """The first 32 hex digits of a SHA-256 over everything that determines the features."""
+        """Return the key of the features of ``images``: the first 32 hexadecimal digits of a SHA-256.
+
+        The hash covers the weights of the tower, the preprocessing and the paths of the images.
+        """
         digest = hashlib.sha256(json.dumps(self.config.preprocess, sort_keys=True).encode())
         for name, tensor in sorted(self.trunk.state_dict().items()):
             digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
@@ -52,12 +55,12 @@ class PooledTower:
 
 
 def image_features(tower: PooledTower, images: Sequence[Path], cache: Path, on_progress: OnProgress) -> Floats:
-    """Features of images, float32 [n, d]; the rows of unreadable images are NaN.
+    """Return the features of images, float32 [n, d]. The rows of unreadable images are NaN.
 
     Args:
-        tower: the frozen tower.
+        tower: frozen image tower.
         images: paths of image files.
-        cache: folder that keeps the features; those of unchanged files are reused.
+        cache: folder that keeps the features; the features of unchanged files are reused.
         on_progress: called after each batch.
     """
     cache.mkdir(parents=True, exist_ok=True)
@@ -82,12 +85,12 @@ def image_features(tower: PooledTower, images: Sequence[Path], cache: Path, on_p
 
 
 def _mapped(path: Path, dtype: type[Any], shape: tuple[int, int]) -> np.memmap[Any, Any]:
-    """The array in the file `path`, or a new one of zeros."""
+    """Map the array in the file ``path`` into memory. A missing file is created with zeros."""
     return np.memmap(path, dtype, mode="r+" if path.exists() else "w+", shape=shape)
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Modification time in nanoseconds and size in bytes; (0, 0), the value of an unseen file, if it is missing."""
+    """Return the modification time of a file in nanoseconds and its size in bytes; (0, 0) if the file is missing."""
     try:
         status = path.stat()
     except OSError:
@@ -96,7 +99,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _batches(config: ClipConfig, images: Sequence[Path]) -> Iterator[tuple[int, list[torch.Tensor | None]]]:
-    """Start and pixels of each batch, decoded one batch ahead of the model."""
+    """Yield the first index and the pixels of each batch. Threads decode the next batch ahead."""
     prepare = Preprocessor(config)
     with ThreadPoolExecutor(DECODE_THREADS) as pool:
 

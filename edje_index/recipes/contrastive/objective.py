@@ -1,4 +1,4 @@
-"""The contrastive loss: symmetric InfoNCE in which captions of the same image are not negatives of each other."""
+"""The contrastive loss: symmetric InfoNCE. Captions of the same image are not negatives of each other."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ MAX_SCALE = 100.0  # upper bound of 1 / temperature, as in CLIP
 def contrastive_loss(
     images: torch.Tensor, texts: torch.Tensor, log_scale: torch.Tensor, image_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Mean of image-to-text and text-to-image cross-entropy over a batch of pairs.
+    """Return the mean of the image-to-text and text-to-image cross-entropies over a batch of pairs, a scalar.
 
     Args:
-        images: image embeddings [b, e], of any norm.
-        texts: embeddings of one caption each [b, e].
+        images: embedding of the image of each pair [b, e]; the function normalises it.
+        texts: embedding of the caption of each pair [b, e]; the function normalises it.
         log_scale: log(1 / temperature), a scalar.
-        image_ids: image of each pair, int64 [b]. Other pairs of the same image are left out of the sums.
+        image_ids: id of the image of each pair, int64 [b]. Other pairs of the same image are not negatives.
     """
     similarities = functional.normalize(images, dim=-1) @ functional.normalize(texts, dim=-1).T
     logits = log_scale.exp().clamp(max=MAX_SCALE) * similarities

@@ -1,7 +1,7 @@
-"""Features of all captions from the frozen part of the text tower, computed once.
+"""Computes the features of all captions once, with the frozen layers of the text tower.
 
-If no layer is tuned, a caption has one pooled vector. Otherwise it has the float16 hidden states of its tokens below
-the tuned layers.
+If no layer is tuned, the feature of a caption is one pooled vector. Otherwise the features of a caption are the float16
+hidden states of its tokens below the tuned layers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class TextFeatures:
     """Features of a batch of captions.
 
     Attributes:
-        values: pooled float32 [b, d], or hidden states float32 [b, t, d].
-        mask: bool [b, t], true for tokens and false for padding; None for pooled features.
+        values: pooled vectors, float32 [b, d], or hidden states, float32 [b, t, d].
+        mask: true for tokens and false for padding, bool [b, t]; None for pooled vectors.
     """
 
     values: torch.Tensor
@@ -38,8 +38,9 @@ class CaptionFeatures:
     """Features of c captions.
 
     Attributes:
-        values: pooled float32 [c, d], or the hidden states of all tokens, caption after caption, float16 [s, d].
-        starts: int64 [c + 1]; caption i has the tokens starts[i] to starts[i + 1]. None for pooled features.
+        values: pooled vectors, float32 [c, d], or hidden states of the s tokens of all captions, float16 [s, d].
+        starts: offsets of the captions in ``values``, int64 [c + 1]. Caption i has the rows from ``starts[i]`` up to,
+            but not including, ``starts[i + 1]``. None for pooled vectors.
     """
 
     values: Array
@@ -49,7 +50,11 @@ class CaptionFeatures:
         return len(self.values) if self.starts is None else len(self.starts) - 1
 
     def batch(self, captions: torch.Tensor) -> TextFeatures:
-        """Features of the captions with these indices, padded to the longest."""
+        """Return the features of some captions, padded to the longest of them.
+
+        Args:
+            captions: indices of the captions, int64 [b].
+        """
         rows = captions.numpy()
         if self.starts is None:
             return TextFeatures(torch.from_numpy(self.values[rows]))
@@ -66,9 +71,9 @@ class FrozenTextTower:
     """The frozen layers of a text tower.
 
     Attributes:
-        encoder: ``open_clip.hf_model.HFTextEncoder``.
-        tokenizer: open_clip's tokenizer of it.
-        tuned_layers: number of layers at the top that are trained, and therefore not run here.
+        encoder: whole text tower, ``open_clip.hf_model.HFTextEncoder``.
+        tokenizer: open_clip's tokenizer of the text tower.
+        tuned_layers: number of layers at the top that are trained; they are not frozen.
     """
 
     encoder: Any
@@ -76,20 +81,25 @@ class FrozenTextTower:
     tuned_layers: int
 
     def token_ids(self, captions: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Token ids [c, t], padded to the context length."""
+        """Return the token ids of captions, int64 [c, t], padded to the context length t."""
         starts = range(0, len(captions), _TOKENIZER_BATCH)
         return np.concatenate([self.tokenizer(list(captions[i : i + _TOKENIZER_BATCH])).numpy() for i in starts])
 
     @torch.inference_mode()
     def hidden(self, token_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Hidden states [b, t, d] below the tuned layers."""
+        """Return the hidden states below the tuned layers, float32 [b, t, d].
+
+        Args:
+            token_ids: token ids [b, t].
+            mask: true for tokens and false for padding, bool [b, t].
+        """
         output = self.encoder.transformer(input_ids=token_ids, attention_mask=mask.long(), output_hidden_states=True)
         states: tuple[torch.Tensor, ...] = output.hidden_states
         return states[len(states) - 1 - self.tuned_layers]
 
 
 def caption_features(tower: FrozenTextTower, captions: Sequence[str], on_progress: OnProgress) -> CaptionFeatures:
-    """Run the frozen layers of a text tower over captions."""
+    """Run the frozen layers of a text tower on ``captions``, and return the features of all captions."""
     token_ids = tower.token_ids(captions)
     padding_id, width = tower.encoder.config.pad_token_id, int(tower.encoder.config.hidden_size)
     lengths = (token_ids != padding_id).sum(1)

@@ -1,4 +1,4 @@
-"""The open_clip model built from two towers: its configuration, its weights before training, and its folder.
+"""Builds an open_clip model from two towers: configuration, weights before training, and output folder.
 
 The image tower is pooled by its class token and projected by timm's ``Mlp`` (Linear, GELU, Linear). The text tower is
 pooled by the mean of its tokens and projected by open_clip's ``mlp`` (the same layers without biases).
@@ -42,10 +42,10 @@ class ContrastiveModel:
     """An open_clip model with a timm image tower and a Hugging Face text tower.
 
     Attributes:
-        clip: ``open_clip.CustomTextCLIP``.
-        config: its configuration.
+        clip: the model, an ``open_clip.CustomTextCLIP``.
+        config: configuration of the open_clip model.
         tokenizer: tokenizer of the text tower.
-        text_config: ``config.json`` of the text tower.
+        text_config: fields of the text tower's ``config.json``.
     """
 
     clip: Any
@@ -54,7 +54,7 @@ class ContrastiveModel:
     text_config: dict[str, Any]
 
     def save(self, out: Path) -> None:
-        """Write the new folder ``out``; ``load_clip("local-dir:OUT")`` opens it.
+        """Write the model to the new folder ``out``. ``load_clip("local-dir:OUT")`` loads the model.
 
         Raises:
             ModelError: ``out`` exists.
@@ -68,10 +68,15 @@ class ContrastiveModel:
 
 
 def start_model(sources: TowerSources, embed_dim: int, seed: int) -> ContrastiveModel:
-    """The towers with their weights, and heads with random weights drawn with ``seed``.
+    """Build the model that training starts from: towers with their weights, and heads with random weights.
+
+    Args:
+        sources: the two towers.
+        embed_dim: width of the shared embedding.
+        seed: seed of the random weights.
 
     Raises:
-        ModelError: a tower is missing or of another kind.
+        ModelError: a tower is missing or of an unsupported kind.
     """
     text_config = _text_config(sources.text)
     config = clip_config(sources, embed_dim)
@@ -84,7 +89,11 @@ def start_model(sources: TowerSources, embed_dim: int, seed: int) -> Contrastive
 
 
 def clip_config(sources: TowerSources, embed_dim: int) -> ClipConfig:
-    """open_clip's configuration of both towers; the preprocessing is that of the timm model's training."""
+    """Return open_clip's configuration of both towers, with the preprocessing that the timm model was trained with.
+
+    Raises:
+        ModelError: timm has no model with this name.
+    """
     vision = {
         "image_size": sources.image_size,
         "timm_model_name": sources.image_name,
@@ -103,7 +112,9 @@ def clip_config(sources: TowerSources, embed_dim: int) -> ClipConfig:
     }
     pretrained: Any = timm.get_pretrained_cfg(sources.image_name)
     if pretrained is None:
-        raise ModelError(f"timm {timm.__version__} knows no model {sources.image_name!r}; see timm.list_models()")
+        raise ModelError(
+            f"timm {timm.__version__} has no model {sources.image_name!r}; timm.list_models() lists the models"
+        )
     preprocess = {
         "size": [sources.image_size, sources.image_size],
         "mode": "RGB",
@@ -123,8 +134,8 @@ def _text_config(folder: Path) -> dict[str, Any]:
         return {name: values[name] for name in _BERT_FIELDS if name in values}
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ModelError(
-            f"{folder} is not the folder of a Hugging Face BERT: {error}; give one with config.json, its weights and "
-            "its tokenizer"
+            f"{folder} is not the folder of a Hugging Face BERT model: {error}; give a folder that holds config.json, "
+            "the weights and the tokenizer"
         ) from error
 
 
@@ -138,7 +149,7 @@ def _load_image_weights(trunk: Any, path: Path) -> None:
 
 
 def _load_text_weights(transformer: torch.nn.Module, path: Path) -> None:
-    """Load all weights but the pooler's, which a mean over tokens does not need."""
+    """Load all weights except those of the pooler. The model averages tokens and does not use the pooler."""
     state = {name.removeprefix("bert."): tensor.float() for name, tensor in _read(path).items()}
     unused = ("pooler.", "cls.", "embeddings.position_ids")
     used = {name: tensor for name, tensor in state.items() if not name.startswith(unused)}
@@ -147,5 +158,5 @@ def _load_text_weights(transformer: torch.nn.Module, path: Path) -> None:
 
 def _read(path: Path) -> State:
     if not path.is_file():
-        raise ModelError(f"no weights at {path}; 'edje-index model fetch-towers' downloads both towers")
+        raise ModelError(f"no weights at {path}; download both towers with 'edje-index model fetch-towers'")
     return read_weights(path)

@@ -1,4 +1,4 @@
-"""The training loop of the heads. It keeps the weights of the best epoch on a development set.
+"""The training loop of the heads. The loop keeps the weights of the epoch with the best development-set recall.
 
 The same data, seed, library versions and number of threads give the same weights.
 """
@@ -34,9 +34,9 @@ class PairFeatures:
     """Features of n images and of their c captions.
 
     Attributes:
-        images: float32 [n, d].
+        images: features of the images, float32 [n, d].
         captions: features of the c captions.
-        image_of: index of each caption's image, int64 [c].
+        image_of: index of the image of each caption, int64 [c].
     """
 
     images: torch.Tensor
@@ -46,13 +46,13 @@ class PairFeatures:
 
 @dataclass(frozen=True)
 class HeadTraining:
-    """The result of a training.
+    """The result of a training run.
 
     Attributes:
-        epoch: epoch whose weights were kept, counted from 1.
+        epoch: number of the epoch whose weights were kept, counted from 1.
         recalls: recall on the development set in percent, by direction (``t2i``, ``i2t``) and cut-off (``R@1``, ...);
             empty if there is no development set.
-        seconds: duration of the loop.
+        seconds: duration of the training loop in seconds.
     """
 
     epoch: int
@@ -66,14 +66,15 @@ def train_heads(
     """Train ``heads`` in place.
 
     Args:
-        heads: the trained parameters; nothing else changes.
-        data: features to train on.
-        dev: features to choose the epoch by (mean of R@1 and R@10 in both directions); None keeps the last epoch.
-        config: how to train.
-        on_record: called with one record per epoch.
+        heads: parameters to train.
+        data: features of the training set.
+        dev: features of the development set. The epoch with the highest mean of R@1 and R@10 in both directions is
+            kept. None keeps the last epoch.
+        config: training settings.
+        on_record: called after each epoch with the log record of the epoch.
 
     Raises:
-        ModelError: there are fewer captions than a batch, or the loss is not finite.
+        ModelError: there are fewer captions than ``batch_size``, or the loss is not finite.
     """
     if len(data.captions) < config.batch_size:
         raise ModelError(f"{len(data.captions)} captions do not fill a batch of {config.batch_size}: lower batch_size")
@@ -102,7 +103,10 @@ def train_heads(
 
 @torch.inference_mode()
 def recall(heads: Heads, data: PairFeatures) -> dict[str, dict[str, float]]:
-    """Recall in percent at each of CUTOFFS: text to image (``t2i``), and image to its best caption (``i2t``)."""
+    """Return the recall in percent, by direction (``t2i``, ``i2t``) and cut-off (``R@1``, ...).
+
+    In ``i2t``, the rank of an image is the rank of its highest-scoring caption.
+    """
     images = functional.normalize(heads.image_embedding(data.images), dim=-1)
     batches = torch.split(torch.arange(len(data.captions)), EVALUATION_BATCH)
     texts = torch.cat([heads.text_embedding(data.captions.batch(batch)) for batch in batches])
@@ -116,7 +120,7 @@ def recall(heads: Heads, data: PairFeatures) -> dict[str, dict[str, float]]:
 
 
 def _epoch(heads: Heads, data: PairFeatures, config: ContrastiveConfig, schedule: _Schedule) -> float:
-    """Train on all captions once, in random order; returns the mean loss."""
+    """Train on all captions once, in random order, and return the mean loss. The last incomplete batch is left out."""
     heads.train()
     losses = []
     order = torch.randperm(len(data.captions))
@@ -130,14 +134,14 @@ def _epoch(heads: Heads, data: PairFeatures, config: ContrastiveConfig, schedule
             loss = contrastive_loss(images, texts, heads.log_scale, rows)
             losses.append(float(loss.detach()))
             if not math.isfinite(losses[-1]):
-                raise ModelError(f"the loss is {losses[-1]}: lower the learning rate")
+                raise ModelError(f"the loss is {losses[-1]}, which is not finite: lower the learning rate")
             schedule.step(loss)
     heads.eval()
     return float(np.mean(losses))
 
 
 class _Schedule:
-    """Steps an optimiser with a linear warm-up, then a cosine to 0, from each group's own peak learning rate."""
+    """Steps an optimiser with a learning-rate schedule: a linear warm-up to each group's peak, then a cosine to 0."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self.optimizer = optimizer
@@ -166,5 +170,9 @@ def _flat(recalls: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def captions_of(counts: Sequence[int]) -> torch.Tensor:
-    """Index of each caption's image, int64, given the number of captions per image."""
+    """Return the index of the image of each caption, int64 [c].
+
+    Args:
+        counts: number of captions of each image.
+    """
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))

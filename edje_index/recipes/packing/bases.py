@@ -26,11 +26,11 @@ _PREFIXES = (
 
 @dataclass(frozen=True)
 class BaseTowers:
-    """The base towers that ``edje-index model fetch-towers`` writes.
+    """The weights of the base towers that ``edje-index model fetch-towers`` writes.
 
     Attributes:
-        tensors: tensors by tower, then by name.
-        digests: SHA-256 of the tensors of each tower.
+        tensors: tensors by name of the tower, then by name of the tensor.
+        digests: SHA-256 over the tensors of each tower, by name of the tower.
     """
 
     tensors: dict[str, State]
@@ -38,7 +38,7 @@ class BaseTowers:
 
     @classmethod
     def read(cls, folder: Path) -> BaseTowers:
-        """Read both towers from their folder.
+        """Read both towers from ``folder``, which ``fetch_towers`` wrote.
 
         Raises:
             ModelError: a tower is missing.
@@ -47,7 +47,16 @@ class BaseTowers:
         return cls(tensors, {name: _digest(state) for name, state in tensors.items()})
 
     def find(self, file: str, name: str, shape: tuple[int, ...]) -> Array | None:
-        """The float32 base of tensor ``name`` in a bundle's ``file``; None if no tower has one of a fitting shape."""
+        """Return the base-tower tensor that a tensor of a bundle was initialised from, float32.
+
+        Args:
+            file: weight file of the bundle.
+            name: name of the tensor in the file.
+            shape: shape of the tensor.
+
+        Returns:
+            The base tensor; None if no base tower has this tensor with a fitting shape.
+        """
         for bundle_file, prefix, tower, tower_prefix in _PREFIXES:
             if file == bundle_file and name.startswith(prefix):
                 base = self.tensors[tower].get(tower_prefix + name.removeprefix(prefix))
@@ -57,7 +66,7 @@ class BaseTowers:
 
 
 def _fits(base: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether the shapes are equal, or ``shape`` is that of a matrix with added rows."""
+    """Whether ``shape`` equals ``base``, or is the shape of a matrix with more rows than ``base``."""
     if len(base) != len(shape) or not shape:
         return False
     return base == shape or (len(shape) == 2 and base[1:] == shape[1:] and base[0] < shape[0])
@@ -65,7 +74,9 @@ def _fits(base: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 def _read(path: Path) -> State:
     if not path.is_file():
-        raise ModelError(f"no base tower at {path}: 'edje-index model fetch-towers {path.parents[1]}' downloads both")
+        raise ModelError(
+            f"no base tower at {path}: download both with 'edje-index model fetch-towers {path.parents[1]}'"
+        )
     return read_weights(path)
 
 

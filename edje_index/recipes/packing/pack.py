@@ -1,4 +1,4 @@
-"""``pack_model``: from a trained bundle to a folder small enough for a repository."""
+"""``pack_model`` packs a trained bundle into a folder small enough for a repository."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class PackedModel:
     """A packed model.
 
     Attributes:
-        out: its folder.
-        size: bytes of the whole folder.
-        packings: (number of tensors, bytes) by name of the packing.
-        fingerprint: fingerprint of the bundle that ``unpack_model`` makes of it.
+        out: folder of the packed model.
+        size: size of all files of the folder in bytes.
+        packings: (number of tensors, size in bytes), by name of the packing.
+        fingerprint: fingerprint of the bundle that ``unpack_model`` restores.
     """
 
     out: Path
@@ -58,12 +58,12 @@ def pack_model(
         bundle: a bundle whose towers were initialised from the base towers.
         towers: folder that ``fetch_towers`` wrote.
         out: new folder.
-        new_tensors: ``fp16`` or ``int8``, the packing of large tensors that no tower has.
-        max_bytes: a larger folder is refused.
+        new_tensors: packing of large tensors that no base tower has: ``fp16`` or ``int8``.
+        max_bytes: largest size of the new folder in bytes.
 
     Raises:
-        ModelError: ``bundle`` is not a valid bundle, a tower is missing, ``out`` exists, or it would hold more than
-            ``max_bytes``.
+        ModelError: ``bundle`` is not a valid bundle, a base tower is missing, ``out`` exists, ``new_tensors`` is not a
+            packing, or the packed model would exceed ``max_bytes``.
     """
     if new_tensors not in NEW_TENSOR_PACKINGS:
         raise ModelError(f"unknown packing {new_tensors!r} of new tensors: use {' or '.join(NEW_TENSOR_PACKINGS)}")
@@ -80,7 +80,8 @@ def pack_model(
         if size > max_bytes:
             raise ModelError(
                 f"the packed model takes {size / 1e6:.1f} MB, more than {max_bytes / 1e6:.1f} MB "
-                f"({_sizes(packings)}): pack new tensors as int8, train a narrower adapter, or freeze the word vectors"
+                f"({_sizes(packings)}): pack new tensors as int8, train a narrower adapter, or freeze the "
+                "token embeddings"
             )
     return PackedModel(Path(out), size, packings, unpacked.fingerprint)
 
@@ -112,7 +113,10 @@ def _description(tensors: PackedTensors, bases: BaseTowers) -> dict[str, Any]:
 
 
 def _copy_other_files(info: BundleInfo, tensors: PackedTensors, bases: BaseTowers, folder: Path) -> BundleInfo:
-    """Copy the files without weights, and write the ``bundle.json`` of the unpacked bundle, which is returned."""
+    """Copy the files without weights to ``folder``, and return the description of the unpacked bundle.
+
+    The function also writes this description to ``bundle.json`` in ``folder``.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch) / "bundle"
         for name in info.files:

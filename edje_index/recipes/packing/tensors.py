@@ -1,13 +1,18 @@
-"""Packing of one tensor, with or without a base: the tower's tensor that training started from.
+"""Packs one tensor. The base of a tensor is the base-tower tensor that training started from, if there is one.
 
-    base     equal to the base: nothing is stored
-    delta8   rows that differ from the base, as int8 differences with one float32 scale per row (largest value / 127)
-    int8     no base: int8 with one float32 scale per row
-    fp16     no base: rounded to float16
-    raw      stored unchanged: biases, norms, tensors of at most RAW_ELEMENTS numbers, and types other than float32
+The packings are:
 
-A base may have fewer rows than the tensor, for example if tokens were added to a vocabulary; the missing rows count as
-zeros. Unpacking multiplies and adds in float32, element by element, so every machine computes the same bits.
+    base     for a tensor that equals its base: nothing is stored
+    delta8   for a matrix with a base: int8 differences of the changed rows, and one float32 scale per changed row
+    int8     for a large matrix without a base: int8 values, and one float32 scale per row
+    fp16     for a large matrix without a base: values rounded to float16
+    raw      for all other tensors (vectors, small tensors without a base, types other than float32): stored unchanged
+
+The scale of a row is the largest absolute value of the row divided by 127. A small tensor has at most RAW_ELEMENTS
+numbers.
+
+A base may have fewer rows than the tensor, for example if tokens were added to a vocabulary. Missing rows of the base
+count as zeros. Unpacking multiplies and adds in float32, element by element, so every machine computes the same bits.
 """
 
 from __future__ import annotations
@@ -29,9 +34,9 @@ def pack_tensor(tensor: Array, base: Array | None, new_tensors: str) -> tuple[st
     """Choose a packing and return its name and arrays.
 
     Args:
-        tensor: [r, ...].
-        base: [r', ...] with r' at most r; None for a tensor that no tower has.
-        new_tensors: ``fp16`` or ``int8``, the packing of large tensors without a base.
+        tensor: tensor to pack [r, ...].
+        base: base of the tensor [r', ...], with r' at most r; None for a tensor that no base tower has.
+        new_tensors: packing of large tensors without a base: ``fp16`` or ``int8``.
     """
     if base is not None and tensor.shape == base.shape and np.array_equal(tensor, base):
         return BASE, {}
@@ -49,10 +54,10 @@ def pack_tensor(tensor: Array, base: Array | None, new_tensors: str) -> tuple[st
 
 
 def unpack_tensor(packing: str, parts: Mapping[str, Array], *, shape: tuple[int, ...], base: Array | None) -> Array:
-    """The tensor of ``shape`` that ``pack_tensor`` rounded to.
+    """Restore a tensor of ``shape`` from the packing and arrays that ``pack_tensor`` returned.
 
     Raises:
-        ValueError, KeyError: the arrays do not make such a tensor.
+        ValueError, KeyError: the packing is unknown, or the arrays or the base do not fit ``shape``.
     """
     if packing == RAW:
         return parts["values"].reshape(shape)
@@ -71,12 +76,12 @@ def unpack_tensor(packing: str, parts: Mapping[str, Array], *, shape: tuple[int,
 
 
 def _rows(tensor: Array) -> Array:
-    """A view of the tensor as a matrix."""
+    """Return a view of the tensor as a matrix. The first dimension becomes the rows."""
     return tensor.reshape(len(tensor), -1)
 
 
 def _extended(base: Array, shape: tuple[int, ...]) -> Array:
-    """A copy of ``base``, filled up with rows of zeros to ``shape``."""
+    """Return a copy of ``base``, extended to ``shape`` with rows of zeros."""
     if base.shape[1:] != shape[1:] or len(base) > shape[0]:
         raise ValueError(f"a base of shape {list(base.shape)} does not fit a tensor of shape {list(shape)}")
     result = np.zeros(shape, base.dtype)

@@ -1,4 +1,4 @@
-"""``unpack_model``: from a packed model and the base towers to a bundle, the same bytes on every machine."""
+"""``unpack_model`` restores a bundle from a packed model and the base towers, with the same bytes on every machine."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class PackedTensors:
     """The packed tensors of a bundle.
 
     Attributes:
-        arrays: arrays by ``<file>:<tensor>:<part>``.
-        records: ``{"packing", "shape"}`` by file of the bundle, then by name of the tensor.
+        arrays: arrays of all tensors, by ``<file>:<tensor>:<part>``.
+        records: packing and shape of each tensor, by weight file of the bundle, then by name of the tensor.
     """
 
     arrays: Mapping[str, Array]
     records: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
     def parts(self, file: str, name: str) -> dict[str, Array]:
-        """The arrays of one tensor."""
+        """Return the arrays of tensor ``name`` in ``file``, by name of the part."""
         prefix = f"{file}:{name}:"
         return {key.removeprefix(prefix): value for key, value in self.arrays.items() if key.startswith(prefix)}
 
 
 def unpack_model(packed: str | Path, towers: str | Path, out: str | Path) -> BundleInfo:
-    """Write the bundle of a packed model.
+    """Restore the bundle of a packed model, write it to ``out`` and return its description.
 
     Args:
         packed: folder that ``pack_model`` wrote.
@@ -51,16 +51,16 @@ def unpack_model(packed: str | Path, towers: str | Path, out: str | Path) -> Bun
         out: new folder for the bundle.
 
     Raises:
-        ModelError: ``packed`` is not a packed model, it was packed with other towers, ``out`` exists, or the bundle
-            does not have the recorded fingerprint.
+        ModelError: ``packed`` is not a packed model or is damaged, ``towers`` holds other towers than the packed model
+            needs, ``out`` exists, or the restored bundle has another fingerprint than the recorded one.
     """
     folder = Path(packed)
     description, tensors = _read(folder)
     bases = BaseTowers.read(Path(towers))
     if bases.digests != description["towers"]:
         raise ModelError(
-            f"{folder} was packed with other base towers than those in {towers}: "
-            "download the right ones with 'edje-index model fetch-towers'"
+            f"{folder} was packed with other base towers than the towers in {towers}: "
+            "download the base towers again with 'edje-index model fetch-towers'"
         )
     with new_folder(Path(out)) as staging:
         shutil.copytree(folder / BUNDLE_FOLDER, staging, dirs_exist_ok=True)
@@ -90,7 +90,10 @@ def _read(folder: Path) -> tuple[dict[str, Any], PackedTensors]:
     try:
         tensors = PackedTensors(load_file(folder / TENSORS_FILE), description["tensors"])
         if unknown := set(tensors.records) - set(WEIGHT_FILES):
-            raise ModelError(f"{folder / PACKING_FILE} lists {min(unknown)!r}, which is not a weight file of a bundle")
+            raise ModelError(
+                f"{folder / PACKING_FILE} lists {min(unknown)!r}, which is not a weight file of a "
+                "bundle; copy the whole folder again"
+            )
         return description, tensors
     except (OSError, SafetensorError, KeyError) as error:
         raise ModelError(f"cannot read {folder / TENSORS_FILE}: {error}; copy the whole folder again") from error

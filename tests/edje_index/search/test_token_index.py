@@ -154,7 +154,7 @@ def test_holes_are_never_found(built):
 def test_features_to_train_on_are_not_reranked(built, monkeypatch):
     opened = TokenIndex.open(built[0])
     monkeypatch.setattr(SearchModel, "adapter_config", AdapterConfig(PATCHES, 16, 32, 32, hidden_dim=0))
-    with pytest.raises(ModelError, match="stores features to train on"):
+    with pytest.raises(ModelError, match="makes features for training"):
         opened.search("anything", k=1, pool=1)
     assert len(opened.search("anything", k=2, pool=2, rerank=False)) == 2
 
