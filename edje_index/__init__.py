@@ -1,7 +1,7 @@
-"""EDJE feature index: models, indexing, search, evaluation, and fetching of token blocks.
+"""The EDJE feature index: models, indexing, search, evaluation, and fetching of token blocks.
 
-The names below are the public interface. Importing this package loads none of torch, FAISS, PyArrow or Zarr: each name
-is loaded when it is first used.
+The names in `__all__` are the public interface. Importing this package loads none of torch, FAISS, PyArrow and Zarr.
+The module of each name is loaded when the name is first used.
 """
 
 from __future__ import annotations

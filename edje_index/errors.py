@@ -19,7 +19,9 @@ class ModelError(EdjeError):
 
 
 class BundleNotFoundError(ModelError):
-    """The bundle that an index names cannot be used from here, so the caller has to name it.
+    """An index does not tell where its model bundle is, so the caller must give the path of the bundle.
+
+    The path of the bundle in the index is relative, or does not exist any more.
 
     Example:
         >>> from edje_index.errors import BundleNotFoundError, ModelError

@@ -1,4 +1,4 @@
-"""JSON and JSON Lines files, and folders that appear complete or not at all."""
+"""Reads and writes JSON and JSON Lines files, and creates folders that appear only when they are complete."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") 
     """Yield the lines of a JSON Lines file in UTF-8, with or without byte-order mark. Blank lines are skipped.
 
     Args:
-        path: the file.
+        path: path of the file.
         decode_errors: error handler for bytes that are not UTF-8, as in `bytes.decode`.
 
     Raises:
@@ -49,24 +49,24 @@ def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") 
                 try:
                     yield JsonLine(number, json.loads(line.decode("utf-8-sig", decode_errors)))
                 except UnicodeDecodeError as error:
-                    yield JsonLine(number, error=f"it is not UTF-8: {error}")
+                    yield JsonLine(number, error=f"the text is not UTF-8: {error}")
                 except (ValueError, RecursionError) as error:
-                    yield JsonLine(number, error=f"it is not JSON: {error}")
+                    yield JsonLine(number, error=f"the text is not JSON: {error}")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON with sorted keys, indented, with a newline at the end."""
+    """Write `content` to `path` as indented JSON with sorted keys and a final newline."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int]) -> dict[str, Any]:
-    """Read the JSON file that describes the folder it lies in.
+    """Read a JSON file that describes the folder that contains this file.
 
     Args:
-        path: the file.
-        kind: kind of folder, for messages: "model bundle".
-        form: required value of its ``format``.
-        versions: accepted values of its ``format_version``.
+        path: path of the JSON file.
+        kind: kind of folder for error messages, for example "model bundle".
+        form: required value of the key ``format`` in the file.
+        versions: accepted values of the key ``format_version`` in the file.
 
     Raises:
         ModelError: the file is missing or unreadable, or it has a different format or version.
@@ -77,28 +77,31 @@ def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int
                 raise ModelError(f"{path} is larger than any description of a {kind}; restore the file")
             content = json.loads(file.read())
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ModelError(f"{path.parent} is not a {kind}: it holds no {path.name}") from error
+        raise ModelError(f"{path.parent} is not a {kind}: the folder does not exist or has no {path.name}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict) or content.get("format") != form:
-        raise ModelError(f"{path} does not describe a {kind}: its format is not {form!r}")
+        raise ModelError(f"{path} does not describe a {kind}: the value of 'format' in this file is not {form!r}")
     if content.get("format_version") not in versions:
         raise ModelError(
-            f"the {kind} {path.parent} has format version {content.get('format_version')}; this release reads version "
-            f"{' and '.join(map(str, versions))}: use a matching release, or write the folder again"
+            f"the {kind} {path.parent} has format version {content.get('format_version')}, but this release reads only "
+            f"version {' and '.join(map(str, versions))}: use the release that wrote this {kind}, or make "
+            f"the {kind} again"
         )
     return content
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder to fill. It is renamed to ``out`` if the block succeeds, and removed if it fails.
+    """Context with a temporary folder, which the body fills.
+
+    If the body succeeds, the folder is renamed to ``out``. If the body raises an exception, the folder is removed.
 
     Raises:
         ModelError: ``out`` exists.
     """
     if out.exists():
-        raise ModelError(f"{out} exists already: give another folder, or remove it")
+        raise ModelError(f"{out} exists already: give another folder, or remove {out}")
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
@@ -111,7 +114,10 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _make_readable(folder: Path) -> None:
-    """Let all users read: temporary folders and safetensors files are created for their owner only."""
+    """Let all users read the files in `folder`.
+
+    Temporary folders and safetensors files are created with permissions for their owner only.
+    """
     folder.chmod(0o755)
     for path in folder.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)

@@ -1,8 +1,8 @@
-"""The one type of progress callbacks."""
+"""The type of progress callbacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the name of the activity, how many of its units are done, and how many there are."""
+"""A callback with three arguments: name of the activity, number of units done, and total number of units."""

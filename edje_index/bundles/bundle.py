@@ -1,4 +1,4 @@
-"""Model bundles in memory. `bundles.info` describes their files."""
+"""Model bundles in memory. The module `bundles.info` describes the files of a bundle."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ from edje_index.scoring.weights import BUNDLE_SCORE, DirectionWeights, ScoreWeig
 
 @dataclass
 class ModelBundle:
-    """Vision and text tower, adapter, joint encoder and the other parts of the final score, in memory.
+    """A model bundle in memory: vision and text tower, adapter, joint encoder and the other parts of the final score.
 
     Attributes:
         clip: the open_clip model that holds both towers.
-        clip_config: the configuration that it was built from.
+        clip_config: the configuration that `clip` was built from.
         text_tokenizer: tokenizer of the text tower.
         adapter: maps patch features to tokens.
         joint: the joint encoder, with its own tokenizer.
-        trained: False for random weights: scores and order then mean nothing.
-        notes: where the weights came from, as free text.
-        score: weights of the final score. The default is the published score, the logit alone.
+        trained: False for random weights. Scores and the order of results then have no meaning.
+        notes: origin of the weights, as free text.
+        score: weights of the final score. By default the final score is the logit alone, as published.
         pooled: the pooled similarity, if the bundle has one.
         hubness_bank: the bank of the hubness correction, if the bundle has one.
-        info: description of the directory that this was loaded from; None for a bundle made in memory.
+        info: description of the directory that the bundle was loaded from; None for a bundle made in memory.
 
     Example:
         >>> from edje_index import ModelBundle
@@ -89,7 +89,7 @@ class ModelBundle:
 
     @property
     def adapter_config(self) -> AdapterConfig:
-        """What determines the adapter except its weights."""
+        """Configuration of the adapter: everything that determines the adapter except its weights."""
         return self.adapter.config
 
     @property
@@ -99,22 +99,32 @@ class ModelBundle:
 
     @property
     def embed_dim(self) -> int:
-        """Width of the embeddings."""
+        """Width of the pooled embeddings of both towers."""
         return self.vision.embed_dim
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that affects an output, as loaded. Saving a changed bundle computes a new one."""
+        """SHA-256 of everything in the loaded directory that affects an output.
+
+        Changes in memory do not change this value; saving the bundle computes a new fingerprint.
+
+        Raises:
+            ModelError: the bundle was made in memory.
+        """
         return self._loaded().fingerprint
 
     @property
     def encoder_fingerprint(self) -> str:
-        """SHA-256 of everything that affects the stored tokens and embeddings, as loaded."""
+        """SHA-256 of everything in the loaded directory that affects the stored tokens and embeddings.
+
+        Raises:
+            ModelError: the bundle was made in memory.
+        """
         return self._loaded().encoder_fingerprint
 
     @property
     def score_models(self) -> ScoreModels:
-        """The models that the parts of the final score read, with the weights that this bundle has now."""
+        """The models that compute the parts of the final score, with the current weights of this bundle."""
         return ScoreModels(self.joint.scorer(), self.pooled, self.hubness_bank)
 
     @property
@@ -123,22 +133,25 @@ class ModelBundle:
         return PooledVectors(self.joint.scorer(), self.pooled)
 
     def weights(self, direction: str, score: str | ScoreWeights = BUNDLE_SCORE) -> ScoreWeights:
-        """The weights of the final score in one direction.
+        """Return the weights of the final score in one direction.
 
         Args:
             direction: "t2i" or "i2t".
-            score: see `scoring.weights.parse_score`.
+            score: the weights to use, see `scoring.weights.parse_score`; by default the weights of this bundle.
 
         Raises:
-            UsageError: `score` names an unknown part or no weight.
-            ModelError: the bundle lacks a part that `score` weighs.
+            UsageError: `score` names an unknown part, gives a weight that is not finite, or gives no weight except 0.
+            ModelError: `score` gives a weight to a part that the bundle lacks.
         """
         weights = parse_score(score, self.score.of(direction))
         check_parts(weights, self.parts(direction, weights), "this model bundle")
         return weights
 
     def parts(self, direction: str, weights: ScoreWeights) -> Mapping[str, Part]:
-        """Every part of the final score that the bundle has, by name; `weights` define the hubness correction."""
+        """Return every part of the final score that the bundle has, by name.
+
+        `weights` determine the similarity that the hubness correction uses.
+        """
         return self.score_models.parts(direction, weights.hubness_similarity)
 
     @classmethod
@@ -146,13 +159,15 @@ class ModelBundle:
         """Read a bundle.
 
         Args:
-            path: its directory.
-            device: where the weights go: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+            path: directory of the bundle.
+            device: device of the weights: ``auto`` (CUDA if this machine has a CUDA device), ``cpu``, ``cuda`` or
+                ``cuda:N``.
             dtype: data type of the joint encoder's matrix products, see `devices.resolve_dtype`.
-            verify: compare every file with its hash first.
+            verify: before loading, compare every file with its hash in ``bundle.json``.
 
         Raises:
-            ModelError: `path` is not a bundle; a file is missing, changed or does not fit; no such device or dtype.
+            ModelError: `path` is not a bundle; a file is missing, changed, or does not fit the other files; or `device`
+                or `dtype` does not exist.
         """
         info = read_bundle_info(path)
         target = resolve_device(device)
@@ -180,15 +195,15 @@ class ModelBundle:
         return bundle
 
     def save(self, path: str | Path, before_commit: Callable[[BundleInfo], None] = lambda info: None) -> BundleInfo:
-        """Write the bundle as a new directory, completely or not at all.
+        """Write the bundle to a new directory. If writing fails, the directory does not appear.
 
         Args:
-            path: the directory to make.
-            before_commit: called when everything is written and nothing is at `path` yet. The `path` of its argument is
-                the directory that will be moved there.
+            path: the directory to create.
+            before_commit: called when all files are written to a temporary directory, before this directory is moved to
+                `path`. Its argument describes the temporary directory.
 
         Raises:
-            ModelError: the directory exists, or the parts do not fit each other.
+            ModelError: the directory exists, or the parts of the bundle do not fit each other.
         """
         _check_fit(self)
         out = Path(path)
@@ -241,12 +256,12 @@ class ModelBundle:
 
     def _loaded(self) -> BundleInfo:
         if self.info is None:
-            raise ModelError("a bundle made in memory has no fingerprint: save it first")
+            raise ModelError("a bundle made in memory has no fingerprint: save the bundle and load the saved directory")
         return self.info
 
 
 def _check_fit(bundle: ModelBundle) -> None:
-    """Raise ModelError unless the parts have the same widths and counts where they meet."""
+    """Raise ModelError if the widths or counts of connected parts differ, or if the score needs a missing part."""
     _check_adapter(bundle)
     for direction_weights in (bundle.score.t2i, bundle.score.i2t):
         check_parts(direction_weights, bundle.parts("t2i", direction_weights), "the bundle")
@@ -259,17 +274,20 @@ def _check_adapter(bundle: ModelBundle) -> None:
     if adapter.vision_dim != vision.patch_dim:
         raise ModelError(
             f"the adapter takes patch features of width {adapter.vision_dim}, but the vision tower {name} gives "
-            f"width {vision.patch_dim}: name the tower that the adapter was trained with"
+            f"width {vision.patch_dim}: give the vision tower that the adapter was trained with"
         )
     if adapter.kind in (LOCAL, PATCHES) and adapter.num_tokens != vision.num_patches:
         raise ModelError(
-            f"a {adapter.kind} adapter stores one token per patch: it has {adapter.num_tokens} tokens, but {name} has "
-            f"{vision.num_patches} patches"
+            f"a {adapter.kind} adapter stores one token per patch: this adapter has {adapter.num_tokens} tokens, but "
+            f"the vision tower {name} has {vision.num_patches} patches"
         )
     if adapter.kind in REDUCTIONS and adapter.num_tokens > vision.num_patches:
-        raise ModelError(f"cannot keep {adapter.num_tokens} patches: {name} has only {vision.num_patches}")
+        raise ModelError(
+            f"a {adapter.kind} adapter cannot keep {adapter.num_tokens} patches: the vision tower {name} has only "
+            f"{vision.num_patches}; use a smaller num_tokens"
+        )
     if adapter.language_dim != bundle.joint.width and not adapter.is_feature:
         raise ModelError(
             f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads width "
-            f"{bundle.joint.width}: take both from the same training run"
+            f"{bundle.joint.width}: take the adapter and the joint encoder from the same training run"
         )

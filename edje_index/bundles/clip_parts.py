@@ -1,4 +1,4 @@
-"""The open_clip model of a bundle: both towers together."""
+"""Loads the open_clip model of a bundle, which contains both towers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edje_index.models.weights import assign_weights, read_weights
 
 
 def load_clip(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
-    """The frozen open_clip model of a bundle."""
+    """Load the frozen open_clip model of a bundle onto the CPU."""
     weights = info.path / VISION_WEIGHTS
     with limited_by(weights):
         clip = build_clip(config, info.path / VISION_FOLDER / HF_TEXT_FOLDER if config.hf_text_name else None)
@@ -22,6 +22,6 @@ def load_clip(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
 
 
 def load_clip_text_tower(info: BundleInfo, config: ClipConfig, device: torch.device) -> TextTower:
-    """The text tower of a bundle, whatever its form, on `device`."""
+    """Load the text tower of a bundle onto `device`. Every kind of text tower that open_clip supports is loaded."""
     tokenizer = text_tokenizer(config, info.path / VISION_FOLDER)
     return TextTower(load_clip(info, config).to(device), tokenizer)

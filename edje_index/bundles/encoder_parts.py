@@ -1,4 +1,4 @@
-"""The parts of a model bundle that indexing needs: vision tower and adapter."""
+"""Loads the parts of a model bundle that indexing needs: vision tower and adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edje_index.models.weights import assign_weights, read_weights
 
 
 def load_visual(info: BundleInfo) -> tuple[VisionTower, ClipConfig]:
-    """The vision tower of a bundle. The weights of the text tower are not read."""
+    """Load the vision tower of a bundle, and its configuration. The weights of the text tower are not read."""
     config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
     weights = info.path / VISION_WEIGHTS
     with limited_by(weights):
@@ -23,11 +23,13 @@ def load_visual(info: BundleInfo) -> tuple[VisionTower, ClipConfig]:
 
 
 def load_adapter(info: BundleInfo) -> Adapter:
-    """The adapter of a bundle, frozen."""
+    """Load the adapter of a bundle, with frozen weights."""
     try:
         config = AdapterConfig(**info.adapter)
     except TypeError as error:
-        raise ModelError(f"{info.path / INFO_FILE} describes an unknown adapter: {error}") from error
+        raise ModelError(
+            f"{info.path / INFO_FILE} describes an adapter that this release does not know: {error}"
+        ) from error
     weights = info.path / ADAPTER_WEIGHTS
     with limited_by(weights):
         adapter = build_adapter(config)

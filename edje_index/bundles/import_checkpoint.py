@@ -29,22 +29,22 @@ def import_checkpoint(
 ) -> BundleInfo:
     """Make a bundle from a published checkpoint and the open_clip model that it was trained with.
 
-    The bundle scores by the joint encoder's logit alone and canonicalises captions, as published.
+    As published, the final score of the bundle is the logit of the joint encoder alone, and captions are canonicalised.
 
     Args:
         checkpoint: the ``.pth`` file.
         vision: the open_clip model: ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``, ``hf-hub:ORG/REPO`` or
-            ``local-dir:DIRECTORY``. None takes the one that the checkpoint's configuration names.
-        out: the bundle's directory, which must not exist.
-        pretrained: tag or weights file of the model, if ``vision`` does not name one.
-        tokenizer_dir: the joint encoder's tokenizer and ``config.json``; by default ``tokenizer/`` beside the
-            checkpoint.
-        text_tokenizer_dir: files of the text tower's tokenizer, if it is a Hugging Face tokenizer that cannot be
-            downloaded. A ``local-dir:`` directory holds its own.
+            ``local-dir:DIRECTORY``. None means the model that the checkpoint's configuration names.
+        out: directory of the new bundle, which must not exist.
+        pretrained: tag or weights file of the open_clip model, if ``vision`` names neither.
+        tokenizer_dir: directory of the joint encoder's tokenizer and ``config.json``. The default is the directory
+            ``tokenizer/`` beside the checkpoint.
+        text_tokenizer_dir: directory of the text tower's tokenizer. It is needed only for a Hugging Face tokenizer that
+            cannot be downloaded and is not in the directory of a ``local-dir:`` model.
 
     Raises:
         HubUnreachableError: weights or a tokenizer are missing and cannot be downloaded.
-        ModelError: parts are missing or do not fit each other, or the checkpoint holds other towers.
+        ModelError: parts are missing or do not fit each other, or the towers in the checkpoint differ from ``vision``.
 
     Example:
         >>> from edje_index import import_checkpoint
@@ -54,7 +54,7 @@ def import_checkpoint(
     """
     path = Path(checkpoint)
     if Path(out).exists():
-        raise ModelError(f"{out} exists already: choose another directory, or remove it")
+        raise ModelError(f"{out} exists already: choose another directory for the bundle, or remove {out}")
     tokenizer = _tokenizer_dir(path, tokenizer_dir)
     content = PublishedCheckpoint.read(path)
     vision = vision or _recorded_tower(content)
@@ -76,17 +76,17 @@ def import_checkpoint(
 
 
 def _recorded_tower(checkpoint: PublishedCheckpoint) -> str:
-    """open_clip's name of the tower in the checkpoint's configuration."""
+    """Return open_clip's name of the vision tower that the checkpoint's configuration names."""
     if checkpoint.siglip_path not in OPEN_CLIP_NAMES:
         recorded = f"names the unknown tower {checkpoint.siglip_path!r}" if checkpoint.siglip_path else "names no tower"
-        raise ModelError(f"{checkpoint.path} {recorded}: give the name of its vision tower in open_clip")
+        raise ModelError(f"{checkpoint.path} {recorded}: give open_clip's name of the checkpoint's vision tower")
     return OPEN_CLIP_NAMES[checkpoint.siglip_path]
 
 
 def _check_towers(
     checkpoint: PublishedCheckpoint, adapter: Adapter, tower: VisionTower, clip: torch.nn.Module, name: str
 ) -> None:
-    """Raise ModelError unless the towers of the checkpoint are those of `clip`."""
+    """Raise ModelError if the towers of the checkpoint differ from the towers of `clip`."""
     is_local = adapter.config.kind == LOCAL
     check_tower_size(tower, name, checkpoint.siglip_path, checkpoint.positions, local=is_local)
     check_same_towers(checkpoint.weights, clip, name)
@@ -96,8 +96,8 @@ def _tokenizer_dir(checkpoint: Path, given: str | Path | None) -> Path:
     folder = Path(given) if given else checkpoint.parent / "tokenizer"
     if not folder.is_dir():
         raise ModelError(
-            f"no joint tokenizer at {folder}: a checkpoint does not contain it; name the directory with the language "
-            "model's tokenizer and config.json"
+            f"there is no joint tokenizer at {folder}: a checkpoint does not contain the tokenizer, so give the "
+            "directory with the language model's tokenizer and config.json"
         )
     return folder
 
@@ -109,7 +109,10 @@ def _text_tokenizer_dir(vision: str, given: str | Path | None) -> Path | None:
 
 
 def _with_patch_count(adapter: Adapter, patches: int) -> Adapter:
-    """Give a local adapter as many tokens as the tower has patches, which its checkpoint does not record."""
+    """Return the adapter; a local adapter is rebuilt with one token for each of the tower's patches.
+
+    A checkpoint does not record the number of patches.
+    """
     if adapter.config.kind != LOCAL:
         return adapter
     sized = build_adapter(replace(adapter.config, num_tokens=patches))

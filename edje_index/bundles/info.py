@@ -8,8 +8,8 @@ A bundle is one directory:
     vision/...                         tokenizer of the text tower, unless it is open_clip's own
     adapter.safetensors                weights of the adapter
     joint/config.json                  BERT configuration of the joint encoder
-    joint/model.safetensors            its weights; those of the pooled similarity begin with ``pooled.``
-    joint/...                          its tokenizer
+    joint/model.safetensors            weights of the joint encoder and, named ``pooled.*``, of the pooled similarity
+    joint/...                          tokenizer of the joint encoder
     bank.safetensors                   the bank of the hubness correction, if the bundle has one
 
 open_clip itself can open ``vision/`` as ``local-dir:BUNDLE/vision``.
@@ -41,24 +41,27 @@ ADAPTER_WEIGHTS = "adapter.safetensors"
 JOINT_CONFIG = "joint/config.json"
 JOINT_WEIGHTS = "joint/model.safetensors"
 BANK_WEIGHTS = "bank.safetensors"
-# The files that decide what an index stores. The text tower and the joint encoder only decide how it is searched.
+# The files that determine what an index stores. The text tower and the joint encoder only affect searches.
 ENCODER_FILES = (VISION_CONFIG, VISION_WEIGHTS, ADAPTER_WEIGHTS)
-# Part of every hash. It stays 1, so that an index built with a bundle of version 1 accepts the bundle saved again.
+# Part of every fingerprint. It stays 1, so that saving a version 1 bundle again does not change its fingerprint.
+# An index built with the old bundle then accepts the new one.
 _FINGERPRINT_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class BundleDescription:
-    """What a bundle consists of, apart from its files.
+    """The description of a bundle in ``bundle.json``, without the list of files and the fingerprints.
 
     Attributes:
-        vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim``, ``image_size`` of the tower.
+        vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim`` and ``image_size`` of the vision
+            tower.
         adapter: fields of the adapter's configuration.
-        joint: ``text_embed_dim`` of the joint encoder's text-embedding head; ``canonical_captions``, if they are; sizes
-            of the ``pooled_similarity`` and of the ``hubness_bank``, if the bundle has them.
+        joint: ``text_embed_dim``, the width of the joint encoder's text-embedding head; ``canonical_captions``, True if
+            the joint encoder reads canonicalised captions; ``pooled_similarity`` and ``hubness_bank``, the sizes of
+            these parts if the bundle has them.
         score: weights of the final score.
         trained: False for random weights.
-        notes: where the weights came from, as free text.
+        notes: origin of the weights, as free text.
     """
 
     vision: Mapping[str, Any]
@@ -70,7 +73,7 @@ class BundleDescription:
 
     @property
     def vision_name(self) -> str:
-        """open_clip's name of the tower."""
+        """open_clip's name of the model that holds the towers."""
         return str(self.vision["name"])
 
     @property
@@ -80,22 +83,22 @@ class BundleDescription:
 
     @property
     def embed_dim(self) -> int:
-        """Width of the embeddings."""
+        """Width of the pooled embeddings of both towers."""
         return int(self.vision["embed_dim"])
 
     @property
     def canonical_captions(self) -> bool:
-        """Whether the joint encoder reads canonicalised captions. Bundles made before this was recorded do not."""
+        """Whether the joint encoder reads canonicalised captions. False for old bundles, which do not record this."""
         return bool(self.joint.get("canonical_captions", False))
 
     @property
     def pooled_similarity(self) -> dict[str, int] | None:
-        """``words`` and ``dim`` of the pooled similarity; None if the bundle has none."""
+        """Sizes ``words`` and ``dim`` of the pooled similarity; None if the bundle has no pooled similarity."""
         return _sizes(self.joint.get("pooled_similarity"), words=0, dim=0)
 
     @property
     def hubness_bank(self) -> dict[str, int] | None:
-        """``captions``, ``images`` and ``dim`` of the bank of the hubness correction; None if the bundle has none."""
+        """Sizes ``captions``, ``images`` and ``dim`` of the hubness bank; None if the bundle has no hubness bank."""
         return _sizes(self.joint.get("hubness_bank"), captions=1, images=1, dim=0)
 
 
@@ -105,9 +108,9 @@ class BundleInfo(BundleDescription):
 
     Attributes:
         path: the bundle's directory.
-        files: relative path to ``{"bytes", "sha256"}``, for every file but ``bundle.json``.
-        fingerprint: SHA-256 over everything that affects an output.
-        encoder_fingerprint: SHA-256 over everything that affects the stored tokens and embeddings.
+        files: ``{"bytes", "sha256"}`` of every file except ``bundle.json``, by relative path.
+        fingerprint: SHA-256 of everything that affects an output.
+        encoder_fingerprint: SHA-256 of everything that affects the stored tokens and embeddings.
 
     Example:
         >>> from edje_index import read_bundle_info
@@ -122,16 +125,19 @@ class BundleInfo(BundleDescription):
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of all weights together."""
+        """Total size of the weights files in bytes."""
         return sum(int(f["bytes"]) for name, f in self.files.items() if name.endswith(".safetensors"))
 
     @property
     def encoder_weights_bytes(self) -> int:
-        """Bytes of the weights of the towers and the adapter: an upper bound for what an encoder process holds."""
+        """Size of the weights of both towers and the adapter, in bytes.
+
+        This is an upper bound for the weights in the memory of an encoder process.
+        """
         return sum(int(self.files[name]["bytes"]) for name in (VISION_WEIGHTS, ADAPTER_WEIGHTS))
 
     def to_json(self) -> dict[str, Any]:
-        """Content of ``bundle.json``."""
+        """Return the content of ``bundle.json``."""
         return {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -148,7 +154,7 @@ class BundleInfo(BundleDescription):
 
 
 def describe_bundle(path: Path, description: BundleDescription) -> BundleInfo:
-    """Hash the files in ``path`` and add them to the description."""
+    """Hash the files in ``path``, and return the description with these hashes and the fingerprints."""
     names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file() and p.name != INFO_FILE)
     files = {name: {"bytes": (path / name).stat().st_size, "sha256": _sha256(path / name)} for name in names}
     score = None if description.score == DirectionWeights() else description.score.to_json()
@@ -167,10 +173,11 @@ def describe_bundle(path: Path, description: BundleDescription) -> BundleInfo:
 
 
 def read_bundle_info(path: str | Path) -> BundleInfo:
-    """Read ``bundle.json`` of a bundle. Weights are neither read nor checked (see :func:`verify_files`).
+    """Read ``bundle.json`` of a bundle. Weights are not read; :func:`verify_files` checks them.
 
     Raises:
-        ModelError: the directory is not a bundle, has a different format version, or was changed by hand.
+        ModelError: the directory is not a bundle, has an unsupported format version, holds code, or has a
+            ``bundle.json`` that is damaged or was edited.
 
     Example:
         >>> from edje_index import read_bundle_info
@@ -184,32 +191,42 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
         info = _parse(folder, content)
         fingerprints = _stored_fingerprint(content), encoder_fingerprint(info.adapter, info.files)
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{folder / INFO_FILE} is damaged ({error!r}): make the bundle again") from error
+        raise ModelError(
+            f"{folder / INFO_FILE} is damaged ({error!r}): restore {INFO_FILE} or make the bundle again"
+        ) from error
     if fingerprints != (info.fingerprint, info.encoder_fingerprint):
         raise ModelError(
-            f"{folder / INFO_FILE} was changed: its fingerprint does not match its content; make the bundle again"
+            f"{folder / INFO_FILE} was changed after the bundle was made: the fingerprint does not match the rest of "
+            "the file; restore this file or make the bundle again"
         )
     check_bundle_folder(folder, info.files)
     return info
 
 
 def encoder_fingerprint(adapter: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> str:
-    """SHA-256 over everything that affects the stored tokens and embeddings; `files` are as in :class:`BundleInfo`."""
+    """Return the SHA-256 of everything that affects the stored tokens and embeddings.
+
+    Args:
+        adapter: fields of the adapter's configuration.
+        files: size and hash of each file, as in :class:`BundleInfo`.
+    """
     return _fingerprint(adapter, {}, {name: files[name] for name in ENCODER_FILES}, None)
 
 
 def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:
-    """Compare files with the hashes in ``bundle.json``: all files, or those in `names`.
+    """Compare the files in `names`, or all files if `names` is None, with the hashes in ``bundle.json``.
 
     Raises:
-        ModelError: a file is missing or has other content.
+        ModelError: a file is missing, or its content does not match its hash.
     """
     for name in info.files if names is None else names:
         file, record = info.path / name, info.files[name]
         if not file.is_file():
-            raise ModelError(f"the bundle {info.path} lacks {name}: copy the whole directory, or make it again")
+            raise ModelError(
+                f"the bundle {info.path} lacks {name}: copy the whole bundle directory, or make the bundle again"
+            )
         if file.stat().st_size != record["bytes"] or _sha256(file) != record["sha256"]:
-            raise ModelError(f"{file} differs from the file that the bundle was made with: copy it again")
+            raise ModelError(f"{file} differs from the file that the bundle was made with: copy this file again")
 
 
 def _parse(folder: Path, content: Mapping[str, Any]) -> BundleInfo:
@@ -229,22 +246,25 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> BundleInfo:
         fingerprint=str(content["fingerprint"]),
         encoder_fingerprint=str(content["encoder_fingerprint"]),
     )
-    _ = info.pooled_similarity, info.hubness_bank  # refuses impossible sizes
+    _ = info.pooled_similarity, info.hubness_bank  # raises ValueError for sizes that are not valid
     return info
 
 
 def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | None:
-    """The integers named in `least`. Raises ValueError if one of them is smaller than its limit."""
+    """Return the sizes named in `least`; None if `value` is None.
+
+    `least` gives the smallest valid size of each name. Raise ValueError if a size is smaller.
+    """
     if value is None:
         return None
     sizes = {name: int(value[name]) for name in least}
     if any(sizes[name] < limit for name, limit in least.items()):
-        raise ValueError(f"invalid sizes {sizes}")
+        raise ValueError(f"the sizes {sizes} are not valid: the smallest valid sizes are {least}")
     return sizes
 
 
 def _stored_fingerprint(content: Mapping[str, Any]) -> str:
-    """The fingerprint that a ``bundle.json`` of either version must contain."""
+    """Return the fingerprint that a ``bundle.json`` with this content must contain, for format version 1 or 2."""
     score = content.get("score")
     if score is not None and DirectionWeights.from_json(score) == DirectionWeights():
         score = None
@@ -257,8 +277,11 @@ def _fingerprint(
     files: Mapping[str, Mapping[str, Any]],
     score: Mapping[str, Any] | None,
 ) -> str:
-    """SHA-256 of the parts. `score` is None for the logit alone, so that such bundles keep their version 1
-    fingerprint."""
+    """Return the SHA-256 of the parts of a bundle.
+
+    `score` is None if the final score is the logit alone. Such bundles then keep the fingerprint that they had in
+    format version 1.
+    """
     hashes = {name: record["sha256"] for name, record in files.items()}
     parts = {"format_version": _FINGERPRINT_VERSION, "adapter": dict(adapter), "joint": dict(joint), "files": hashes}
     if score is not None:

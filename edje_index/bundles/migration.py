@@ -11,11 +11,12 @@ _RENAMED_SIZES = {"pooled": "pooled_similarity", "bank": "hubness_bank"}
 
 
 def migrate_version_1(joint: Mapping[str, Any]) -> tuple[dict[str, Any], DirectionWeights]:
-    """Split version 1's ``joint`` into version 2's ``joint`` and ``score``.
+    """Convert the ``joint`` entry of version 1 to the ``joint`` and ``score`` entries of version 2.
 
-    Version 1 keeps the weights of text-to-image search in ``embedding_weight``, ``late_weight``, ``pooled_weight``,
-    ``prior_weight`` and ``prior_temperature``, each left out if it has no effect, and those of image-to-text search in
-    ``caption_weights``, which is left out if they are the same.
+    In version 1, ``joint`` also holds the weights of the final score. The weights of text-to-image search are
+    ``embedding_weight``, ``late_weight``, ``pooled_weight``, ``prior_weight`` and ``prior_temperature``; a weight
+    without effect is left out. The weights of image-to-text search are in ``caption_weights``, which is left out if
+    they equal the weights of text-to-image search.
 
     Raises:
         KeyError, TypeError, ValueError: ``joint`` is damaged.
@@ -30,7 +31,7 @@ def migrate_version_1(joint: Mapping[str, Any]) -> tuple[dict[str, Any], Directi
 
 
 def _weights(named: Mapping[str, Any], sizes: Mapping[str, Any]) -> ScoreWeights:
-    """The weights of one direction. Version 1 ignores the weight of a part that the bundle does not hold."""
+    """Return the weights of one direction. As in version 1, the weight of a part that the bundle lacks is ignored."""
     embedding, late, pooled, prior, temperature = (
         float(named[name]) for name in ("similarity", "late", "pooled", "prior", "temperature")
     )

@@ -1,8 +1,8 @@
-"""Bundles of plain open_clip towers, whose indexes are searched by embedding alone.
+"""Makes bundles from plain open_clip towers. Their indexes are searched by embedding similarity alone.
 
-They give the embedding-only rows of an evaluation, and mine hard negatives for another model. A bundle has an adapter
-and a joint encoder too: the adapter stores one patch per image unchanged, and the joint encoder is a tiny one that no
-score uses.
+Such bundles serve as the embedding-only baseline of an evaluation and for mining hard negatives for another model. A
+bundle always has an adapter and a joint encoder. Here the adapter stores one patch per image unchanged, and the joint
+encoder is a tiny model that no score uses.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ def bundle_of_open_clip(
     text_tokenizer_dir: str | Path | None = None,
     untrained: bool = False,
 ) -> BundleInfo:
-    """Make a bundle of the towers of an open_clip model, which scores by the embedding similarity alone.
+    """Make a bundle from the towers of an open_clip model. Its final score is the embedding similarity alone.
 
     Args:
         vision: the model: ``NAME``, ``NAME:TAG``, ``NAME:/path/to/weights``, ``hf-hub:ORG/REPO`` or
             ``local-dir:DIRECTORY``.
-        out: the bundle's directory, which must not exist.
-        pretrained: tag or weights file of the model, if ``vision`` does not name one.
-        text_tokenizer_dir: files of the text tower's tokenizer, if it is a Hugging Face tokenizer that cannot be
-            downloaded. A ``local-dir:`` directory holds its own.
-        untrained: random weights, to try commands; `vision` is a ``NAME`` then.
+        out: directory of the new bundle, which must not exist.
+        pretrained: tag or weights file of the model, if ``vision`` names neither.
+        text_tokenizer_dir: directory of the text tower's tokenizer. It is needed only for a Hugging Face tokenizer that
+            cannot be downloaded and is not in the directory of a ``local-dir:`` model.
+        untrained: draw random weights, to try commands; `vision` must then be a ``NAME``.
 
     Raises:
         HubUnreachableError: weights or a tokenizer are missing and cannot be downloaded.
-        ModelError: the model is unknown, or `out` exists.
+        ModelError: the model is unknown, its weights do not fit, or `out` exists.
     """
     if Path(out).exists():
-        raise ModelError(f"{out} exists already: choose another directory, or remove it")
+        raise ModelError(f"{out} exists already: choose another directory for the bundle, or remove {out}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         clip, config = load_clip(vision, pretrained, untrained=untrained)

@@ -1,9 +1,10 @@
 """Reads checkpoints in the format of the published EDJE training code.
 
-A checkpoint is ``{"model": state_dict, "optimizer", "config", "epoch", "global_step"}``. The adapter
-(``vision_projection.*``) and the joint encoder (``language_model.*``, ``text_embeddings.*``, ``classification_head.*``,
-``text_projection.*``) are read. Towers come from open_clip; `published_towers` compares them with the frozen towers in
-the checkpoint (``vision_encoder.*``, ``clip.*``).
+A checkpoint is a dict with the keys ``model`` (the weights by name), ``optimizer``, ``config``, ``epoch`` and
+``global_step``. This module reads the weights of the adapter (``vision_projection.*``) and of the joint encoder
+(``language_model.*``, ``text_embeddings.*``, ``classification_head.*``, ``text_projection.*``). The checkpoint also
+holds frozen towers (``vision_encoder.*``, ``clip.*``). Bundles take their towers from open_clip instead;
+`published_towers` checks that both are equal.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ class PublishedModel:
     """Adapter and joint encoder of a published checkpoint, without a vision tower.
 
     Attributes:
-        adapter: ``adapter(vision_tokens [b, n, d_vision]) -> [b, m, d]``.
-        joint: the joint encoder. Its tokenizer takes captions as they are, as the published model does; the published
-            evaluation canonicalises them first (`edje_index.models.text_cleaning.clean_canonicalize`).
+        adapter: maps patch features [b, n, d_v] to tokens [b, m, d].
+        joint: the joint encoder. Like the published model, its tokenizer does not canonicalise captions. The published
+            evaluation code canonicalises them before it calls the model; to do the same, apply
+            `edje_index.models.text_cleaning.clean_canonicalize`.
 
     Example:
         >>> import torch
@@ -49,7 +51,10 @@ class PublishedModel:
     joint: JointEncoder
 
     def score(self, captions: str | Sequence[str], tokens: torch.Tensor) -> torch.Tensor:
-        """Matching logits, float32 [b], of captions and the adapter's tokens [b, m, d]."""
+        """Return matching logits, float32 [b], of captions and the adapter's tokens [b, m, d].
+
+        `captions` are b captions, or one caption for all images.
+        """
         return self.joint.score(captions, tokens)
 
 
@@ -58,9 +63,9 @@ class PublishedCheckpoint:
     """The content of a checkpoint.
 
     Attributes:
-        path: the file, for messages.
+        path: path of the checkpoint file, for error messages.
         weights: all weights by name.
-        siglip_path: the tower that it was trained with, by its name on the Hugging Face hub; None if not recorded.
+        siglip_path: Hugging Face name of the tower that the model was trained with; None if not recorded.
     """
 
     path: Path
@@ -69,15 +74,17 @@ class PublishedCheckpoint:
 
     @classmethod
     def read(cls, path: Path) -> PublishedCheckpoint:
-        """Read a checkpoint. No code in it is executed.
+        """Read a checkpoint. No code in the file is executed.
 
         Raises:
-            ModelError: the file is not such a checkpoint.
+            ModelError: the file is not a checkpoint of the published training code.
         """
         content = read_checkpoint(path)
         state, config = content.get("model"), content.get("config")
         if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-            raise ModelError(f"{path} is not a checkpoint of the published training code: it has no 'model' weights")
+            raise ModelError(
+                f"{path} is not a checkpoint of the published training code: the file has no 'model' weights"
+            )
         tower = config.get("siglip_path") if isinstance(config, dict) else None
         return cls(path, state, tower if isinstance(tower, str) else None)
 
@@ -88,7 +95,7 @@ class PublishedCheckpoint:
         return int(self.weights[POSITIONS].shape[0])
 
     def model(self, tokenizer_dir: Path, *, vision_heads: int, layer_norm_eps: float) -> PublishedModel:
-        """Adapter and joint encoder. Arguments as for `load_published_checkpoint`."""
+        """Build the adapter and the joint encoder. Arguments and errors as for `load_published_checkpoint`."""
         with limited_by(self.path):
             joint = _joint_encoder(self.weights, tokenizer_dir, str(self.path))
             adapter = _adapter(self.weights, joint, vision_heads, layer_norm_eps, str(self.path))
@@ -98,16 +105,17 @@ class PublishedCheckpoint:
 def load_published_checkpoint(
     checkpoint: str | Path, tokenizer_dir: str | Path, *, vision_heads: int, layer_norm_eps: float = 1e-6
 ) -> PublishedModel:
-    """Read a checkpoint of the published training code. No code in it is executed.
+    """Load the model from a checkpoint of the published training code. No code in the file is executed.
 
     Args:
         checkpoint: the ``.pth`` file.
-        tokenizer_dir: directory with the tokenizer and the BERT ``config.json``.
-        vision_heads: number of attention heads of the vision tower, which the compressed adapter shares.
-        layer_norm_eps: epsilon of the vision tower's layer norm, which the adapter shares.
+        tokenizer_dir: directory with the tokenizer and the ``config.json`` of the BERT model.
+        vision_heads: number of attention heads of the vision tower. A compressed adapter has the same number.
+        layer_norm_eps: epsilon of the vision tower's layer norm. A compressed adapter has the same epsilon.
 
     Raises:
-        ModelError: the file is not such a checkpoint, or its parts do not fit each other.
+        ModelError: the file is not a checkpoint of the published training code, its parts do not fit each other, or
+            the tokenizer cannot be read.
 
     Example:
         >>> import torch
@@ -123,7 +131,8 @@ def load_published_checkpoint(
 
 def _joint_encoder(state: State, tokenizer_dir: Path, what: str) -> JointEncoder:
     _require(state, (WORDS, POSITIONS, "text_projection.weight"), what)
-    # Training adds <image> and may extend the positions. The weights have the true sizes, the file may not.
+    # Training adds the token <image> and may extend the position table. config.json may still have the old sizes, so
+    # the sizes are taken from the weights.
     config = bert_config(
         tokenizer_dir / "config.json",
         vocab_size=state[WORDS].shape[0],
@@ -158,10 +167,13 @@ def _adapter(state: State, joint: JointEncoder, heads: int, eps: float, what: st
         # The checkpoint does not record the number of patches; import_checkpoint sets it.
         config = AdapterConfig(LOCAL, 1, width, language, hidden, activation=activation)
     else:
-        raise ModelError(f"{what} has no adapter: neither {ADAPTER_PREFIX}query nor {ADAPTER_PREFIX}0.weight")
+        raise ModelError(
+            f"{what} has no adapter: the checkpoint lacks both {ADAPTER_PREFIX}query and {ADAPTER_PREFIX}0.weight"
+        )
     if config.language_dim != joint.width:
         raise ModelError(
-            f"{what}: the adapter makes tokens of width {config.language_dim}, the joint encoder reads {joint.width}"
+            f"{what}: the adapter makes tokens of width {config.language_dim}, but the joint encoder reads width "
+            f"{joint.width}"
         )
     adapter = build_adapter(config)
     assign_weights(adapter, weights, f"the adapter of {what}")
@@ -171,4 +183,6 @@ def _adapter(state: State, joint: JointEncoder, heads: int, eps: float, what: st
 def _require(state: State, names: Sequence[str], what: str) -> None:
     missing = [name for name in names if name not in state]
     if missing:
-        raise ModelError(f"{what} is not a checkpoint of the published training code: it lacks {', '.join(missing)}")
+        raise ModelError(
+            f"{what} is not a checkpoint of the published training code: the weights lack {', '.join(missing)}"
+        )

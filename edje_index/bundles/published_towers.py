@@ -1,8 +1,9 @@
-"""The frozen SigLIP towers inside checkpoints of the published training code, compared with those of open_clip.
+"""Compares the frozen SigLIP towers in a checkpoint of the published training code with the towers of open_clip.
 
-The published trainer saves its towers in the format of transformers: ``vision_encoder.*``, which the adapter reads, and
-``clip.*``, whose embeddings mine negatives. A bundle takes its towers from open_clip. So the towers of a checkpoint
-must have the same sizes and, up to the rounding of the file, the same weights.
+The published training code saves its towers in the format of transformers. The tower ``vision_encoder.*`` feeds the
+adapter; the towers ``clip.*`` compute embeddings for hard-negative mining. A bundle takes its towers from open_clip
+instead. So the towers in the checkpoint must have the same sizes and, up to the rounding of the file, the same weights
+as the towers of open_clip.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ OPEN_CLIP_NAMES = {
     "google/siglip2-large-patch16-256": "ViT-L-16-SigLIP2-256:webli",
     "google/siglip2-large-patch16-384": "ViT-L-16-SigLIP2-384:webli",
 }
-"""Towers of the published code by open_clip's name."""
+"""open_clip's name of each tower that the published code supports, by the name on the Hugging Face hub."""
 
 BERT_POSITIONS = 512
 _TEXT_POSITIONS = 64  # of a row, apart from its image tokens
@@ -57,19 +58,19 @@ _TEXT_NAMES: _Renames = (
 
 
 def check_tower_size(tower: VisionTower, name: str, siglip_path: str | None, positions: int, *, local: bool) -> None:
-    """Refuse a tower with another number of patches than that of the checkpoint.
+    """Refuse an open_clip tower whose number of patches differs from that of the checkpoint's tower.
 
     Args:
-        tower: the tower of open_clip.
-        name: its name, for messages.
-        siglip_path: the tower that the checkpoint's configuration names, such as
-            ``google/siglip2-large-patch16-384``; None if it names none.
-        positions: length of the checkpoint's position table. The published code extends BERT's for a local adapter to
-            64 + n.
-        local: whether the adapter is local, so that n is the number of patches.
+        tower: the vision tower of open_clip.
+        name: name of `tower`, for error messages.
+        siglip_path: name of the tower in the checkpoint's configuration, such as
+            ``google/siglip2-large-patch16-384``; None if the configuration names no tower.
+        positions: length of the position table in the checkpoint. For a local adapter on n patches, the published code
+            extends BERT's table of 512 positions to 64 + n if that is longer.
+        local: whether the adapter in the checkpoint is a local adapter.
 
     Raises:
-        ModelError: the sizes differ.
+        ModelError: the numbers of patches differ.
     """
     match = re.search(r"patch(\d{1,3})-(\d{1,4})$", siglip_path or "")
     if match and int(match[1]):
@@ -77,25 +78,25 @@ def check_tower_size(tower: VisionTower, name: str, siglip_path: str | None, pos
         if patches != tower.num_patches:
             raise ModelError(
                 f"the checkpoint was trained with {siglip_path}, which has {patches} patches, but {name} has "
-                f"{tower.num_patches}: name the tower that it was trained with"
+                f"{tower.num_patches}: give the tower that the checkpoint was trained with"
             )
     if local and positions > BERT_POSITIONS and positions != tower.num_patches + _TEXT_POSITIONS:
         raise ModelError(
             f"the checkpoint has {positions} positions, for a tower of {positions - _TEXT_POSITIONS} patches, but "
-            f"{name} has {tower.num_patches}: name the tower that it was trained with"
+            f"{name} has {tower.num_patches}: give the tower that the checkpoint was trained with"
         )
 
 
 def check_same_towers(state: State, clip: nn.Module, name: str) -> None:
-    """Refuse a checkpoint whose towers are not those of `clip`, for example because they were trained further.
+    """Refuse a checkpoint whose towers differ from the towers of `clip`, for example because they were fine-tuned.
 
     Args:
-        state: the checkpoint's weights. One without towers is accepted.
-        clip: the model of open_clip.
-        name: its name, for messages.
+        state: weights of the checkpoint by name. A checkpoint without towers is accepted.
+        clip: the open_clip model.
+        name: name of the open_clip model, for error messages.
 
     Raises:
-        ModelError: a tower differs, or cannot be compared.
+        ModelError: a tower of the checkpoint differs in size or weights from the tower of `clip`.
     """
     weights = dict(clip.state_dict())
     for prefix, target, renames in (
@@ -120,20 +121,20 @@ def _check_same(tower: State, expected: State, what: str, name: str) -> None:
         sizes = [weights[key].numel() if key in weights else 0 for weights in (tower, expected)]
         if sizes[0] != sizes[1]:
             raise ModelError(
-                f"the checkpoint holds a tower ({what}.*) of another size than {name}: {sizes[0]} values of {key} "
-                f"instead of {sizes[1]}; name the tower that the checkpoint was trained with"
+                f"the checkpoint holds a tower ({what}.*) of another size than {name}: {key} has {sizes[0]} values "
+                f"instead of {sizes[1]}; give the tower that the checkpoint was trained with"
             )
         tolerance = _ROUNDING.get(tower[key].dtype, 1e-5)
         ours = expected[key].float().flatten()
         if not torch.allclose(tower[key].float().flatten(), ours, rtol=tolerance, atol=1e-6):
             raise ModelError(
                 f"the checkpoint holds a tower ({what}.*) with other weights than {name}: {key} differs; if the tower "
-                "was trained too, convert it to open_clip and name it as local-dir:DIRECTORY"
+                "was fine-tuned, convert it to an open_clip model and give that model as local-dir:DIRECTORY"
             )
 
 
 def _open_clip_weights(tower: State, renames: _Renames) -> State:
-    """Weights of a tower of transformers under the names of timm or of open_clip's text tower."""
+    """Rename the weights of a tower from transformers to the names in timm or in open_clip's text tower."""
     result = {}
     for key, tensor in _joined(tower).items():
         for pattern, replacement in renames:
@@ -143,7 +144,10 @@ def _open_clip_weights(tower: State, renames: _Renames) -> State:
 
 
 def _joined(tower: State) -> State:
-    """Query, key and value as one tensor in the layers, and as query and key-value in the pooling head."""
+    """Rearrange the attention weights as open_clip stores them.
+
+    In the layers, query, key and value become one tensor. In the pooling head, they become two: query and key-value.
+    """
     result = {}
     for key, tensor in tower.items():
         if match := re.fullmatch(r"(.*self_attn\.)([qkv])_proj\.(weight|bias)", key):

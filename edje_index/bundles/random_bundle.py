@@ -1,7 +1,7 @@
 """Makes bundles of random weights, to try every command without a trained model.
 
-No trained EDJE weights are published, and many machines cannot reach a model hub. With a random bundle every step runs
-at its real cost, but the order of search results has no meaning. Equal seeds give equal weights.
+No trained EDJE weights are published, and many machines cannot reach a model hub. With random weights every step takes
+as long as with trained weights, but the order of search results has no meaning. Equal seeds give equal weights.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ MAX_POSITIONS = 512
 
 @dataclass(frozen=True)
 class UntrainedSizes:
-    """Sizes of an untrained bundle. The defaults are a ViT-S/16 and a MiniLM-L6-H384, with 64 x 384 blocks.
+    """Sizes of the models in an untrained bundle.
 
-    ``adapter_hidden`` is 4 times the width of the tower. The paper's 8192 would make the adapter nearly as slow as a
-    tower this small.
+    The defaults are the sizes of a ViT-S/16 tower and a MiniLM-L6-H384 language model, with 64 x 384 blocks. By default
+    ``adapter_hidden`` is 4 times the width of the vision tower. With the value 8192 of the EDJE paper, the adapter
+    would be nearly as slow as such a small tower.
     """
 
     image_size: int = 224
@@ -75,7 +76,7 @@ TINY = UntrainedSizes(
 
 
 def create_untrained_bundle(out: str | Path, *, seed: int = 0, sizes: UntrainedSizes | None = None) -> BundleInfo:
-    """Write a bundle of random weights to the new directory ``out``. Equal seeds and sizes give equal bytes.
+    """Write a bundle with random weights to the new directory ``out``. Equal seeds and sizes give equal bytes.
 
     Raises:
         ModelError: ``out`` exists.

@@ -1,8 +1,8 @@
-"""A BERT tokenizer that needs no download: it uses the vocabulary that the open_clip package contains.
+"""A BERT tokenizer that needs no download, because its vocabulary comes from the open_clip package.
 
 open_clip contains CLIP's byte-pair vocabulary, most frequent entries first. Entries that end a word (``</w>``) become
-words; other entries become pieces that continue a word (``##``). Entries with other characters than lower-case ASCII
-letters and digits are left out. All single letters and digits are added, so that no word made of them is unknown.
+words. Other entries become pieces that continue a word (``##``). Only entries that consist of lower-case ASCII letters
+and digits are used. All single letters and digits are added, so that no word made of them is unknown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORD_END = "</w>"
 
 
 def untrained_tokenizer(words: int) -> JointTokenizer:
-    """A WordPiece tokenizer with about ``words`` entries of open_clip's vocabulary; ``<image>`` is the last entry."""
+    """Make a WordPiece tokenizer with ``words`` entries of open_clip's vocabulary; ``<image>`` is the last entry."""
     vocabulary = {piece: token_id for token_id, piece in enumerate((*_pieces(words), IMAGE_TOKEN))}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -49,7 +49,7 @@ def untrained_tokenizer(words: int) -> JointTokenizer:
 
 
 def _pieces(count: int) -> list[str]:
-    """Special tokens, single characters, then ``count`` entries of the vocabulary in order, without duplicates."""
+    """Return the special tokens, all single characters, and ``count`` more entries of open_clip's vocabulary."""
     letters = string.ascii_lowercase + string.digits
     pieces = dict.fromkeys((*SPECIAL, *string.punctuation, *letters, *("##" + c for c in letters)))
     base = len(pieces)

@@ -1,4 +1,4 @@
-"""The parts of a model bundle that score pairs: joint encoder, pooled similarity and hubness bank.
+"""Loads the parts of a model bundle that score pairs: joint encoder, pooled similarity and hubness bank.
 
 ``joint/model.safetensors`` holds the joint encoder and, under the prefix ``pooled.``, the pooled similarity.
 """
@@ -22,7 +22,7 @@ POOLED = "pooled."
 
 
 def load_scorer(info: BundleInfo, dtype: torch.dtype, device: torch.device) -> JointScorer:
-    """The joint encoder of a bundle, for scoring alone."""
+    """Load the joint encoder of a bundle onto `device` as a scorer, which cannot be trained."""
     tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER, canonical=info.canonical_captions)
     source = info.path / JOINT_CONFIG
     shape = BertShape.parse(read_configuration(source), str(source))
@@ -31,7 +31,10 @@ def load_scorer(info: BundleInfo, dtype: torch.dtype, device: torch.device) -> J
 
 
 def load_pooled_similarity(info: BundleInfo, width: int) -> PooledSimilarity | None:
-    """The pooled similarity of a bundle whose joint encoder has `width`; None if the bundle has none."""
+    """Load the pooled similarity of a bundle; `width` is the width of the joint encoder.
+
+    Return None if the bundle has no pooled similarity.
+    """
     sizes = info.pooled_similarity
     if sizes is None:
         return None
@@ -43,10 +46,12 @@ def load_pooled_similarity(info: BundleInfo, width: int) -> PooledSimilarity | N
 
 
 def load_hubness_bank(info: BundleInfo) -> HubnessBank | None:
-    """The bank of the hubness correction; None if the bundle has none."""
+    """Load the bank of the hubness correction. Return None if the bundle has no hubness bank."""
     sizes = info.hubness_bank
     if sizes is None:
         return None
     if BANK_WEIGHTS not in info.files:
-        raise ModelError(f"the bundle {info.path} lacks {BANK_WEIGHTS}: copy the whole directory, or make it again")
+        raise ModelError(
+            f"the bundle {info.path} lacks {BANK_WEIGHTS}: copy the whole bundle directory, or make the bundle again"
+        )
     return HubnessBank.load(info.path / BANK_WEIGHTS, info.embed_dim, sizes)

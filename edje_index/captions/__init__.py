@@ -1,1 +1,1 @@
-"""Captions: files of captions in common formats, and the index rows of the images they describe."""
+"""Reads caption files in common formats, and finds the index rows of the captioned images."""

@@ -1,4 +1,4 @@
-"""Readers of caption files, one per format. `edje_index.captions.reading` describes the formats."""
+"""Readers of caption files, one per format. The module `edje_index.captions.reading` describes the formats."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ _PARQUET_BATCH = 4096
 
 
 def read_records(path: Path) -> Iterator[CaptionRecord]:
-    """Read the records of a file, in file order.
+    """Yield the records of a caption file, in file order.
 
     Raises:
-        UsageError: the file cannot be read or a record is malformed; the message names the first bad record.
+        UsageError: the file cannot be read, or a record is malformed. The message names the first malformed record.
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise UsageError(f"cannot read captions from {path}: its name must end in one of {', '.join(sorted(_READERS))}")
+        raise UsageError(
+            f"cannot read captions from {path}: the file name must end in one of {', '.join(sorted(_READERS))}"
+        )
     try:
         yield from reader(path)
     except OSError as error:
-        raise UsageError(f"cannot read the captions {path}: {error.strerror or error}") from error
+        raise UsageError(f"cannot read captions from {path}: {error.strerror or error}") from error
 
 
 def _json_lines(path: Path) -> Iterator[CaptionRecord]:
@@ -70,8 +72,8 @@ def _json_file(path: Path) -> Iterator[CaptionRecord]:
             yield from _convert_each(path, "images", content["images"], karpathy_record)
     else:
         raise UsageError(
-            f"{path} is neither a list of images with captions, nor a Karpathy file ('images' with 'sentences'), "
-            "nor a COCO file ('images' and 'annotations')"
+            f"the JSON value in {path} is neither a list of images with captions, nor a Karpathy file ('images' with "
+            "'sentences'), nor a COCO file ('images' and 'annotations')"
         )
 
 
@@ -85,7 +87,7 @@ def _convert_each(
 
 
 def _coco(path: Path, content: Mapping[str, Any]) -> Iterator[CaptionRecord]:
-    """COCO caption annotations: https://cocodataset.org/#format-data, section 4."""
+    """Read COCO caption annotations. Format: https://cocodataset.org/#format-data, section 4."""
     texts_by_image = _coco_annotations(path, content["annotations"])
 
     def convert(value: Any) -> CaptionRecord:
@@ -96,20 +98,20 @@ def _coco(path: Path, content: Mapping[str, Any]) -> Iterator[CaptionRecord]:
     yield from _convert_each(path, "images", content["images"], convert)
     if texts_by_image:
         raise UsageError(
-            f"{path}: {len(texts_by_image)} captioned images are missing from its 'images', for example "
-            f"{next(iter(texts_by_image))}"
+            f"{path}: 'annotations' has captions of {len(texts_by_image)} images that are missing from 'images', for "
+            f"example of the image_id {next(iter(texts_by_image))}"
         )
 
 
 def _coco_annotations(path: Path, annotations: Any) -> dict[Any, list[Any]]:
-    """Captions by image identifier."""
+    """Return the captions in `annotations` by image identifier."""
     if not isinstance(annotations, list):
-        raise UsageError(f"{path}: 'annotations' is not a list")
+        raise UsageError(f"{path}: the value of 'annotations' must be a list, not a {type(annotations).__name__}")
     texts_by_image: dict[Any, list[Any]] = {}
     for number, value in enumerate(annotations, 1):
         with _located(path, f"annotations {number}"):
             if not (isinstance(value, dict) and isinstance(value.get("image_id"), int | str) and "caption" in value):
-                raise RecordError("it has no 'image_id' and 'caption'")
+                raise RecordError("the annotation must have an 'image_id' and a 'caption'")
             texts_by_image.setdefault(value["image_id"], []).append(value["caption"])
     return texts_by_image
 
@@ -131,12 +133,14 @@ def _parquet(path: Path) -> Iterator[CaptionRecord]:
                         record = caption_record(value)
                     yield record
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is a damaged Parquet file (after row {number}): {error}") from error
+        raise UsageError(
+            f"{path} is a damaged Parquet file (after row {number}): {error}; make or copy this file again"
+        ) from error
 
 
 @dataclass
 class _Sample:
-    """The members of one key of a WebDataset shard."""
+    """One sample of a WebDataset shard: the members of the tar file that have the same key."""
 
     images: list[str] = field(default_factory=list)
     text: bytes | None = None
@@ -154,14 +158,14 @@ def _webdataset(path: Path) -> Iterator[CaptionRecord]:
 
 def _sample_record(tar: str, key: str, sample: _Sample) -> CaptionRecord:
     if len(sample.images) > 1:
-        raise RecordError(f"it has {len(sample.images)} images: {', '.join(sample.images)}")
+        raise RecordError(f"the sample has {len(sample.images)} images instead of one: {', '.join(sample.images)}")
     value: Any = {} if sample.json is None else parse_json(sample.json)
     if not isinstance(value, dict):
-        raise RecordError("its .json file does not hold an object")
+        raise RecordError(f"the .json file holds a JSON value of type {type(value).__name__}, not an object")
     if sample.text is not None:
         value[CAPTION_KEYS[0]] = [line for line in decode_text(sample.text).splitlines() if line.strip()] or [""]
     if not any(name in value for name in CAPTION_KEYS):
-        raise RecordError("it has neither a .txt nor a .json with 'captions' or 'caption'")
+        raise RecordError("the sample has neither a .txt file nor a .json file with 'captions' or 'caption'")
     member = sample.images[0]
     texts, blank = captions(caption_value(value))
     return CaptionRecord(
@@ -175,7 +179,10 @@ def _sample_record(tar: str, key: str, sample: _Sample) -> CaptionRecord:
 
 
 def _samples(path: Path) -> dict[str, _Sample]:
-    """The samples of a shard, in file order. Members with the same path up to the first dot are one sample."""
+    """Return the samples of a shard by key, in file order.
+
+    The key of a member is its path up to the first dot of the file name. Members with the same key are one sample.
+    """
     samples: dict[str, _Sample] = {}
     try:
         with path.open("rb") as file:
@@ -193,14 +200,14 @@ def _samples(path: Path) -> dict[str, _Sample]:
                     setattr(sample, "text" if suffix.lower() == "txt" else "json", data)
     except TarDamage as damage:
         raise UsageError(
-            f"{path} is not a valid uncompressed tar file: {damage.detail}; make or copy it again"
+            f"{path} is not a valid uncompressed tar file: {damage.detail}; make or copy this file again"
         ) from damage
     return samples
 
 
 @contextmanager
 def _located(path: Path, position: str = "") -> Iterator[None]:
-    """Turn a `RecordError` into a `UsageError` that names the file and the position in it."""
+    """Context that turns a `RecordError` into a `UsageError` that names the file and the position in the file."""
     try:
         yield
     except RecordError as error:

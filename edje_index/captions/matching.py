@@ -1,4 +1,4 @@
-"""Finds the index rows of captioned images by the names of the images."""
+"""Finds the index row of each captioned image by the name of the image."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED
 NOT_IN_INDEX = "not-in-index"
 DELETED = "deleted"
 NAME_COLUMNS = ("row_id", "uri", "uri_raw", "status", "reason", "duplicate_of")
-"""Columns of the rows table that matching needs."""
+"""Columns of the rows table that `match_items` reads."""
 
 
 @dataclass(frozen=True)
 class MatchedRows:
-    """The rows of n items.
+    """The index rows of n captioned images ("items").
 
     Attributes:
-        rows: row ids, int64 [n]; -1 for an item without a row.
-        reasons: why an item has no row: "not-in-index", the reason of its failed row, or "deleted" for a duplicate of a
-            deleted row; None if it has a row.
+        rows: row id of each item, int64 [n]; -1 for an item without a row.
+        reasons: for each item, the reason why the item has no row; None if the item has a row. A reason is
+            "not-in-index", the reason for which the image failed in the build, or "deleted" if the image is a duplicate
+            of a deleted image.
     """
 
     rows: NDArray[np.int64]
     reasons: tuple[str | None, ...]
 
     def missing(self) -> dict[str, int]:
-        """Number of items without a row, by reason."""
+        """Return the number of items without a row, by reason."""
         return dict(sorted(Counter(reason for reason in self.reasons if reason is not None).items()))
 
     def split(self, count: int) -> tuple[MatchedRows, MatchedRows]:
-        """The rows of the first `count` items, and those of the others."""
+        """Return the rows of the first `count` items and the rows of the remaining items."""
         rows, reasons = self.rows, self.reasons
         return MatchedRows(rows[:count], reasons[:count]), MatchedRows(rows[count:], reasons[count:])
 
     def indexed(self, items: Sequence[CaptionedImage]) -> tuple[list[CaptionedImage], NDArray[np.int64]]:
-        """Those of the n `items` that have a row, and their rows, int64 [k]."""
+        """Return the k items in `items` that have a row, and the row ids of these items, int64 [k]."""
         kept = [item for item, row in zip(items, self.rows, strict=True) if row >= 0]
         return kept, self.rows[self.rows >= 0]
 
@@ -59,14 +60,14 @@ def match_items(
 ) -> MatchedRows:
     """Find the rows of `items` by the names of their images.
 
-    A duplicate has the row of its original. If two rows share a name, the first wins. If a name is not in the index,
-    symbolic links in its folders are resolved and it is looked up again.
+    An image that is a duplicate gets the row of its original. If two rows have the same name, the first row is used. If
+    a name is not in the index, the function resolves symbolic links in the folders of the name and looks it up again.
 
     Args:
-        root: the index, for messages.
-        table: its rows with the columns `NAME_COLUMNS`, see `storage_formats.format.rows.read_all_rows`.
+        root: path of the index, for error messages.
+        table: rows of the index with the columns `NAME_COLUMNS`, see `storage_formats.format.rows.read_all_rows`.
         items: captioned images.
-        allow_none: whether to return even if no item is in the index.
+        allow_none: return without an error even if no item is in the index.
 
     Raises:
         UsageError: no item is in the index, and `allow_none` is false.
@@ -86,14 +87,17 @@ def match_items(
 
 @dataclass
 class _Match:
-    """The row of a name; if the row failed, `row_id` is -1 and `reason` is set."""
+    """The index row of a name. If the image failed in the build, `row_id` is -1 and `reason` is set."""
 
     row_id: int
     reason: str | None = None
 
 
 def _lookup(table: pa.Table, names: list[bytes], convert: Callable[[bytes], bytes]) -> list[_Match | None]:
-    """The row of each name; `convert` is applied to the names of the rows before they are compared."""
+    """Return the row of each name in `names`; None for a name without a row.
+
+    `convert` is applied to the names in `table` before they are compared with `names`.
+    """
     names_of_texts = {display_path(name).encode(): name for name in names}
     requested = set(names)
     matches: dict[bytes, _Match] = {}
@@ -110,22 +114,26 @@ def _lookup(table: pa.Table, names: list[bytes], convert: Callable[[bytes], byte
 
 
 def _lines(table: pa.Table) -> Iterator[dict[str, Any]]:
-    for batch in table.to_batches():  # one after another, because Python objects take several times the memory
+    for batch in table.to_batches():  # in batches, because as Python objects the rows take several times the memory
         yield from batch.to_pylist()
 
 
 def _row_name(
     row: dict[str, Any], convert: Callable[[bytes], bytes], names_of_texts: dict[bytes, bytes]
 ) -> bytes | None:
-    """Name of a row in bytes. A name that is valid UTF-8 is stored as text only."""
-    is_member = "!" in row["uri"]  # then `uri_raw` is the archive, not the member
+    """Return the name of a row in bytes, after `convert`; None if no requested name has the same text.
+
+    The column `uri_raw` is null if the name is valid UTF-8. Then the name is derived from its text in `uri`, which
+    `names_of_texts` maps to the requested name.
+    """
+    is_member = "!" in row["uri"]  # for a member, `uri_raw` is the name of the archive
     if row["uri_raw"] is None or is_member:
         return names_of_texts.get(convert(row["uri"].encode()))
     return convert(row["uri_raw"])
 
 
 def _follow_duplicates(table: pa.Table, duplicates: dict[int, list[_Match]]) -> None:
-    """Give duplicates the row of their original, or the reason it failed."""
+    """Set the match of each duplicate to the row of its original, or to the reason why the original has no row."""
     originals = table.select(["row_id", "status", "reason"]).filter(
         pc.is_in(table["row_id"], pa.array(sorted(duplicates), pa.int64()))
     )
@@ -142,7 +150,7 @@ def _follow_duplicates(table: pa.Table, duplicates: dict[int, list[_Match]]) -> 
 
 
 def _resolved(name: bytes) -> bytes:
-    """The name with symbolic links in its folders resolved; the last part is not resolved, as in builds."""
+    """Resolve symbolic links in the folders of `name`. As in builds, the file itself is not resolved."""
     folder, base = os.path.split(name)
     return os.path.join(_real_folder(folder), base)
 
@@ -158,6 +166,7 @@ def _nothing_matches(
     counts = ", ".join(f"{reason} {count:,}" for reason, count in sorted(Counter(map(str, reasons)).items()))
     first = table["uri"][0].as_py()
     return (
-        f"none of the {len(items):,} captioned images is in the index {root} ({counts}): the captions name "
-        f"{display_path(os.fsencode(items[0].path))}, the index holds {first}; give the right folder of images"
+        f"none of the {len(items):,} captioned images is in the index {root} ({counts}): the captions name, for "
+        f"example, {display_path(os.fsencode(items[0].path))}, but the first image of the index is {first}; give the "
+        "right base directory of the image paths"
     )

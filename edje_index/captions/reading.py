@@ -1,13 +1,15 @@
 """Captions of images, read from files in common formats.
 
-    *.jsonl, *.ndjson   one line per image: {"image": name, "captions": [...]}, or "caption": "..." for a single one,
-                        and optionally "split" and "image_id"
-    *.json              the same objects in one list; Karpathy split files (COCO, Flickr8k, Flickr30k: "images" with
-                        "sentences"); COCO caption files ("images" and "annotations")
-    *.parquet           columns of the same names
-    *.tar               a WebDataset shard: KEY.jpg with KEY.txt (one caption per line) or KEY.json (the same object)
+    *.jsonl, *.ndjson   one object per line: {"image": name, "captions": [...]}, optionally with "split" and "image_id".
+                        Instead of "captions", an object with one caption may have "caption": "..."
+    *.json              one of three forms: a list of the objects described above; a Karpathy split file of COCO,
+                        Flickr8k or Flickr30k ("images" with "sentences"); a COCO caption file ("images" and
+                        "annotations")
+    *.parquet           columns with the names of the fields described above
+    *.tar               a WebDataset shard: KEY.jpg with KEY.txt (one caption per line) or KEY.json (an object as
+                        described above, without "image")
 
-Records about the same image become one item. Blank captions are left out and counted.
+Records about the same image in the same split become one item. Blank captions are left out and counted.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from edje_index.captions.formats import read_records
 from edje_index.captions.record import CaptionRecord
 from storage_formats.errors import UsageError
 
-# "restval" in Karpathy's COCO split: validation images that are used for training by convention.
+# In Karpathy's COCO split, "restval" names validation images that are used for training by convention.
 _PARTS_OF_SPLIT = {"train": frozenset({"train", "restval"})}
 
 
@@ -32,10 +34,10 @@ class CaptionedImage:
 
     Attributes:
         image: name of the image in the caption file.
-        path: absolute path, or "<tar>!<member>".
-        captions: at least one, none blank.
-        split: split in the caption file; None if it names none.
-        image_id: identifier in the caption file; `image` if it has none.
+        path: absolute path of the image, or "<tar>!<member>" for an image in a tar file.
+        captions: at least one caption. No caption is blank.
+        split: name of the split in the caption file; None if the caption file names no split.
+        image_id: identifier in the caption file; `image` if the caption file has no identifier.
     """
 
     image: str
@@ -51,7 +53,7 @@ class CaptionFile:
 
     Attributes:
         items: the captioned images, in file order.
-        blank: number of blank captions, which were left out. An image without others has no item.
+        blank: number of blank captions, which were left out. An image with only blank captions is not in `items`.
     """
 
     items: list[CaptionedImage]
@@ -59,7 +61,7 @@ class CaptionFile:
 
 
 def read_captions(path: str | Path, images: str | Path | None = None, split: str | None = None) -> list[CaptionedImage]:
-    """The items of `read_caption_file`, with a warning if captions were left out."""
+    """Return the items of `read_caption_file`. Give a `RuntimeWarning` if blank captions were left out."""
     content = read_caption_file(path, images, split)
     if content.blank:
         warnings.warn(f"{path}: blank captions are left out: {content.blank:,}", RuntimeWarning, stacklevel=2)
@@ -70,18 +72,18 @@ def read_caption_file(path: str | Path, images: str | Path | None = None, split:
     """Read a caption file.
 
     Args:
-        path: the file; its suffix names the format.
-        images: base directory of relative image paths; default: the directory of `path`.
-        split: read this split only; "train" includes Karpathy's "restval".
+        path: path of the caption file. The suffix determines the format.
+        images: base directory of relative image paths. The default is the directory of `path`.
+        split: read only this split. The split "train" includes Karpathy's split "restval".
 
     Raises:
-        UsageError: the file cannot be read, has a different form (the message names the first bad record), or has no
-            captions of `split`.
+        UsageError: the file cannot be read, a record is malformed (the message names the first malformed record), or
+            there are no captions of `split`.
     """
     file = Path(path)
     folder = Path(os.path.abspath(file.parent if images is None else images))
     if images is not None and not folder.is_dir():
-        raise UsageError(f"there is no folder of images at {images}")
+        raise UsageError(f"there is no folder of images at {images}; give the base directory of the image paths")
     parts = None if split is None else _PARTS_OF_SPLIT.get(split, frozenset({split}))
     kept, blank = [], 0
     for record in read_records(file):
@@ -106,7 +108,7 @@ def _item(record: CaptionRecord, folder: Path) -> CaptionedImage:
 
 
 def _merged(items: Iterable[CaptionedImage]) -> list[CaptionedImage]:
-    """Merge the captions of items with the same image and split, at the position of the first."""
+    """Merge items with the same image and split into one item, at the position of the first of them."""
     merged: dict[tuple[Path, str | None], CaptionedImage] = {}
     for item in items:
         key = (item.path, item.split)
@@ -119,21 +121,23 @@ def _of_split(items: list[CaptionedImage], parts: frozenset[str], split: str, fi
     kept = [item for item in items if item.split in parts]
     if not kept:
         names = sorted({item.split for item in items if item.split is not None})
-        advice = f"its splits are {', '.join(names)}" if names else "it names no splits, so leave the split out"
+        advice = f"use one of {', '.join(names)}" if names else "the file names no splits, so do not give a split"
         raise UsageError(f"{file} has no captions of split {split}; {advice}")
     return kept
 
 
 def check_apart(train: Iterable[CaptionedImage], dev: Iterable[CaptionedImage]) -> None:
-    """Check that no image is in both sets: selecting a model on training images rewards overfitting.
+    """Check that no image is in both the training set and the development set.
+
+    Selecting a model on training images would reward overfitting.
 
     Raises:
-        UsageError: an image is in both.
+        UsageError: an image is in both sets.
     """
     train_paths = {item.path for item in train}
     shared = [item.image for item in dev if item.path in train_paths]
     if shared:
         raise UsageError(
             f"{len(shared):,} images of the development set are trained on too, for example {shared[0]}: "
-            "give separate caption files, or a split for each set"
+            "give separate caption files for training and development, or a different split for each"
         )

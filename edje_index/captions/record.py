@@ -1,4 +1,4 @@
-"""Checks and converts one caption record: a JSON object or table row about one image."""
+"""Checks and converts caption records. A record is a JSON object or table row about one image."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ID_KEY, SPLIT_KEY = "image_id", "split"
 
 @dataclass(frozen=True)
 class CaptionRecord:
-    """Captions of one image as its file has them.
+    """The captions of one image in one record of a caption file.
 
     Attributes:
         image: name of the image.
-        captions: the captions that are not blank; empty if all are blank.
-        split: as in the file; None if it names none.
-        image_id: as in the file; None if it names none.
-        path: "<tar>!<member>" for an image inside a tar file; None for an image with a path of its own.
-        blank: number of blank captions, which are left out.
+        captions: the captions that are not blank; empty if all captions are blank.
+        split: name of the split; None if the record has no split.
+        image_id: identifier of the image; None if the record has no identifier.
+        path: "<tar>!<member>" for an image inside a tar file, else None.
+        blank: number of blank captions, which are not in `captions`.
     """
 
     image: str
@@ -36,13 +36,13 @@ class CaptionRecord:
 
 
 class RecordError(Exception):
-    """A record has the wrong form. The reader of the file adds its position."""
+    """A record is malformed. The function that reads the file adds the position of the record to the message."""
 
 
 def caption_record(value: Any) -> CaptionRecord:
     """Convert an object with an image name, captions and, optionally, a split and an identifier."""
     if not isinstance(value, dict):
-        raise RecordError("it is not a JSON object")
+        raise RecordError("the record is not a JSON object")
     image_key = next((key for key in IMAGE_KEYS if value.get(key) is not None), IMAGE_KEYS[0])
     texts, blank = captions(caption_value(value))
     return CaptionRecord(
@@ -62,7 +62,7 @@ def karpathy_record(value: Any) -> CaptionRecord:
     name = file_name(value, "filename")
     sentences = value.get("sentences")
     if not isinstance(sentences, list):
-        raise RecordError("it has no list of 'sentences'")
+        raise RecordError("the record has no list of 'sentences'")
     texts, blank = captions([sentence.get("raw") if isinstance(sentence, dict) else None for sentence in sentences])
     return CaptionRecord(
         image=os.path.join(file_name(value, "filepath"), name) if "filepath" in value else name,
@@ -78,7 +78,7 @@ def parse_json(data: bytes) -> Any:
     try:
         return json.loads(decode_text(data))
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"it is not JSON: {error}") from error
+        raise RecordError(f"the text is not JSON: {error}") from error
 
 
 def decode_text(data: bytes) -> str:
@@ -86,48 +86,57 @@ def decode_text(data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise RecordError(f"it is not UTF-8: {error}") from error
+        raise RecordError(f"the text is not UTF-8: {error}") from error
 
 
 def caption_value(value: Mapping[str, Any]) -> Any:
-    """The value of the first caption key that is set; None if no key is set."""
+    """Return the value of the first key in `CAPTION_KEYS` that is set; None if no key is set."""
     return next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None)
 
 
 def captions(value: Any) -> tuple[tuple[str, ...], int]:
-    """Check one caption or a list; return those that are not blank, stripped, and the number of blank ones."""
+    """Check one caption or a list of captions.
+
+    Return the captions that are not blank, without surrounding whitespace, and the number of blank captions.
+    """
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts:
-        raise RecordError("it has no captions ('captions': a list of strings, or 'caption': a string)")
+        raise RecordError("the record has no captions: give 'captions', a list of strings, or 'caption', a string")
     if not all(isinstance(text, str) for text in texts):
-        raise RecordError("one of its captions is not a string; remove it")
+        raise RecordError("one of the captions is not a string; remove this caption")
     if not all(map(_is_encodable, texts)):
-        raise RecordError("one of its captions contains a lone surrogate, which is not valid Unicode; remove it")
+        raise RecordError(
+            "one of the captions contains a lone surrogate, which is not valid Unicode; remove the surrogate or this "
+            "caption"
+        )
     kept = tuple(text.strip() for text in texts if text.strip())
     return kept, len(texts) - len(kept)
 
 
 def file_name(value: Any, key: str) -> str:
-    """Check that ``value[key]`` is a possible file name."""
+    """Return ``value[key]`` after a check that this value is a possible file name."""
     text = value.get(key) if isinstance(value, dict) else None
     if not isinstance(text, str) or not text:
-        raise RecordError(f"it has no '{key}' with a file name")
+        raise RecordError(f"the record has no '{key}' with a file name")
     try:
         possible = b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:  # a lone surrogate, from a JSON escape
         possible = False
     if not possible:
-        raise RecordError(f"its '{key}' {text!r} cannot be a file name")
+        raise RecordError(f"the '{key}' {text!r} cannot be a file name")
     return text
 
 
 def optional_text(value: Any) -> str | None:
-    """The value as text; None stays None."""
+    """Convert a value to text, except that None stays None."""
     return None if value is None else str(value)
 
 
 def _is_encodable(text: str) -> bool:
-    """Whether the text can be encoded as UTF-8. A lone surrogate, which a JSON escape can produce, cannot."""
+    """Return whether the text can be encoded as UTF-8.
+
+    A JSON escape can produce a lone surrogate, which cannot be encoded.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

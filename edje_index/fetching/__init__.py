@@ -1,1 +1,1 @@
-"""Token blocks for PyTorch: a dataset for `DataLoader`, and a fetcher that decodes on the GPU."""
+"""Fetching of token blocks for PyTorch: a dataset for `DataLoader`, and a fetcher that decodes on the GPU."""

@@ -1,7 +1,8 @@
-"""Decoding of stored records with PyTorch, on the device that holds them. The bits equal those of the codecs.
+"""Decoding of stored records with PyTorch, on the device that holds the records.
 
-SPEC.md section 6.1 defines the records. Codes with one-byte scales are decoded through a table of all products, because
-devices differ in how they treat subnormal numbers.
+The decoded values equal those of the NumPy codecs bit by bit. SPEC.md section 6.1 defines the records. Precisions with
+one-byte scales are decoded through a table of all products of scale and code, because devices differ in how they treat
+subnormal numbers.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ def decode_records_torch(name: str, records: torch.Tensor, block_shape: tuple[in
     Args:
         name: precision of the records, one of `storage_formats.precisions()`.
         records: uint8 [k, record_bytes], on any device.
-        block_shape: (m, d).
+        block_shape: (m, d), the shape of one block.
 
     Returns:
-        bfloat16 [k, m, d] on the same device. For `bf16` it shares memory with contiguous `records`.
+        Blocks, bfloat16 [k, m, d], on the same device. For the precision `bf16` the blocks share memory with `records`
+        if `records` is contiguous.
 
     Raises:
-        UsageError: an unknown precision, or records of the wrong length or type.
+        UsageError: the precision is unknown, or `records` has the wrong length or type.
     """
     entry = codec(name, block_shape)
     if records.dtype != torch.uint8 or records.ndim != 2 or records.shape[1] != entry.record_bytes:
@@ -58,10 +60,10 @@ def _decode_groups(entry: GroupScaledCodec, records: torch.Tensor) -> torch.Tens
 
 @functools.lru_cache(maxsize=32)
 def _products(name: str, device: torch.device) -> torch.Tensor:
-    """Bits of scale x code, int16 [256 scales * codes]."""
+    """Return the bfloat16 bits of each product of a scale and a code, int16 [256 scales * number of codes]."""
     entry = codec(name)
     assert isinstance(entry, GroupScaledCodec)
-    with np.errstate(over="ignore", invalid="ignore"):  # the table has products that no encoder writes
+    with np.errstate(over="ignore", invalid="ignore"):  # the table also has products that encoders never write
         products = (entry.scale_values[:, None] * entry.element.values).astype(BF16)
     bits = np.where(np.isnan(products), np.uint16(CANONICAL_NAN), products.view(np.uint16))
     return torch.from_numpy(bits.reshape(-1).view(np.int16)).to(device)
@@ -83,12 +85,12 @@ def _decode_sign1(records: torch.Tensor, block_shape: tuple[int, int]) -> torch.
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """Little-endian words of bytes [k, 2 n], int16 [k, n]."""
+    """View bytes [k, 2 n] as little-endian 16-bit words, int16 [k, n]."""
     return data.contiguous().view(torch.int16)
 
 
 def _canonical(blocks: torch.Tensor) -> torch.Tensor:
-    """`blocks` with every NaN replaced by the one that the codecs return."""
+    """Return `blocks` with every NaN replaced by the NaN bit pattern that the NumPy codecs return."""
     bits = blocks.view(torch.int16)
     return torch.where(blocks.isnan(), torch.tensor(CANONICAL_NAN, dtype=torch.int16, device=bits.device), bits).view(
         torch.bfloat16

@@ -1,7 +1,7 @@
-"""Token blocks from disk to a GPU: the stored records are copied, and the device decodes them.
+"""Fetching of token blocks from disk to a GPU, which decodes the stored records.
 
-With FP8 or NVFP4 this copies half or a quarter of the bytes of bfloat16 blocks and takes no CPU time for decoding. One
-pinned buffer is filled from disk while the other is copied and decoded.
+Compared with copying decoded bfloat16 blocks, this copies about half of the bytes with FP8 and a quarter with NVFP4.
+Decoding takes no CPU time. There are two pinned buffers: one is filled from disk while the other is copied and decoded.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from edje_index.fetching.device_decode import decode_records_torch
 from edje_index.models.devices import resolve_device
 from storage_formats.token_store import RowIds, TokenStore
 
-_BUFFER_BYTES = 16 << 20  # about 10 ms of reading, which is long compared with starting a copy
+_BUFFER_BYTES = 16 << 20  # takes about 10 ms to read, much longer than starting a copy to the device
 
 
 class DeviceFetcher:
-    """Fetches blocks of a store to a device. Not thread-safe; several fetchers may share a store.
+    """Fetches blocks from a store to a device. A fetcher is not thread-safe, but several fetchers may share a store.
 
     Args:
         store: the store to read from.
-        device: "auto", "cpu", "cuda" or "cuda:N". The CPU works the same way, without pinned memory.
-        buffer_bytes: length of each of the two host buffers; at least one record is used.
+        device: "auto", "cpu", "cuda" or "cuda:N". On the CPU, blocks are fetched in the same way but without pinned
+            memory.
+        buffer_bytes: size of each of the two host buffers in bytes. A buffer holds at least one record, even if the
+            record is larger.
 
     Raises:
         ModelError: the device does not exist.
@@ -48,9 +50,10 @@ class DeviceFetcher:
         self._copied = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
 
     def fetch(self, row_ids: RowIds) -> torch.Tensor:
-        """Blocks of `row_ids`, bfloat16 [k, m, d] on the device; errors as `TokenStore.fetch`.
+        """Fetch the blocks of `row_ids`, bfloat16 [k, m, d] on the device; errors as for `TokenStore.fetch`.
 
-        On a GPU this returns when everything is read, and the current stream waits for copying and decoding.
+        On a GPU, this function returns when all records are read from disk. Copying and decoding may still be running;
+        the current CUDA stream waits for them.
         """
         ids = np.asarray(row_ids)
         out = torch.empty((len(ids), *self._store.block_shape), dtype=torch.bfloat16, device=self.device)
@@ -62,7 +65,10 @@ class DeviceFetcher:
         return out
 
     def _copy_records(self, ids: np.ndarray[tuple[int], np.dtype[np.integer]], buffer: int) -> torch.Tensor:
-        """Records of `ids` on the device, copied through a host buffer when its previous copy is done."""
+        """Copy the records of `ids` to the device through one of the two host buffers.
+
+        First wait until the previous copy from this buffer is done.
+        """
         if self._copied:
             self._copied[buffer].synchronize()
         host = self._buffers[buffer][: len(ids)]
@@ -74,13 +80,16 @@ class DeviceFetcher:
 
     @contextlib.contextmanager
     def _side_stream(self, out: torch.Tensor) -> Iterator[None]:
-        """On a GPU, run the block on a side stream; the current stream waits for it at the end."""
+        """Context that runs its body on a side stream of the GPU; at the end, the current stream waits for that stream.
+
+        On a CPU the context does nothing.
+        """
         if self._stream is None:
             yield
             return
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        out.record_stream(self._stream)  # PyTorch must not reuse its memory while the side stream may write to it
+        out.record_stream(self._stream)  # keeps PyTorch from reusing the memory of `out` while the side stream writes
         try:
             with torch.cuda.stream(self._stream):
                 yield

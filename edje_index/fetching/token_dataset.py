@@ -1,4 +1,4 @@
-"""Token blocks for `torch.utils.data.DataLoader`."""
+"""A dataset of token blocks for `torch.utils.data.DataLoader`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from storage_formats.token_store import TokenStore
 
 
 class TokenDataset(Dataset[torch.Tensor]):
-    """The blocks of an index by row id, bfloat16 [m, d] each. Holes are NaN.
+    """A dataset of the blocks of an index by row id, bfloat16 [m, d] each. The values of a hole are NaN.
 
-    Worker processes may be forked or spawned: each opens its own store at the first read. A batch is read by one call,
-    so pass a `batch_size` or a `batch_sampler` to the `DataLoader`.
+    Worker processes may be forked or spawned, because each process opens its own store. A batch is read by one call, so
+    pass a `batch_size` or a `batch_sampler` to the `DataLoader`.
 
     Args:
-        root, precision, engine: as in `TokenStore.open`, which is called at once and raises its errors.
+        root, precision, engine: arguments of `TokenStore.open`. The constructor opens the store and raises the errors
+            of `TokenStore.open`.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -39,11 +40,11 @@ class TokenDataset(Dataset[torch.Tensor]):
 
     def __getitem__(self, row_id: int) -> torch.Tensor:
         if not -len(self) <= row_id < len(self):
-            raise RowIdError(f"row id {row_id} is out of range: the index has {len(self)} rows")
+            raise RowIdError(f"row id {row_id} is out of range: the index has only {len(self)} rows")
         return self.__getitems__([row_id % len(self)])[0]
 
     def __getitems__(self, row_ids: Sequence[int]) -> list[torch.Tensor]:
-        """The blocks of a batch, read together. They are views of one tensor."""
+        """Return the blocks of a batch, read by one call. The blocks are views of one tensor."""
         if self._owner != os.getpid():
             self._open()
         return list(self._store.fetch(row_ids, as_torch=True))

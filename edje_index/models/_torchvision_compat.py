@@ -1,9 +1,9 @@
-"""Workaround that lets torchvision be imported if its compiled operators do not load.
+"""Workaround that makes torchvision importable where its compiled operators do not load.
 
-torchvision 0.28 from some package indexes is a CUDA build, and its operator library does not load beside a CPU build
-of torch. Its Python code then fails on import, because it registers fake (shape-only) versions of two undefined
-operators, ``nms`` and ``qnms``. open_clip and transformers import torchvision, so they fail too. This package uses
-neither operator: declaring their schemas, without an implementation, is enough.
+Some package indexes serve torchvision 0.28 as a CUDA build only. With a CPU build of torch, the operator library of
+that build does not load. The Python code of torchvision then fails on import, because it registers fake (shape-only)
+versions of two operators that are undefined, ``nms`` and ``qnms``. open_clip and transformers import torchvision, so
+they fail too. This package uses neither operator, so it declares only their schemas, without an implementation.
 
 Every module that imports torchvision, open_clip, timm or transformers calls :func:`prepare_torchvision` first. If
 torchvision works or is not installed, the call changes nothing.
@@ -26,7 +26,7 @@ _libraries: list[Any] = []  # a torch.library.Library removes its definitions wh
 
 @functools.cache
 def prepare_torchvision() -> bool:
-    """Declare the operators that a broken torchvision lacks. Returns whether the workaround was needed."""
+    """Declare the operators that a broken torchvision lacks. Return True if the workaround was needed."""
     if "torchvision" in sys.modules:
         return False
     spec = importlib.util.find_spec("torchvision")
@@ -37,7 +37,10 @@ def prepare_torchvision() -> bool:
 
 
 def operators_load(package: Path) -> bool:
-    """Whether the compiled operators load. torchvision loads them again, which is harmless."""
+    """Load the compiled operators of torchvision in `package`. Return False if they do not load.
+
+    torchvision loads the operators again when it is imported, which is harmless.
+    """
     import torch
 
     finder = FileFinder(str(package), (ExtensionFileLoader, EXTENSION_SUFFIXES))

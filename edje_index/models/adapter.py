@@ -1,7 +1,8 @@
-"""Adapters: from the n patch features of the frozen vision tower to the m stored tokens.
+"""Adapters, which map the n patch features of the frozen vision tower to the m stored tokens of an image.
 
 Shape letters: b images, n patches, m stored tokens, d_v width of the tower, d width of the language model.
-Parameters have the names of published checkpoints (``vision_projection.*``), so those weights load unchanged.
+Parameters have the same names as in published checkpoints (``vision_projection.*``), so published weights load
+unchanged.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ class AdapterConfig:
     """Everything that determines an adapter except its weights.
 
     Attributes:
-        kind: ``compressed`` (learned queries attend to the patches), ``local`` (an MLP on every patch), or a
-            training-free reduction followed by that MLP: ``strided``, ``clustered``, ``pruned``. ``patches`` stores
-            the patch features unchanged (d = d_v, hidden_dim 0), for training only.
-        num_tokens: m, stored tokens per image; the tower's n for ``local`` and ``patches``.
+        kind: ``compressed`` (learned queries attend to the patches), ``local`` (an MLP on every patch), or one of
+            ``strided``, ``clustered`` and ``pruned`` (a training-free reduction, followed by an MLP on every kept
+            token). ``patches`` stores the patch features unchanged (d = d_v, hidden_dim 0), for training only.
+        num_tokens: m, stored tokens per image. For ``local`` and ``patches``, m is n.
         vision_dim: d_v.
         language_dim: d.
-        hidden_dim: width of the MLP. 0 omits the MLP of a training-free kind (then d = d_v).
-        num_heads: heads of the compressing attention; in published adapters, the number of the tower's heads.
-        activation: activation of the MLP, by its name in transformers; in published adapters, the language model's.
-        layer_norm_eps: epsilon of the compressing adapter's norm; in published adapters, the tower's.
+        hidden_dim: hidden width of the MLP. 0 omits the MLP after a training-free reduction; d is then d_v.
+        num_heads: attention heads of a ``compressed`` adapter. Published adapters have as many heads as the tower.
+        activation: activation of the MLP, by its name in transformers. Published adapters use the activation of the
+            language model.
+        layer_norm_eps: epsilon of the layer norm of a ``compressed`` adapter. Published adapters use the epsilon of
+            the tower.
     """
 
     kind: str
@@ -52,16 +55,20 @@ class AdapterConfig:
 
     @property
     def is_feature(self) -> bool:
-        """Whether the adapter has no weights, so that its tokens are tower features to train on."""
+        """Whether the adapter has no weights. Its tokens are then features of the tower, stored for training."""
         return self.hidden_dim == 0
 
     def features(self, patches: int) -> AdapterConfig:
-        """Configuration of the features to train this adapter on: all `patches`, or those after its reduction."""
+        """Return the configuration of the adapter without weights that stores the training input of this adapter.
+
+        The training input is the output of the training-free reduction if this adapter has one, else the features of
+        all `patches`.
+        """
         kind, tokens = (self.kind, self.num_tokens) if self.kind in REDUCTIONS else (PATCHES, patches)
         return AdapterConfig(kind, tokens, self.vision_dim, self.vision_dim, hidden_dim=0)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
+        """Return the fields as plain JSON values."""
         return asdict(self)
 
 
@@ -69,7 +76,7 @@ class Adapter(nn.Module):
     """Maps patch features [b, n, d_v] to stored tokens [b, m, d].
 
     Attributes:
-        config: its configuration.
+        config: configuration of the adapter.
         needs_attention: whether ``forward`` also takes the attention that each patch receives [b, n].
     """
 
@@ -81,7 +88,7 @@ class Adapter(nn.Module):
 
 
 class CompressionAdapter(Adapter):
-    """m learned queries attend to all patches; a residual MLP and a projection to the language width follow."""
+    """Attention of m learned queries to all patches, then a residual MLP and a projection to width d."""
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
@@ -103,7 +110,7 @@ class CompressionAdapter(Adapter):
 
 
 class LocalAdapter(Adapter):
-    """The same MLP on every patch: [b, n, d_v] to [b, n, d]."""
+    """One MLP, applied to every patch: [b, n, d_v] to [b, n, d]."""
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
@@ -120,7 +127,7 @@ class LocalAdapter(Adapter):
 
 
 class ReducedAdapter(Adapter):
-    """A training-free reduction to m tokens, followed by the local MLP unless its width is 0."""
+    """A training-free reduction to m tokens, followed by an MLP on every token unless ``hidden_dim`` is 0."""
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
@@ -128,7 +135,10 @@ class ReducedAdapter(Adapter):
         self.local: nn.Module = LocalAdapter(config) if config.hidden_dim else nn.Identity()
 
     def forward(self, patches: torch.Tensor, received: torch.Tensor | None = None) -> torch.Tensor:
-        """Map [b, n, d_v], and for ``pruned`` the attention that each patch receives [b, n], to [b, m, d]."""
+        """Map `patches` [b, n, d_v] to tokens [b, m, d].
+
+        `received` is the attention that each patch receives [b, n]; only ``pruned`` adapters need it.
+        """
         result: torch.Tensor = self.local(self._reduce(patches, received))
         return result
 
@@ -140,15 +150,15 @@ class ReducedAdapter(Adapter):
             with torch.autocast(patches.device.type, enabled=False):
                 return cluster_tokens(patches, count)
         if received is None:
-            raise ValueError("a pruned adapter needs the attention that each patch receives")
+            raise ValueError("a pruned adapter needs the attention that each patch receives: pass `received` [b, n]")
         return prune_tokens(patches, received, count)
 
 
 class PatchesAdapter(Adapter):
-    """The identity: patch features [b, n, d_v] are stored unchanged. It has no weights."""
+    """The identity: the stored tokens are the patch features [b, n, d_v]. This adapter has no weights."""
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """Return [b, n, d_v] unchanged."""
+        """Return `patches` [b, n, d_v] unchanged."""
         return patches
 
 
@@ -165,10 +175,10 @@ class _ResidualMlp(nn.Module):
 
 
 def build_adapter(config: AdapterConfig) -> Adapter:
-    """An adapter with random weights (torch's default initialisation), in evaluation mode.
+    """Build an adapter with random weights (torch's default initialisation), in evaluation mode.
 
     Raises:
-        ModelError: a size or name in the configuration is not possible.
+        ModelError: a size or name in the configuration is not valid.
     """
     _check(config)
     classes = {COMPRESSED: CompressionAdapter, LOCAL: LocalAdapter, PATCHES: PatchesAdapter}
@@ -176,7 +186,7 @@ def build_adapter(config: AdapterConfig) -> Adapter:
 
 
 def activation(name: str) -> nn.Module:
-    """An activation by its name in transformers (``gelu``, ``gelu_new``, ``relu``, ``silu``, ...).
+    """Return the activation with this name in transformers (``gelu``, ``gelu_new``, ``relu``, ``silu``, ...).
 
     Raises:
         ModelError: the name is unknown.
@@ -199,16 +209,16 @@ def _check(config: AdapterConfig) -> None:
         raise ModelError(f"unknown adapter {config.kind!r}: give one of {', '.join(KINDS)}")
     sizes = (config.num_tokens, config.vision_dim, config.language_dim, config.num_heads)
     if min(sizes) < 1 or config.hidden_dim < 0:
-        raise ModelError(f"all sizes of an adapter must be positive, got {config}")
+        raise ModelError(f"all sizes of an adapter must be positive (hidden_dim may be 0), got {config}")
     if config.kind == COMPRESSED and config.vision_dim % config.num_heads:
         raise ModelError(
             f"the tower's width {config.vision_dim} is not divisible by {config.num_heads} heads; "
-            "give the vision tower's own number of heads"
+            "set num_heads to the number of attention heads of the vision tower"
         )
     if config.hidden_dim == 0 and (config.kind in (COMPRESSED, LOCAL) or config.vision_dim != config.language_dim):
         raise ModelError(
-            f"hidden_dim 0 requires a training-free adapter with equal input and output widths, got a {config.kind} "
-            f"adapter from {config.vision_dim} to {config.language_dim}"
+            "hidden_dim 0 requires a training-free adapter with equal vision_dim and language_dim, got a "
+            f"{config.kind} adapter with vision_dim {config.vision_dim} and language_dim {config.language_dim}"
         )
     if config.kind == PATCHES and config.hidden_dim:
         raise ModelError(f"a patches adapter stores features unchanged: hidden_dim must be 0, not {config.hidden_dim}")

@@ -1,8 +1,9 @@
-"""A BERT encoder that only computes: no training, no dropout, and no import of transformers, which takes two seconds.
+"""A BERT encoder for inference, without training and dropout.
 
-Weights have the names of transformers' `BertModel`, whose results these equal up to rounding.
+It does not import transformers, because that import takes two seconds. Weights have the same names as in `BertModel`
+of transformers, and the results equal those of `BertModel` up to rounding.
 
-Shape letters: b rows, t tokens of a row, d width, h heads, c width of a head.
+Shape letters: b rows, t tokens per row, d width of the model, h heads, c width of a head, v size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from edje_index.models.linear import Linear
 
 @dataclass(frozen=True)
 class BertShape:
-    """The settings of a BERT that its weights do not tell.
+    """The settings of a BERT model that cannot be read from the shapes of its weights.
 
     Attributes:
         layers: number of layers.
@@ -37,17 +38,22 @@ class BertShape:
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: str) -> BertShape:
-        """The settings in a configuration of transformers; `source` names it in messages.
+        """Read the settings from `config`, a BERT configuration in the format of transformers.
+
+        `source` names the configuration in error messages.
 
         Raises:
-            ModelError: it describes no BERT encoder.
+            ModelError: the configuration does not describe a BERT encoder.
         """
         if config.get("model_type", "bert") != "bert":
-            raise ModelError(f"{source} must describe a BERT, got a model of type {config['model_type']!r}")
+            raise ModelError(f"{source} must describe a BERT model, got a model of type {config['model_type']!r}")
         if config.get("is_decoder") or config.get("add_cross_attention"):
-            raise ModelError(f"{source} describes a decoder; a BERT that reads text in both directions is needed")
+            raise ModelError(f"{source} describes a decoder: give a BERT encoder (without is_decoder, cross-attention)")
         if config.get("position_embedding_type", "absolute") != "absolute":
-            raise ModelError(f"{source} asks for {config['position_embedding_type']!r} positions; use absolute ones")
+            raise ModelError(
+                f"{source} has the position_embedding_type {config['position_embedding_type']!r}: only 'absolute' is "
+                "supported"
+            )
         try:
             layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
             shape = cls(layers, heads, str(config["hidden_act"]), float(config.get("layer_norm_eps", 1e-12)))
@@ -70,9 +76,12 @@ class _Norm:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer. Projections that read the same tokens are one matrix, because one product is faster than several."""
+    """The weights of one layer.
 
-    query: Linear | None  # None: part of `key_value`, before the keys
+    Projections that read the same tokens are joined into one matrix, because one product is faster than several.
+    """
+
+    query: Linear | None  # None: the query projection is part of `key_value`, before the keys
     key_value: Linear
     output: Linear
     output_norm: _Norm
@@ -81,23 +90,23 @@ class _Layer:
 
 
 class BertWeights:
-    """Tensors by name, which are checked as they are taken.
+    """Tensors by name. The shape of a tensor is checked when it is taken.
 
     Args:
-        tensors: all tensors.
-        prefix: the part before the names of `BertModel`.
-        source: where they come from, for messages.
-        device: where they are needed.
+        tensors: all tensors by name.
+        prefix: prefix of the names in `tensors`, before the names of `BertModel`.
+        source: file or model that the tensors come from, for error messages.
+        device: device on which the tensors are returned.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], prefix: str, *, source: str, device: torch.device) -> None:
         self._tensors, self._prefix, self._source, self._device = tensors, prefix, source, device
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor `name` on the device, float32; -1 in `shape` stands for any size.
+        """Return the tensor `name` on the device, float32. A size of -1 in `shape` accepts any size.
 
         Raises:
-            ModelError: it is missing or has another shape.
+            ModelError: the tensor is missing or has another shape.
         """
         tensor = self._tensors.get(self._prefix + name)
         if tensor is None:
@@ -112,7 +121,7 @@ class BertWeights:
         return tensor.detach().to(self._device, torch.float32)
 
     def linear(self, names: Sequence[str], rows: int, columns: int, *, dtype: torch.dtype = torch.float32) -> Linear:
-        """Linear layers joined into one."""
+        """Join the linear layers `names`, each with weights [rows, columns], into one linear layer."""
         weights = [self.take(f"{name}.weight", rows, columns) for name in names]
         biases = [self.take(f"{name}.bias", rows) for name in names]
         if len(names) == 1:
@@ -120,17 +129,17 @@ class BertWeights:
         return Linear(torch.cat(weights).to(dtype), torch.cat(biases).to(dtype))
 
     def norm(self, name: str, width: int, eps: float) -> _Norm:
-        """A layer norm."""
+        """Return the layer norm `name` over vectors of length `width`."""
         return _Norm(self.take(f"{name}.weight", width), self.take(f"{name}.bias", width), eps)
 
 
 class Bert:
-    """BERT's embeddings and layers.
+    """The embeddings and layers of a BERT model.
 
     Args:
-        shape: settings that the weights do not tell.
+        shape: settings that cannot be read from the shapes of the weights.
         weights: the weights.
-        dtype: data type of matrix products. Sums of layers and layer norms are float32 in any case.
+        dtype: data type of matrix products. Residual sums and layer norms are always float32.
 
     Attributes:
         words: word embeddings, float32 [v, d].
@@ -140,7 +149,7 @@ class Bert:
         self.words = weights.take("embeddings.word_embeddings.weight", -1, -1)
         self.width = self.words.shape[1]
         if self.width % shape.heads:
-            raise ModelError(f"the width {self.width} of a BERT is not divisible by its {shape.heads} heads")
+            raise ModelError(f"the width {self.width} of the BERT model is not divisible by its {shape.heads} heads")
         self._positions = weights.take("embeddings.position_embeddings.weight", -1, self.width)
         self._types = weights.take("embeddings.token_type_embeddings.weight", -1, self.width)
         self._norm = weights.norm("embeddings.LayerNorm", self.width, shape.eps)
@@ -152,29 +161,32 @@ class Bert:
         ]
 
     def embed(self, words: torch.Tensor, token_types: torch.Tensor) -> torch.Tensor:
-        """The input of the first layer, float32 [b, t, d].
+        """Return the input of the first layer, float32 [b, t, d].
 
         Args:
-            words: word embeddings, or what stands in for them, float32 [b, t, d].
-            token_types: int64 [b, t].
+            words: word embeddings, or image tokens in their positions, float32 [b, t, d].
+            token_types: token type of each token, int64 [b, t].
         """
         last = len(self._positions) - 1  # positions beyond the table repeat its last one, as in published models
         positions = torch.arange(words.shape[1], device=words.device).clamp(max=last)
         return self._norm(words + functional.embedding(token_types, self._types) + self._positions[positions])
 
     def hidden_states(self, embedded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Last hidden states, float32 [b, t, d].
+        """Return the last hidden states, float32 [b, t, d].
 
         Args:
-            embedded: from `embed`.
-            mask: which tokens count, bool [b, t]; None if all do, which is faster.
+            embedded: input of the first layer, from `embed`.
+            mask: bool [b, t], False for padding. None means that no row is padded, which is faster.
         """
         for layer in self._layers:
             embedded = self._run(layer, embedded, mask)
         return embedded
 
     def first_states(self, embedded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Last hidden state of the first token, float32 [b, d]. The last layer computes no other token's."""
+        """Return the last hidden state of the first token, float32 [b, d]; arguments as for `hidden_states`.
+
+        This is faster than `hidden_states`, because the last layer computes the first token only.
+        """
         for layer in self._layers[:-1]:
             embedded = self._run(layer, embedded, mask)
         return self._run(self._layers[-1], embedded, mask, outputs=1)[:, 0]
@@ -182,7 +194,10 @@ class Bert:
     def _run(
         self, layer: _Layer, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None = None
     ) -> torch.Tensor:
-        """The first `outputs` tokens after a layer, float32 [b, outputs, d]; None means all."""
+        """Return the output of a layer for the first `outputs` tokens, float32 [b, outputs, d].
+
+        If `outputs` is None, all tokens are computed.
+        """
         low = x.to(self._dtype)
         attended = self._attend(layer, low, mask, outputs)
         x = layer.output_norm(x[:, :outputs] + layer.output(attended))
@@ -190,7 +205,7 @@ class Bert:
         return layer.feed_forward_norm(x + second(self._activation(first(x.to(self._dtype)))))
 
     def _attend(self, layer: _Layer, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None) -> torch.Tensor:
-        """Attention of the first `outputs` tokens to all, [b, outputs, d]."""
+        """Return the result of the attention of the first `outputs` tokens to all tokens, [b, outputs, d]."""
         if layer.query is None:
             query, key, value = layer.key_value(x).chunk(3, dim=2)
             query = query[:, :outputs]
@@ -203,7 +218,7 @@ class Bert:
         return attended.transpose(1, 2).flatten(2)
 
     def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, t, d] -> [b, h, t, c]."""
+        """Split the heads: [b, t, d] to [b, h, t, c]."""
         return x.view(*x.shape[:2], self._heads, -1).transpose(1, 2)
 
     def _layer(self, weights: BertWeights, index: int, *, last: bool, shape: BertShape) -> _Layer:
@@ -211,7 +226,7 @@ class Bert:
         query, *others = (f"{name}attention.self.{part}" for part in ("query", "key", "value"))
         wide = len(weights.take(f"{name}intermediate.dense.bias", -1))
         return _Layer(
-            query=weights.linear([query], d, d, dtype=dtype) if last else None,  # only the first token has a query
+            query=weights.linear([query], d, d, dtype=dtype) if last else None,  # computed for the first token only
             key_value=weights.linear(others if last else [query, *others], d, d, dtype=dtype),
             output=weights.linear([f"{name}attention.output.dense"], d, d, dtype=dtype),
             output_norm=weights.norm(f"{name}attention.output.LayerNorm", d, shape.eps),

@@ -1,6 +1,7 @@
-"""The text tower of an open_clip model whose text tower is a BERT, without open_clip and transformers.
+"""Text towers that are BERT models, computed without open_clip and transformers.
 
-Importing those takes longer than a search. The embeddings equal open_clip's up to rounding.
+Importing open_clip and transformers takes longer than a search. The embeddings equal those of open_clip up to
+rounding.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _TOKENIZER_CLASSES = frozenset({"BertTokenizer", "BertTokenizerFast"})
 
 @dataclass(frozen=True)
 class _TextInputs:
-    """Turns texts into token ids as open_clip does: cleaned, with special tokens, truncated."""
+    """Converts texts to token ids as open_clip does: clean the texts, add special tokens, truncate."""
 
     tokenizer: Tokenizer
     clean: Callable[[str], str]
     pad: int
 
     def __call__(self, texts: list[str]) -> torch.Tensor:
-        """Token ids of texts, int64 [b, t], padded."""
+        """Return the token ids of b texts, int64 [b, t], padded to the longest text."""
         rows = [encoding.ids for encoding in self.tokenizer.encode_batch([self.clean(text) for text in texts])]
         ids = torch.full((len(rows), max(map(len, rows))), self.pad, dtype=torch.int64)
         for position, row in enumerate(rows):
@@ -47,10 +48,10 @@ class _TextInputs:
 
 
 class BertTextTower(TextEncoder):
-    """A BERT, the mean of its last hidden states, and a projection."""
+    """A BERT text tower: the embedding of a text is the projected mean of its last hidden states."""
 
     def __init__(self, bert: Bert, inputs: _TextInputs, projection: list[torch.Tensor]) -> None:
-        """Use `load_bert_text_tower`. `projection` is one matrix, or two with a GELU between them."""
+        """Private: call `load_bert_text_tower`. `projection` is one matrix, or two with a GELU between them."""
         self._bert, self._inputs, self._projection = bert, inputs, projection
 
     def embed(self, texts: list[str]) -> torch.Tensor:
@@ -66,10 +67,12 @@ class BertTextTower(TextEncoder):
 
 
 def load_bert_text_tower(folder: Path, config: ClipConfig, device: torch.device) -> BertTextTower | None:
-    """The text tower in the `vision/` folder of a bundle; None if it is not of the form that this module computes.
+    """Load the text tower from `folder`, the `vision/` folder of a bundle.
+
+    Return None if this module does not support the text tower, for example because it is not a BERT model.
 
     Raises:
-        ModelError: a file cannot be read, asks for code, or does not fit.
+        ModelError: a file cannot be read or names code to run, or the weights do not fit the configuration.
     """
     text = config.text
     if not _is_supported(text) or not (folder / HF_TEXT_FOLDER / HF_CONFIG_FILE).is_file():
@@ -104,7 +107,7 @@ def _is_supported(text: Mapping[str, Any]) -> bool:
 
 
 def _text_inputs(folder: Path, text: Mapping[str, Any], bert_config: Mapping[str, Any]) -> _TextInputs | None:
-    """The tokenizer, if it is a BERT's in one file."""
+    """Load the tokenizer from `folder`. Return None unless it is a supported BERT tokenizer in one file."""
     settings_file, file = folder / TOKENIZER_SETTINGS, folder / TOKENIZER_FILE
     if not settings_file.is_file() or not file.is_file():
         return None

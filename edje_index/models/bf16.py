@@ -22,7 +22,7 @@ def to_bf16_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def as_tensor(array: torch.Tensor | np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
-    """A torch tensor of the same values and dtype, including ``ml_dtypes.bfloat16``."""
+    """Return a torch tensor with the values and dtype of `array`, which may be an ``ml_dtypes.bfloat16`` array."""
     if isinstance(array, torch.Tensor):
         return array
     if array.dtype == ml_dtypes.bfloat16:
@@ -31,5 +31,5 @@ def as_tensor(array: torch.Tensor | np.ndarray[Any, np.dtype[Any]]) -> torch.Ten
 
 
 def _writable(array: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
-    """The array itself, or a copy of a read-only one: torch warns about tensors over read-only memory."""
+    """Return `array` itself if it is writable, else a copy, because torch warns about read-only memory."""
     return np.require(array, requirements=["C", "W"])

@@ -1,7 +1,8 @@
 """Configuration of open_clip's image-text models, readable without open_clip.
 
-``ClipConfig.model`` is open_clip's own model configuration (``embed_dim``, ``vision_cfg``, ``text_cfg``, ...) and
-``ClipConfig.preprocess`` its own preprocessing configuration, so a stored pair is an open_clip ``local-dir:`` folder.
+``ClipConfig.model`` is open_clip's model configuration (``embed_dim``, ``vision_cfg``, ``text_cfg``, ...) and
+``ClipConfig.preprocess`` is its preprocessing configuration. `ClipConfig.write` stores both in open_clip's format, so
+open_clip can open the folder as ``local-dir:FOLDER`` once the weights are in it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ClipConfig:
 
     @property
     def embed_dim(self) -> int:
-        """Width of the pooled embedding."""
+        """e, the width of the pooled embedding."""
         return int(self.model["embed_dim"])
 
     @property
@@ -48,19 +49,19 @@ class ClipConfig:
 
     @property
     def hf_text_name(self) -> str | None:
-        """Name of the text tower if it is a Hugging Face model, else None."""
+        """Hugging Face name of the text tower; None if the text tower is one of open_clip's own."""
         return self.text.get("hf_model_name")
 
     def write(self, folder: Path) -> None:
-        """Write open_clip's ``open_clip_config.json``."""
+        """Write the configuration to ``open_clip_config.json`` in `folder`."""
         write_json(folder / CONFIG_FILE, {"model_cfg": self.model, "preprocess_cfg": self.preprocess})
 
 
 def read_clip_config(folder: Path, name: str) -> ClipConfig:
-    """Read ``open_clip_config.json`` of a folder.
+    """Read ``open_clip_config.json`` from `folder`; `name` is the display name of the model.
 
     Raises:
-        ModelError: the file is missing, has a different form, or names a vision tower on a hub.
+        ModelError: the file is missing or not an open_clip configuration, or it names a vision tower on a hub.
     """
     try:
         content = json.loads((folder / CONFIG_FILE).read_text())

@@ -25,14 +25,15 @@ from open_clip.transform import PreprocessCfg, image_transform_v2  # noqa: E402
 
 
 def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Module:
-    """The whole model (image and text tower) with random weights, on the CPU, in evaluation mode.
+    """Build the whole model (image and text tower) with random weights, on the CPU, in evaluation mode.
 
     Args:
         config: the configuration.
-        hf_text: folder with the ``config.json`` of the text tower, if that is a Hugging Face model.
+        hf_text: folder with the ``config.json`` of the text tower, if the text tower is a Hugging Face model.
 
     Raises:
-        ModelError: open_clip refuses the configuration, or ``hf_text`` is missing or not accepted.
+        ModelError: open_clip refuses the configuration, or the ``config.json`` in ``hf_text`` is missing or describes
+            a model that open_clip does not support.
     """
     arguments = _without_downloads(config)
     if config.hf_text_name:
@@ -48,9 +49,9 @@ def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Modu
 
 
 def build_visual(config: ClipConfig) -> torch.nn.Module:
-    """The image tower alone (``build_clip(config).visual``), without building the text tower.
+    """Build only the image tower, which equals ``build_clip(config).visual`` except for its random weights.
 
-    The word embedding of SigLIP2's text tower has 256,000 rows, which an image encoder need not hold.
+    This saves the memory of the text tower: the word embedding of SigLIP2 alone has 256,000 rows.
     """
     arguments = _without_downloads(config)
     quick_gelu = bool(arguments.get("quick_gelu", False))
@@ -62,12 +63,12 @@ def build_visual(config: ClipConfig) -> torch.nn.Module:
 
 
 def eval_transform(config: ClipConfig) -> Any:
-    """open_clip's own evaluation transform: PIL image to float32 [3, height, width]."""
+    """Return open_clip's evaluation transform, which maps a PIL image to a tensor float32 [3, height, width]."""
     return image_transform_v2(PreprocessCfg(**config.preprocess), is_train=False)
 
 
 def _without_downloads(config: ClipConfig) -> dict[str, Any]:
-    """The configuration with all downloads of pretrained weights switched off."""
+    """Return a copy of open_clip's model configuration that downloads no pretrained weights."""
     arguments = copy.deepcopy(config.model)
     arguments["vision_cfg"]["timm_model_pretrained"] = False
     if config.hf_text_name:
@@ -76,7 +77,7 @@ def _without_downloads(config: ClipConfig) -> dict[str, Any]:
 
 
 def _resize_trunk(visual: Any) -> None:
-    """Set the configured image size of a timm ViT: open_clip builds the trunk at the trunk's own size."""
+    """Resize a timm ViT to the configured image size, because open_clip builds it at the ViT's default image size."""
     if not isinstance(visual, TimmModel):
         return
     patches = getattr(visual.trunk, "patch_embed", None)
@@ -88,12 +89,12 @@ def _resize_trunk(visual: Any) -> None:
 def _check_hf_text(name: str, folder: Path | None) -> None:
     """Check that the folder of a Hugging Face text tower describes a model that open_clip supports."""
     if folder is None or not (folder / HF_CONFIG_FILE).is_file():
-        raise ModelError(f"the text tower of {name} needs a {HF_CONFIG_FILE}, and there is none in {folder}")
+        raise ModelError(f"the text tower of {name} needs the file {HF_CONFIG_FILE}, which is not in {folder}")
     model_type = read_configuration(folder / HF_CONFIG_FILE).get("model_type")
     if model_type not in arch_dict:
         raise ModelError(
-            f"{folder / HF_CONFIG_FILE} describes a text tower of type {model_type!r}: use one of "
-            f"{', '.join(sorted(arch_dict))}"
+            f"{folder / HF_CONFIG_FILE} describes a text tower of type {model_type!r}, which open_clip does not "
+            f"support: use one of {', '.join(sorted(arch_dict))}"
         )
 
 

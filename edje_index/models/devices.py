@@ -1,4 +1,4 @@
-"""Devices and data types by name, and the CPU threads of torch."""
+"""Conversion of device and data type names to torch objects, and control of torch's CPU threads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DTYPES = ("auto", "float32", "bfloat16")
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device named `device`; ``auto`` is CUDA if torch sees a CUDA device, else the CPU.
+    """Return the device named `device`; ``auto`` is CUDA if torch sees a CUDA device, else the CPU.
 
     Raises:
-        ModelError: there is no such device.
+        ModelError: the name is unknown, or this machine has no such device.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -27,12 +27,14 @@ def resolve_device(device: str) -> torch.device:
     except RuntimeError as error:
         raise ModelError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:N") from error
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
-        raise ModelError(f"no device {device}: torch sees {torch.cuda.device_count()} CUDA devices; use device cpu")
+        raise ModelError(
+            f"there is no device {device}: torch sees {torch.cuda.device_count()} CUDA devices; use device cpu"
+        )
     return target
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The data type named `dtype`; ``auto`` is bfloat16 on CUDA and float32 elsewhere.
+    """Return the data type named `dtype`; ``auto`` is bfloat16 on CUDA and float32 elsewhere.
 
     Raises:
         ModelError: the name is not one of `DTYPES`.
@@ -45,7 +47,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def autocast(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Context in which matrix products are computed in `dtype`. Weights keep their type."""
+    """Return a context in which matrix products are computed in `dtype`. Weights keep their data type."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
@@ -53,9 +55,9 @@ def autocast(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractCon
 
 @contextlib.contextmanager
 def threads_kept() -> Iterator[None]:
-    """Context that restores torch's number of CPU threads at its end.
+    """Context that restores torch's number of CPU threads when it ends.
 
-    An image encoder sets the number, and sums of floats depend on it.
+    An image encoder changes this number, and sums of floats depend on the number of threads.
     """
     threads = torch.get_num_threads()
     try:

@@ -1,7 +1,7 @@
-"""Access to model hubs that fails at once, without log output, if no hub can be reached.
+"""Access to the Hugging Face hub that fails quickly and without log output if the hub cannot be reached.
 
-By default the hub's client retries for most of a minute and logs every attempt. Here one connection is tried first;
-if it fails, the client uses its local cache only.
+By default the hub's client retries for most of a minute and logs every attempt. This module first tries to connect
+once. If the connection fails, the client uses its local cache only.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MESSAGE_LENGTH = 200
 
 @contextmanager
 def hub_access(*, local_only: bool = False) -> Iterator[None]:
-    """Context for calls that may download. Not thread-safe: it changes settings of the whole process.
+    """Context for calls that may download from the hub. Not thread-safe: it changes settings of the whole process.
 
     Args:
-        local_only: whether to forbid downloads, for calls that should need local files only.
+        local_only: forbid downloads, for calls that need local files only.
     """
     from huggingface_hub import constants
 
@@ -51,20 +51,26 @@ def hub_access(*, local_only: bool = False) -> Iterator[None]:
 
 
 def loading_error(name: str, error: Exception) -> ModelError:
-    """The error to raise after loading the model `name` failed; it tells whether the hub could not be reached."""
+    """Return the error to raise after loading the model `name` failed with `error`.
+
+    The result is a `HubUnreachableError` if `error` shows that the hub could not be reached, else a `ModelError`.
+    """
     message = " ".join(str(error).split())
     excerpt = message[:_MESSAGE_LENGTH]
     if any(sign in message for sign in _OFFLINE_SIGNS) and not any(sign in message for sign in _REFUSED_SIGNS):
         return HubUnreachableError(
-            f"cannot download {name}: the model hub is not reachable from here. Give a local file "
-            "(NAME:/path/to/weights or local-dir:FOLDER), or fill the hub's cache (HF_HOME) on a machine that "
-            f"reaches it and copy it here [{excerpt}]"
+            f"cannot download {name}: the model hub is not reachable from this machine. Give local weights "
+            "(NAME:/path/to/weights or local-dir:FOLDER), or download the model on a machine that reaches the hub and "
+            f"copy the cache of that machine (the directory HF_HOME) to this one [{excerpt}]"
         )
     return ModelError(f"cannot load {name}: {excerpt}")
 
 
 def _answers(endpoint: str) -> bool:
-    """Whether the hub accepts a connection. Behind a proxy, only the download itself can tell, so the answer is yes."""
+    """Return whether the hub at `endpoint` accepts a connection.
+
+    If a proxy is configured, return True without a test, because a direct connection says nothing about the proxy.
+    """
     if any(os.environ.get(name) for name in PROXY_VARIABLES):
         return True
     address = urlsplit(endpoint)

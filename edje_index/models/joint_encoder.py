@@ -1,8 +1,8 @@
-"""The joint encoder: a BERT that scores how well a caption matches the stored tokens of an image.
+"""The joint encoder: a BERT model that scores how well a caption matches the stored tokens of an image.
 
-Shape letters: b pairs, m image tokens, t tokens of a row, d the language model's width.
-Parameters have the names of published checkpoints. The language-model head and the text-embedding head
-(``text_projection``) are kept beside the scoring head, because training continues from them.
+Shape letters: b pairs, m image tokens, t tokens per row, d width of the language model.
+Parameters have the same names as in published checkpoints. Besides the scoring head, the module keeps the
+language-model head and the text-embedding head (``text_projection``), because later training runs need them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers.models.bert.modeling_bert import BertPooler  # noqa: E402
 
 
 class JointEncoder(nn.Module):
-    """BERT with the ``<image>`` placeholders' embeddings replaced by stored tokens, and a head on ``[CLS]``.
+    """A BERT model with a scoring head on ``[CLS]``; stored tokens replace the embeddings of ``<image>`` placeholders.
 
     Attributes:
         tokenizer: tokenizer of captions.
@@ -66,16 +66,16 @@ class JointEncoder(nn.Module):
 
     @property
     def width(self) -> int:
-        """d, the width that stored tokens must have."""
+        """d, the required width of stored tokens."""
         return int(self.config.hidden_size)
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
+        """Device that holds the weights."""
         return self.text_projection.weight.device
 
     def scorer(self) -> JointScorer:
-        """Scores pairs with the weights that this encoder has now, faster than :meth:`forward`."""
+        """Return a scorer with the current weights of this encoder. The scorer is faster than :meth:`forward`."""
         shape = BertShape.parse(self.config.to_dict(), "the joint encoder")
         return JointScorer(
             self.tokenizer,
@@ -87,31 +87,31 @@ class JointEncoder(nn.Module):
         )
 
     def score(self, captions: str | Sequence[str], tokens: torch.Tensor | Array) -> torch.Tensor:
-        """Matching logits, float32 [b] on the CPU; higher means a better match.
+        """Return matching logits, float32 [b] on the CPU; a higher logit means a better match.
 
         Args:
-            captions: b captions, or one for all blocks.
-            tokens: stored tokens [b, m, d] of any floating type: a tensor on any device, or an array
+            captions: b captions, or one caption for all b blocks.
+            tokens: stored tokens [b, m, d] of any floating type: a tensor on any device, or a NumPy array
                 (``ml_dtypes.bfloat16`` included).
 
         Raises:
-            ModelError: the number of captions or the width of the blocks does not fit.
+            ModelError: there are neither 1 nor b captions, or the blocks have another width than d.
         """
         return self.scorer().score(captions, tokens)
 
     def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:
-        """Mean last hidden state, float32 [b, d], of rows without image tokens."""
+        """Return the mean of the last hidden states of each row, float32 [b, d]. The rows have no image tokens."""
         return self.scorer().sentence_vectors(inputs)
 
     def forward(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """Matching logits, float32 [b], of prepared rows and their image tokens [b, m, d]."""
+        """Return matching logits, float32 [b], of tokenised rows and their image tokens [b, m, d]."""
         with autocast(self.compute_dtype, self.device):
             hidden = self.hidden_states(inputs, tokens)
         logits: torch.Tensor = self.classification_head(hidden.float())
-        return logits[:, 0].float()  # under the autocast of a training they are not float32
+        return logits[:, 0].float()  # the logits are not float32 under the autocast of a training run
 
     def hidden_states(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """Last hidden states [b, t, d] of the language model."""
+        """Return the last hidden states [b, t, d] of the language model, given image tokens [b, m, d]."""
         device = self.device
         ids = inputs.input_ids.to(device)
         words = self.text_embeddings(ids)
@@ -127,7 +127,7 @@ class JointEncoder(nn.Module):
         return hidden
 
     def _positions(self, ids: torch.Tensor) -> torch.Tensor:
-        """0, 1, 2, ...; positions beyond the table repeat its last one, as in published models."""
+        """Return the positions 0, 1, 2, ... of `ids`. Positions beyond the table use its last entry, as published."""
         table = self.language_model.bert.embeddings.position_embeddings.num_embeddings
         return torch.arange(ids.shape[1], device=ids.device).clamp(max=table - 1)[None]
 
@@ -138,17 +138,19 @@ def _pooler(config: BertConfig) -> nn.Module:
 
 
 def bert_config(source: Path | dict[str, Any], **overrides: int) -> BertConfig:
-    """A BERT configuration from ``config.json`` (or its content), with `overrides` replacing values.
+    """Read a BERT configuration from `source`, a path of ``config.json`` or the content of one.
+
+    The values in `overrides` replace values of the configuration.
 
     Raises:
-        ModelError: the file cannot be read, or it does not describe a BERT.
+        ModelError: the file cannot be read, or the configuration does not describe a BERT model.
     """
     try:
         values = json.loads(source.read_text()) if isinstance(source, Path) else dict(source)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read the language model's configuration {source}: {error}") from error
     if values.get("model_type", "bert") != "bert":
-        raise ModelError(f"the joint encoder must be a BERT, got a model of type {values['model_type']!r}")
+        raise ModelError(f"the joint encoder must be a BERT model, got a model of type {values['model_type']!r}")
     try:
         return BertConfig.from_dict({**values, **overrides})
     except Exception as error:

@@ -1,10 +1,10 @@
 """The joint encoder's input: ``[CLS] caption [SEP] <image> x m [SEP]``, as in the published EDJE code.
 
-``[CLS]``, the caption and the first ``[SEP]`` have token type 0; the image placeholders and the last ``[SEP]`` have
-type 1. A long caption is truncated, the image never is: a row has at most 64 + m tokens.
+``[CLS]``, the caption and the first ``[SEP]`` have token type 0; the m image placeholders and the last ``[SEP]`` have
+type 1. Long captions are truncated, so that a row has at most 64 + m tokens. Image tokens are never truncated.
 
-The published training and evaluation canonicalise captions before the tokenizer sees them. A tokenizer whose
-`canonical` is True does so too.
+The published training and evaluation code canonicalises captions before tokenising them. A tokenizer whose
+`canonical` is True does the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SPECIAL_TOKEN_NAMES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask
 
 @dataclass(frozen=True)
 class JointInputs:
-    """int64 tensors [b, t]; short rows are padded."""
+    """Tokenised rows as int64 tensors [b, t]. Rows shorter than t are padded."""
 
     input_ids: torch.Tensor
     token_type_ids: torch.Tensor
@@ -45,9 +45,10 @@ class JointTokenizer:
 
     Attributes:
         tokenizer: the tokenizer.
-        special_tokens: text of each of `SPECIAL_TOKEN_NAMES`.
-        truncation_side: "right" or "left", the end that long captions lose.
-        canonical: whether captions are canonicalised first, see `text_cleaning.clean_canonicalize`.
+        special_tokens: text of each special token, by its name in `SPECIAL_TOKEN_NAMES`.
+        truncation_side: end at which long captions are cut, "right" or "left".
+        canonical: whether captions are canonicalised before they are tokenised, see
+            `text_cleaning.clean_canonicalize`.
         image_token_id: token id of the placeholder.
     """
 
@@ -63,13 +64,15 @@ class JointTokenizer:
         self.special_tokens = dict(special_tokens)
         self.truncation_side = truncation_side
         self.canonical = canonical
-        tokenizer.add_special_tokens([IMAGE_TOKEN])  # no change if it is there
-        tokenizer.no_truncation()  # its file may ask for either
+        tokenizer.add_special_tokens([IMAGE_TOKEN])  # does nothing if the vocabulary has the token
+        tokenizer.no_truncation()  # a tokenizer file may switch on truncation and padding
         tokenizer.no_padding()
         ids = {name: tokenizer.token_to_id(token) for name, token in special_tokens.items()}
         missing = [special_tokens[name] for name, token_id in ids.items() if token_id is None]
         if missing:
-            raise ModelError(f"this is not a BERT tokenizer: it does not know {', '.join(missing)}")
+            raise ModelError(
+                f"the tokenizer lacks the special tokens {', '.join(missing)}: give the files of a BERT tokenizer"
+            )
         self._special_ids = {name: int(token_id) for name, token_id in ids.items() if token_id is not None}
         image_token_id = tokenizer.token_to_id(IMAGE_TOKEN)
         assert image_token_id is not None
@@ -80,37 +83,39 @@ class JointTokenizer:
         """Wrap a fast tokenizer of transformers.
 
         Raises:
-            ModelError: it is not that of a BERT.
+            ModelError: the tokenizer is not a BERT tokenizer.
         """
         special_tokens = {name: getattr(tokenizer, name) for name in SPECIAL_TOKEN_NAMES}
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or None in special_tokens.values():
-            raise ModelError("this is not a BERT tokenizer: it lacks one of [CLS], [SEP], [PAD], [UNK] and [MASK]")
+            raise ModelError(
+                "the tokenizer lacks one of [CLS], [SEP], [PAD], [UNK] and [MASK]: give the files of a BERT tokenizer"
+            )
         return cls(backend, special_tokens, truncation_side=tokenizer.truncation_side, canonical=canonical)
 
     def __len__(self) -> int:
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
     def special_id(self, name: str) -> int:
-        """Token id of the special token called `name`, one of `SPECIAL_TOKEN_NAMES`."""
+        """Return the token id of the special token called `name`, which is one of `SPECIAL_TOKEN_NAMES`."""
         return self._special_ids[name]
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files into ``folder``.
 
-        Equal tokenizers give equal bytes, whatever their origin, their use and the version of transformers, because
-        the fingerprint of a bundle covers these files.
+        The fingerprint of a bundle covers these files. So equal tokenizers give equal bytes: the bytes do not depend on
+        the file a tokenizer was read from, the texts it has tokenised, or the version of transformers.
         """
         self.tokenizer.save(str(folder / TOKENIZER_FILE))
         settings = {"tokenizer_class": OWN_CLASS, "truncation_side": self.truncation_side}
         write_json(folder / TOKENIZER_SETTINGS, {**self.special_tokens, **settings})
 
     def inputs(self, captions: Sequence[str], image_tokens: int) -> JointInputs:
-        """One row per caption, each with ``image_tokens`` placeholders."""
+        """Tokenise captions into one row per caption, each with ``image_tokens`` placeholders."""
         return self.inputs_of_ids(self.caption_ids(captions), image_tokens)
 
     def inputs_of_ids(self, texts: Sequence[Sequence[int]], image_tokens: int) -> JointInputs:
-        """As `inputs`, given the token ids of each caption."""
+        """Return the same rows as `inputs`, given the token ids of each caption (see `caption_ids`)."""
         pad, start, separator = map(self.special_id, ("pad_token", "cls_token", "sep_token"))
         image = [self.image_token_id] * image_tokens
         length = max(map(len, texts)) + NUM_SPECIAL_TOKENS + image_tokens
@@ -125,7 +130,10 @@ class JointTokenizer:
         return JointInputs(ids, types, mask)
 
     def caption_ids(self, captions: Sequence[str]) -> list[list[int]]:
-        """Token ids of each caption, truncated. "<image>" in a caption is an unknown token, not a placeholder."""
+        """Return the token ids of each caption, truncated and without special tokens.
+
+        The text "<image>" in a caption becomes the unknown token, not a placeholder.
+        """
         texts = [clean_canonicalize(caption) for caption in captions] if self.canonical else list(captions)
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         unknown = self.special_id("unk_token")
@@ -135,14 +143,14 @@ class JointTokenizer:
 
 
 def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointTokenizer:
-    """Read a BERT tokenizer, and add the ``<image>`` placeholder if it is missing.
+    """Read a BERT tokenizer, and add the ``<image>`` placeholder if the vocabulary lacks it.
 
     Args:
-        folder: its directory.
+        folder: directory of the tokenizer's files.
         canonical: see `JointTokenizer`.
 
     Raises:
-        ModelError: the folder holds no BERT tokenizer, or one with code.
+        ModelError: the folder holds no BERT tokenizer, or a configuration that names code to run.
     """
     if not folder.is_dir():
         raise ModelError(
@@ -156,7 +164,10 @@ def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointToken
 
 
 def _own_tokenizer(folder: Path, canonical: bool) -> JointTokenizer | None:
-    """The tokenizer that `JointTokenizer.save` wrote, without transformers; None if it wrote no such files."""
+    """Read a tokenizer that `JointTokenizer.save` wrote, without importing transformers.
+
+    Return None if the files in `folder` were not written by `JointTokenizer.save`.
+    """
     if not (folder / TOKENIZER_FILE).is_file() or not (folder / TOKENIZER_SETTINGS).is_file():
         return None
     settings = read_configuration(folder / TOKENIZER_SETTINGS)
@@ -170,7 +181,7 @@ def _own_tokenizer(folder: Path, canonical: bool) -> JointTokenizer | None:
 
 
 def _stock_tokenizer(folder: Path, canonical: bool) -> JointTokenizer:
-    """A tokenizer in any of the forms that transformers reads."""
+    """Read a tokenizer in any format that transformers supports."""
     prepare_torchvision()
     from transformers import AutoTokenizer
 

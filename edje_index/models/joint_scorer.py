@@ -1,6 +1,6 @@
 """Scores pairs of a caption and an image with the weights of a joint encoder.
 
-Shape letters: b pairs, m image tokens, t tokens of a row, d the language model's width.
+Shape letters: b pairs, m image tokens, t tokens per row, d width of the language model, v size of its vocabulary.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _BERT = "language_model.bert."
 
 
 class JointScorer:
-    """A joint encoder for scoring alone. Thread-safe.
+    """A joint encoder that can only score pairs, not be trained. Thread-safe.
 
     Attributes:
         tokenizer: tokenizer of captions.
-        compute_dtype: data type of the language model's matrix products. The head is always float32: with the 8
-            significant bits of bfloat16 many candidates would have equal logits.
-        device: the device of the weights.
+        compute_dtype: data type of the language model's matrix products. The head is always float32, because with the
+            8 significant bits of bfloat16 many candidates would have equal logits.
+        device: device that holds the weights.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class JointScorer:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """Take the weights.
+        """Build a scorer from the weights in `tensors`.
 
         Args:
             tokenizer: tokenizer of captions.
             shape: settings of the language model.
-            tensors: weights by the names of published checkpoints. They may change afterwards only if they are on
-                another device.
-            source: where the weights come from, for messages.
+            tensors: weights, with the names of published checkpoints. The scorer may share memory with tensors on
+                `device`, so do not change those afterwards.
+            source: file or model that the weights come from, for error messages.
             dtype: see `compute_dtype`.
-            device: the device to compute on; by default the CPU.
+            device: device to compute on; by default the CPU.
 
         Raises:
             ModelError: a tensor is missing or has the wrong shape.
@@ -76,7 +76,7 @@ class JointScorer:
 
     @property
     def width(self) -> int:
-        """d, the width that stored tokens must have."""
+        """d, the required width of stored tokens."""
         return self._bert.width
 
     @property
@@ -86,7 +86,7 @@ class JointScorer:
 
     @torch.inference_mode()
     def score(self, captions: str | Sequence[str], tokens: torch.Tensor | Array) -> torch.Tensor:
-        """Matching logits, see `JointEncoder.score`."""
+        """Return matching logits; arguments and errors as for `JointEncoder.score`."""
         tokens = as_tensor(tokens)
         captions = [captions] if isinstance(captions, str) else list(captions)
         self._check(captions, tokens)
@@ -100,7 +100,7 @@ class JointScorer:
 
     @torch.inference_mode()
     def logits(self, inputs: JointInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """Matching logits, float32 [b] on the device, of prepared rows and their image tokens [b, m, d]."""
+        """Return matching logits, float32 [b] on the device, of tokenised rows and their image tokens [b, m, d]."""
         ids = inputs.input_ids.to(self.device)
         words = functional.embedding(ids, self.word_vectors)
         is_image = (ids == self.tokenizer.image_token_id)[:, :, None].expand_as(words)
@@ -112,7 +112,10 @@ class JointScorer:
 
     @torch.inference_mode()
     def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:
-        """Mean last hidden state, float32 [b, d], of rows without image tokens; computed in float32."""
+        """Return the mean of the last hidden states of each row, float32 [b, d], computed in float32.
+
+        The rows have no image tokens.
+        """
         words = functional.embedding(inputs.input_ids.to(self.device), self.word_vectors)
         embedded = self._exact_bert.embed(words, inputs.token_type_ids.to(self.device))
         hidden = self._exact_bert.hidden_states(embedded, self._mask(inputs))
@@ -127,7 +130,7 @@ class JointScorer:
         return None if bool(inputs.attention_mask.all()) else inputs.attention_mask.to(self.device, torch.bool)
 
     def _score_by_length(self, captions: list[list[int]], tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of pairs, given the token ids of the captions. Pairs of similar length share a batch."""
+        """Return the logits of pairs, given the token ids of the captions. Pairs of similar length share a batch."""
         lengths = torch.tensor([len(ids) for ids in captions])
         logits = torch.zeros(len(captions))
         size = _CPU_BATCH if self.device.type == "cpu" else SCORE_BATCH
@@ -138,7 +141,7 @@ class JointScorer:
 
     def _check(self, captions: list[str], tokens: torch.Tensor) -> None:
         if tokens.ndim != 3 or tokens.shape[2] != self.width:
-            raise ModelError(f"the joint encoder scores blocks [b, m, {self.width}], got {list(tokens.shape)}")
+            raise ModelError(f"the joint encoder needs blocks [b, m, {self.width}], got {list(tokens.shape)}")
         if len(captions) not in (1, tokens.shape[0]):
             raise ModelError(
                 f"{len(captions)} captions for {tokens.shape[0]} blocks: give one caption, or one per block"

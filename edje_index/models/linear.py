@@ -1,8 +1,9 @@
-"""Linear layers for inference on a CPU, in the fastest kernel that torch has for float32.
+"""Linear layers for inference on a CPU, with the fastest float32 kernel that torch contains.
 
-torch's own float32 product is MKL's, which uses half the vector width on processors that are not Intel's. oneDNN, which
-torch contains too, uses all of it, but torch offers it for float32 only through the operators that its compiler emits.
-Their names are private: tested with torch 2.8 to 2.13. Where they are missing, torch's own product is used.
+By default torch computes float32 products with MKL, which uses half the vector width on processors that are not made
+by Intel. torch also contains oneDNN, which uses the full vector width. For float32, torch offers oneDNN only through
+the operators that torch.compile emits. The names of these operators are private; they are tested with torch 2.8 to
+2.13. If torch lacks them, this module uses the default product.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 
 class Linear:
-    """A fixed linear map of the last dimension.
+    """A linear map of the last dimension with fixed weights.
 
     Args:
         weight: [outputs, inputs].
@@ -30,7 +31,7 @@ class Linear:
         self._weight = weight if self._product is None else operators._reorder_linear_weight(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., inputs] -> [..., outputs], of the weight's data type."""
+        """Map `x` [..., inputs] to [..., outputs]. Both have the data type of the weight."""
         if self._product is None:
             return functional.linear(x, self._weight, self._bias)
         result: torch.Tensor = self._product(x, self._weight, self._bias, "none", [], "")

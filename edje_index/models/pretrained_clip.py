@@ -1,4 +1,4 @@
-"""Loads open_clip models with their weights, from open_clip's list, a file, a folder or a hub."""
+"""Loads open_clip models with weights from open_clip's list, a file, a folder or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _MAX_LISTED_TAGS = 8
 
 
 def load_clip(vision: str, pretrained: str | None, *, untrained: bool = False) -> tuple[torch.nn.Module, ClipConfig]:
-    """Load an open_clip model with its weights.
+    """Load an open_clip model with its weights, and return the model and its configuration.
 
     Args:
         vision: a name that open_clip knows (``ViT-B-16-SigLIP2``), optionally followed by ``:TAG`` or
             ``:WEIGHTS_FILE``; or ``hf-hub:ORG/REPO``; or ``local-dir:FOLDER``.
-        pretrained: the tag or weights file, if ``vision`` does not hold it. If neither does and the model has only one
-            tag, that tag is used.
-        untrained: draw random weights instead of loading any; `vision` is then a name that open_clip knows.
+        pretrained: tag or weights file, if ``vision`` names neither. If ``pretrained`` is None too and the model has
+            only one tag, that tag is used.
+        untrained: draw random weights instead of loading weights. `vision` must then be a name without tag or file.
 
     Raises:
         HubUnreachableError: the weights are not in the local cache and cannot be downloaded.
-        ModelError: the name or tag is unknown, or the weights do not fit.
+        ModelError: the name or tag is unknown, or the weights do not fit the model.
     """
     name, tag = _split_name(vision, pretrained)
     folder = Path(name.removeprefix(LOCAL_DIR))
@@ -63,7 +63,10 @@ def load_clip(vision: str, pretrained: str | None, *, untrained: bool = False) -
 
 
 def _load_folder(folder: Path) -> tuple[torch.nn.Module, ClipConfig]:
-    """Load a folder that holds its Hugging Face text tower, which open_clip would look for on the hub."""
+    """Load a model from a folder that also holds the configuration of its Hugging Face text tower.
+
+    open_clip cannot load such a folder offline, because it requests that configuration from the hub.
+    """
     config = read_clip_config(folder, folder.name)
     model = build_clip(config, folder / HF_TEXT_FOLDER)
     assign_weights(model, read_weights(folder / WEIGHTS_FILE), str(folder / WEIGHTS_FILE))
@@ -71,21 +74,22 @@ def _load_folder(folder: Path) -> tuple[torch.nn.Module, ClipConfig]:
 
 
 def _split_name(vision: str, pretrained: str | None) -> tuple[str, str | None]:
-    """Name and tag or weights file, from either argument."""
+    """Return the model name, and the tag or weights file that one of the arguments names (None if none does)."""
     if vision.startswith(SCHEMAS):
         if pretrained:
-            raise ModelError(f"{vision} has weights of its own: leave out {pretrained!r}")
+            raise ModelError(f"{vision} has weights of its own: leave out the tag or weights file {pretrained!r}")
         return vision, None
     name, _, tag = vision.partition(":")
     if tag and pretrained and tag != pretrained:
-        raise ModelError(f"two sources of weights for {name}: {tag!r} and {pretrained!r}; give one")
+        raise ModelError(f"there are two sources of weights for {name}: {tag!r} and {pretrained!r}; give only one")
     return name.replace("/", "-"), tag or pretrained
 
 
 def _check_untrained(name: str, tag: str | None) -> None:
     if tag is not None or name.startswith(SCHEMAS):
         raise ModelError(
-            f"random weights need a name of open_clip without a tag or file, got {name}{f':{tag}' if tag else ''}"
+            "to draw random weights, give a model name of open_clip without a tag or weights file, not "
+            f"{name}{f':{tag}' if tag else ''}"
         )
     _check_name(name)
 
@@ -94,7 +98,7 @@ def _check_name(name: str) -> None:
     if open_clip.get_model_config(name) is None:
         raise ModelError(
             f"open_clip {open_clip.__version__} knows no model {name!r}; "
-            "see open_clip.list_models(), or give hf-hub:ORG/REPO or local-dir:FOLDER"
+            "give a name that open_clip.list_models() returns, or hf-hub:ORG/REPO or local-dir:FOLDER"
         )
 
 
@@ -105,17 +109,18 @@ def _resolve_tag(name: str, tag: str | None) -> str:
         return str(tags[0])
     if tag is None:
         raise ModelError(
-            f"{name} has several sets of weights: give {name}:TAG with TAG one of {_listed(tags)}, or {name}:FILE"
+            f"{name} has several sets of weights: give {name}:FILE, or {name}:TAG, where TAG is one of {_listed(tags)}"
         )
     if tag not in tags and not Path(tag).is_file():
-        raise ModelError(f"{name} has no weights {tag!r}: give a file, or one of {_listed(tags)}")
+        raise ModelError(f"{name} has no weights {tag!r}: give a weights file, or one of the tags {_listed(tags)}")
     return tag
 
 
 def _preprocess_for_file(name: str, tag: str | None) -> dict[str, Any] | None:
-    """Preprocessing for weights from a file: that of the model's first tag. None for a tag, which has its own.
+    """Return the preprocessing for weights from a file: the preprocessing of the model's first tag.
 
-    open_clip would use OpenAI's preprocessing for every file, which is wrong for SigLIP.
+    Return None if `tag` is not a file, because open_clip knows the preprocessing of each tag. For every file open_clip
+    would use OpenAI's preprocessing, which is wrong for SigLIP.
     """
     tags = open_clip.list_pretrained_tags_by_model(name)
     if tag is None or tag in tags or not tags:
@@ -129,5 +134,5 @@ def _listed(tags: list[str]) -> str:
 
 
 def _plain_json(value: Any) -> Any:
-    """The value with tuples as lists, as after a round trip through JSON."""
+    """Return `value` after a round trip through JSON, which converts tuples to lists."""
     return json.loads(json.dumps(value))

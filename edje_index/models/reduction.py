@@ -1,6 +1,7 @@
-"""Training-free reductions of n patch features to m tokens, from the paper's appendix "Token Compression Baselines".
+"""Training-free reductions of n patch features to m tokens.
 
-Each is a pure function of one image's features: neither the other images of the batch nor the process matter.
+They come from the appendix "Token Compression Baselines" of the EDJE paper. The result for an image depends only on
+the features of that image, not on the other images of the batch, and is the same in every process.
 Shape letters: b images, n patches, m kept tokens, d width.
 """
 
@@ -13,9 +14,13 @@ CLUSTER_ITERATIONS = 25
 
 
 def stride_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Keep every (n / m)-th token: [b, n, d] to [b, m, d].
+    """Keep m tokens at equal distances: [b, n, d] to [b, m, d].
 
-    Token i of m is patch floor(i n / m).
+    Token i of the result is patch floor(i n / m).
+
+    Args:
+        tokens: patch features [b, n, d].
+        count: m.
     """
     _check(tokens, count)
     n = tokens.shape[1]
@@ -26,9 +31,11 @@ def stride_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
 def prune_tokens(tokens: torch.Tensor, received: torch.Tensor, count: int) -> torch.Tensor:
     """Keep the m patches that receive the most attention, in image order: [b, n, d] to [b, m, d].
 
+    Of patches that receive equal attention, the first is kept.
+
     Args:
         tokens: patch features [b, n, d].
-        received: attention that each patch receives in the last layer [b, n]. Ties go to the first patch.
+        received: attention that each patch receives in the last layer [b, n].
         count: m.
     """
     _check(tokens, count)
@@ -38,11 +45,15 @@ def prune_tokens(tokens: torch.Tensor, received: torch.Tensor, count: int) -> to
 
 
 def cluster_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Centroids of m clusters of each image's tokens: [b, n, d] to float32 [b, m, d].
+    """Group the n tokens of each image into m clusters and return the centroids: [b, n, d] to float32 [b, m, d].
 
-    k-means++ seeding (Arthur and Vassilvitskii, 2007) with the same fixed random numbers for every image, then at most
-    25 Lloyd iterations in float32. A cluster that loses all its tokens keeps its last centroid. Clusters are in the
-    order of their seeds.
+    The clusters come from k-means in float32: k-means++ seeding (Arthur and Vassilvitskii, 2007), then at most 25 Lloyd
+    iterations. The seeding uses the same fixed random numbers for every image. A cluster that loses all its tokens
+    keeps its last centroid. Clusters are in the order of their seeds.
+
+    Args:
+        tokens: patch features [b, n, d].
+        count: m.
     """
     _check(tokens, count)
     points = tokens.float()
@@ -58,7 +69,11 @@ def cluster_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _seed_centroids(points: torch.Tensor, count: int) -> torch.Tensor:
-    """k-means++: draw each next centroid with probability proportional to the squared distance to the nearest one."""
+    """Draw the initial centroids [b, count, d] with k-means++ seeding.
+
+    A point becomes the next centroid with a probability proportional to its squared distance to the nearest centroid
+    drawn before.
+    """
     b, n, _ = points.shape
     generator = torch.Generator().manual_seed(CLUSTER_SEED)
     draws = torch.rand(count, generator=generator).to(points.device)
@@ -80,7 +95,10 @@ def _squared_distance(points: torch.Tensor, centre: torch.Tensor) -> torch.Tenso
 
 
 def _nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Index [b, n] of the nearest centroid. The distance omits |p|^2, which is the same for all centroids."""
+    """Return the index of the nearest centroid of each point, int64 [b, n].
+
+    The distance omits the squared norm of the point, which is the same for all centroids.
+    """
     scores = centroids.square().sum(dim=2)[:, None] - 2 * points @ centroids.transpose(1, 2)
     return scores.argmin(dim=2)
 
@@ -94,4 +112,4 @@ def _mean_of_clusters(points: torch.Tensor, assignment: torch.Tensor, centroids:
 
 def _check(tokens: torch.Tensor, count: int) -> None:
     if not 1 <= count <= tokens.shape[1]:
-        raise ValueError(f"cannot keep {count} of {tokens.shape[1]} tokens: keep at least 1 and at most all")
+        raise ValueError(f"cannot keep {count} of {tokens.shape[1]} tokens: give a count from 1 to {tokens.shape[1]}")

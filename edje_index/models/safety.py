@@ -1,7 +1,8 @@
-"""Checks that the files of a model are data, so that loading a model from a stranger runs no code of theirs.
+"""Checks that the files of a model contain only data, so that loading an untrusted model runs no foreign code.
 
-transformers runs Python files that a configuration names under ``auto_map``, and downloads kernels that one names
-under ``attn_implementation``. timm downloads models with names like ``hf-hub:ORG/REPO``. A bundle needs none of these.
+transformers runs Python files that a configuration names under ``auto_map``, and downloads kernels that a
+configuration names under ``attn_implementation``. timm downloads models with names like ``hf-hub:ORG/REPO``. A bundle
+needs none of these, so they are refused.
 """
 
 from __future__ import annotations
@@ -30,26 +31,31 @@ def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
     """Refuse a bundle that holds code, names code in a configuration, or lists files outside its folder.
 
     Args:
-        folder: the bundle.
-        files: names of its files, as ``bundle.json`` lists them.
+        folder: directory of the bundle.
+        files: names of the bundle's files, as listed in ``bundle.json``.
 
     Raises:
-        ModelError: the bundle does one of these, or holds a FIFO, a device or a very large text file.
+        ModelError: the bundle is refused for one of these reasons, or because it holds a file that cannot be read, a
+            FIFO, a device, or a very large file that is not a weights file.
     """
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
-            raise ModelError(f"the bundle {folder} lists the file {name!r}, which is outside its folder: do not use it")
+            raise ModelError(
+                f"the bundle {folder} lists the file {name!r}, which is outside the bundle: do not use this bundle"
+            )
     for file in sorted(folder.rglob("*")):
         _check_kind(file)
         if file.suffix in CODE_SUFFIXES:
-            raise ModelError(f"{file} is code, and a bundle holds only data: remove it, or do not use the bundle")
+            raise ModelError(
+                f"{file} is code, but a bundle may hold only data: remove this file, or do not use the bundle"
+            )
         if file.name.endswith("config.json") and file.is_file():
             read_configuration(file)
 
 
 def _check_kind(file: Path) -> None:
-    """Refuse what never ends when it is read (a FIFO or a device), and large files other than weights."""
+    """Refuse FIFOs and devices, because reading them may never end, and large files that are not weights."""
     try:
         status = file.stat()
     except OSError as error:
@@ -57,7 +63,7 @@ def _check_kind(file: Path) -> None:
     if stat.S_ISDIR(status.st_mode):
         return
     if not stat.S_ISREG(status.st_mode):
-        raise ModelError(f"{file} is not a regular file: remove it, or do not use the bundle")
+        raise ModelError(f"{file} is not a regular file: remove {file.name}, or do not use the bundle")
     if file.suffix not in WEIGHT_SUFFIXES and status.st_size > MAX_TEXT_BYTES:
         raise ModelError(
             f"{file} has {status.st_size} bytes, more than a configuration or tokenizer can have: do not use the bundle"
@@ -65,17 +71,20 @@ def _check_kind(file: Path) -> None:
 
 
 def read_configuration(file: Path) -> dict[str, Any]:
-    """Read a configuration file, which must not name code to run or to download.
+    """Read a JSON configuration file, which must not name code to run or to download.
 
     Raises:
-        ModelError: it names code, or is not a JSON object.
+        ModelError: the file cannot be read, is not a JSON object, or names code.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {file}: {error}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{file} is not a configuration: it holds a JSON {type(content).__name__}, not an object")
+        raise ModelError(
+            f"{file} is not a configuration: the file holds a JSON value of type {type(content).__name__}, not an "
+            "object; restore the file"
+        )
     for key, value in _items(content):
         names_hub_code = key in IMPLEMENTATION_KEYS and "/" in str(value)
         if (key in CODE_KEYS and value) or names_hub_code:
@@ -84,7 +93,7 @@ def read_configuration(file: Path) -> dict[str, Any]:
 
 
 def check_tokenizer_folder(folder: Path) -> None:
-    """Refuse the configuration of a tokenizer that names code, or a class other than the known ones.
+    """Refuse a tokenizer configuration that names code, or a tokenizer class not listed in `TOKENIZER_CLASSES`.
 
     Raises:
         ModelError: the configuration is refused.
@@ -96,13 +105,13 @@ def check_tokenizer_folder(folder: Path) -> None:
         tokenizer_class = read_configuration(file).get("tokenizer_class")
         if tokenizer_class and str(tokenizer_class).removesuffix("Fast") not in TOKENIZER_CLASSES:
             raise ModelError(
-                f"{file} names the tokenizer class {tokenizer_class!r}, which is not accepted: use one of "
-                f"{', '.join(sorted(TOKENIZER_CLASSES))}"
+                f"{file} names the tokenizer class {tokenizer_class!r}, which is not accepted: give a tokenizer of one "
+                f"of the classes {', '.join(sorted(TOKENIZER_CLASSES))}"
             )
 
 
 def check_options(options: Mapping[str, Any], accepted: Collection[str], source: str) -> None:
-    """Refuse options of a tokenizer that are not accepted.
+    """Refuse tokenizer options whose names are not in `accepted`.
 
     Raises:
         ModelError: an option is not accepted; the message names it and `source`.
@@ -110,25 +119,26 @@ def check_options(options: Mapping[str, Any], accepted: Collection[str], source:
     refused = sorted(set(options) - set(accepted))
     if refused:
         raise ModelError(
-            f"{source} gives the tokenizer the option {refused[0]!r}, which is not accepted: use only "
+            f"{source} gives the tokenizer the option {refused[0]!r}, which is not accepted: give only the options "
             f"{', '.join(sorted(accepted))}"
         )
 
 
 def check_local_name(name: str | None, source: str) -> None:
-    """Refuse a timm model name that stands for a hub or a folder instead of an architecture.
+    """Refuse a timm model name that refers to a hub or a folder instead of an architecture.
 
     Raises:
         ModelError: the name is refused; the message names `source`.
     """
     if name is not None and (":" in name or "/" in name):
         raise ModelError(
-            f"{source} names the timm model {name!r}, not one of timm's architectures: use a name of timm.list_models()"
+            f"{source} names the timm model {name!r}, which is not an architecture of timm: use a name that "
+            "timm.list_models() returns"
         )
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    """All keys and values of nested JSON objects."""
+    """Yield the keys and values of all objects in the JSON value `value`, at any depth."""
     if isinstance(value, dict):
         yield from value.items()
     for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

@@ -1,4 +1,4 @@
-"""Sizes in a model's configuration, compared with its weights before memory is taken for them."""
+"""A limit on the memory that a model configuration can request, derived from the size of the weights file."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ _FACTORIES = frozenset({
     torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randint,
     torch.randn, torch.tril, torch.triu, torch.zeros,
 })  # fmt: skip
-_ELEMENTS_PER_BYTE = 1  # weights take at least 2 bytes per element; some models make a tensor twice
-_SPARE_ELEMENTS = 16 << 20  # masks and other tensors that are not stored
-_TENSOR_BYTES = 16  # a stored tensor takes more, because its name is stored too
+_ELEMENTS_PER_BYTE = 1  # an element takes at least 2 bytes in the file, but some models allocate a tensor twice
+_SPARE_ELEMENTS = 16 << 20  # for masks and other tensors that are not in the file
+_TENSOR_BYTES = 16  # lower limit of the bytes that a tensor takes in the file, including its name
 _SPARE_TENSORS = 10_000
 
 
 class ModelTooLargeError(ModelError):
-    """A configuration describes a larger model than the file of its weights can hold."""
+    """The model that a configuration describes is larger than its weights file can hold."""
 
 
 @contextmanager
 def limited_by(weights: Path) -> Iterator[None]:
-    """Context in which a module can only be built as large as the file of its weights allows.
+    """Context in which a module cannot become larger than the weights file `weights` allows.
 
-    A configuration of a few bytes can ask for any amount of memory. Only the tensors that the calling thread makes
-    are counted.
+    Without this limit, a configuration of a few bytes could request any amount of memory. Only tensors that the calling
+    thread allocates are counted.
 
     Raises:
         ModelTooLargeError: the module needs more elements or tensors than the file can hold.
-        ModelError: the file is missing, a value of the configuration is not possible, or there is too little memory.
+        ModelError: the file is missing, a value of the configuration is not valid, or there is too little memory.
     """
     try:
         length = weights.stat().st_size
         with _Budget(weights, length):
             yield
     except OSError as error:
-        raise ModelError(f"cannot read the weights {weights}: {error.strerror}; restore the file") from error
+        raise ModelError(f"cannot read the weights {weights}: {error.strerror}; restore this file") from error
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ModelError(f"cannot build the model for the weights {weights}: {reason}") from error
@@ -70,14 +70,14 @@ class _Budget(TorchFunctionMode):
             self._elements -= _elements(func, args, options)
             if min(self._tensors, self._elements) < 0:
                 raise ModelTooLargeError(
-                    f"the configuration describes a larger model than {self._weights} can hold with its "
-                    f"{self._length} bytes: do not use the bundle, or restore the file"
+                    f"the configuration describes a larger model than {self._weights} can hold, which has "
+                    f"{self._length} bytes: restore the weights file if it is truncated, else do not use this model"
                 )
         return func(*args, **options)
 
 
 def _elements(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> int:
-    """Number of elements that the call makes, without making them."""
+    """Return the number of elements that a call of `func` would allocate, without allocating them."""
     if any(isinstance(value, torch.Tensor) for value in args):
         return max(value.numel() for value in args if isinstance(value, torch.Tensor))
     shape = options.get("size", args[0] if args and isinstance(args[0], Sequence) else None)

@@ -1,4 +1,4 @@
-"""open_clip's cleaning of texts before they are tokenised, without open_clip, whose import takes a second."""
+"""The text cleaning that open_clip does before tokenising, without the import of open_clip, which takes a second."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def clean_whitespace(text: str) -> str:
-    """Repair broken encodings, resolve HTML entities, and make every run of whitespace one space."""
+    """Repair broken encodings, decode HTML entities, and replace every run of whitespace by one space."""
     return " ".join(_repaired(text).split())
 
 
 def clean_lower(text: str) -> str:
-    """As `clean_whitespace`, in lower case."""
+    """Clean `text` with `clean_whitespace` and convert it to lower case."""
     return clean_whitespace(text).lower()
 
 
 def clean_canonicalize(text: str) -> str:
-    """As `clean_lower`, without punctuation."""
+    """Clean `text` with `clean_lower` and remove punctuation."""
     plain = _repaired(text).replace("_", " ").translate(_NO_PUNCTUATION)
     return " ".join(plain.lower().split())
 

@@ -1,4 +1,4 @@
-"""Embeddings of texts: what all text towers have in common."""
+"""The common interface of text towers, which map texts to embeddings."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class TextEncoder(ABC):
 
     @abstractmethod
     def embed(self, texts: list[str]) -> torch.Tensor:
-        """Embeddings of a batch of texts [len(texts), embed_dim], L2-normalised."""
+        """Return the L2-normalised embeddings of one batch of texts, [len(texts), embed_dim]."""
 
     @torch.inference_mode()
     def encode(self, texts: Sequence[str], batch_size: int = 256) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Embeddings of ``texts``: float32 [len(texts), embed_dim], L2-normalised rows."""
+        """Return the L2-normalised embeddings of ``texts``, float32 [len(texts), embed_dim]."""
         if isinstance(texts, str) or not texts:
             raise ValueError("texts must be a list of at least one string")
         # Texts of similar length share a batch, so that little padding is computed.
@@ -43,13 +43,14 @@ def embed_texts(
     *,
     texts_per_report: int = TEXTS_PER_REPORT,
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Embeddings of many texts, float32 [len(texts), embed_dim]. Equal texts are embedded once.
+    """Return the embeddings of many texts, float32 [len(texts), embed_dim]. Equal texts are embedded once.
 
     Args:
         tower: the text tower.
-        texts: at least one.
-        on_progress: called before each part and at the end; it may raise to stop.
-        texts_per_report: number of texts between two reports.
+        texts: at least one text.
+        on_progress: called before each group of `texts_per_report` texts and at the end. An exception that it raises
+            stops the embedding.
+        texts_per_report: number of texts between two calls of `on_progress`.
     """
     distinct = sorted(dict.fromkeys(texts), key=len)
     parts = []

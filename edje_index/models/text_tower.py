@@ -48,7 +48,10 @@ class TextTower(TextEncoder):
         return embeddings
 
     def _without_padding(self, ids: torch.Tensor) -> torch.Tensor:
-        """Trim token ids [b, t] to the longest row if the tower masks padding; open_clip's own towers do not."""
+        """Cut token ids [b, t] to the length of the longest row if the tower masks padding.
+
+        open_clip's own towers do not mask padding; their token ids are returned unchanged.
+        """
         text = getattr(self.clip, "text", None)
         if not isinstance(text, HFTextEncoder):
             return ids
@@ -57,15 +60,15 @@ class TextTower(TextEncoder):
 
 
 def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
-    """The tokenizer that a configuration names: open_clip's own, or a Hugging Face one.
+    """Load the tokenizer of a text tower: open_clip's own tokenizer, or a Hugging Face tokenizer.
 
     Args:
-        config: configuration of the whole model.
-        folder: folder with the files of a Hugging Face tokenizer; by default they come from the hub.
+        config: configuration of the whole model, which names the tokenizer.
+        folder: folder with the files of a Hugging Face tokenizer. By default the files come from the hub.
 
     Raises:
         HubUnreachableError: the files are not in the local cache and cannot be downloaded.
-        ModelError: the folder holds no tokenizer, or the configuration asks for one that is not accepted.
+        ModelError: the folder holds no tokenizer, or the configuration names a tokenizer that is not accepted.
     """
     name = config.text.get("hf_tokenizer_name")
     options = dict(config.text.get("tokenizer_kwargs") or {})
@@ -84,15 +87,17 @@ def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
         if folder or Path(name).exists():
             raise ModelError(f"cannot read the text tower's tokenizer in {folder or name}: {detail}") from error
         raise HubUnreachableError(
-            f"cannot download the text tokenizer {name}: give the folder of its files, or fill the hub's cache "
-            f"(HF_HOME) on a machine that reaches the hub and copy it here [{detail}]"
+            f"cannot download the text tokenizer {name}: give the folder that holds the tokenizer's files, or download "
+            "the tokenizer on a machine that reaches the hub and copy the cache of that machine (the directory "
+            f"HF_HOME) to this one [{detail}]"
         ) from error
 
 
 def save_text_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the files of a Hugging Face tokenizer without traces of its use and origin.
+    """Write the files of a Hugging Face tokenizer to `folder`.
 
-    open_clip's own tokenizer has no files.
+    The files do not depend on where the tokenizer was read from or on the texts that it has tokenised. open_clip's own
+    tokenizer has no files, so nothing is written for it.
     """
     if not isinstance(tokenizer, HFTokenizer):
         return

@@ -1,11 +1,11 @@
 """The frozen vision tower: patch features and the pooled embedding of an image in one pass.
 
-Shape letters: b images, n patches, t = prefix + n positions, h heads, c width of a head, d width of the tower,
-e width of the embedding.
+Shape letters: b images, n patches, t positions (class and register tokens, then n patches), h heads, c width of a head,
+d width of the tower, e width of the embedding.
 
-The patch features are those of the published EDJE code: the last hidden state after the final norm for timm trunks
-(SigLIP, DINOv2, ...), and the output of the last but one layer for open_clip's own transformer (CLIP, OpenAI, DFN and
-MetaCLIP weights). Class and register tokens are omitted.
+The patch features are the same as in the published EDJE code. For timm trunks (SigLIP, DINOv2, ...) they are the last
+hidden state after the final norm. For open_clip's own transformer (CLIP, OpenAI, DFN and MetaCLIP weights) they are the
+output of the last but one layer. Class and register tokens are omitted.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class VisionTower(torch.nn.Module):
         num_patches: number n of patches per image.
         embed_dim: width e of the pooled embedding.
         num_heads: number of attention heads.
-        layer_norm_eps: epsilon of the final layer norm; published adapters have the same.
-        image_size: (height, width) in pixels that ``encode`` expects.
+        layer_norm_eps: epsilon of the final layer norm. Published adapters use the same epsilon.
+        image_size: (height, width) of the images that ``encode`` expects, in pixels.
 
     Example:
         >>> import torch
@@ -61,16 +61,16 @@ class VisionTower(torch.nn.Module):
         self.eval()
 
     def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Patch features [b, n, d] and the L2-normalised embedding [b, e] of ``pixels`` [b, 3, height, width].
+        """Return the patch features [b, n, d] and L2-normalised embeddings [b, e] of ``pixels`` [b, 3, height, width].
 
-        The embedding is open_clip's ``encode_image(pixels, normalize=True)``.
+        The embeddings equal those of open_clip's ``encode_image(pixels, normalize=True)``.
         """
         raise NotImplementedError
 
     def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
-        """The results of ``encode``, and the attention that each patch receives in the last layer [b, n].
+        """Return the results of ``encode``, and the attention that each patch receives in the last layer [b, n].
 
-        The attention is the mean of the softmax weights over heads and over all queries, class token included.
+        This attention is the mean of the softmax weights over all heads and all queries, including the class token.
         """
         raise NotImplementedError
 
@@ -82,7 +82,9 @@ class TimmTower(VisionTower):
         super().__init__(visual)
         trunk = visual.trunk
         if not hasattr(trunk, "blocks") or not hasattr(trunk, "num_prefix_tokens"):
-            raise ModelError(f"the vision tower {type(trunk).__name__} has no patch features: choose a ViT")
+            raise ModelError(
+                f"the vision tower {type(trunk).__name__} has no patch features: choose a vision transformer (ViT)"
+            )
         self.prefix = int(trunk.num_prefix_tokens)
         self.patch_dim = int(trunk.num_features)
         self.num_patches = int(trunk.patch_embed.num_patches)
@@ -99,7 +101,8 @@ class TimmTower(VisionTower):
         block = blocks[-1]
         if not hasattr(block.attn, "qkv") or not hasattr(block.attn, "q_norm") or _rotary(self.visual.trunk):
             raise ModelError(
-                f"attention pruning does not support {type(self.visual.trunk).__name__}: choose another adapter"
+                f"a pruned adapter does not support the vision tower {type(self.visual.trunk).__name__}: choose "
+                "another kind of adapter"
             )
         hidden, before_last = self._features_and_last_input(pixels)
         attention = block.attn
@@ -108,7 +111,7 @@ class TimmTower(VisionTower):
         return hidden[:, self.prefix :], self._pool(hidden), received[:, self.prefix :]
 
     def _features_and_last_input(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Final hidden state and input of the last layer, [b, t, d] each."""
+        """Return the final hidden state and the input of the last layer, [b, t, d] each."""
         captured: list[torch.Tensor] = []
         handle = self.visual.trunk.blocks[-1].register_forward_pre_hook(lambda _, args: captured.append(args[0]))
         try:
@@ -128,7 +131,8 @@ class ClipTower(VisionTower):
         blocks = visual.transformer.resblocks
         if len(blocks) < 2:
             raise ModelError(
-                f"a CLIP vision tower needs at least 2 layers, got {len(blocks)}: the last but one gives its features"
+                f"a CLIP vision tower needs at least 2 layers, got {len(blocks)}: the patch features are the output of "
+                "the last but one layer"
             )
         self.patch_dim = int(visual.conv1.out_channels)
         self.num_patches = int(visual.grid_size[0] * visual.grid_size[1])
@@ -144,7 +148,10 @@ class ClipTower(VisionTower):
     def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
         block = self.visual.transformer.resblocks[-1]
         if not isinstance(block, ResidualAttentionBlock):
-            raise ModelError(f"attention pruning does not support {type(block).__name__}: choose another adapter")
+            raise ModelError(
+                f"a pruned adapter does not support a vision tower with layers of type {type(block).__name__}: choose "
+                "another kind of adapter"
+            )
         patches, prefix, embedding = self._forward(pixels)
         attention = block.attn
         hidden = block.ln_1(torch.cat([prefix, patches], dim=1))
@@ -154,7 +161,9 @@ class ClipTower(VisionTower):
         return patches, embedding, received[:, prefix.shape[1] :]
 
     def _forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Penultimate patch features [b, n, d] and class token [b, 1, d], and the normalised embedding [b, e]."""
+        """Return patch features [b, n, d], class token [b, 1, d] and L2-normalised embedding [b, e].
+
+        Patch features and class token are outputs of the last but one layer."""
         output = self.visual.forward_intermediates(
             pixels, indices=[self._penultimate], output_fmt="NLC", output_extra_tokens=True
         )
@@ -166,24 +175,26 @@ def vision_tower(visual: torch.nn.Module) -> VisionTower:
     """Wrap an open_clip image tower (``model.visual``).
 
     Raises:
-        ModelError: the tower has no patch features, for example a ResNet.
+        ModelError: the tower has no patch features; it is a ResNet, for example.
     """
     if isinstance(visual, TimmModel):
         return TimmTower(visual)
     if isinstance(visual, VisionTransformer):
         return ClipTower(visual)
-    raise ModelError(f"the vision tower {type(visual).__name__} has no patch features: choose a ViT")
+    raise ModelError(
+        f"the vision tower {type(visual).__name__} has no patch features: choose a vision transformer (ViT)"
+    )
 
 
 def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention that each position receives, averaged over heads and queries, float32 [b, t].
+    """Return the attention that each position receives, averaged over heads and queries, float32 [b, t].
 
-    The heads are computed one by one, which bounds the memory to b x t x t.
+    The heads are computed one by one, which limits the memory to b x t x t values.
 
     Args:
         q: queries [b, h, t, c].
         k: keys [b, h, t, c].
-        scale: factor of the queries.
+        scale: factor by which the queries are multiplied.
     """
     heads = q.shape[1]
     total = torch.zeros(k.shape[0], k.shape[2], dtype=torch.float32, device=k.device)
@@ -194,7 +205,7 @@ def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.
 
 
 def _queries_and_keys(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split the joint projection [b, t, 3 h c] into queries and keys [b, h, t, c]."""
+    """Return the queries and the keys [b, h, t, c] of the joint query-key-value projection [b, t, 3 h c]."""
     q, k, _ = qkv.reshape(*qkv.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
     return q, k
 

@@ -1,6 +1,6 @@
 """Weights on disk: safetensors for this package's own files, ``weights_only`` loading for other checkpoints.
 
-If several names share one tensor (tied embeddings), it is stored once, under the first name.
+If several names share one tensor (tied embeddings), the tensor is stored once, under the first name.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ State = dict[str, torch.Tensor]
 
 
 def save_weights(module: torch.nn.Module, path: Path) -> None:
-    """Write every distinct tensor of ``module`` to ``path`` (safetensors)."""
+    """Write every distinct tensor of ``module`` to ``path`` in safetensors format."""
     save_tensors(distinct_tensors(module), path)
 
 
 def distinct_tensors(module: torch.nn.Module) -> State:
-    """The state of ``module`` without names that share another name's tensor."""
+    """Return the tensors of ``module`` by name. If several names share a tensor, only the first name is returned."""
     aliases = tied_names(module)
     return {name: tensor for name, tensor in module.state_dict().items() if name not in aliases}
 
 
 def save_tensors(state: State, path: Path) -> None:
-    """Write tensors to ``path`` (safetensors)."""
+    """Write tensors to ``path`` in safetensors format."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, path)
 
 
 def read_weights(path: Path, prefix: str = "") -> State:
-    """Read the tensors of a safetensors file whose names begin with ``prefix``, and strip the prefix.
+    """Read the tensors of a safetensors file whose names begin with ``prefix``. Other tensors are not read.
 
-    Other tensors are not read.
+    The names in the result do not contain the prefix.
 
     Raises:
-        ModelError: the file cannot be read as safetensors.
+        ModelError: the file cannot be read, or is not a safetensors file.
     """
     try:
         if not prefix:
@@ -55,20 +55,23 @@ def read_weights(path: Path, prefix: str = "") -> State:
         OSError,
         RuntimeError,
         SafetensorError,
-    ) as error:  # torch, which maps the file, raises RuntimeError
+    ) as error:  # torch maps the file into memory and raises RuntimeError if this fails
         raise ModelError(f"cannot read the weights {path}: {error}; restore the file or write it again") from error
 
 
 def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
-    """Copy ``state`` into ``module``. The names must be those of the module, except that tied names may be missing.
+    """Copy the tensors in ``state`` into ``module``.
+
+    ``state`` must have exactly the names of the module's tensors. Only names that share the tensor of an earlier name
+    may be missing.
 
     Args:
         module: the module to fill.
         state: tensors by name.
-        source: where the tensors come from, for messages.
+        source: file or model that the tensors come from, for error messages.
 
     Raises:
-        ModelError: names or shapes differ.
+        ModelError: the names or shapes in ``state`` differ from those of the module.
     """
     try:
         result = module.load_state_dict(state, strict=False)
@@ -84,7 +87,7 @@ def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], s
 
 
 def tied_names(module: torch.nn.Module) -> set[str]:
-    """Names of state tensors that share the tensor of an earlier name."""
+    """Return the names in the state of ``module`` that share the tensor of an earlier name."""
     seen: set[int] = set()
     tied = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -95,26 +98,29 @@ def tied_names(module: torch.nn.Module) -> set[str]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a ``torch.save`` file of tensors and plain containers. No code in the file is executed.
+    """Read a ``torch.save`` file that holds a dict of tensors and plain values. No code in the file is executed.
 
     Raises:
-        ModelError: it is not such a file, or it holds other Python objects.
+        ModelError: the file is missing or damaged, is not a ``torch.save`` file of a dict, or holds other Python
+            objects.
     """
     if not path.is_file():
-        raise ModelError(f"no checkpoint file at {path}; give the path of the .pth file")
+        raise ModelError(f"there is no checkpoint file at {path}; give the path of the .pth file")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about pickle protocols before it refuses a file
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelError(
-            f"refused to read {path}: it is damaged or holds Python objects that could run code "
-            "(only tensors, numbers, strings, lists and dicts are read); save it again without them"
+            f"refused to read {path}: the file is damaged or holds Python objects that could run code; save the "
+            "checkpoint again with only tensors, numbers, strings, lists and dicts"
         ) from error
     except Exception as error:  # a damaged file can raise any exception
         raise ModelError(f"cannot read the checkpoint {path}: {_one_line(error)}") from error
     if not isinstance(checkpoint, dict):
-        raise ModelError(f"{path} is not a training checkpoint: it holds a {type(checkpoint).__name__}, not a dict")
+        raise ModelError(
+            f"{path} is not a training checkpoint: the file holds a {type(checkpoint).__name__}, not a dict"
+        )
     return checkpoint
 
 

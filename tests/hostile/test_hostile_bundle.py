@@ -103,7 +103,7 @@ CODE = {
     python_file: "evil.py is code",
     kernel_from_the_hub: "asks to run code ('attn_implementation'",
     other_tokenizer_class: "'RagTokenizer', which is not accepted",
-    tower_from_the_hub: "'hf-hub:evil/tower', not one of timm's architectures",
+    tower_from_the_hub: "'hf-hub:evil/tower', which is not an architecture of timm",
     text_tower_from_the_hub: "hf_text",
     text_tower_that_wraps_a_hub_model: "of type 'timm_wrapper'",
 }
@@ -322,7 +322,7 @@ def test_other_hostile_bundles_are_refused_in_one_line(outcomes, case):
 
 def test_a_bundle_lists_files_of_its_own_folder(tmp_path):
     for name in ("../weights.safetensors", "/etc/passwd", "vision/../../x"):
-        with pytest.raises(ModelError, match="outside its folder"):
+        with pytest.raises(ModelError, match="outside the bundle"):
             check_bundle_folder(tmp_path, [name])
 
 

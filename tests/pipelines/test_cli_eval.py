@@ -303,4 +303,4 @@ def test_captions_of_other_images_are_refused(run, world, tmp_path):
     code, out, err = run(*arguments(world, "--images", tmp_path, "--json"))
     assert code == 2
     assert "none of the 10 captioned images" in json.loads(out)["error"]
-    assert "give the right folder of images" in err
+    assert "give the right base directory of the image paths" in err

@@ -115,7 +115,7 @@ def test_unreachable_hub_is_one_clear_line(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(HubUnreachableError, match=r"not reachable.*Give a local file") as error:
+    with pytest.raises(HubUnreachableError, match=r"not reachable.*Give local weights") as error:
         load_clip(vision, None)
     assert "\n" not in str(error.value)
     assert capfd.readouterr() == ("", "")

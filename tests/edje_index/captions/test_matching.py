@@ -63,7 +63,7 @@ def test_a_duplicate_of_a_failed_row_failed_like_it(tmp_path):
 
 
 def test_nothing_in_common_is_an_error_that_shows_both_sides(index):
-    with pytest.raises(UsageError, match=r"none of the 2 captioned images.*/else/1\.jpg.*/photos/0\.jpg.*folder"):
+    with pytest.raises(UsageError, match=r"none of the 2 captioned images.*/else/1\.jpg.*/photos/0\.jpg.*directory"):
         match(index, items("/else/1.jpg", "/else/2.jpg"))
     assert match(index, items("/else/1.jpg"), allow_none=True).rows.tolist() == [-1]
     assert match(index, [], allow_none=True).rows.tolist() == []

@@ -146,9 +146,9 @@ def test_webdataset(tmp_path):
 
 
 def test_a_sample_without_captions_is_named(tmp_path):
-    with pytest.raises(UsageError, match="sample a: it has neither"):
+    with pytest.raises(UsageError, match="sample a: the sample has neither"):
         read_captions(tar(tmp_path / "s.tar", {"a.jpg": b"pixels"}))
-    with pytest.raises(UsageError, match="sample a: it has 2 images"):
+    with pytest.raises(UsageError, match="sample a: the sample has 2 images"):
         read_captions(tar(tmp_path / "s.tar", {"a.jpg": b"", "a.png": b"", "a.txt": b"x"}))
 
 
@@ -214,10 +214,10 @@ def test_a_file_of_blank_captions_is_refused(tmp_path):
     [
         ("{", "not JSON"),
         ("{}", "neither a list"),
-        ('{"images": [{"filename": "a"}]}', "images 1: it has no list of 'sentences'"),
-        ('{"images": [{"filename": "a", "sentences": [{}]}]}', "images 1: one of its captions"),
-        ('{"images": [{"id": 1, "file_name": "a"}], "annotations": []}', "images 1: it has no captions"),
-        ('{"images": [], "annotations": [{"caption": "x"}]}', "annotations 1: it has no 'image_id'"),
+        ('{"images": [{"filename": "a"}]}', "images 1: the record has no list of 'sentences'"),
+        ('{"images": [{"filename": "a", "sentences": [{}]}]}', "images 1: one of the captions"),
+        ('{"images": [{"id": 1, "file_name": "a"}], "annotations": []}', "images 1: the record has no captions"),
+        ('{"images": [], "annotations": [{"caption": "x"}]}', "annotations 1: the annotation must have an 'image_id'"),
         ("[]", "holds no captions"),
     ],
 )

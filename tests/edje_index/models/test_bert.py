@@ -63,12 +63,12 @@ def bert(stock: BertModel) -> Bert:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "must describe a BERT, got a model of type 'gpt2'"),
+        ({"model_type": "gpt2"}, "must describe a BERT model, got a model of type 'gpt2'"),
         ({"is_decoder": True}, "describes a decoder"),
-        ({"position_embedding_type": "relative_key"}, "asks for 'relative_key' positions"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
         ({"num_hidden_layers": 0}, "at least one layer"),
         ({"num_attention_heads": "many"}, "is not valid"),
-        ({"num_attention_heads": 5}, "24 of a BERT is not divisible by its 5 heads"),
+        ({"num_attention_heads": 5}, "24 of the BERT model is not divisible by its 5 heads"),
         ({"num_hidden_layers": 10**9}, "encoder.layer.3.*is missing"),
     ],
 )

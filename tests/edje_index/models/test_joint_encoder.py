@@ -80,5 +80,5 @@ def test_refuses_what_does_not_fit(tiny_model: ModelBundle) -> None:
 
 
 def test_configuration_must_be_of_a_bert() -> None:
-    with pytest.raises(ModelError, match="must be a BERT, got a model of type 'gpt2'"):
+    with pytest.raises(ModelError, match="must be a BERT model, got a model of type 'gpt2'"):
         bert_config({"model_type": "gpt2"})

@@ -152,7 +152,7 @@ def test_features_are_what_the_adapter_is_trained_on(tiny_bundle, tmp_path, adap
 
 def test_patches_of_another_width_make_a_bundle_and_a_local_count_is_held(tiny_bundle):
     bundle = ModelBundle.load(tiny_bundle)
-    with pytest.raises(ModelError, match="equal input and output widths"):
+    with pytest.raises(ModelError, match="equal vision_dim and language_dim"):
         build_adapter(AdapterConfig("patches", 16, 32, 16, 0))
     bundle.adapter = build_adapter(AdapterConfig("patches", 9, 32, 32, 0))
     with pytest.raises(ModelError, match="patches adapter stores one token per patch"):
