@@ -19,9 +19,9 @@ class ModelError(EdjeError):
 
 
 class BundleNotFoundError(ModelError):
-    """An index does not tell where its model bundle is, so the caller must give the path of the bundle.
+    """The path at which an index looks for its model bundle is relative or no longer exists.
 
-    The path of the bundle in the index is relative, or does not exist any more.
+    The caller must give the path of the bundle.
 
     Example:
         >>> from edje_index.errors import BundleNotFoundError, ModelError

@@ -25,7 +25,7 @@ class JsonLine:
     Attributes:
         number: line number, from 1.
         value: the parsed value; None if the line is not JSON.
-        error: why the line is not JSON; None if it is.
+        error: the reason why the line is not JSON; None if the line is JSON.
     """
 
     number: int
@@ -69,7 +69,7 @@ def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int
         versions: accepted values of the key ``format_version`` in the file.
 
     Raises:
-        ModelError: the file is missing or unreadable, or it has a different format or version.
+        ModelError: the file is missing or unreadable, or the format or version in the file is not accepted.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:

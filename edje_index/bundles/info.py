@@ -50,7 +50,7 @@ _FINGERPRINT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class BundleDescription:
-    """The description of a bundle in ``bundle.json``, without the list of files and the fingerprints.
+    """The part of ``bundle.json`` that describes the bundle, without the list of files and the fingerprints.
 
     Attributes:
         vision: ``name``, ``patch_dim``, ``num_patches``, ``num_heads``, ``embed_dim`` and ``image_size`` of the vision
@@ -104,7 +104,7 @@ class BundleDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class BundleInfo(BundleDescription):
-    """A bundle as ``bundle.json`` describes it.
+    """The complete content of ``bundle.json``: description, list of files and fingerprints.
 
     Attributes:
         path: the bundle's directory.

@@ -60,7 +60,7 @@ class PublishedModel:
 
 @dataclass(frozen=True)
 class PublishedCheckpoint:
-    """The content of a checkpoint.
+    """The weights in a checkpoint of the published training code, and the name of the tower used in training.
 
     Attributes:
         path: path of the checkpoint file, for error messages.

@@ -26,7 +26,7 @@ OPEN_CLIP_NAMES = {
 """open_clip's name of each tower that the published code supports, by the name on the Hugging Face hub."""
 
 BERT_POSITIONS = 512
-_TEXT_POSITIONS = 64  # of a row, apart from its image tokens
+_TEXT_POSITIONS = 64  # positions in a row for [CLS], caption and both [SEP]
 _LAYERS = "encoder.layers."
 _ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 _Renames = tuple[tuple[str, str], ...]

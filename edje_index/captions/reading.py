@@ -49,7 +49,7 @@ class CaptionedImage:
 
 @dataclass(frozen=True)
 class CaptionFile:
-    """The content of a caption file, or of one split.
+    """The content of a caption file, or of one split of a caption file.
 
     Attributes:
         items: the captioned images, in file order.

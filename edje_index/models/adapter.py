@@ -19,10 +19,10 @@ from edje_index.models.reduction import cluster_tokens, prune_tokens, stride_tok
 COMPRESSED, LOCAL = "compressed", "local"
 STRIDED, CLUSTERED, PRUNED = "strided", "clustered", "pruned"
 PATCHES = "patches"
-PATCH_REDUCTIONS = (STRIDED, CLUSTERED)  # need the patch features only, not the attention
+PATCH_REDUCTIONS = (STRIDED, CLUSTERED)  # these need only the patch features, not the attention
 REDUCTIONS = (*PATCH_REDUCTIONS, PRUNED)
 KINDS = (COMPRESSED, LOCAL, *REDUCTIONS, PATCHES)
-PUBLISHED_HIDDEN_DIM = 8192  # width of the adapters' MLP in the paper
+PUBLISHED_HIDDEN_DIM = 8192  # hidden width of the MLP of the adapters in the EDJE paper
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def activation(name: str) -> nn.Module:
     Raises:
         ModelError: the name is unknown.
     """
-    if name == "gelu":  # as in all published models, which then need no transformers
+    if name == "gelu":  # the activation of all published models; they then do not import transformers
         return nn.GELU()
     from edje_index.models._torchvision_compat import prepare_torchvision
 

@@ -164,7 +164,7 @@ class Bert:
         """Return the input of the first layer, float32 [b, t, d].
 
         Args:
-            words: word embeddings, or image tokens in their positions, float32 [b, t, d].
+            words: word embeddings, or image tokens at the positions of placeholders, float32 [b, t, d].
             token_types: token type of each token, int64 [b, t].
         """
         last = len(self._positions) - 1  # positions beyond the table repeat its last one, as in published models

@@ -26,7 +26,7 @@ from edje_index.models.weights import read_weights
 
 _PREFIX = "text."
 _MLP, _LINEAR = "mlp", "linear"
-_TOKENIZER_OPTIONS = frozenset({"clean"})  # of open_clip's tokenizer
+_TOKENIZER_OPTIONS = frozenset({"clean"})  # supported options of open_clip's tokenizer
 _TOKENIZER_CLASSES = frozenset({"BertTokenizer", "BertTokenizerFast"})
 
 

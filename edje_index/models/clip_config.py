@@ -38,7 +38,7 @@ class ClipConfig:
 
     @property
     def embed_dim(self) -> int:
-        """e, the width of the pooled embedding."""
+        """Width of the pooled embedding."""
         return int(self.model["embed_dim"])
 
     @property
@@ -68,5 +68,7 @@ def read_clip_config(folder: Path, name: str) -> ClipConfig:
         config = ClipConfig(name, dict(content["model_cfg"]), dict(content.get("preprocess_cfg") or {}))
         check_local_name(config.model["vision_cfg"].get("timm_model_name"), str(folder / CONFIG_FILE))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{folder / CONFIG_FILE} is not an open_clip configuration: {error!r}") from error
+        raise ModelError(
+            f"{folder / CONFIG_FILE} is not an open_clip configuration: {error!r}; restore this file"
+        ) from error
     return config

@@ -1,4 +1,4 @@
-"""Construction of open_clip's image-text models. ``pretrained_clip`` loads models with their weights."""
+"""Builds open_clip's image-text models with random weights. The module `pretrained_clip` loads trained weights."""
 
 from __future__ import annotations
 

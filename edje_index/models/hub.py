@@ -17,18 +17,18 @@ from edje_index.errors import HubUnreachableError, ModelError
 
 PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 CONNECT_SECONDS = 5.0
-# Parts of the messages of a failed download, from any of the libraries involved.
+# Parts of the error messages that the libraries give if a download fails.
 _OFFLINE_SIGNS = (
     "Failed to download", "Failed initial config", "couldn't connect", "Can't load", "Max retries", "offline",
     "urlopen error", "Name or service not known", "name resolution", "Connection", "LocalEntryNotFound",
 )  # fmt: skip
-_REFUSED_SIGNS = ("401", "403", "404")  # the hub answered
+_REFUSED_SIGNS = ("401", "403", "404")  # HTTP status codes: the hub was reached
 _MESSAGE_LENGTH = 200
 
 
 @contextmanager
 def hub_access(*, local_only: bool = False) -> Iterator[None]:
-    """Context for calls that may download from the hub. Not thread-safe: it changes settings of the whole process.
+    """Context for calls that may download from the hub. Not thread-safe, because it changes process-wide settings.
 
     Args:
         local_only: forbid downloads, for calls that need local files only.

@@ -24,10 +24,10 @@ from edje_index.models.safety import check_tokenizer_folder, read_configuration
 from edje_index.models.text_cleaning import clean_canonicalize
 
 IMAGE_TOKEN = "<image>"
-MAX_TEXT_TOKENS = 64  # [CLS], caption and both [SEP]
+MAX_TEXT_TOKENS = 64  # limit for [CLS], the caption and both [SEP] together
 NUM_SPECIAL_TOKENS = 3
 TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
-OWN_CLASS = "PreTrainedTokenizerFast"  # of the files that `JointTokenizer.save` writes
+OWN_CLASS = "PreTrainedTokenizerFast"  # the tokenizer class that `JointTokenizer.save` writes
 SPECIAL_TOKEN_NAMES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
 

@@ -2,7 +2,7 @@
 
 transformers runs Python files that a configuration names under ``auto_map``, and downloads kernels that a
 configuration names under ``attn_implementation``. timm downloads models with names like ``hf-hub:ORG/REPO``. A bundle
-needs none of these, so they are refused.
+needs none of these features, so this module refuses them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ TOKENIZER_CLASSES = frozenset({
 
 
 def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
-    """Refuse a bundle that holds code, names code in a configuration, or lists files outside its folder.
+    """Refuse a bundle that holds code, names code in a configuration, or lists files outside the bundle.
 
     Args:
         folder: directory of the bundle.
         files: names of the bundle's files, as listed in ``bundle.json``.
 
     Raises:
-        ModelError: the bundle is refused for one of these reasons, or because it holds a file that cannot be read, a
-            FIFO, a device, or a very large file that is not a weights file.
+        ModelError: the bundle is refused, or holds a file that cannot be read, a FIFO, a device, or a very large file
+            that is not a weights file.
     """
     for name in files:
         path = PurePosixPath(name)

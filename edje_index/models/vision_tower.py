@@ -175,7 +175,7 @@ def vision_tower(visual: torch.nn.Module) -> VisionTower:
     """Wrap an open_clip image tower (``model.visual``).
 
     Raises:
-        ModelError: the tower has no patch features; it is a ResNet, for example.
+        ModelError: the tower has no patch features, for example because it is a ResNet.
     """
     if isinstance(visual, TimmModel):
         return TimmTower(visual)

@@ -56,7 +56,7 @@ def read_weights(path: Path, prefix: str = "") -> State:
         RuntimeError,
         SafetensorError,
     ) as error:  # torch maps the file into memory and raises RuntimeError if this fails
-        raise ModelError(f"cannot read the weights {path}: {error}; restore the file or write it again") from error
+        raise ModelError(f"cannot read the weights {path}: {error}; restore or rewrite this file") from error
 
 
 def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
