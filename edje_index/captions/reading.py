@@ -92,7 +92,7 @@ def read_caption_file(path: str | Path, images: str | Path | None = None, split:
             kept.append(_item(record, folder))
     items = _merged(kept)
     if not items:
-        raise UsageError(f"{file} holds no captions" + (f" that are not blank; {blank:,} are" if blank else ""))
+        raise UsageError(f"{file} holds no captions" + (f" except {blank:,} blank captions" if blank else ""))
     return CaptionFile(items if parts is None else _of_split(items, parts, f"'{split}'", file), blank)
 
 

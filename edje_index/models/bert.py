@@ -48,7 +48,9 @@ class BertShape:
         if config.get("model_type", "bert") != "bert":
             raise ModelError(f"{source} must describe a BERT model, got a model of type {config['model_type']!r}")
         if config.get("is_decoder") or config.get("add_cross_attention"):
-            raise ModelError(f"{source} describes a decoder: give a BERT encoder (without is_decoder, cross-attention)")
+            raise ModelError(
+                f"{source} describes a decoder: give a BERT encoder, without is_decoder and cross-attention"
+            )
         if config.get("position_embedding_type", "absolute") != "absolute":
             raise ModelError(
                 f"{source} has the position_embedding_type {config['position_embedding_type']!r}: only 'absolute' is "

@@ -144,5 +144,5 @@ class JointScorer:
             raise ModelError(f"the joint encoder needs blocks [b, m, {self.width}], got {list(tokens.shape)}")
         if len(captions) not in (1, tokens.shape[0]):
             raise ModelError(
-                f"{len(captions)} captions for {tokens.shape[0]} blocks: give one caption, or one per block"
+                f"got {len(captions)} captions for {tokens.shape[0]} blocks: give one caption, or one per block"
             )

@@ -205,7 +205,7 @@ def test_blank_captions_are_left_out_and_counted(tmp_path):
 
 def test_a_file_of_blank_captions_is_refused(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"image": "a.jpg", "caption": " "}\n')
-    with pytest.raises(UsageError, match="no captions that are not blank; 1 are"):
+    with pytest.raises(UsageError, match="no captions except 1 blank captions"):
         read_captions(tmp_path / "c.jsonl")
 
 
