@@ -1,6 +1,7 @@
 """The application: sources of images, the build plan, execution engines, jobs, and the command line.
 
-The names below are the interface for Python programs. They are loaded when they are first used.
+The names in `__all__` are the interface for Python programs. The module of a name is imported when the name is first
+used.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BuildOptions(TypedDict, total=False):
-    """Optional settings of `build_index`; `pipelines.planning.config.BuildConfig` describes them and their defaults."""
+    """Optional settings of `build_index`, with the meanings and defaults of `pipelines.planning.config.BuildConfig`."""
 
     engine: Literal["ray", "inline"]
     workers: int | None
@@ -61,14 +61,16 @@ def build_index(
         sources: directories, tar archives, lists of paths or image files, in the order of the rows.
         out: directory of the index.
         model: directory of the model bundle.
-        on_event: called with progress; `pipelines.progress.display.progress_display` yields one that prints.
-        should_stop: called often; the build stops once it returns True.
-        options: see `BuildOptions`.
+        on_event: called with each progress event. `pipelines.progress.display.progress_display` yields a function that
+            prints the events.
+        should_stop: called often; the build stops once `should_stop()` returns True.
+        options: further settings of the build, see `BuildOptions`.
 
     Raises:
         UsageError, ModelError: the request is invalid.
-        JobStopped: the build stopped before its end; the same call resumes it.
-        EdjeError: another process is working on the index, no input could be indexed, or more than `max_failed` failed.
+        JobStopped: the build stopped before its end; the same call resumes the build.
+        EdjeError: another process is changing the index, no input could be indexed, or a larger share of the inputs
+            failed than `max_failed` allows.
         MissingExtraError: a package of the extra `build` is not installed.
 
     Example:
@@ -96,19 +98,19 @@ def quantize_index(
     workers: int | None = None,
     on_event: OnEvent = _ignore,
 ) -> QuantizeResult:
-    """Store the tokens of an index in further precisions, as `edje-index quantize` does, without the model.
+    """Store the tokens of an index in further precisions, as `edje-index quantize` does. The model is not needed.
 
     Args:
-        index: directory of the index, which stays readable.
+        index: directory of the index. The index stays readable during the conversion.
         to: precisions to add; those that the index already holds are left unchanged.
-        drop: precisions to remove afterwards.
+        drop: precisions to remove after the others have been added.
         source: precision to convert from; None takes the highest-fidelity precision stored.
         workers: number of Ray workers; None converts in this process.
         on_event: as in `build_index`.
 
     Raises:
         UsageError: there is no index, a precision is unknown, or the disk is too small.
-        JobStopped: a shard could not be converted; the same call resumes.
+        JobStopped: a shard could not be converted; the same call resumes the conversion.
         MissingExtraError: `workers` is given and Ray is not installed.
 
     Example:
@@ -134,20 +136,22 @@ def append_index(
     workers: int | None = None,
     on_event: OnEvent = _ignore,
 ) -> AppendResult:
-    """Index the images that an index does not hold yet, as `edje-index append` does. The same call resumes it.
+    """Add new images to an index, as `edje-index append` does. The same call resumes a stopped append.
+
+    Images whose content the index already holds are left out.
 
     Args:
-        index: directory of the index, whose rows keep their ids.
-        sources: as in `build_index`. Images whose content the index holds are left out.
-        model: directory of the model bundle; None takes the one that built the index.
+        index: directory of the index. Its rows keep their ids.
+        sources: directories, tar archives, lists of paths or image files, as in `build_index`.
+        model: directory of the model bundle; None takes the bundle that built the index.
         engine: "ray" or "inline".
-        workers: worker processes; None chooses by the machine.
+        workers: number of worker processes; None chooses a number that suits the machine.
         on_event: as in `build_index`.
 
     Raises:
         UsageError, ModelError: the request is invalid.
-        JobStopped: the append stopped before its end; the same call resumes it.
-        EdjeError: another process is working on the index, or no new image could be indexed.
+        JobStopped: the append stopped before its end; the same call resumes the append.
+        EdjeError: another process is changing the index, no new image could be indexed, or too many images failed.
         MissingExtraError: a package of the extra `build` is not installed.
 
     Example:
@@ -172,13 +176,14 @@ def delete_rows(
 
     Args:
         index: directory of the index.
-        rows: row ids.
-        uri: a shell pattern; rows whose uri matches it are deleted too.
-        dry_run: change nothing.
+        rows: ids of the rows to delete.
+        uri: a shell pattern such as "*.jpg"; rows whose uri matches the pattern are deleted too.
+        dry_run: return the result without changing the index.
 
     Raises:
-        UsageError: there is no index, a row id is not valid, or neither `rows` nor `uri` is given.
-        EdjeError: another process is working on the index.
+        UsageError: there is no index, or neither `rows` nor `uri` is given.
+        RowIdError: a row id is out of range or belongs to no input.
+        EdjeError: another process is changing the index.
 
     Example:
         >>> from pipelines import delete_rows
@@ -201,21 +206,21 @@ def train(
     should_stop: ShouldStop = _never,
     **settings: Mapping[str, Any],
 ) -> TrainResult:
-    """Train adapter and joint encoder on captions, as `edje-index train` does. The same call resumes a training.
+    """Train adapter and joint encoder on captions, as `edje-index train` does. The same call resumes a training run.
 
     Args:
-        captions: caption files, see `edje_index.captions.reading.read_captions`.
+        captions: one or several caption files, see `edje_index.captions.reading.read_captions` for their formats.
         out: directory of the bundle to write.
-        preset: settings to start from, a name in `edje_index.training.presets.PRESETS`.
+        preset: name of the preset to start from, a key of `edje_index.training.presets.PRESETS`.
         on_event: as in `build_index`.
         should_stop: as in `build_index`.
-        settings: groups of settings that override the preset, each a mapping from names to values;
-            `edje-index train --show-settings` lists them.
+        settings: settings that override the preset. Each keyword is a group of settings, such as `loop`; its value maps
+            names of settings to values. `edje-index train --show-settings` lists all groups and names.
 
     Raises:
         UsageError: the preset or a setting is invalid.
         ModelError: a model cannot be used.
-        JobStopped: the training stopped before its end; the same call resumes it.
+        JobStopped: the training run stopped before its end; the same call resumes the run.
         MissingExtraError: a package of the extra `train` is not installed.
 
     Example:

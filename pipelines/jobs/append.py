@@ -1,4 +1,4 @@
-"""The append job: encodes the new inputs of its sources as further shards, and commits a snapshot."""
+"""The append job: encodes new inputs as further shards of an index, and commits a snapshot."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class AppendResult:
     Attributes:
         inputs: all inputs of the sources; the sum of indexed, duplicates and failed.
         indexed: inputs that were encoded.
-        duplicates: inputs without a row, because the index or an earlier input has the same content.
-        failed: inputs that could not be encoded; they have rows.
+        duplicates: inputs without a row of their own, because the index or an earlier input has the same content.
+        failed: inputs that could not be encoded; they have rows without tokens.
         failed_by_reason: number of failed inputs by reason.
-        first_row: row id of the first new row; None if there is none.
+        first_row: row id of the first new row; None if there is no new row.
         rows: number of new rows.
         shards: number of new shards.
         snapshot: number of the current snapshot.
@@ -59,14 +59,14 @@ class AppendResult:
 
 
 def run_append(config: AppendConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> AppendResult:
-    """Append the inputs of `config.sources` that the index does not hold. A stopped append is resumed.
+    """Append the inputs of `config.sources` that the index does not hold. An append that stopped early is resumed.
 
     Raises:
-        UsageError: the request cannot be served, or the index was not made by a build.
-        ModelError: the model bundle cannot be used, or it did not build the index.
-        JobStopped: the append ended early; run it again to resume it.
-        FailedInputsError: no new input could be indexed, or more failed than allowed. The index is unchanged.
-        EdjeError: another process is working on the index, or another append or conversion has not finished.
+        UsageError: a setting of `config` is invalid, or the index was not made by a build.
+        ModelError: the model bundle cannot be used, or another bundle built the index.
+        JobStopped: the append ended early; the same call resumes the append.
+        FailedInputsError: no new input could be indexed, or more inputs failed than allowed. The index is unchanged.
+        EdjeError: another process is changing the index, or another append or conversion has not finished.
     """
     from storage_formats.format.manifest import CommittedIndex
 
@@ -95,7 +95,7 @@ def run_append(config: AppendConfig, on_event: OnEvent, should_stop: ShouldStop 
 
 
 def _remove_committed(config: AppendConfig, index: CommittedIndex) -> None:
-    """Remove the plan of an append that died after its commit."""
+    """Remove `build/` if an earlier append was killed between its commit and the removal of its plan."""
     plan = read_plan(config.root, append=True)
     if plan is not None and is_committed(plan, index):
         _remove_build(config)
@@ -110,7 +110,7 @@ def _remove_build(config: AppendConfig) -> None:
 def _publish(
     prepared: PreparedAppend, plan: BuildPlan, index: CommittedIndex, receipts: list[ShardReceipt], on_event: OnEvent
 ) -> Manifest:
-    """Extend the nearest-neighbour index and commit the snapshot."""
+    """Extend the nearest-neighbour index, commit the snapshot and return its manifest."""
     from edje_index.indexing.faiss_index import extend_ann
     from storage_formats.format.shard_table import write_shard_table
     from storage_formats.writing.publish import add_counts, check_receipts, total_counts
@@ -132,7 +132,7 @@ def _publish(
 
 
 def _discard(index: CommittedIndex) -> None:
-    """Remove an append that is not to be published."""
+    """Remove the plan and the files of an unfinished append. The committed snapshots stay."""
     from storage_formats.writing.publish import remove_build
     from storage_formats.writing.snapshots import kept_snapshots, remove_unnamed_files
 

@@ -20,14 +20,14 @@ from storage_formats.format.layout import Layout
 
 
 def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> BuildResult:
-    """Build the index that `config` describes. An unfinished index is resumed; a finished one is only checked.
+    """Build the index that `config` describes. An unfinished build is resumed. A finished index is only checked.
 
     Raises:
-        UsageError: the request cannot be served.
+        UsageError: a setting of `config` is invalid, or does not fit the index in `config.out`.
         ModelError: the model bundle cannot be used.
-        JobStopped: the build ended early; run it again to resume it.
-        EdjeError: another process is working on the index, or no input could be indexed, or more inputs failed
-            than `config.max_failed` allows.
+        JobStopped: the build ended early; the same call resumes the build.
+        EdjeError: another process is changing the index, no input could be indexed, or more inputs failed than
+            `config.max_failed` allows.
     """
     started = time.monotonic()
     check_output(config)

@@ -21,15 +21,16 @@ class BuildResult:
     Attributes:
         inputs: all inputs; the sum of indexed, duplicates and failed.
         indexed: inputs that were encoded.
-        duplicates: inputs that are byte-identical to an earlier one.
+        duplicates: inputs that are byte-identical to an earlier input.
         failed: inputs that could not be encoded.
         failed_by_reason: number of failed inputs by reason.
-        rows: rows of the index.
-        shards: shards of the index.
+        rows: number of rows of the index.
+        shards: number of shards of the index.
         seconds: wall time of this run.
-        images_per_second: rows that this run encoded, divided by the time for its shards; 0 if it encoded none.
-        bottleneck: the stage that the workers spent most time on.
-        already_finished: the index was finished before this run.
+        images_per_second: rows that this run encoded, divided by the seconds spent on its shards; 0 if this run encoded
+            no row.
+        bottleneck: the stage that the workers spent most time on; None if no times are known.
+        already_finished: whether the index was finished before this run.
 
     Example:
         >>> from pipelines import build_index
@@ -52,7 +53,7 @@ class BuildResult:
 
 
 def build_result(manifest: Manifest, run: ShardRun | None, seconds: float) -> BuildResult:
-    """The result of a build that ended with `manifest`; `run` is None if the index was finished before."""
+    """Return the result of the build that committed `manifest`; `run` is None if an earlier run finished the index."""
     counts = manifest.counts
     stage_seconds: Counter[str] = Counter()
     for receipt in run.receipts if run else ():

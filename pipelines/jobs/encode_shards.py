@@ -1,4 +1,4 @@
-"""The part of a build that runs once per shard: encoding its images with the model."""
+"""The part of a build that runs once per shard: encoding the images of the shard with the model."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _MAX_DECODE_THREADS = 16
 
 
 def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEvent, should_stop: ShouldStop) -> ShardRun:
-    """Encode the shards that earlier runs did not finish.
+    """Encode the shards that earlier runs did not finish, and return the receipts of all shards.
 
     Raises:
-        UsageError, EngineUnavailableError: the engine cannot run as requested.
+        UsageError, EngineUnavailableError: the engine cannot run with the requested workers or devices.
         FailedInputsError: more inputs failed than `config.max_failed` allows. Finished shards are kept.
         JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
         OSError: the index cannot be written.
@@ -78,7 +78,10 @@ def _shard_task(prepared: PreparedBuild, shard: int) -> ShardTask:
 
 
 def _decode_threads(prepared: PreparedBuild) -> int:
-    """Decoding threads per worker. If the model runs on the CPU, there are as many as the model has threads."""
+    """Return the number of decoding threads per worker, at most 16.
+
+    If the model runs on the CPU, this is the number of threads of the model. Otherwise the workers share all CPUs.
+    """
     settings = prepared.plan.settings
     threads = settings.threads if settings.device == "cpu" else usable_cpus() // (prepared.workers or 1)
     return min(max(1, threads), _MAX_DECODE_THREADS)
@@ -95,7 +98,7 @@ def _state_of_receipt(receipt: ShardReceipt) -> ShardState:
 
 @dataclass(frozen=True)
 class EncodeWorker:
-    """A worker of `pipelines.engines`: encodes one shard after another with one encoder."""
+    """A worker of an engine, see `pipelines.engines.base`. Each call encodes one shard with the same encoder."""
 
     encoder: Any
 
@@ -111,7 +114,7 @@ class EncodeWorker:
 
 
 def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
-    """Load the encoder into this process."""
+    """Load the encoder into this process and return a worker that uses it."""
     from edje_index.indexing.image_encoder import ImageEncoder
 
     return EncodeWorker(ImageEncoder.open(bundle, device=device, threads=threads, dtype=dtype))

@@ -1,4 +1,4 @@
-"""How many inputs of a build may fail, and the error that names the first ones that did."""
+"""The limit on the number of inputs that may fail in a build, and the error if more inputs fail."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARE = 0.01
 ALWAYS_ALLOWED = 20
-"""By default, this many inputs may fail even if they are a larger share: small collections have damaged files, too."""
+"""By default, this many inputs may always fail, because small collections have damaged files, too."""
 
 _NAMED_FAILURES = 3
 
 
 class FailedInputsError(EdjeError):
-    """No input was indexed, or more failed than allowed.
+    """No input could be indexed, or more inputs failed than allowed.
 
     Attributes:
-        problem: what is wrong, without the advice on what to do.
+        problem: the message without the advice on what to do.
         over_limit: whether a larger `max_failed` lets the build continue.
     """
 
@@ -37,11 +37,12 @@ class FailedInputsError(EdjeError):
 
 
 class FailureLimit:
-    """Counts the failed inputs of a build, shard by shard. Ends the build if there are too many, or nothing else.
+    """Counts the failed inputs of a build, shard by shard. Raises an error if too many inputs failed, or all of them.
 
     Args:
-        plan: the build.
-        max_failed: share of the inputs that may fail; None allows 1 %, and `ALWAYS_ALLOWED` inputs in any case.
+        plan: plan of the build.
+        max_failed: share of the inputs that may fail, 0 to 1. None allows 1 % of the inputs or `ALWAYS_ALLOWED` inputs,
+            whichever is more.
     """
 
     def __init__(self, plan: BuildPlan, max_failed: float | None) -> None:
@@ -60,7 +61,7 @@ class FailureLimit:
         """Count the failed inputs of a finished shard.
 
         Raises:
-            FailedInputsError: too many inputs have failed, or no input of any shard was indexed.
+            FailedInputsError: too many inputs have failed, or all shards are finished and no input was indexed.
         """
         self._receipts.append(receipt)
         self._failed.update(receipt.failed)
@@ -83,7 +84,7 @@ class FailureLimit:
         )
 
     def _none_indexed(self) -> FailedInputsError:
-        """The error for an index without blocks, which would hide the cause."""
+        """Return the error for a build without a single indexed input. An empty index would hide the cause."""
         plan = self._plan
         unchanged = "nothing was appended" if plan.is_append else "no index was written"
         return FailedInputsError(

@@ -1,4 +1,4 @@
-"""The import job: token blocks and embeddings in .npy files become an index."""
+"""The import job: writes an index from token blocks and embeddings in .npy files."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ class ArraysConfig:
     """A request to import arrays.
 
     Attributes:
-        tokens: .npy file [rows, m, d] of float32, float16, or bfloat16 saved as 16-bit words (uint16 or raw).
-        embeddings: .npy file [rows, embed_dim] of floating-point numbers.
+        tokens: .npy file of shape [rows, m, d]. The type is float32, float16, or bfloat16 saved as uint16 or as raw
+            16-bit words.
+        embeddings: .npy file of floating-point numbers of shape [rows, embed_dim].
         out: directory of the new index.
-        rows: Parquet file with a column `uri` and perhaps others of `ROW_COLUMNS`; other columns are ignored.
+        rows: Parquet file with the column `uri` and any of the other `ROW_COLUMNS`; None if there is no such file.
+            Columns with other names are ignored.
         precisions: precisions to store.
         shard_size: rows per shard.
         encoder: name and version of the model that computed the arrays.
@@ -50,14 +52,14 @@ class ArraysConfig:
 
 @dataclass(frozen=True)
 class ArraysResult:
-    """What an import wrote.
+    """The result of an import.
 
     Attributes:
         rows, shards: number of rows and shards of the index.
-        block_shape: (m, d).
+        block_shape: (m, d), the shape of one image's tokens.
         embed_dim: width of the embeddings.
-        bytes_per_image: length of a record by precision.
-        ann: kind of the nearest-neighbour index, "none" if there is none.
+        bytes_per_image: length of a record in bytes, by precision.
+        ann: kind of the nearest-neighbour index, "none" if the index has none.
         seconds: wall time.
     """
 
@@ -73,11 +75,12 @@ class ArraysResult:
 def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> ArraysResult:
     """Write the index that `config` describes.
 
-    If this raises, the index is removed. An unfinished index that an earlier run left in `out` is begun again.
+    After an error, the unfinished index is removed. If a killed run left an unfinished index in `out`, that index is
+    written anew.
 
     Raises:
-        UsageError: a file is not what `ArraysConfig` says, the files do not fit each other, `out` is in use, or the
-            disk is too small.
+        UsageError: a file is not what `ArraysConfig` says, the files have different numbers of rows, `out` is in use,
+            or the disk is too small.
         MissingExtraError: `ann` is set and FAISS is not installed.
         JobStopped: `should_stop()` returned True.
         OSError: a file cannot be read, or the index cannot be written.
@@ -116,7 +119,11 @@ def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldSt
 
 
 def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
-    """The array in a .npy file as a memory map; 16-bit words of no NumPy number type become bfloat16.
+    """Open the array in a .npy file as a memory map. Arrays of uint16 or of raw 16-bit words are returned as bfloat16.
+
+    Args:
+        path: the file.
+        dimensions: number of dimensions that the array must have.
 
     Raises:
         UsageError: the file is not a complete .npy file of numbers, has the wrong number of dimensions, or has no rows.
@@ -136,12 +143,12 @@ def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
         raise UsageError(f"cannot read {path} as a .npy file: {error}") from error
     if not isinstance(array, np.memmap):  # an .npz archive
         array.close()
-        raise UsageError(f"{path} is not a .npy file; save one array with numpy.save")
+        raise UsageError(f"{path} is an .npz archive, not a .npy file; save one array with numpy.save")
     extra = path.stat().st_size - int(array.offset) - array.nbytes
     if extra:
-        raise UsageError(f"{path} has {extra} bytes more than its header says; it is damaged")
+        raise UsageError(f"{path} is damaged: it has {extra} bytes more than its header says; save the array again")
     if array.ndim != dimensions:
-        raise UsageError(f"{path} must have {dimensions} dimensions, but it has the shape {list(array.shape)}")
+        raise UsageError(f"the array in {path} must have {dimensions} dimensions, but its shape is {list(array.shape)}")
     if not array.flags.c_contiguous:
         raise UsageError(f"{path} is stored in Fortran order; save numpy.ascontiguousarray(array) instead")
     if array.dtype == np.uint16 or array.dtype == np.dtype("V2"):
@@ -150,7 +157,10 @@ def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
 
 
 def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]]:
-    """Check the file, then yield (number of rows, their columns) for consecutive parts of it."""
+    """Check the Parquet file at `path`, then return an iterator over consecutive parts of the index to write.
+
+    Each item is (number of rows, columns of these rows). The columns are None if `path` is None.
+    """
     if path is None:
         return ((min(_CHUNK_ROWS, rows - start), None) for start in range(0, rows, _CHUNK_ROWS))
     import pyarrow as pa
@@ -166,7 +176,7 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
         raise UsageError(f"cannot read {path} as a Parquet file: {error}") from error
     columns = [name for name in file.schema_arrow.names if name in ROW_COLUMNS]
     if "uri" not in columns:
-        raise UsageError(f"{path} has no column 'uri'; it has: {', '.join(file.schema_arrow.names)}")
+        raise UsageError(f"{path} has no column 'uri'; its columns are: {', '.join(file.schema_arrow.names)}")
     if file.metadata.num_rows != rows:
         raise UsageError(f"{path} has {file.metadata.num_rows} rows, but the arrays have {rows}")
     batches = iter_batches(file, _CHUNK_ROWS, columns)

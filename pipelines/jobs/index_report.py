@@ -1,4 +1,4 @@
-"""Measures what `edje-index report` shows of an index: failures, sizes, precisions, timings, and sample searches."""
+"""Measures what `edje-index report` shows: failures, sizes, precisions, timings, and sample searches of an index."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class StageTime:
 
 @dataclass
 class RowFacts:
-    """What the rows table says.
+    """The facts that the report takes from the rows table.
 
     Attributes:
-        samples: the first failed inputs of each reason.
-        stages: time by stage of the build; empty if none was recorded.
-        timed: number of inputs with a recorded time.
-        indexed: the first row ids that hold tokens, to sample from.
+        samples: by reason of failure, the first inputs that failed for it.
+        stages: time by stage of the build; empty if no times were recorded.
+        timed: number of inputs with recorded times.
+        indexed: the first row ids that hold tokens. The rows to compare and to fetch are drawn from them.
     """
 
     samples: dict[str, list[FailedInput]] = field(default_factory=dict)
@@ -69,14 +69,15 @@ class PrecisionFacts:
     """One stored precision.
 
     Attributes:
-        name: its name.
-        record_bytes: bytes of one block.
-        total_bytes: bytes of its shard files.
-        encoded_from: the precisions that it was converted from, first to last.
-        error: median relative error of a token compared with the reference; None for the reference.
-        cosine: lowest cosine similarity of a token and its reference; None for the reference.
-        fetch_seconds: median time of one fetch of `fetched` random blocks, most of them in the page cache.
-        fetched: number of blocks of that fetch.
+        name: name of the precision.
+        record_bytes: bytes of one record.
+        total_bytes: bytes of all shard files of the precision.
+        encoded_from: the precisions that the tokens were converted from, first to last; empty if encoded by the model.
+        error: median relative error of the tokens, compared with the reference; None for the reference itself, or if
+            all tokens are zero.
+        cosine: lowest cosine similarity of a token and the same token of the reference; None as for `error`.
+        fetch_seconds: median time to fetch `fetched` random blocks, most of them from the page cache.
+        fetched: number of blocks per fetch.
     """
 
     name: str
@@ -91,7 +92,7 @@ class PrecisionFacts:
 
 @dataclass(frozen=True)
 class SampleSearch:
-    """A query and its first hits."""
+    """A query, its best hits, and the time of the search in seconds."""
 
     query: str
     hits: Sequence[Hit]
@@ -103,14 +104,14 @@ class IndexReport:
     """Everything that the report shows.
 
     Attributes:
-        root: the index.
-        manifest: its manifest.
-        bytes_by_part: bytes of the files of each part: "tokens", "embeddings", ...
-        rows: what the rows table says.
+        root: directory of the index.
+        manifest: manifest of the index.
+        bytes_by_part: total file size in bytes of each part of the index: "tokens", "embeddings", ...
+        rows: facts from the rows table.
         reference: the precision that the others are compared with.
-        precisions: each stored precision.
-        searches: sample searches.
-        searches_left_out: why there are no sample searches; empty if there are any.
+        precisions: facts about each stored precision.
+        searches: the sample searches.
+        searches_left_out: why there are no sample searches; empty if they were run.
     """
 
     root: Path
@@ -127,13 +128,13 @@ def measure_index(root: Path, queries: Sequence[str], k: int, on_progress: OnPro
     """Read and measure the index at `root`.
 
     Args:
-        root: the index.
+        root: directory of the index.
         queries: texts of the sample searches.
         k: number of hits per search.
-        on_progress: called with progress.
+        on_progress: called with the activity, the number of finished items and their total.
 
     Raises:
-        UsageError, IncompleteIndexError, CorruptIndexError: the index cannot be opened or a file is damaged.
+        UsageError, IncompleteIndexError, CorruptIndexError: the index cannot be opened, or a file is damaged.
     """
     from pipelines.jobs.quantize import precision_to_read
 
@@ -151,7 +152,7 @@ def measure_index(root: Path, queries: Sequence[str], k: int, on_progress: OnPro
 
 
 def _read_row_facts(root: Path, manifest: Manifest, on_progress: OnProgress) -> RowFacts:
-    """One pass over the rows table, one shard in memory at a time."""
+    """Read the facts from the rows table in one pass, with one shard in memory at a time."""
     facts, spec = RowFacts(), manifest.spec
     shards = sum(len(spec.segment_shards(segment)) for segment in spec.used_segments)
     for done, table in enumerate(iter_rows(CommittedIndex(root, manifest), _ROW_COLUMNS)):
@@ -180,7 +181,7 @@ def _add_row(facts: RowFacts, row: dict[str, Any]) -> None:
 
 
 def _bytes_by_folder(root: Path, manifest: Manifest) -> dict[str, int]:
-    """Bytes of the committed files by folder, such as "tokens/fp8"."""
+    """Return the total size in bytes of the committed files, by folder such as "tokens/fp8"."""
     sizes: Counter[str] = Counter()
     for _, file in read_shard_tables(root, manifest.shard_tables):
         sizes[file.path.rpartition("/")[0]] += file.bytes
@@ -214,7 +215,7 @@ def _precisions(
 
 
 def _token_error(reference: Blocks, other: Blocks) -> tuple[float | None, float | None]:
-    """(median relative error, lowest cosine similarity); None if every token is zero."""
+    """Return (median relative error, lowest cosine similarity) of the tokens; (None, None) if every token is zero."""
     from edje_index.evaluation.quantization_report.token_errors import compare_tokens
 
     errors, cosines = compare_tokens(reference, other)
@@ -233,7 +234,7 @@ def _fetch_seconds(store: TokenStore, row_ids: np.ndarray[Any, np.dtype[np.int64
 def _sample_searches(
     root: Path, queries: Sequence[str], k: int, on_progress: OnProgress
 ) -> tuple[list[SampleSearch], str]:
-    """(the searches, the reason if there are none)."""
+    """Run the sample searches. Return them, and the reason if the index cannot be searched (else empty)."""
     from edje_index.search.token_index import TokenIndex
 
     on_progress("sample searches", 0, len(queries))

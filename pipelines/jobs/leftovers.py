@@ -1,4 +1,4 @@
-"""What a killed build leaves in a finished index."""
+"""Handles the files that a killed build or a stopped append leaves in a finished index."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from storage_formats.format.layout import Layout
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove `build/` of a finished index if its build was killed before it could do so."""
+    """Remove `build/` from a finished index if the build was killed after its commit.
+
+    The directory stays if the index is read-only or another process is changing the index.
+    """
     from storage_formats.writing.publish import has_build_leftovers, remove_build
 
     layout = Layout(root)
-    with contextlib.suppress(OSError, EdjeError):  # it is read-only, or another process is at work
+    with contextlib.suppress(OSError, EdjeError):  # a read-only index, or another process holds the lock
         if has_build_leftovers(layout):
             with locked_index(root):
                 remove_build(layout)
 
 
 def refuse_unfinished_append(layout: Layout) -> None:
-    """Raise EdjeError if an append to the index was stopped."""
+    """Raise EdjeError if the index has an unfinished append."""
     if layout.append_plan.exists():
         raise EdjeError(
             f"an append to {layout.root} has not finished; run the same append again, or discard it with 'edje-index "

@@ -1,4 +1,4 @@
-"""A lock that lets only one process change an index. The kernel releases it when that process ends."""
+"""A lock that lets only one process change an index. The kernel releases the lock when that process ends."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from storage_formats.format.layout import Layout
 
 @contextlib.contextmanager
 def locked_index(root: Path) -> Iterator[None]:
-    """Hold `build/lock` of the index at `root`. Missing directories are created, and removed if they stay empty.
+    """Hold the lock `build/lock` of the index at `root` inside the context.
+
+    Missing directories are created. Created directories that are still empty at the end are removed.
 
     Raises:
-        EdjeError: another process holds the lock; the message names it.
+        EdjeError: another process holds the lock; the message names that process.
     """
     layout = Layout(root)
     root_is_new = not root.exists()
@@ -49,8 +51,8 @@ def _acquire(layout: Layout) -> int:
         except BlockingIOError:
             holder = os.read(fd, 200).decode(errors="replace")
             os.close(fd)
-            process = f"process {holder}" if holder else "another process"  # it has not written its name yet
-            raise EdjeError(f"{process} is working on {layout.root}; wait until it ends, or stop it") from None
+            process = f"process {holder}" if holder else "another process"  # the process has not written its name yet
+            raise EdjeError(f"{process} is working on {layout.root}; wait until the process ends, or stop it") from None
         if _is_lock_file(layout, fd):
             return fd
         os.close(fd)  # the previous holder removed this file before we locked it
@@ -64,7 +66,7 @@ def _is_lock_file(layout: Layout, fd: int) -> bool:
 
 
 def _remove_lock_file(layout: Layout, fd: int) -> None:
-    """Remove the lock file if nothing else is in `build/`, unless the file is the lock of a later process."""
+    """Remove the lock file if `build/` holds nothing else. The lock file of a later process is kept."""
     with contextlib.suppress(OSError):
         if _is_lock_file(layout, fd) and not any(entry.name != layout.lock.name for entry in layout.build.iterdir()):
             layout.lock.unlink()

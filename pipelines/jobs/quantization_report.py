@@ -1,6 +1,7 @@
-"""Measures what each precision costs on an index, without labels: errors of tokens, and changes of the ranking.
+"""Measures what each precision of an index costs: the errors of the tokens, and the changes of the ranking.
 
-Nothing is written to the index. Stored precisions are read; others are encoded in memory from the reference precision.
+No labels are needed: each precision is compared with a reference precision. Nothing is written to the index. Stored
+precisions are read; other precisions are encoded in memory from the reference.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ _BATCH_TOKENS = 8192  # tokens compared at once: 100 MB of float64 at a width of
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """A request to measure what precisions cost.
+    """A request to compare precisions with a reference.
 
     Attributes:
-        root: the index.
+        root: directory of the index.
         precisions: the precisions to measure; empty for all.
         source: the reference precision; None for the highest-fidelity precision stored.
         rows: number of rows whose tokens are compared, sampled with `seed`.
         queries: file of queries; None for `GENERIC_CAPTIONS`.
-        pool: candidates per query.
-        model: bundle to re-rank with; None for the one that built the index, if it exists.
+        pool: number of candidates per query.
+        model: bundle to re-rank with; None for the bundle that built the index, if that bundle still exists.
         device: "auto", "cpu" or "cuda".
-        seed: seed of the sample of rows.
+        seed: seed for sampling the rows.
     """
 
     root: Path
@@ -60,7 +61,13 @@ class ReportConfig:
 
 @dataclass(frozen=True)
 class Sample:
-    """The rows whose tokens were compared; `holes` of them hold no tokens and were left out."""
+    """The sample of rows whose tokens were compared.
+
+    Attributes:
+        rows: number of sampled rows, holes included.
+        holes: number of sampled rows that hold no tokens. They were left out.
+        seed: seed for sampling the rows.
+    """
 
     rows: int
     holes: int
@@ -74,7 +81,7 @@ class QueriesUsed:
     Attributes:
         source: path of the file, or "built-in captions".
         count: number of queries.
-        pool: candidates per query.
+        pool: number of candidates per query.
         trained: False for a model of random weights.
     """
 
@@ -86,7 +93,15 @@ class QueriesUsed:
 
 @dataclass(frozen=True)
 class PrecisionCost:
-    """A precision compared with the reference; `stored` is False if it was encoded in memory for this report."""
+    """One precision, compared with the reference.
+
+    Attributes:
+        name: name of the precision.
+        stored: whether the index stores the precision; False if it was encoded in memory for this report.
+        bytes_per_image: length of a record in bytes.
+        tokens: errors of the tokens; None if there were no tokens to compare.
+        ranking: changes of the ranking; None if re-ranking was not measured.
+    """
 
     name: str
     stored: bool
@@ -97,17 +112,19 @@ class PrecisionCost:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """The costs of precisions.
+    """What each precision of an index costs.
 
     Attributes:
-        index, rows, block_shape: path and sizes of the index.
+        index: path of the index.
+        rows: number of rows of the index.
+        block_shape: (m, d), the shape of one image's tokens.
         reference: the precision that all others are compared with.
-        reference_encoded_from: the precisions that its blocks were converted from, first to last.
-        reference_bytes_per_image: length of its records.
+        reference_encoded_from: the precisions that the reference was converted from, first to last.
+        reference_bytes_per_image: length of a record of the reference in bytes.
         sample: the rows that were compared.
         queries: the queries whose candidates were re-ranked; None if re-ranking was not measured.
         ranking_left_out: why re-ranking was not measured; None if it was.
-        impossible: precisions that the width of the tokens does not allow, with the reason.
+        impossible: for each precision that cannot encode tokens of this width, the reason.
         precisions: the measured precisions, longest records first.
     """
 
@@ -128,8 +145,9 @@ def measure_precisions(config: ReportConfig, on_event: OnEvent = lambda _: None)
     """Compare every precision of `config` with the reference.
 
     Raises:
-        UsageError: no index, an unknown precision, a reference that the index does not hold, or invalid queries.
-        ModelError: `config.model` did not build the index.
+        UsageError: there is no index, a precision is unknown, the index does not hold the reference, or the file of
+            queries is invalid.
+        ModelError: the bundle cannot be used, or another bundle built the index.
         CorruptIndexError: tokens are missing.
     """
     from storage_formats.codecs import codec
@@ -171,7 +189,7 @@ def measure_precisions(config: ReportConfig, on_event: OnEvent = lambda _: None)
 
 
 def _queries(config: ReportConfig) -> tuple[list[str], str]:
-    """(queries, where they come from)."""
+    """Return the queries, and the path of their file or "built-in captions"."""
     from edje_index.evaluation.quantization_report.queries import GENERIC_CAPTIONS, read_queries
 
     if config.queries is None:
@@ -180,7 +198,11 @@ def _queries(config: ReportConfig) -> tuple[list[str], str]:
 
 
 def _subjects(config: ReportConfig, spec: IndexSpec, reference: str) -> tuple[dict[str, Subject], dict[str, str]]:
-    """(how to get the blocks of each precision, why other precisions are impossible)."""
+    """Return (functions, reasons).
+
+    `functions` has a function per precision that returns its blocks for (row ids, reference blocks). `reasons` says for
+    other precisions why they cannot be measured.
+    """
     from storage_formats.codecs import codec, precisions
 
     subjects: dict[str, Subject] = {}
@@ -212,7 +234,7 @@ def _reader(root: Path, precision: str) -> ReadBlocks:
 def _token_errors(
     config: ReportConfig, spec: IndexSpec, read: ReadBlocks, subjects: dict[str, Subject], on_event: OnEvent
 ) -> tuple[Sample, dict[str, TokenErrors | None]]:
-    """Errors of the tokens of sampled rows, one batch in memory at a time."""
+    """Sample rows and compare their tokens in every precision with the reference, one batch in memory at a time."""
     import numpy as np
 
     from edje_index.evaluation.quantization_report.token_errors import TokenErrorMeter
@@ -240,13 +262,13 @@ def _batches(rows: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
 
 
 def _ranking_model(config: ReportConfig, manifest: Manifest) -> tuple[SearchModel | None, str | None]:
-    """(the model to re-rank with, or None; the reason if there is no model)."""
+    """Return (model, None), or (None, reason) if there is no model that can re-rank."""
     if config.model is None:
         bundle = manifest.model.get("bundle")
         if bundle is None:
             return None, "the index was not built by a model"
         if not Path(bundle).exists():
-            return None, f"the model bundle {bundle} no longer exists; name its current path"
+            return None, f"the model bundle {bundle} no longer exists; give the current path of the bundle"
     from edje_index.search.token_index import load_search_model
 
     model = load_search_model(config.root, manifest, config.model, device=config.device)
@@ -254,7 +276,7 @@ def _ranking_model(config: ReportConfig, manifest: Manifest) -> tuple[SearchMode
         return None, "the index stores features to train on, which the joint encoder cannot score"
     width = manifest.spec.block_shape[1]
     if model.joint.width != width:
-        return None, f"the joint encoder reads tokens of width {model.joint.width}, the index stores {width}"
+        return None, f"the joint encoder reads tokens of width {model.joint.width}, but the index stores width {width}"
     return model, None
 
 
@@ -267,7 +289,10 @@ def _rankings(
     queries: list[str],
     on_event: OnEvent,
 ) -> dict[str, RankingChange]:
-    """How the ranking of each query's candidates changes by precision; empty if no query has two candidates."""
+    """Re-rank the candidates of each query at every precision and return how the ranking changes, by precision.
+
+    Queries with fewer than two candidates are skipped. The result is empty if all queries are skipped.
+    """
     from edje_index.evaluation.quantization_report.query_candidates import query_candidates
     from edje_index.evaluation.quantization_report.rankings import compare_rankings
     from edje_index.search.reranking import Reranker

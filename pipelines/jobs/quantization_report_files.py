@@ -1,4 +1,4 @@
-"""The quantization report as a table, a Markdown page and a plot."""
+"""Writes the quantization report as a table, a Markdown page and a plot."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ _DISTRIBUTION = ("p1", "p5", "p50", "mean", "p95", "p99", "worst")
 
 
 def write_report(report: QuantizeReport, folder: Path) -> None:
-    """Write report.json, report.md and quality.png to the directory `folder`, which is made if necessary."""
+    """Write report.json, report.md and quality.png to the directory `folder`. A missing directory is made.
+
+    Raises:
+        UsageError: `folder` is not a directory.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
         (folder / "report.md").write_text("\n".join(markdown(report)) + "\n", encoding="utf-8")
     except (FileExistsError, NotADirectoryError):
-        raise UsageError(f"{folder} is not a directory: choose another one for the report") from None
+        raise UsageError(f"{folder} is not a directory; choose another directory for the report") from None
     plot(report, folder / PLOT)
 
 
 def table(report: QuantizeReport) -> list[str]:
-    """The report in lines of text."""
+    """Return the report as lines of plain text, for a terminal."""
     rows = [
         ["precision", "bytes/image", "error p50", "error p99", "worst", "cosine p50", "cosine p1", "worst", *_RANKING]
     ]
@@ -54,7 +58,7 @@ def table(report: QuantizeReport) -> list[str]:
 
 
 def markdown(report: QuantizeReport) -> list[str]:
-    """The report in lines of Markdown."""
+    """Return the report as lines of Markdown."""
     m, d = report.block_shape
     lines = [f"# What each precision costs on {report.index}", ""]
     lines += [f"{report.rows:,} rows, blocks of {m} x {d}."]
@@ -86,7 +90,10 @@ def markdown(report: QuantizeReport) -> list[str]:
 
 
 def plot(report: QuantizeReport, path: Path) -> None:
-    """Plot quality against kB per image: Kendall's tau if re-ranking was measured, else the cosine of the tokens."""
+    """Plot quality against kB per image, and write the plot to `path`.
+
+    Quality is Kendall's tau if re-ranking was measured, else the cosine similarity of the tokens.
+    """
     from edje_index.evaluation.plots import COLOURS, label_points, new_figure, save_figure
 
     ranked = report.queries is not None
@@ -119,7 +126,7 @@ def _quality(cost: PrecisionCost, *, ranked: bool) -> Distribution:
 
 
 def _apart(ticks: Sequence[float]) -> list[float]:
-    """The ascending `ticks` without those too close to the previous one on a log scale."""
+    """Return the ascending `ticks` without ticks that are too close to the previous tick on a log scale."""
     kept: list[float] = []
     for tick in ticks:
         if not kept or tick / kept[-1] > 1.15:
@@ -128,7 +135,7 @@ def _apart(ticks: Sequence[float]) -> list[float]:
 
 
 def _circumstances(report: QuantizeReport) -> list[str]:
-    """What was measured, one sentence per line."""
+    """Return sentences on what was measured and how, one per line."""
     sample = report.sample
     left_out = f"; {sample.holes:,} of them are holes and were left out" if sample.holes else ""
     lines = [f"tokens: a sample of {sample.rows:,} rows, seed {sample.seed}{left_out}."]
@@ -140,7 +147,7 @@ def _circumstances(report: QuantizeReport) -> list[str]:
         if not used.trained:
             lines.append("the model is untrained: changes of the ranking have no meaning.")
     if report.reference != "bf16":
-        lines.append(f"the reference is {report.reference}: its own errors come in addition.")
+        lines.append(f"the reference is {report.reference}, whose own errors come in addition.")
     elif lossy := [name for name in report.reference_encoded_from if name != "bf16"]:
         lines.append(f"the reference bf16 was encoded from {', '.join(lossy)}: those errors come in addition.")
     lines += [f"not possible: {reason}." for reason in report.impossible.values()]

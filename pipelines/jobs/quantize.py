@@ -35,9 +35,9 @@ class QuantizeConfig:
     Attributes:
         root: directory of the index.
         to: precisions to add.
-        drop: precisions to remove afterwards.
-        source: precision to convert from; None takes the highest-fidelity precision stored, and refuses targets of
-            higher fidelity.
+        drop: precisions to remove after the others have been added.
+        source: precision to convert from. None takes the highest-fidelity precision stored, and refuses targets of
+            higher fidelity than that precision.
     """
 
     root: Path
@@ -55,9 +55,9 @@ class QuantizeResult:
         added: precisions that were added.
         dropped: precisions that were removed.
         precisions: precisions that the index holds now.
-        rows: rows of the index.
-        shards: shards of the index.
-        bytes_per_image: length of a record by precision.
+        rows: number of rows of the index.
+        shards: number of shards of the index.
+        bytes_per_image: length of a record in bytes, by precision.
         seconds: wall time of this run.
 
     Example:
@@ -83,10 +83,10 @@ class _Conversion:
 
     Attributes:
         root: directory of the index.
-        spec: shape of the index.
+        spec: sizes and precisions of the index.
         source: precision to read.
         targets: precisions to add.
-        source_digest: SHA-256 over the entries of the source's files.
+        source_digest: SHA-256 of the lengths and checksums of the files of `source`.
     """
 
     root: Path
@@ -97,7 +97,7 @@ class _Conversion:
 
     @property
     def plan(self) -> str:
-        """Fingerprint of the conversion. Receipts of other conversions have different ones."""
+        """Fingerprint of the conversion. It tells receipts of this conversion from receipts of others."""
         text = f"convert {self.spec} {self.source} {self.targets} {self.source_digest}"
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -105,14 +105,17 @@ class _Conversion:
 def run_quantize(
     config: QuantizeConfig, engine: Engine, on_event: OnEvent, should_stop: ShouldStop = lambda: False
 ) -> QuantizeResult:
-    """Add the precisions that are missing, then remove those to drop. A stopped conversion is resumed.
+    """Add the precisions in `config.to` that the index lacks, then remove those in `config.drop`.
+
+    A conversion that stopped early is resumed.
 
     Raises:
-        UsageError: there is no index, a precision is unknown or both added and dropped, the index does not hold the
-            precision to convert from, a target has a higher fidelity than what is stored and `source` is None, or the
-            disk is too small.
+        UsageError: there is no index. Or a precision is unknown, or both added and dropped. Or the index does not hold
+            the precision to convert from. Or `source` is None and a target has a higher fidelity than every stored
+            precision. Or no precision would be left. Or the disk is too small.
         CorruptIndexError: the index is damaged.
-        JobStopped: the job ended early; run it again to resume it.
+        JobStopped: the job ended early; the same call resumes the conversion.
+        EdjeError: another process is changing the index, or an append to the index has not finished.
     """
     from storage_formats.format.manifest import Manifest
     from storage_formats.writing.conversion import drop_precision, remove_leftovers
@@ -152,10 +155,10 @@ def run_quantize(
 
 
 def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> str:
-    """The precision to convert from: `requested`, or the highest-fidelity precision stored.
+    """Return the precision to convert from: `requested`, or the highest-fidelity precision stored if that is None.
 
-    A precision is no better than those that it was encoded from. Among equally accurate precisions, the one with the
-    fewest conversions wins.
+    A precision is no more accurate than the precisions that its blocks were converted from. Among equally accurate
+    precisions, the precision with the fewest conversions wins.
 
     Raises:
         UsageError: the index at `root` does not hold `requested`.
@@ -165,7 +168,8 @@ def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> 
         return min(stored, key=lambda name: (_rank(_least_accurate(manifest, name)), len(_origin(manifest, name))))
     if requested not in stored:
         raise UsageError(
-            f"{root} does not hold '{requested}' to convert from; it holds: {', '.join(stored)}", parameter="source"
+            f"{root} does not hold '{requested}' to convert from; choose a stored precision: {', '.join(stored)}",
+            parameter="source",
         )
     return requested
 
@@ -175,12 +179,12 @@ def _origin(manifest: Manifest, name: str) -> tuple[str, ...]:
 
 
 def _least_accurate(manifest: Manifest, name: str) -> str:
-    """The least accurate precision that the blocks of `name` passed through."""
+    """Return the least accurate precision among `name` and the precisions that its blocks were converted from."""
     return max((name, *_origin(manifest, name)), key=_rank)
 
 
 def _rank(name: str) -> int:
-    """0 for the most accurate precision; a precision that this version does not know counts as the least accurate."""
+    """Return the rank of a precision by accuracy: 0 is the most accurate, and an unknown precision comes last."""
     from storage_formats.codecs import precisions
 
     names = precisions()
@@ -188,19 +192,22 @@ def _rank(name: str) -> int:
 
 
 def _refuse_higher_fidelity(root: Path, manifest: Manifest, source: str, targets: tuple[str, ...]) -> None:
-    """Raise UsageError if a target would look more accurate than its blocks are."""
+    """Raise UsageError if a target has a higher fidelity than the blocks that it would be converted from."""
     lossy = _least_accurate(manifest, source)
     for name in targets:
         if _rank(name) < _rank(lossy):
             raise UsageError(
                 f"{root} holds no tokens of the fidelity of '{name}': '{name}' would be larger and have the errors of "
-                f"'{lossy}'. Build the index again with '{name}', or name '{source}' as the source to convert anyway",
+                f"'{lossy}'. Build the index again with '{name}', or set the source to '{source}' to convert anyway",
                 parameter="source",
             )
 
 
 def _source_digest(root: Path, manifest: Manifest, source: str) -> str:
-    """SHA-256 over length and checksum of every file of `source`. It differs between indexes of the same shape."""
+    """Return the SHA-256 of the lengths and checksums of the files of `source`.
+
+    The digest differs between indexes of the same shape with different tokens.
+    """
     from storage_formats.format.shard_table import read_shard_tables
 
     folders = (f"tokens/{source}/", f"checksums/{source}/")
@@ -210,12 +217,12 @@ def _source_digest(root: Path, manifest: Manifest, source: str) -> str:
 
 
 def open_converter() -> Worker:
-    """A worker of `pipelines.engines` that converts one shard after another."""
+    """Return a worker that converts one shard per call, see `pipelines.engines.base`."""
     return _convert_shard
 
 
 def _check_names(config: QuantizeConfig, available: tuple[str, ...]) -> None:
-    """Raise UsageError if a name is unknown or both added and dropped, or if no precision would be left."""
+    """Raise UsageError if a precision is unknown, or both added and dropped, or if no precision would be left."""
     from storage_formats.codecs import codec
 
     for name in (*config.to, *config.drop, *filter(None, [config.source])):
@@ -224,13 +231,13 @@ def _check_names(config: QuantizeConfig, available: tuple[str, ...]) -> None:
         raise UsageError(f"{', '.join(both)} cannot be both added and dropped; choose one", parameter="drop")
     if config.drop and not set(available) - set(config.drop):
         raise UsageError(
-            f"dropping {', '.join(config.drop)} would leave {config.root} without tokens; keep one precision",
+            f"dropping {', '.join(config.drop)} would leave {config.root} without tokens; keep at least one precision",
             parameter="drop",
         )
 
 
 def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_stop: ShouldStop) -> Manifest:
-    """Convert the shards that earlier runs did not finish, and publish the new precisions."""
+    """Convert the shards that earlier runs did not finish, publish the new precisions and return the manifest."""
     from storage_formats.format.receipts import read_receipts
     from storage_formats.writing.begin import clear_staging
     from storage_formats.writing.conversion import add_precisions

@@ -1,6 +1,6 @@
-"""Runs one task per shard on an engine. Builds and conversions share it.
+"""Runs one task per shard on an engine. Builds, appends and conversions use this module.
 
-A shard is finished once its receipt is stored. A stopped job runs again only the shards without a receipt.
+A shard is finished once its receipt is stored. When a stopped job is resumed, only shards without a receipt are run.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardJob:
-    """The work to do for shards of an index.
+    """A job that runs one task for each shard of an index.
 
     Attributes:
-        activity: name of the job in its progress events, such as "indexing".
-        shards: the shards, ascending.
+        activity: name of the job in progress events, such as "indexing".
+        shards: numbers of the shards, ascending.
         rows: number of rows in these shards.
-        make_worker: makes the worker of a process; see `pipelines.engines.base`.
-        make_task: the task of a shard.
-        state_of_report: the shard and its state, from a progress report of a worker.
-        state_of_receipt: the state of a finished shard.
+        make_worker: returns the worker of a process; see `pipelines.engines.base`.
+        make_task: returns the task of the shard with a given number.
+        state_of_report: returns (number of the shard, state of the shard) for a progress report of a worker.
+        state_of_receipt: returns the state of a finished shard for its receipt.
         rows_in_pieces: returns the number of rows stored for unfinished shards, given the finished shards.
-        on_receipt: called with every receipt, those of earlier runs included; may raise FailedInputsError.
+        on_receipt: called with every receipt, including receipts of earlier runs; may raise FailedInputsError.
     """
 
     activity: str
@@ -54,12 +54,12 @@ class ShardJob:
 
 @dataclass(frozen=True)
 class ShardRun:
-    """The result of a run.
+    """The result of `run_shards`.
 
     Attributes:
-        receipts: the receipt of every shard, in order.
-        rows: rows that this run finished; earlier runs finished the others.
-        seconds: wall time.
+        receipts: the receipt of every shard, in the order of the shards.
+        rows: number of rows in the shards that this run finished. Earlier runs finished the other shards.
+        seconds: wall time of this run.
     """
 
     receipts: list[ShardReceipt]
@@ -74,7 +74,8 @@ def run_shards(
 
     Raises:
         JobStopped: `should_stop()` returned True, a shard failed, or the engine failed. Finished shards are kept.
-        UsageError, EngineUnavailableError, FailedInputsError: the job cannot run as requested.
+        UsageError, EngineUnavailableError: the engine cannot run as requested.
+        FailedInputsError: raised by `job.on_receipt`.
     """
     started = time.monotonic()
     receipts = dict(earlier)
@@ -106,7 +107,7 @@ def run_shards(
 
 @contextlib.contextmanager
 def _stopped_by_errors(job: ShardJob, receipts: Receipts) -> Iterator[None]:
-    """Turn errors that a second run might avoid into JobStopped, whose message says how much is kept."""
+    """Turn errors that a second run might avoid into JobStopped. The message says how many rows are kept."""
     try:
         yield
     except (UsageError, EngineUnavailableError, FailedInputsError):

@@ -1,4 +1,4 @@
-"""The jobs that change which rows an index shows: delete rows, roll back, and remove old snapshots."""
+"""The jobs that work on snapshots: delete rows, list snapshots, roll back, and remove old snapshots."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class DeleteResult:
     """The result of a deletion.
 
     Attributes:
-        deleted: row ids that were deleted, ascending. With `dry_run`, those that would be deleted.
-        already_deleted: number of requested rows that were deleted before.
-        left: number of rows that are not deleted now.
+        deleted: ids of the rows that were deleted, ascending. With `dry_run`, ids of the rows that would be deleted.
+        already_deleted: number of requested rows that had been deleted before.
+        left: number of rows that are not deleted after this deletion. With `dry_run`, after the deletion on trial.
         snapshot: number of the current snapshot.
-        dry_run: whether the request was only a trial, which changed nothing.
+        dry_run: True if the deletion was only tried and nothing was changed.
 
     Example:
         >>> from pipelines import delete_rows
@@ -46,19 +46,21 @@ class DeleteResult:
 
 
 def run_delete(root: Path, rows: Sequence[int], uri: str | None, *, dry_run: bool = False) -> DeleteResult:
-    """Delete the rows with ids `rows`, and those whose uri matches the pattern `uri`.
+    """Delete the rows with the ids `rows`, and the rows whose uri matches the shell pattern `uri`.
+
+    With `dry_run`, nothing is changed.
 
     Raises:
         UsageError: there is no index at `root`, or neither `rows` nor `uri` is given.
         RowIdError: a row id is out of range or belongs to no input.
-        EdjeError: another process is working on the index.
+        EdjeError: another process is changing the index.
         OSError: the index cannot be written.
     """
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.writing.snapshots import commit_deletion, plan_deletion
 
     if not len(rows) and uri is None:
-        raise UsageError("nothing to delete: name rows or a pattern of uris", parameter="rows")
+        raise UsageError("nothing to delete: give row ids or a pattern of uris", parameter="rows")
     CommittedIndex.open(root)  # fails before the lock makes a directory
     with locked_index(root):
         index = CommittedIndex.open(root)
@@ -72,7 +74,7 @@ def run_delete(root: Path, rows: Sequence[int], uri: str | None, *, dry_run: boo
 
 
 def rows_of_uris(index: CommittedIndex, pattern: str) -> NDArray[np.int64]:
-    """Row ids of the inputs whose uri matches a shell pattern, in which `*` also matches slashes."""
+    """Return the row ids of the inputs whose uri matches a shell pattern, int64 [n]. A `*` also matches slashes."""
     from storage_formats.format.rows import iter_rows
 
     matches = re.compile(fnmatch.translate(pattern)).match
@@ -85,13 +87,13 @@ class SnapshotEntry:
     """A snapshot that is kept.
 
     Attributes:
-        snapshot: its number.
-        kind: "build", "append", "delete" or "rollback".
-        created: when it was committed, UTC; None for a build.
+        snapshot: number of the snapshot.
+        kind: kind of the change that made the snapshot: "build", "append", "delete" or "rollback".
+        created: time of the commit in UTC; None for a build.
         rows: number of inputs that are not deleted.
         deleted: number of deleted rows.
-        precisions: precisions that it holds.
-        change: what the change did, for example how many rows it deleted.
+        precisions: precisions that the snapshot holds.
+        change: details of the change by name, for example the number of rows that it deleted.
     """
 
     snapshot: int
@@ -104,10 +106,12 @@ class SnapshotEntry:
 
 
 def history(root: Path) -> list[SnapshotEntry]:
-    """The snapshots of the index at `root`, oldest first; the last is the current one.
+    """Return the snapshots of the index at `root` that are kept, oldest first. The last entry is the current snapshot.
 
     Raises:
-        UsageError, IncompleteIndexError, CorruptIndexError: as `Manifest.load`.
+        UsageError: there is no index at `root`.
+        IncompleteIndexError: the index is not finished.
+        CorruptIndexError: the index is damaged.
     """
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.writing.snapshots import kept_snapshots
@@ -129,12 +133,12 @@ def _entry(manifest: Manifest) -> SnapshotEntry:
 
 
 def run_rollback(root: Path, snapshot: int) -> SnapshotEntry:
-    """Make the contents of an earlier snapshot current, as a new snapshot.
+    """Commit a new snapshot with the contents of the earlier snapshot number `snapshot`, and return its entry.
 
     Raises:
-        UsageError: there is no index at `root`, it does not keep this snapshot, or the snapshot is the current one.
+        UsageError: there is no index at `root`, snapshot `snapshot` is not kept, or it is the current snapshot.
         CorruptIndexError: a file of the snapshot is missing.
-        EdjeError: another process is working on the index.
+        EdjeError: another process is changing the index.
         OSError: the index cannot be written.
     """
     from storage_formats.format.manifest import CommittedIndex
@@ -146,11 +150,13 @@ def run_rollback(root: Path, snapshot: int) -> SnapshotEntry:
 
 
 def run_gc(root: Path, keep: int) -> Removal:
-    """Remove all but the newest `keep` snapshots, unfinished changes, and the files that no snapshot names.
+    """Remove old snapshots, unfinished changes, and files that no kept snapshot names.
+
+    The newest `keep` snapshots stay.
 
     Raises:
         UsageError: there is no index at `root`, or `keep` is less than 1.
-        EdjeError: another process is working on the index.
+        EdjeError: another process is changing the index.
         OSError: a file cannot be removed.
     """
     from storage_formats.format.manifest import CommittedIndex

@@ -20,12 +20,18 @@ RESULT = "result.json"
 
 
 def finish_training(task: RunTask, on_event: OnEvent, should_stop: ShouldStop, started: float) -> TrainResult:
-    """Fit the final score to the last checkpoint, then write the bundle and `result.json`.
+    """Fit the final score to a checkpoint, then write the bundle and `result.json`.
+
+    The checkpoint is the last one, or that of step `task.finish.step`. An export writes no `result.json`.
 
     Args:
-        task: the training.
-        on_event, should_stop: as for every job.
-        started: time at which the job began, by `time.monotonic`.
+        task: task of the training run.
+        on_event: called with each progress event.
+        should_stop: the job stops once `should_stop()` returns True.
+        started: value of `time.monotonic` when the job began.
+
+    Raises:
+        JobStopped: `should_stop()` returned True; the next run repeats this stage.
     """
     from edje_index.training.fitting.finish import finish_model
 

@@ -1,4 +1,4 @@
-"""The ASGI application: its routes, its error handlers, the page, and the batcher that runs with it."""
+"""The ASGI application: routes, error handlers, the page, and the batcher that starts and stops with the service."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _FILES = {"/": "index.html", "/app.js": "app.js", "/style.css": "style.css", "/f
 
 
 def create_app(indexes: ServedIndexes, settings: ServiceSettings) -> ASGIApp:
-    """The service as an ASGI application.
+    """Return the service as an ASGI application.
 
     Args:
-        indexes: the opened indexes.
-        settings: limits, keys and hosts.
+        indexes: the open indexes.
+        settings: limits, API keys and accepted hosts.
     """
     metrics = Metrics()
 
@@ -46,7 +46,7 @@ def create_app(indexes: ServedIndexes, settings: ServiceSettings) -> ASGIApp:
         watch.cancel()
         await batcher.stop()
 
-    # The pages of FastAPI load scripts from a content network, so they are off; /openapi.json describes the routes.
+    # The documentation pages of FastAPI load scripts from a CDN, so they are off; /openapi.json describes the routes.
     app = FastAPI(title="edje-index", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(router)
     for path, name in _FILES.items():

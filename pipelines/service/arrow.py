@@ -1,4 +1,4 @@
-"""Token blocks as an Arrow stream."""
+"""Writes token blocks as an Arrow stream."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ARROW_TYPE = "application/vnd.apache.arrow.stream"
 
 
 def blocks_as_arrow(index: TokenIndex, row_ids: Sequence[int]) -> bytes:
-    """An Arrow IPC stream of the blocks of `row_ids`, in their order.
+    """Return an Arrow IPC stream of the blocks of `row_ids`, in the order of `row_ids`.
 
-    The columns are `row_id` (int64) and `block` (fixed-size binary, the little-endian bfloat16 bits of [m, d], null for
-    a hole). The metadata of the schema has `block_shape` and `precision`.
+    The columns are `row_id` (int64) and `block` (fixed-size binary: the values [m, d] as little-endian bfloat16; null
+    for a hole). The metadata of the schema has `block_shape`, `dtype` and `precision`.
 
     Raises:
         RowIdError: a row id is out of range.

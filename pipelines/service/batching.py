@@ -1,7 +1,7 @@
-"""Dynamic batching: requests that arrive while the model is busy share its next batch.
+"""Dynamic batching: requests that arrive while the model is busy share the next batch of the model.
 
-One thread runs the model. Requests wait in a bounded queue, in the order of their arrival. A batch takes the first one
-and all later ones of the same kind until their image tokens exceed a budget.
+One thread runs the model. Requests wait in a bounded queue, in the order of arrival. A batch takes the first request of
+the queue and later requests of the same kind, as long as the sum of their image tokens is within a budget.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 from pipelines.service.errors import ServiceError, overloaded
 from pipelines.service.settings import Limits
 
-_SMOOTHING = 0.3  # share of the newest batch in the estimated rate
+_SMOOTHING = 0.3  # weight of the newest batch in the estimated rate
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one request asks of the model.
+    """An item of work for the model, made from one request.
 
     Attributes:
-        kind: items of work of the same kind can share a batch.
-        cost: number of image tokens that it reads.
-        payload: its arguments.
-        run: computes the results of several payloads of this kind, in order.
+        kind: items of the same kind can share a batch.
+        cost: number of image tokens that the model reads for this item.
+        payload: arguments of the item.
+        run: returns the results for the payloads of several items of this kind, in order.
     """
 
     kind: Hashable
@@ -40,7 +40,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds that a request waited and that its batch took, and the number of requests in that batch."""
+    """The times of a request.
+
+    Attributes:
+        waited: seconds that the request spent in the queue.
+        computed: seconds that the batch of the request took.
+        batch: number of requests in that batch.
+    """
 
     waited: float
     computed: float
@@ -56,11 +62,11 @@ class _Job:
 
 
 class Batcher:
-    """Runs the work of requests on one thread; work of the same kind shares a batch.
+    """Runs the work of requests on one thread. Items of the same kind share a batch.
 
     Args:
-        limits: length of the queue, budget of a batch, and time until the deadline.
-        on_batch: called with the number of requests and the tokens of each batch.
+        limits: limits on the length of the queue, on the image tokens of a batch, and on the time of a request.
+        on_batch: called after each batch with its number of requests and its number of image tokens.
     """
 
     def __init__(self, limits: Limits, on_batch: Callable[[int, int], None] = lambda requests, tokens: None) -> None:
@@ -80,26 +86,28 @@ class Batcher:
         return len(self._jobs)
 
     async def start(self) -> None:
-        """Start to run batches."""
+        """Start to run batches. Call this in the event loop of the service."""
         self._task = asyncio.create_task(self._run_batches())
 
     async def stop(self) -> None:
-        """Refuse the waiting requests, and wait for the running batch."""
+        """Fail the waiting requests with status 503, and wait for the running batch."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         while self._jobs:
-            self._fail(self._jobs.popleft(), ServiceError(503, "the service stops"))
+            self._fail(self._jobs.popleft(), ServiceError(503, "the service is stopping; try again later"))
         if self._current is not None:
             await self._current
         self._thread.shutdown()
 
     async def submit(self, work: Work) -> tuple[Any, Timing]:
-        """Queue `work` and return its result.
+        """Queue `work`, wait for the model, and return (result, times).
 
         Raises:
-            ServiceError: 429 if the queue is full or the deadline cannot be met, 504 if the deadline passes.
+            ServiceError: status 429 if the queue is full or the deadline cannot be met, 504 if the deadline passes,
+                503 if the service is stopping.
+            Exception: the error that `work` raised.
         """
         self._check_queue(work)
         now = time.monotonic()
@@ -112,21 +120,23 @@ class Batcher:
         except TimeoutError:
             raise _too_late(self._limits) from None
         finally:
-            job.answer.cancel()  # of a client that has left, too; `_next_batch` skips it
+            job.answer.cancel()  # also if the client has left; `_next_batch` skips cancelled jobs
 
     def _check_queue(self, work: Work) -> None:
         seconds = self._estimated_seconds(work)
         if len(self._jobs) >= self._limits.waiting:
-            raise overloaded(f"{len(self._jobs)} requests are waiting, which is the limit; try again later", seconds)
+            raise overloaded(
+                f"{len(self._jobs)} requests are waiting, and no more are allowed; try again later", seconds
+            )
         if self._jobs and seconds > self._limits.deadline_seconds:
             raise overloaded(
-                f"the requests before this one will take about {seconds:.0f} s, over the deadline of "
+                f"the waiting requests and this one will take about {seconds:.0f} s, longer than the deadline of "
                 f"{self._limits.deadline_seconds:g} s; try again later",
                 seconds - self._limits.deadline_seconds,
             )
 
     def _estimated_seconds(self, work: Work) -> float:
-        """Time until `work` is finished, by the rate of the latest batches; 0 before the first."""
+        """Estimate the seconds until `work` is finished from the rate of recent batches; 0 before the first batch."""
         if self._tokens_per_second is None:
             return 0.0
         cost = work.cost + self._running_cost + sum(job.work.cost for job in self._jobs)
@@ -143,7 +153,11 @@ class Batcher:
             await asyncio.shield(self._current)  # the thread cannot be interrupted: `stop` waits for it
 
     def _next_batch(self) -> list[_Job]:
-        """Take the first job that is neither cancelled nor late, and later ones of its kind within the budget."""
+        """Take the next batch from the queue.
+
+        The batch is the first job that is neither cancelled nor late, and later jobs of the same kind within the
+        budget. Late jobs fail with status 504.
+        """
         batch: list[_Job] = []
         rest: deque[_Job] = deque()
         cost, now = 0, time.monotonic()
@@ -188,7 +202,10 @@ class Batcher:
 
 
 def _run(works: Sequence[Work]) -> list[Any]:
-    """The result of each item of work, or its exception. An error of one item does not reach the others."""
+    """Run the items as one batch. Return the result of each item, or the exception that it raised.
+
+    If the batch fails, each item is run alone, so that an error of one item does not fail the others.
+    """
     try:
         return list(works[0].run([work.payload for work in works]))
     except Exception as error:
@@ -197,5 +214,5 @@ def _run(works: Sequence[Work]) -> list[Any]:
 
 def _too_late(limits: Limits) -> ServiceError:
     return ServiceError(
-        504, f"no answer within the deadline of {limits.deadline_seconds:g} s; ask for less or try later"
+        504, f"no response within the deadline of {limits.deadline_seconds:g} s; send less or try again later"
     )

@@ -1,4 +1,4 @@
-"""Connections of clients that send nothing, or send their headers slowly, are closed."""
+"""Closes the connections of clients that send nothing, or that send headers too slowly."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 def timed_protocol(seconds: float) -> type[H11Protocol]:
-    """The HTTP protocol of uvicorn, which closes a connection whose next request is not complete within `seconds`.
+    """Return an HTTP protocol class for uvicorn that closes slow connections.
 
-    Uvicorn itself limits only the time between two requests. Bodies are limited by `guard.Guard`.
+    A connection is closed if the headers of its next request are not complete within `seconds`. Uvicorn itself limits
+    only the time between two requests. `guard.Guard` limits the time for the body of a request.
     """
 
     class TimedProtocol(H11Protocol):
@@ -34,7 +35,7 @@ def timed_protocol(seconds: float) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def _watch(self) -> None:
-            """Run the timer exactly while no request is being answered."""
+            """Start the timer if no request is being answered, else stop it."""
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_timer()
             elif self._timer is None:

@@ -1,4 +1,4 @@
-"""The documents of a re-ranking request: rows of the index, or pictures that come with the request."""
+"""The documents of a re-ranking request: rows of the index, or images that the request contains."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MAX_DIGITS = 15
 
 @dataclass(frozen=True)
 class Documents:
-    """What to score, each with its position in the request.
+    """The documents to score, by position in the request.
 
     Attributes:
-        rows: row id or uri by position.
-        pictures: bytes of a picture by position.
+        rows: position -> row id or uri.
+        pictures: position -> encoded bytes of an image.
     """
 
     rows: dict[int, int | str]
@@ -30,13 +30,13 @@ class Documents:
 
 
 def read_documents(documents: Sequence[Document], limits: Limits) -> Documents:
-    """Separate rows from pictures.
+    """Read the documents of a request, and separate rows from images.
 
     Raises:
-        ServiceError: 413, too many documents or pictures; 422, one of them is invalid.
+        ServiceError: status 413 for too many documents or images, 422 for an invalid document.
     """
     if len(documents) > limits.documents:
-        raise ServiceError(413, f"{len(documents)} documents are over the limit of {limits.documents}")
+        raise ServiceError(413, f"send fewer documents: {len(documents)} are over the limit of {limits.documents}")
     rows: dict[int, int | str] = {}
     pictures: dict[int, bytes] = {}
     for position, document in enumerate(documents):
@@ -51,10 +51,10 @@ def read_documents(documents: Sequence[Document], limits: Limits) -> Documents:
 
 
 def resolve_rows(index: CommittedIndex, documents: Documents) -> dict[int, int]:
-    """Row id by position. Looks uris up in the rows table, so it reads files.
+    """Return position -> row id. Uris are looked up in the rows table, so this function reads files.
 
     Raises:
-        ServiceError: 422, no such row, or a row without tokens.
+        ServiceError: status 422 if there is no such row, or if the row has no tokens.
     """
     try:
         row_ids = requested_rows(index, list(documents.rows.values()))
@@ -71,7 +71,10 @@ def _value(document: Document, position: int) -> int | str | bytes:
 
 
 def _text_value(text: str) -> int | str | bytes:
-    """The picture or row that a text names. Digits are a row id, for clients that can send only texts."""
+    """Return the document that a text stands for: bytes of an image for a data URI, a row id for digits, else a uri.
+
+    Row ids are accepted as digits for clients that can send only texts.
+    """
     if is_data_uri(text):
         return picture_bytes(text)
     if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS:
@@ -92,5 +95,7 @@ def _object_value(document: DocumentObject, position: int) -> int | str | bytes:
     if isinstance(picture, ImageUrl):
         picture = picture.url
     if not picture:
-        raise ServiceError(422, f"document {position} has none of row_id, uri, text, image, image_url and content")
+        raise ServiceError(
+            422, f"document {position} is empty: set one of row_id, uri, text, image, image_url and content"
+        )
     return picture_bytes(picture)

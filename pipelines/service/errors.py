@@ -1,4 +1,4 @@
-"""Every error of the service has one shape: `{"error": {"code": ..., "message": ...}}`. None holds a traceback."""
+"""Errors of the service. The body of each is `{"error": {"code": ..., "message": ...}}`, without a traceback."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ServiceError(Exception):
     Attributes:
         status: HTTP status.
         message: what is wrong and what to do.
-        headers: additional headers.
+        headers: additional headers of the response.
     """
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
@@ -50,38 +50,40 @@ class ServiceError(Exception):
 
 
 def overloaded(message: str, retry_after: float) -> ServiceError:
-    """An error with status 429, and the seconds after which the client may try again."""
+    """Return an error with status 429. The client may try again after `retry_after` seconds."""
     return ServiceError(429, message, {"Retry-After": str(max(1, round(retry_after)))})
 
 
 def error_content(status: int, message: str) -> dict[str, dict[str, str]]:
-    """The body of an error."""
+    """Return the body of an error as a JSON object."""
     text = message.encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
     return {"error": {"code": _CODES.get(status, "error"), "message": text}}
 
 
 def error_response(error: ServiceError) -> JSONResponse:
-    """The answer for `error`."""
+    """Return the HTTP response for `error`."""
     return JSONResponse(error_content(error.status, error.message), error.status, headers=error.headers)
 
 
 def as_service_error(error: Exception) -> ServiceError:
-    """The ServiceError to send for any exception. Internal errors are logged, and the client is told no detail."""
+    """Return the ServiceError to send for an exception. Details of internal errors are logged and not sent."""
     if isinstance(error, ServiceError):
         return error
     if isinstance(error, UsageError | RowIdError | ModelError):
         return ServiceError(422, str(error))
     if isinstance(error, EdjeError):
         logger.error("request failed: %s", error)
-        return ServiceError(500, "the index cannot be read; the log of the service says why")
+        return ServiceError(500, "the index cannot be read; see the log of the service")
     if isinstance(error, MemoryError):
-        return ServiceError(503, "too little memory for this request; try again later", {"Retry-After": "5"})
+        return ServiceError(
+            503, "not enough memory for this request; try again later, or send a smaller request", {"Retry-After": "5"}
+        )
     logger.error("request failed", exc_info=error)
-    return ServiceError(500, "internal error; the log of the service says more")
+    return ServiceError(500, "internal error; see the log of the service")
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Make `app` answer every error in the shape that this module describes."""
+    """Add handlers to `app`, so that the body of every error has the shape that this module describes."""
 
     async def handle(_: Request, error: Exception) -> JSONResponse:
         return error_response(as_service_error(error))
@@ -104,7 +106,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _describe(error: RequestValidationError) -> str:
-    """Where the request is invalid and why; the values of the client are not repeated."""
+    """Return where the request is invalid and why. The message does not repeat values that the client sent."""
     problems = [
         f"{'.'.join(str(part) for part in problem['loc'][1:]) or 'body'}: {problem['msg']}"[:300]
         for problem in error.errors()

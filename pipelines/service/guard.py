@@ -1,6 +1,6 @@
-"""The outermost layer of the service: limits on bodies and slow clients, the Host header, keys, and safe headers.
+"""The outermost layer of the service. It sees every request before any of the body is read.
 
-It sees every request before any of the body is read.
+It checks the Host header and the API key, limits bodies and slow clients, and adds security headers to responses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipelines.service.metrics import Metrics
 from pipelines.service.settings import ServiceSettings
 
 OPEN_PATHS = frozenset({"/", "/app.js", "/style.css", "/favicon.svg", "/healthz"})
-"""Paths that need no key: the page itself, which holds no data, and the health check."""
+"""Paths that need no API key: the files of the page, which hold no data, and the health check."""
 
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
@@ -33,12 +33,12 @@ _HEADERS = {
 
 
 class Guard:
-    """ASGI layer that applies the limits to a request before the application sees it.
+    """ASGI middleware that checks each request before the application sees it.
 
     Args:
         app: the application.
-        settings: limits, keys and hosts.
-        metrics: counts requests.
+        settings: limits, API keys and accepted hosts.
+        metrics: counters, which count every request.
     """
 
     def __init__(self, app: ASGIApp, settings: ServiceSettings, metrics: Metrics) -> None:
@@ -80,24 +80,36 @@ class Guard:
         allowed = self._settings.allowed_hosts
         if allowed and _host_name(headers.get("host", "")) not in allowed:
             raise ServiceError(
-                421, "the host name of the request is not allowed; use another name, or ask the operator to allow it"
+                421,
+                "the host name of the request is not allowed; use another host name, or ask the operator to allow it",
             )
         if self._settings.api_keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
             raise ServiceError(401, "send an API key as 'Authorization: Bearer KEY'", {"WWW-Authenticate": "Bearer"})
 
     def _has_key(self, headers: Headers) -> bool:
-        """Compares with every key, in a time that does not depend on which characters match."""
+        """Return whether the request has a valid API key.
+
+        The comparison takes a time that does not depend on which characters match.
+        """
         scheme, _, sent = headers.get("authorization", "").partition(" ")
         matches = [hmac.compare_digest(sent.strip().encode(), key.encode()) for key in self._settings.api_keys]
         return scheme.lower() == "bearer" and any(matches)
 
     def _reserve(self, headers: Headers) -> int:
-        """Reserve memory for the body. A body of unknown length counts as the largest that is allowed."""
+        """Reserve memory for the body and return the number of reserved bytes.
+
+        For a body of unknown length, the largest allowed length is reserved.
+
+        Raises:
+            ServiceError: status 413 if the body is too large, 429 if all bodies together are too large.
+        """
         limits = self._settings.limits
         length, chunked = headers.get("content-length"), "transfer-encoding" in headers
         size = limits.body_bytes if chunked else int(length) if length and length.isdecimal() else 0
         if size > limits.body_bytes:
-            raise ServiceError(413, f"the body has {size:,} bytes, over the limit of {limits.body_bytes:,}")
+            raise ServiceError(
+                413, f"the body has {size:,} bytes, over the limit of {limits.body_bytes:,}; send a smaller request"
+            )
         if size and self._body_bytes + size > limits.bodies_bytes:
             raise overloaded("too many large requests at the same time; try again later", 1)
         self._body_bytes += size
@@ -113,18 +125,23 @@ class Guard:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ServiceError(400, "the client left before the end of its request")
+                        raise ServiceError(400, "the client closed the connection before the end of the request")
                     body += message.get("body", b"")
                     if len(body) > limits.body_bytes:
-                        raise ServiceError(413, f"the body is over the limit of {limits.body_bytes:,} bytes")
+                        raise ServiceError(
+                            413, f"the body is over the limit of {limits.body_bytes:,} bytes; send a smaller request"
+                        )
                     if not message.get("more_body"):
                         return bytes(body)
         except TimeoutError:
-            raise ServiceError(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
+            raise ServiceError(
+                408,
+                f"the body did not arrive within {limits.body_seconds:g} s; send a smaller request or send it faster",
+            ) from None
 
 
 class _Exchange:
-    """Sends an answer: adds the safe headers, and gives up on a client that does not read."""
+    """Sends one response. It adds the security headers, and stops with TimeoutError if the client does not read."""
 
     def __init__(self, send_seconds: float, send: Send) -> None:
         self._send = send
@@ -143,7 +160,7 @@ class _Exchange:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that first gives the body that has been read."""
+    """Return an ASGI `receive` function whose first message holds `body`. Later messages come from `receive`."""
     messages: Iterable[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replay() -> Message:
@@ -155,7 +172,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _host_name(header: str) -> str:
-    """The name in a Host header, without the port; empty if it is invalid."""
+    """Return the host name in a Host header, lower-case and without the port; empty if the header is invalid."""
     try:
         return (urlsplit(f"//{header}").hostname or "").lower()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Pictures in requests: base64 or data URIs, decoded within limits. URLs are never fetched."""
+"""Decodes the images in requests: base64 or data URIs, within limits. URLs are never fetched."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*:", re.ASCII | re.IGNORECASE)
 
 
 def is_data_uri(text: str) -> bool:
-    """Whether `text` is a picture rather than the uri of a row."""
+    """Return whether `text` is a data URI, which holds an image, rather than the uri of a row."""
     return text[:5].lower() == "data:"
 
 
 def picture_bytes(text: str) -> bytes:
-    """The bytes of a picture that a client sent.
+    """Return the encoded bytes of an image that a client sent.
 
     Args:
-        text: a data URI, or base64.
+        text: a data URI with base64, or base64 alone.
 
     Raises:
-        ServiceError: 422, it is a URL or not base64.
+        ServiceError: status 422 if `text` is a URL or is not valid base64.
     """
     match = _DATA_URI.match(text[:200])
     if match is None and _ADDRESS.match(text[:40]):
@@ -41,10 +41,10 @@ def picture_bytes(text: str) -> bytes:
 
 
 def decode_picture(data: bytes, max_pixels: int) -> Image.Image:
-    """The picture, upright and in mode RGB.
+    """Decode an image. The result is upright and in mode RGB.
 
     Raises:
-        ServiceError: 422, it cannot be decoded; 413, it has too many pixels.
+        ServiceError: status 422 if `data` cannot be decoded, 413 if the image has more than `max_pixels` pixels.
     """
     try:
         return decode_rgb(data, max_pixels)

@@ -18,10 +18,10 @@ _WARM_UP_POOL = 32
 
 
 class ServedIndex:
-    """One index in every precision that it stores. Precisions are opened when they are first used.
+    """One index with all its stored precisions. A precision is opened when it is first used.
 
     Attributes:
-        name: the name that clients use.
+        name: name of the index in requests and responses.
     """
 
     def __init__(self, name: str, index: TokenIndex) -> None:
@@ -31,7 +31,7 @@ class ServedIndex:
         self._lock = threading.Lock()
 
     def at(self, precision: str | None) -> TokenIndex:
-        """The index with the tokens of `precision`; None for the default.
+        """Return the index open with the tokens of `precision`; None for the default precision.
 
         Raises:
             UsageError: the index does not hold the precision.
@@ -44,11 +44,11 @@ class ServedIndex:
             return self._by_precision[precision]
 
     def refresh(self) -> None:
-        """Open the index again if a change has been committed. Requests that have begun keep the earlier state.
+        """Open the index again if a change has been committed. Requests that have begun still use the earlier snapshot.
 
         Raises:
-            UsageError: it was built again with another model.
-            UsageError, CorruptIndexError: it cannot be opened.
+            UsageError: the index was built again with another model, or it cannot be opened.
+            CorruptIndexError: the index is damaged.
         """
         before = self._default
         manifest = Manifest.load(before.root)
@@ -63,16 +63,16 @@ class ServedIndex:
             self._default, self._by_precision = changed, {precision: changed}
 
     def warm_up(self) -> None:
-        """Load everything and run one search, so that the first request is as fast as later ones."""
+        """Load all parts of the model and run one search, so that the first request is as fast as later requests."""
         _ = self._default.model.image_encoder
         if self._default.manifest.counts.indexed:
             self._default.search("a photo of a dog on a beach", 1, _WARM_UP_POOL)
 
     def thumbnail(self, row_id: int) -> Thumbnail:
-        """The thumbnail of a row.
+        """Read the thumbnail of a row, or the reason why the row has none.
 
         Raises:
-            ServiceError: 404, no such row.
+            ServiceError: status 404 if there is no such row.
         """
         try:
             return read_thumbnails(self._default.root, [row_id])[0]
@@ -80,7 +80,7 @@ class ServedIndex:
             raise ServiceError(404, str(error)) from error
 
     def describe(self) -> dict[str, Any]:
-        """What `/info` says of the index."""
+        """Return the entry of the index in the response of `/info`."""
         manifest, model = self._default.manifest, self._default.model
         weights = model.weights(TEXT_TO_IMAGE)
         return {
@@ -101,7 +101,7 @@ class ServedIndex:
 
 
 class ServedIndexes:
-    """The indexes by name, the default first."""
+    """All indexes that the service searches. The first one is the default."""
 
     def __init__(self, indexes: Sequence[ServedIndex]) -> None:
         self._by_name: Mapping[str, ServedIndex] = {index.name: index for index in indexes}
@@ -111,35 +111,46 @@ class ServedIndexes:
         return iter(self._by_name.values())
 
     def get(self, name: str | None) -> ServedIndex:
-        """The index called `name`; None for the default.
+        """Return the index called `name`; None for the default index.
 
         Raises:
-            ServiceError: 404, there is none.
+            ServiceError: status 404 if no index has this name.
         """
         if name is None:
             return self.default
         if name not in self._by_name:
-            raise ServiceError(404, f"there is no such index; the indexes are: {', '.join(self._by_name)}")
+            raise ServiceError(404, f"there is no such index; choose one of: {', '.join(self._by_name)}")
         return self._by_name[name]
 
     def named_or_default(self, name: str | None) -> ServedIndex:
-        """The index called `name`, else the default, because clients of other services send names of models."""
+        """Return the index called `name`, or the default index if there is none.
+
+        Clients of other services send the name of a model here, which is ignored.
+        """
         return self._by_name.get(name or "", self.default)
 
 
 def open_indexes(
     paths: Sequence[Path], model: Path | None = None, *, device: str = "auto", dtype: str = "float32"
 ) -> ServedIndexes:
-    """Open the indexes at `paths`. An index is called by the name of its directory without `.edje`.
+    """Open the indexes at `paths` and warm them up. The name of an index is its directory name without `.edje`.
+
+    Args:
+        paths: directories of the indexes, the default first.
+        model: bundle for all indexes; None uses the bundle that built each index.
+        device: "auto", "cpu" or "cuda".
+        dtype: data type of the joint encoder's matrix products.
 
     Raises:
-        UsageError, ModelError, CorruptIndexError: as `TokenIndex.open`. UsageError also if two have the same name.
+        UsageError: an index cannot be opened, or two indexes have the same name.
+        ModelError: a bundle cannot be used with its index.
+        CorruptIndexError: an index is damaged.
     """
     names = [path.resolve().name.removesuffix(".edje") or "index" for path in paths]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise UsageError(
-            f"two indexes are called {repeated[0]!r}, the name that clients choose by; rename the directory of one"
+            f"two indexes have the name {repeated[0]!r}, but clients choose an index by name; rename one directory"
         )
     opened = [
         ServedIndex(name, TokenIndex.open(path, model, device=device, dtype=dtype))

@@ -40,7 +40,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer} for status in (400, 401, 404, 408, 413, 421, 422, 429, 503, 504)
 }
 _MAX_ROW_ID = (1 << 53) - 1
-_THUMBNAIL_SECONDS = 3600  # in the browser's cache; the hash of a photo in the index does not change
+_THUMBNAIL_SECONDS = 3600  # in the browser's cache; the photo of a row does not change
 
 router = APIRouter(responses=_ERRORS)
 
@@ -53,25 +53,25 @@ def _state(request: Request) -> ServiceState:
 
 @router.get("/healthz")
 async def health() -> dict[str, str]:
-    """Answers once the indexes are open."""
+    """Return status 200 once the indexes are open."""
     return {"status": "ok"}
 
 
 @router.get("/info")
 async def info(request: Request) -> dict[str, Any]:
-    """The indexes, their precisions and scores, and the limits of a request."""
+    """Return the indexes with their precisions and scores, and the limits on requests."""
     return _state(request).description
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Metrics in the format of Prometheus."""
+    """Return the metrics in the Prometheus text format."""
     return Response(_state(request).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.post("/search")
 async def search(request: Request, body: SearchRequest) -> SearchAnswer:
-    """Search by text, or for pictures similar to a picture or to a row."""
+    """Search by text, or search for images similar to an image or to the image of a row."""
     state = _state(request)
     served = state.indexes.get(body.index)
     index = await _in_thread(state, served.at, body.precision)
@@ -98,7 +98,7 @@ def _search_work(state: ServiceState, index: Any, body: SearchRequest) -> Work:
     assert body.query is not None
     _check_query(state, body.query)
     if body.pool > state.limits.pool:
-        raise ServiceError(422, f"pool {body.pool} is over the limit of {state.limits.pool}")
+        raise ServiceError(422, f"pool {body.pool} is over the limit of {state.limits.pool}; set a smaller pool")
     wanted = body.pool if body.embedding_order and body.rerank else body.k
     return works.search_text(index, body.query, wanted, works.ScoreOptions(body.pool, body.rerank, body.score))
 
@@ -107,10 +107,11 @@ def _search_work(state: ServiceState, index: Any, body: SearchRequest) -> Work:
 @router.post("/v1/rerank", response_model=list[TeiResult] | CohereAnswer, response_model_exclude_none=True)
 @router.post("/v2/rerank", response_model=list[TeiResult] | CohereAnswer, response_model_exclude_none=True)
 async def rerank(request: Request, body: TeiRerankRequest | CohereRerankRequest) -> list[TeiResult] | CohereAnswer:
-    """Score documents for a query, best first, in the dialect of text-embeddings-inference or of Cohere, Jina and vLLM.
+    """Score documents for a query, best first.
 
-    Documents are rows of the index, by row id or uri, or pictures. Scores are those of the bundle: they order the
-    documents of one query and are not between 0 and 1.
+    Requests and responses have the format of text-embeddings-inference, or the common format of Cohere, Jina and vLLM.
+    A document is a row of the index, given by row id or uri, or an image. Scores are final scores of the bundle. They
+    order the documents of one query and are not limited to the range from 0 to 1.
     """
     state = _state(request)
     if isinstance(body, TeiRerankRequest):
@@ -141,7 +142,7 @@ async def rerank(request: Request, body: TeiRerankRequest | CohereRerankRequest)
 async def _rerank(
     state: ServiceState, served: ServedIndex, query: str, documents: list[Document]
 ) -> list[tuple[int, float]]:
-    """(position, score) of each document, best first; of equal scores the first document."""
+    """Return (position, score) of each document, best first. If scores are equal, the earlier document comes first."""
     _check_query(state, query)
     index = served.at(None)
     parsed: Documents = await _in_thread(state, read_documents, documents, state.limits)
@@ -161,7 +162,7 @@ async def _rerank(
 
 @router.post("/embed")
 async def embed(request: Request, body: EmbedRequest) -> list[list[float]]:
-    """Embeddings of unit length, one per text or picture."""
+    """Return embeddings of unit length, one per text or image."""
     state = _state(request)
     inputs = body.inputs if isinstance(body.inputs, list) else [body.inputs]
     texts = [value for value in inputs if isinstance(value, str)]
@@ -172,7 +173,7 @@ async def embed(request: Request, body: EmbedRequest) -> list[list[float]]:
             f"{len(inputs)} inputs: send at most {state.limits.documents} texts or {state.limits.images} images",
         )
     if texts and pictures:
-        raise ServiceError(422, "send either texts or images")
+        raise ServiceError(422, "a request cannot mix texts and images; send either texts or images")
     for text in texts:
         _check_query(state, text)
     if not inputs:
@@ -188,10 +189,15 @@ async def embed(request: Request, body: EmbedRequest) -> list[list[float]]:
 
 @router.post("/fetch", response_class=Response, responses={200: {"content": {ARROW_TYPE: {}}}})
 async def fetch(request: Request, body: FetchRequest) -> Response:
-    """Token blocks as an Arrow stream: `row_id`, and `block`, the bfloat16 bits of [m, d]; null for a hole."""
+    """Return token blocks as an Arrow stream with the columns `row_id` and `block`.
+
+    A block is the values [m, d] as little-endian bfloat16. The block of a hole is null.
+    """
     state = _state(request)
     if len(body.row_ids) > state.limits.blocks:
-        raise ServiceError(413, f"{len(body.row_ids)} blocks are over the limit of {state.limits.blocks}")
+        raise ServiceError(
+            413, f"{len(body.row_ids)} blocks are over the limit of {state.limits.blocks}; send fewer row ids"
+        )
     served = state.indexes.get(body.index)
     index = await _in_thread(state, served.at, body.precision)
     return Response(await _in_thread(state, blocks_as_arrow, index, body.row_ids), media_type=ARROW_TYPE)
@@ -203,7 +209,7 @@ async def thumbnail(
     row_id: int = Path(ge=0, le=_MAX_ROW_ID),
     index: str | None = Query(None, min_length=1, max_length=255),
 ) -> Response:
-    """A small JPEG of the photo of a row; 404 with the reason if it cannot be shown."""
+    """Return a small JPEG of the photo of a row, or status 404 with the reason if there is none."""
     state = _state(request)
     picture = await _in_thread(state, state.indexes.get(index).thumbnail, row_id)
     if picture.jpeg is None:
@@ -214,16 +220,23 @@ async def thumbnail(
 
 def _check_query(state: ServiceState, text: str) -> None:
     if not text.strip():
-        raise ServiceError(422, "the query is empty")
+        raise ServiceError(422, "the query is empty; send a text")
     if len(text) > state.limits.query_letters:
-        raise ServiceError(413, f"a text of {len(text)} characters is over the limit of {state.limits.query_letters}")
+        raise ServiceError(
+            413,
+            f"a text has {len(text)} characters, over the limit of {state.limits.query_letters}; send a shorter text",
+        )
 
 
 async def _in_thread(state: ServiceState, function: Any, *arguments: Any) -> Any:
-    """Run a function that reads files, on one of few threads. The wait for a thread ends at the deadline."""
+    """Call `function`, which reads files, on one of a few threads, and return its result.
+
+    Raises:
+        ServiceError: status 429 if too many requests wait for a thread, 504 if no thread is free before the deadline.
+    """
     limiter: CapacityLimiter = state.file_threads
     if limiter.statistics().tasks_waiting >= state.limits.waiting:
-        raise overloaded("too many requests read files at the same time; try again later", 1)
+        raise overloaded("too many requests are reading files; try again later", 1)
     try:
         with fail_after(state.limits.deadline_seconds):
             return await to_thread.run_sync(function, *arguments, limiter=limiter)

@@ -1,4 +1,4 @@
-"""Requests and answers of the service."""
+"""Schemas of the requests and responses of the service."""
 
 from __future__ import annotations
 
@@ -19,25 +19,29 @@ class _Request(BaseModel):
 
 
 class SearchRequest(_Request):
-    """A search by exactly one of text, picture and row."""
+    """A search by text, image or row. Exactly one of `query`, `image` and `row_id` is set."""
 
     query: Text | None = Field(None, description="The text to search for.")
-    image: Text | None = Field(None, description="A picture as base64 or data URI; finds similar pictures.")
-    row_id: RowId | None = Field(None, description="A row of the index; finds pictures similar to its picture.")
+    image: Text | None = Field(None, description="Search for images similar to this one, given as base64 or data URI.")
+    row_id: RowId | None = Field(None, description="Search for images similar to the image of this row.")
     k: int = Field(10, ge=1, le=1000, description="Number of hits.")
-    pool: int = Field(100, ge=1, le=1000, description="Number of candidates that are re-ranked, at least k.")
-    rerank: bool = Field(True, description="False keeps the order of the embeddings.")
-    score: str | None = Field(None, max_length=200, description="Score to sort by; the default is the bundle's.")
-    index: Name | None = Field(None, description="Name of the index; the default is the first.")
-    precision: Name | None = Field(None, description="Precision of the tokens; the default is the index's first.")
-    embedding_order: bool = Field(False, description="Also return the first k hits in the order of the embeddings.")
+    pool: int = Field(100, ge=1, le=1000, description="Number of candidates to re-rank, at least k.")
+    rerank: bool = Field(True, description="False skips re-ranking and keeps the order by embedding.")
+    score: str | None = Field(
+        None, max_length=200, description="Score to sort by; the default is the score of the bundle."
+    )
+    index: Name | None = Field(None, description="Name of the index; the default is the first index in /info.")
+    precision: Name | None = Field(
+        None, description="Precision of the tokens; the default is the value of precision in /info."
+    )
+    embedding_order: bool = Field(False, description="Also return the first k candidates in the order by embedding.")
 
     @model_validator(mode="after")
     def _check(self) -> SearchRequest:
         if sum(value is not None for value in (self.query, self.image, self.row_id)) != 1:
             raise ValueError("give exactly one of query, image and row_id")
         if self.query is not None and not self.query.strip():
-            raise ValueError("the query is empty")
+            raise ValueError("the query is empty; send a text")
         if self.pool < self.k:
             raise ValueError(f"pool must be at least k, got pool {self.pool} and k {self.k}")
         return self
@@ -48,19 +52,21 @@ class HitAnswer(BaseModel):
 
     row_id: int
     uri: str
-    score: float = Field(description="The final score, which the hits are sorted by.")
+    score: float = Field(description="Final score. The hits are sorted by this score.")
     embedding_score: float = Field(description="Cosine similarity of the embeddings.")
     joint_score: float | None
-    parts: dict[str, float] = Field(description="The parts of the score, not weighted.")
+    parts: dict[str, float] = Field(description="Value of each part of the score, before weighting.")
     rank: int
-    embedding_rank: int | None = Field(description="Rank among the candidates by embedding, if it was requested.")
+    embedding_rank: int | None = Field(
+        description="Rank among the candidates in the order by embedding; null unless embedding_order is set."
+    )
 
 
 class TimingAnswer(BaseModel):
-    """Time that a request spent in the queue and in the model."""
+    """Times of a request in the queue and in the model."""
 
-    waited_ms: float = Field(description="Time in the queue.")
-    computed_ms: float = Field(description="Time of the batch.")
+    waited_ms: float = Field(description="Milliseconds in the queue.")
+    computed_ms: float = Field(description="Milliseconds that the batch of the request took.")
     batch: int = Field(description="Number of requests that shared the batch.")
 
 
@@ -76,13 +82,13 @@ class SearchAnswer(BaseModel):
 
 
 class ImageUrl(BaseModel):
-    """A picture as the chat dialects send it; only data URIs are accepted."""
+    """An image in the format of the OpenAI chat API. Only data URIs are accepted."""
 
     url: Text
 
 
 class ContentPart(BaseModel):
-    """One part of a document in the dialect of vLLM."""
+    """One part of a document in the format of vLLM."""
 
     type: Literal["text", "image_url"] = "text"
     text: Text | None = None
@@ -90,12 +96,16 @@ class ContentPart(BaseModel):
 
 
 class DocumentObject(BaseModel):
-    """A document as an object. If several members are set, the first of row_id, uri, text and image is used."""
+    """A document as a JSON object.
+
+    If several members are set, the first in this order is used: row_id, uri, text, the text in content, image,
+    image_url, the image_url in content.
+    """
 
     row_id: RowId | None = None
     uri: Text | None = None
-    text: Text | None = Field(None, description="A uri, a row id in digits, or a data URI.")
-    image: Text | None = Field(None, description="A picture as base64 or data URI.")
+    text: Text | None = Field(None, description="A uri of a row, a row id in digits, or an image as data URI.")
+    image: Text | None = Field(None, description="An image as base64 or data URI.")
     image_url: ImageUrl | str | None = None
     content: list[ContentPart] | None = Field(None, max_length=1)
 
@@ -104,10 +114,10 @@ Document = StrictInt | StrictStr | DocumentObject
 
 
 class TeiRerankRequest(BaseModel):
-    """Re-ranking in the dialect of Hugging Face text-embeddings-inference."""
+    """A re-ranking request in the format of Hugging Face text-embeddings-inference."""
 
     query: Text
-    texts: list[Document] = Field(description="Row ids, uris of rows, or pictures as data URIs.")
+    texts: list[Document] = Field(description="Row ids, uris of rows, or images as data URIs.")
     return_text: bool = False
     raw_scores: bool = False
     truncate: bool | None = None
@@ -115,17 +125,20 @@ class TeiRerankRequest(BaseModel):
 
 
 class CohereRerankRequest(BaseModel):
-    """Re-ranking in the dialect of Cohere, Jina and vLLM. `model` names an index; other names mean the default."""
+    """A re-ranking request in the common format of Cohere, Jina and vLLM.
+
+    `model` is the name of an index. Other names select the default index.
+    """
 
     query: Text
-    documents: list[Document] = Field(description="Row ids, uris of rows, or pictures.")
+    documents: list[Document] = Field(description="Row ids, uris of rows, or images.")
     model: str | None = None
     top_n: int | None = Field(None, ge=1)
     return_documents: bool = False
 
 
 class TeiResult(BaseModel):
-    """The score of one text."""
+    """The score of one text in a `TeiRerankRequest`. `index` is the position of the text in the request."""
 
     index: int
     score: float
@@ -133,7 +146,7 @@ class TeiResult(BaseModel):
 
 
 class CohereResult(BaseModel):
-    """The score of one document."""
+    """The score of one document in a `CohereRerankRequest`. `index` is the position of the document in the request."""
 
     index: int
     relevance_score: float
@@ -141,7 +154,7 @@ class CohereResult(BaseModel):
 
 
 class CohereAnswer(BaseModel):
-    """The scores, best first."""
+    """The response to a `CohereRerankRequest`: scored documents, best first."""
 
     id: str
     model: str
@@ -151,13 +164,13 @@ class CohereAnswer(BaseModel):
 
 
 class ImageInput(_Request):
-    """A picture to embed."""
+    """An image to embed."""
 
     image: Text
 
 
 class EmbedRequest(BaseModel):
-    """Texts or pictures to embed, in the dialect of Hugging Face text-embeddings-inference."""
+    """Texts or images to embed, in the format of Hugging Face text-embeddings-inference."""
 
     inputs: Text | ImageInput | list[Text | ImageInput]
     index: Name | None = None
@@ -166,7 +179,7 @@ class EmbedRequest(BaseModel):
 
 
 class FetchRequest(_Request):
-    """Row ids of the token blocks to fetch."""
+    """A request for the token blocks of rows."""
 
     row_ids: list[RowId] = Field(min_length=1)
     index: Name | None = None

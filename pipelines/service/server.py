@@ -17,10 +17,10 @@ from storage_formats.errors import UsageError
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at `host` and `port`; port 0 takes a free one.
+    """Return a socket that listens at `host` and `port`. Port 0 takes a free port.
 
     Raises:
-        UsageError: the address cannot be used.
+        UsageError: the service cannot listen at this address.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -38,7 +38,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """The URL of the service at `listener`."""
+    """Return the URL of a service that listens on the socket `listener`."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -46,13 +46,13 @@ def address_of(listener: socket.socket) -> str:
 def run_service(
     indexes: ServedIndexes, settings: ServiceSettings, listener: socket.socket, on_ready: Callable[[], None]
 ) -> None:
-    """Answer requests until SIGTERM or SIGINT; then answer those that have arrived, and return.
+    """Answer requests until SIGTERM or SIGINT. Then answer the requests that have arrived, and return.
 
     Args:
-        indexes: the opened indexes.
-        settings: limits, keys and hosts.
-        listener: from `listen`.
-        on_ready: called before the first request is answered.
+        indexes: the open indexes.
+        settings: limits, API keys and accepted hosts.
+        listener: a socket from `listen`.
+        on_ready: called once before the first request is answered.
     """
     limits = settings.limits
     config = uvicorn.Config(
@@ -76,7 +76,10 @@ def run_service(
 
 @contextmanager
 def _signals_end_quietly() -> Iterator[None]:
-    """Ignore the signals that uvicorn raises again after it has stopped: a requested stop is not a failure."""
+    """Ignore SIGTERM and SIGINT inside the context, except while uvicorn handles them.
+
+    Uvicorn raises a signal again after it has stopped. Without this context, a requested stop looks like a failure.
+    """
     stops = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, lambda *_: None) for number in stops}
     try:

@@ -15,23 +15,23 @@ _MAX_KEYS_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may cost. A request over a limit is refused before the memory or time is spent.
+    """Upper limits on the size and duration of requests. A request over a limit is refused before it is computed.
 
     Attributes:
-        body_bytes: length of a request's body.
-        bodies_bytes: length of all bodies that are in memory at the same time.
-        body_seconds: time a client may take to send a request's header, and then its body.
-        send_seconds: time a client may take to receive each part of an answer.
-        connections: open connections; more are refused.
-        query_letters: characters in a query.
-        documents: rows, pictures or texts in one request.
-        images: pictures in one request, because each takes one pass of the vision tower.
-        image_pixels: pixels of a picture.
+        body_bytes: bytes in the body of a request.
+        bodies_bytes: bytes in all bodies that are in memory at the same time.
+        body_seconds: seconds that a client may take to send the headers of a request, and then again to send the body.
+        send_seconds: seconds that a client may take to receive each part of a response.
+        connections: number of open connections; further connections are refused.
+        query_letters: characters in a text.
+        documents: rows, images or texts in one request.
+        images: images in one request. The limit is low because each image takes one pass of the vision tower.
+        image_pixels: pixels of an image.
         pool: candidates of a search.
-        blocks: token blocks in one answer.
-        waiting: requests that wait for the model; further ones are refused with status 429.
-        batch_tokens: image tokens that share a batch, over all its requests.
-        deadline_seconds: time from the arrival of a request to its answer.
+        blocks: token blocks in one response.
+        waiting: number of requests that wait for the model; further requests are refused with status 429.
+        batch_tokens: image tokens of all requests in one batch.
+        deadline_seconds: seconds from the arrival of a request to the response.
     """
 
     body_bytes: int = 12 << 20
@@ -55,10 +55,10 @@ class ServiceSettings:
     """Limits, API keys and accepted hosts of the service.
 
     Attributes:
-        limits: limits of a request.
-        api_keys: a request must send one of these keys; empty for a service without keys.
-        allowed_hosts: values of the Host header that are answered; empty for any. This stops pages of other sites from
-            reaching a service on loopback through a name that resolves to it.
+        limits: limits on the size and duration of requests.
+        api_keys: the accepted keys. A request must send one of them; empty for a service without keys.
+        allowed_hosts: host names that the Host header of a request may contain; empty for any. This protects a service
+            on loopback from DNS rebinding, in which another site's host name resolves to a loopback address.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -67,7 +67,7 @@ class ServiceSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine reach `host`."""
+    """Return whether `host` is a loopback address, which only programs on this machine reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -75,36 +75,45 @@ def is_loopback(host: str) -> bool:
 
 
 def hosts_to_answer(host: str, also: Sequence[str]) -> tuple[str, ...]:
-    """Host headers to answer: loopback, `host`, `also`. Empty (any) if `host` is not loopback and `also` is empty."""
+    """Return the host names to accept in the Host header: the loopback names, `host`, and the names in `also`.
+
+    The result is empty, which accepts any name, if `host` is not a loopback address and `also` is empty.
+    """
     if not is_loopback(host) and not also:
         return ()
     return tuple(dict.fromkeys(["localhost", "127.0.0.1", "::1", host.lower(), *(name.lower() for name in also)]))
 
 
 def read_api_keys(text: str, source: str) -> tuple[str, ...]:
-    """The keys in `text`: one per line, or separated by commas. Empty lines and lines that begin with # are skipped.
+    """Read API keys from a text. Keys are on separate lines or separated by commas.
+
+    Empty lines and lines that begin with # are skipped.
+
+    Args:
+        text: the text.
+        source: name of the file or variable that holds the text, for error messages.
 
     Raises:
-        UsageError: there is no key, or one is too short or has characters that no header can hold. `source` says where
-            the text came from; the message never holds a key.
+        UsageError: there is no key, or a key is too short or has characters that no header can hold. The message never
+            contains a key.
     """
     lines = [line.strip() for line in text.replace(",", "\n").splitlines()]
     keys = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
     if not keys:
-        raise UsageError(f"{source} holds no API key: write one per line")
+        raise UsageError(f"{source} holds no API key; write one key per line")
     if any(len(key) < MIN_KEY_LETTERS or not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise UsageError(
-            f"{source} holds an invalid API key: a key has at least {MIN_KEY_LETTERS} printable ASCII characters "
-            "and no space"
+            f"{source} holds an invalid API key; use keys of at least {MIN_KEY_LETTERS} printable ASCII characters "
+            "without spaces"
         )
     return keys
 
 
 def read_api_key_file(path: Path) -> tuple[str, ...]:
-    """The keys in the file at `path`, see `read_api_keys`.
+    """Read API keys from the file at `path`, see `read_api_keys`.
 
     Raises:
-        UsageError: the file cannot be read or holds no valid key.
+        UsageError: the file cannot be read, has no key, or has an invalid key.
     """
     try:
         with path.open("rb") as file:

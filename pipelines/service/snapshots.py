@@ -1,4 +1,4 @@
-"""Picks up changes of the indexes: appended and deleted rows, new precisions, rollbacks."""
+"""Opens the served indexes again when they change: appended or deleted rows, new precisions, rollbacks."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from storage_formats.errors import EdjeError
 logger = logging.getLogger("edje_index.service")
 
 WATCH_SECONDS = 2.0
-"""Time between two looks at the manifest of each index."""
+"""Seconds between two reads of the manifest of each index."""
 
 
 async def follow_changes(state: ServiceState) -> None:
-    """Open each index again whenever a change of it has been committed, until cancelled."""
+    """Open each index again when a change of that index has been committed. Runs until the task is cancelled."""
     reported: dict[str, str] = {}
     while True:
         await asyncio.sleep(WATCH_SECONDS)
         for index in state.indexes:
             problem = await to_thread.run_sync(_refresh, index, limiter=state.file_threads)
             if problem and reported.get(index.name) != problem:
-                logger.warning("the service stays at the earlier state of %s: %s", index.name, problem)
+                logger.warning("the service keeps using the earlier snapshot of %s: %s", index.name, problem)
             reported[index.name] = problem
 
 
 def _refresh(index: ServedIndex) -> str:
-    """Why the index cannot be opened again; empty if it can, or has not changed."""
+    """Open the index again if it has changed. Return why it cannot be opened, or an empty text."""
     try:
         index.refresh()
     except (EdjeError, OSError, MemoryError) as error:

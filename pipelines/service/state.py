@@ -1,4 +1,4 @@
-"""What the routes of one service share."""
+"""The state that the routes of one service share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ _FILE_THREADS = 4
 
 @dataclass
 class ServiceState:
-    """The indexes, the queue of the model, the metrics, and the threads that read files."""
+    """The state that all routes share.
+
+    Attributes:
+        indexes: the open indexes.
+        limits: limits on the size and duration of requests.
+        metrics: metrics for Prometheus.
+        batcher: queue of requests for the model.
+        file_threads: limits the number of threads that read files.
+    """
 
     indexes: ServedIndexes
     limits: Limits
@@ -28,7 +36,10 @@ class ServiceState:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What `/info` answers. Clients of text-embeddings-inference read the members from `model_id` on."""
+        """The response of `/info`.
+
+        The members from `model_id` to `tokenization_workers` are for clients of text-embeddings-inference.
+        """
         default, limits = self.indexes.default.describe(), self.limits
         return {
             "version": __version__,

@@ -1,4 +1,4 @@
-"""The work of each kind of request. It runs in the model's thread, for several requests at once."""
+"""Makes the work for the model of each kind of request. The batcher runs it in the thread of the model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ if TYPE_CHECKING:
     from edje_index.search.hits import Hit
     from edje_index.search.token_index import TokenIndex
 
-_PAIRS_PER_IMAGE = 16  # a pass of the vision tower takes about as long as so many pairs
+_PAIRS_PER_IMAGE = 16  # one pass of the vision tower takes about as long as this many pairs of the joint encoder
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """How candidates are re-ranked."""
+    """How to re-rank the candidates of a search.
+
+    Attributes:
+        pool: number of candidates.
+        rerank: False keeps the order by embedding.
+        score: the score to sort by; None for the score of the bundle.
+    """
 
     pool: int
     rerank: bool
@@ -29,7 +35,7 @@ class ScoreOptions:
 
 
 def search_text(index: TokenIndex, text: str, k: int, options: ScoreOptions) -> Work:
-    """The `k` best hits of a text."""
+    """Return work whose result is the list of the `k` best hits for a text."""
     cost = options.pool * _tokens(index) if options.rerank else _tokens(index)
     return Work(("search", id(index), options), cost, (text, k), partial(_search_texts, index, options))
 
@@ -41,7 +47,7 @@ def _search_texts(index: TokenIndex, options: ScoreOptions, payloads: Sequence[t
 
 
 def search_picture(index: TokenIndex, data: bytes, k: int, max_pixels: int) -> Work:
-    """The `k` pictures most similar to the picture `data`."""
+    """Return work whose result is the list of the `k` rows most similar to the image with the encoded bytes `data`."""
 
     def run(payloads: Sequence[bytes]) -> list[list[Hit]]:
         return [index.search_image(decode_picture(payload, max_pixels), k) for payload in payloads]
@@ -50,12 +56,12 @@ def search_picture(index: TokenIndex, data: bytes, k: int, max_pixels: int) -> W
 
 
 def search_row(index: TokenIndex, row_id: int, k: int) -> Work:
-    """The `k` pictures most similar to that of a row."""
+    """Return work whose result is the list of the `k` rows most similar to the row `row_id`."""
     return Work(("row", id(index), k), _tokens(index), row_id, lambda rows: [index.search_row(row, k) for row in rows])
 
 
 def rerank_rows(index: TokenIndex, text: str, row_ids: Sequence[int]) -> Work:
-    """The hits of chosen rows, best first."""
+    """Return work that re-ranks the rows `row_ids` for a text. The result is the list of their hits, best first."""
 
     def run(payloads: Sequence[tuple[str, Sequence[int]]]) -> list[list[Hit]]:
         return index.rerank_each([text for text, _ in payloads], [rows for _, rows in payloads])
@@ -64,7 +70,7 @@ def rerank_rows(index: TokenIndex, text: str, row_ids: Sequence[int]) -> Work:
 
 
 def score_pictures(index: TokenIndex, text: str, pictures: Sequence[bytes], max_pixels: int) -> Work:
-    """The score of each picture for a text."""
+    """Return work whose result is the list of the scores of the images for a text, in order."""
 
     def run(payloads: Sequence[tuple[str, Sequence[bytes]]]) -> list[list[float]]:
         return [
@@ -77,7 +83,7 @@ def score_pictures(index: TokenIndex, text: str, pictures: Sequence[bytes], max_
 
 
 def embed_texts(index: TokenIndex, texts: Sequence[str]) -> Work:
-    """The embedding of each text."""
+    """Return work whose result is the list of the embeddings of the texts, in order."""
 
     def run(payloads: Sequence[Sequence[str]]) -> list[Any]:
         every = iter(index.model.text.encode([text for texts in payloads for text in texts]).tolist())
@@ -87,7 +93,7 @@ def embed_texts(index: TokenIndex, texts: Sequence[str]) -> Work:
 
 
 def embed_pictures(index: TokenIndex, pictures: Sequence[bytes], max_pixels: int) -> Work:
-    """The embedding of each picture."""
+    """Return work whose result is the list of the embeddings of the images, in order."""
 
     def run(payloads: Sequence[Sequence[bytes]]) -> list[Any]:
         return [

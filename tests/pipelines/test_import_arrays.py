@@ -134,7 +134,7 @@ def test_files_that_are_refused(run, files, tmp_path):
 def test_rows_that_are_refused(run, files, tmp_path):
     bad = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"url": ["a"] * ROWS}), bad)
-    assert "has no column 'uri'; it has: url" in refused(run, tmp_path, *files[:2], bad)
+    assert "has no column 'uri'; its columns are: url" in refused(run, tmp_path, *files[:2], bad)
     pq.write_table(pa.table({"uri": ["a"]}), bad)
     assert f"has 1 rows, but the arrays have {ROWS}" in refused(run, tmp_path, *files[:2], bad)
     bad.write_bytes(b"no table")

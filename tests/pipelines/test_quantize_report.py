@@ -103,7 +103,7 @@ def test_a_reference_that_is_not_bf16_is_told(synthetic):
     root, _ = synthetic
     report = measure_precisions(ReportConfig(root, source="fp8"))
     assert report.reference == "fp8"
-    assert "the reference is fp8: its own errors come in addition." in table(report)
+    assert "the reference is fp8, whose own errors come in addition." in table(report)
     with pytest.raises(UsageError, match="does not hold 'nvfp4'"):
         measure_precisions(ReportConfig(root, source="nvfp4"))
 

@@ -19,4 +19,6 @@ def test_images_that_cannot_be_read_are_named_with_what_to_do(tmp_path, tiny_bun
     message = str(caught.value)
     assert "none of the 2 inputs could be indexed (missing 2)" in message
     assert "nowhere/1.jpg (missing), " in message
-    assert message.endswith(f"Check the captions and inputs.images; then remove {run.folder} and train again")
+    assert message.endswith(
+        f"Correct the captions or inputs.images; then remove the run folder {run.folder} and train again"
+    )

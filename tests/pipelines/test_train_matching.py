@@ -49,7 +49,7 @@ def test_images_without_features_are_left_out(tmp_path):
 
 def test_images_that_are_not_in_the_index_are_counted(tmp_path):
     features = index(tmp_path / "features", 5)
-    with pytest.raises(UsageError, match=r"2 of 4 captioned images are not in .*features; build it from all images"):
+    with pytest.raises(UsageError, match=r"2 of 4 captioned images are not in .*features; build that index from all"):
         match(features, items(0, 7), items(1, 8))
 
 
@@ -71,5 +71,5 @@ def test_rows_in_further_indexes(tmp_path):
     assert np.load(rows.teacher.rows).tolist() == [3, 0]
     assert rows.views is None
     lacking = match(features, items(3, 4), [])
-    with pytest.raises(UsageError, match="other lacks 1 of the training images; build it from all of them"):
+    with pytest.raises(UsageError, match="other lacks 1 of the training images; build that index from all of them"):
         further_rows(inputs, config, FurtherIndexes(other, features, None), lacking, tmp_path)

@@ -1,17 +1,26 @@
-"""The training job: from captions and a frozen vision tower to a trained model bundle.
+"""The training job: trains a model bundle from captions and a frozen vision tower.
 
-`request` says what to do and `run` does it. Each step is a function from values to a value, in a module of its own:
-captions and given indexes are read (`read_inputs`), the initial model is made (`start`), `features` are computed,
-captions are matched to rows of features (`matching`), tokens and embeddings are prepared (`data`), and the result is a
-`task`. `steps` and `pipelines.jobs.train_finish` read the task alone, not the request.
+`request` defines the request and `run` serves it. Each stage is a function from values to a value, in its own module:
+
+1. `read_inputs` reads the captions and the given indexes.
+2. `start` makes the initial model.
+3. `indexes` builds the indexes of features that were not given.
+4. `matching` finds the rows of the captioned images.
+5. `data` prepares the token ids and embeddings of the captions.
+6. `preparation` runs stages 2 to 5 and returns a `task`.
+7. `steps` runs the optimiser steps, and `pipelines.jobs.train_finish` writes the bundle. Both read only the task.
 
 Files in the run folder:
 
-    run.json          settings and fingerprints of everything that decides the training
-    start/            bundle of the first step
-    features-model/   bundle that computes the features; features.edje/ is the index of them
+    run.json          settings and fingerprints of everything that determines the trained weights
+    start/            bundle with the initial weights
+    features-model/   bundle that computes the features
+    features.edje/    index of the features
     views.edje/       index of the features of augmented views
     miner.edje/       index of the mining model's embeddings
-    data/             captions as tokens and embeddings
-    checkpoints/, log.jsonl, tensorboard/, result.json
+    data/             token ids and embeddings of the captions
+    checkpoints/      checkpoints
+    log.jsonl         one record per logged step
+    tensorboard/      the same log for TensorBoard
+    result.json       result of the finished run
 """

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Captions:
-    """Images with captions, as the files list them.
+    """The captioned images of all caption files, in the order of the files.
 
     Attributes:
-        trained: images to train on.
-        dev: dev images, on which the score weights are fitted; may be empty.
-        blank: number of blank captions, which are left out.
+        trained: images to train on, with their captions.
+        dev: dev images with their captions. The weights of the final score are fitted to them. May be empty.
+        blank: number of blank captions in the files. Blank captions are left out.
     """
 
     trained: Sequence[CaptionedImage]
@@ -27,10 +27,10 @@ class Captions:
 
 
 def read_training_captions(inputs: TrainingInputs) -> Captions:
-    """Read all caption files.
+    """Read the files of training captions and the file of dev captions.
 
     Raises:
-        UsageError: a file cannot be read, or training and dev captions share images.
+        UsageError: a file cannot be read, or an image has both training and dev captions.
     """
     from edje_index.captions.reading import check_apart, read_caption_file
 

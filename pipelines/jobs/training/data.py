@@ -1,4 +1,4 @@
-"""Captions as tokens and embeddings, prepared once in the run folder."""
+"""Prepares the token ids and embeddings of the captions, once per run folder."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a training reads besides features.
+    """The data that a training run reads in addition to features.
 
     Attributes:
-        folder: holds a `TrainingData`.
-        temperature: temperature of the softmax that mines negatives; 0 takes the most similar.
-        dev: dev captions and the embeddings of their images; None without dev captions.
+        folder: directory of the stored `TrainingData`.
+        temperature: temperature of the softmax that draws hard negatives; 0 takes the most similar negatives.
+        dev: dev captions and the embeddings of the dev images; None without dev captions.
     """
 
     folder: Path
@@ -39,10 +39,18 @@ def prepared_data(
     settings: NegativesConfig,
     on_progress: OnProgress,
 ) -> PreparedData:
-    """Make the `TrainingData` of `matched` in `folder` unless it exists.
+    """Make the `TrainingData` of the captions in `folder` unless `folder` exists.
+
+    Args:
+        folder: directory of the `TrainingData`.
+        start: the initial model, whose tokenizer and text tower read the captions.
+        matched: the captions whose images have features.
+        mining: the model that mines hard negatives.
+        settings: settings of hard-negative mining.
+        on_progress: called with the activity, the number of finished items and their total.
 
     Raises:
-        UsageError: `folder` was made from other captions.
+        UsageError: `folder` was made for another number of images.
     """
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.training.data.dataset import DevCaptions, Miner, TrainingData, prepare_data
@@ -57,7 +65,7 @@ def prepared_data(
         miner, tokenizer = Miner(bundle.text, image_embeddings), start.bundle.joint.tokenizer
         prepare_data(matched.captions, tokenizer, start.bundle.text, miner, on_progress).save(folder)
     if TrainingData.open(folder).images != len(matched.items):
-        raise UsageError(f"{folder} was made from other captions; set run.dir to another folder")
+        raise UsageError(f"the training data in {folder} was made from other captions; set run.dir to another folder")
     temperature = 0.0 if settings.selection == "top" else settings.temperature
     if temperature is None:
         temperature = 1 / float(bundle.clip.get_parameter("logit_scale").exp())

@@ -1,4 +1,4 @@
-"""The result of a training that was finished before."""
+"""Finds the result of a training run that was finished before."""
 
 from __future__ import annotations
 
@@ -18,11 +18,19 @@ if TYPE_CHECKING:
 
 
 def finished_result(run: RunSettings, fitting: FittingConfig, fingerprint: str) -> TrainResult | None:
-    """The earlier result of the training with this fingerprint; None if it was not finished or its bundle is gone.
+    """Return the result of a training run if an earlier call finished it, else None.
+
+    Args:
+        run: output and run folder.
+        fitting: settings of the final score.
+        fingerprint: fingerprint of the record of the training run.
+
+    Returns:
+        The earlier result. None if the run is not finished, or if its bundle is missing or was replaced.
 
     Raises:
-        UsageError: it was finished with other settings of the final score.
-        EdjeError: its `result.json` is damaged.
+        UsageError: the run was finished with other settings of the final score.
+        EdjeError: `result.json` in the run folder cannot be read.
     """
     path = run.folder / RESULT
     if not path.exists() or not run.out.exists():
@@ -32,8 +40,8 @@ def finished_result(run: RunSettings, fitting: FittingConfig, fingerprint: str) 
         return None
     if result.fitting != fitting.model_dump():
         raise UsageError(
-            f"{run.out} was finished with other settings of the final score (fitting); remove it to write it again "
-            "from the last checkpoint, or set run.out to another folder"
+            f"{run.out} was finished with other settings of the final score (the group fitting); remove this bundle to "
+            "write a new bundle from the last checkpoint, or set run.out to another folder"
         )
     return replace(result, already_finished=True)
 
@@ -43,8 +51,8 @@ def _read_result(path: Path, out: Path) -> TrainResult:
         return TypeAdapter(TrainResult).validate_json(path.read_bytes(), strict=True)
     except (OSError, ValidationError) as error:
         raise EdjeError(
-            f"cannot read {path}: {_first_problem(error)}; restore the file, or remove {out} to write it again from "
-            "the last checkpoint"
+            f"cannot read {path}: {_first_problem(error)}; restore the file, or remove {out} to write the bundle again "
+            "from the last checkpoint"
         ) from error
 
 
@@ -56,7 +64,7 @@ def _first_problem(error: OSError | ValidationError) -> str:
 
 
 def _bundle_fingerprint(bundle: Path) -> str | None:
-    """Fingerprint of a bundle; None if the folder holds none."""
+    """Return the fingerprint of the bundle in the directory `bundle`; None if it holds no bundle."""
     from edje_index.bundles.info import read_bundle_info
     from edje_index.errors import ModelError
 

@@ -1,4 +1,4 @@
-"""The indexes that a training reads. Each is given in the request, or built from the captioned images."""
+"""The indexes that a training run reads. Each is given in the request, or built from the captioned images."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ if TYPE_CHECKING:
 
 VIEW_INDEX = "views.edje"
 VIEW_FILES = "views"
-"""Folder of the cropped files, which are needed until the index is built and matched."""
+"""Folder of the cropped files. They are needed until the index of views is built and its rows are matched."""
 VIEW_ROWS = "view-rows.npy"
 
 
 @dataclass(frozen=True)
 class IndexBuilder:
-    """Builds the indexes of one training.
+    """Builds the indexes of one training run.
 
     Attributes:
         folder: the run folder.
-        run: hardware and engine.
-        dtype: type of matrix products.
-        on_event, should_stop: as for every job.
+        run: hardware settings, which also decide the engine.
+        dtype: data type of matrix products.
+        on_event: called with each progress event.
+        should_stop: the build stops once `should_stop()` returns True.
     """
 
     folder: Path
@@ -51,11 +52,17 @@ class IndexBuilder:
     should_stop: ShouldStop
 
     def build(self, name: str, model: Path, sources: tuple[str, ...], announcement: str) -> CommittedIndex:
-        """Build the index `name` with the bundle `model`, or finish it. Finished shards are kept.
+        """Build the index `name` in the run folder, or resume the build.
+
+        Args:
+            name: directory name of the index.
+            model: bundle to build with.
+            sources: sources of the images.
+            announcement: status message to show first.
 
         Raises:
             EdjeError: no image could be read.
-            JobStopped: `should_stop()` returned True.
+            JobStopped: `should_stop()` returned True, or a shard failed. Finished shards are kept.
         """
         from edje_index.models.devices import threads_kept
         from pipelines.jobs.build import run_build
@@ -80,7 +87,8 @@ class IndexBuilder:
                 run_build(config, self.on_event, self.should_stop)
         except FailedInputsError as error:
             raise EdjeError(
-                f"{error.problem}. Check the captions and inputs.images; then remove {self.folder} and train again"
+                f"{error.problem}. Correct the captions or inputs.images; then remove the run folder {self.folder} and "
+                "train again"
             ) from error
         return CommittedIndex.open(config.out)
 
@@ -88,11 +96,11 @@ class IndexBuilder:
 def feature_index(
     given: CommittedIndex | None, start: StartModel, items: Sequence[CaptionedImage], builder: IndexBuilder
 ) -> CommittedIndex:
-    """The index of the frozen tower's features of `items`.
+    """Return the index of the frozen tower's features of the images `items`: `given`, or a new index.
 
     Raises:
         UsageError: `given` was built by another tower.
-        JobStopped: the build was stopped; finished shards are kept.
+        JobStopped: the build stopped before its end. Finished shards are kept.
     """
     if given is not None:
         return _checked(given, start.accepted_features(), start.feature_adapter.kind)
@@ -107,8 +115,8 @@ class ViewIndex:
 
     Attributes:
         index: the index.
-        files: folder of the cropped files when the index was built. The uri of each view starts with it.
-        is_given: whether another run built the index.
+        files: folder that held the cropped files when the index was built. The uri of each view starts with this path.
+        is_given: True if the index is given in the request, False if this run built the index.
     """
 
     index: CommittedIndex
@@ -118,12 +126,12 @@ class ViewIndex:
 
 @dataclass(frozen=True)
 class FurtherIndexes:
-    """The indexes that a training reads besides the feature index. They hold the same images.
+    """The indexes that a training run reads in addition to the feature index. They hold the same images.
 
     Attributes:
-        mining: embeddings of the mining model.
-        teacher: tokens of the teacher, or features for its adapter; None without a teacher.
-        views: features of augmented views; None without views.
+        mining: index of the mining model's embeddings.
+        teacher: index of the teacher's tokens, or of features for the teacher's adapter; None without a teacher.
+        views: index of the features of augmented views; None without views.
     """
 
     mining: CommittedIndex
@@ -143,7 +151,7 @@ def further_indexes(
 
     Raises:
         UsageError: a given index was built by another model, or the teacher has a different tokenizer.
-        JobStopped: a build was stopped; finished shards are kept.
+        JobStopped: a build stopped before its end. Finished shards are kept.
     """
     mining, teacher, views = matched.features, None, None
     if inputs.miner is not None:
@@ -158,7 +166,7 @@ def further_indexes(
 def _mining_index(
     miner: Path, given: CommittedIndex | None, items: Sequence[CaptionedImage], builder: IndexBuilder
 ) -> CommittedIndex:
-    """The index of the embeddings of `items` by the bundle `miner`."""
+    """Return an index with embeddings of the images `items` by the bundle `miner`: `given`, or a new index."""
     from edje_index.bundles.info import read_bundle_info
 
     if given is not None:
@@ -168,7 +176,7 @@ def _mining_index(
 
 
 def _teacher_index(teacher: Path, index: CommittedIndex, start: StartModel) -> CommittedIndex:
-    """Return `index`, which must hold tokens of the bundle `teacher` or features for its adapter."""
+    """Return `index`. Raise UsageError unless it holds tokens of the bundle `teacher` or features for its adapter."""
     from edje_index.bundles.info import read_bundle_info
     from edje_index.models.adapter import AdapterConfig
     from edje_index.training.model.start_bundle import feature_fingerprints
@@ -187,7 +195,7 @@ def _view_index(
     photos: Sequence[CaptionedImage],
     builder: IndexBuilder,
 ) -> ViewIndex:
-    """The index of the features of `augmentation.views` views of each photo."""
+    """Return an index with features of `augmentation.views` views of each photo: `given`, or a new index."""
     from storage_formats.format.layout import Layout
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.rows import read_shard_rows
@@ -208,7 +216,10 @@ def _view_index(
 def _crop(
     photos: Sequence[CaptionedImage], files: Path, config: TrainConfig, start: StartModel, builder: IndexBuilder
 ) -> Path:
-    """Write the views of the photos to `files` and return the file that lists them. A stopped run begins again."""
+    """Write the views of the photos to the folder `files` and return the file that lists them.
+
+    If this is stopped, the next run crops all photos again.
+    """
     from pipelines.sources import iter_all, open_sources
 
     views, names = config.augmentation.views, {display_path(os.fsencode(photo.path)) for photo in photos}
@@ -219,7 +230,7 @@ def _crop(
 
 
 def _feature_model(folder: Path, start: StartModel) -> Path:
-    """The bundle in the run folder that computes features. It is made if it is missing."""
+    """Return the path of the bundle in the run folder that computes features. A missing bundle is made."""
     from edje_index.models.adapter import build_adapter
 
     model = folder / "features-model"
@@ -231,7 +242,10 @@ def _feature_model(folder: Path, start: StartModel) -> Path:
 
 
 def _image_sources(list_file: Path, items: Sequence[CaptionedImage]) -> tuple[str, ...]:
-    """Sources of the images of `items`: archives as they are, then `list_file` with all other files."""
+    """Return the sources of the images `items`: their archives, then `list_file`.
+
+    `list_file` is written with the paths of all images outside archives. It is left out if there are none.
+    """
     paths = list(dict.fromkeys(str(item.path) for item in items))
     archives = {path.partition("!")[0]: None for path in paths if ".tar!" in path}
     files = [path for path in paths if ".tar!" not in path]
@@ -244,27 +258,27 @@ def _image_sources(list_file: Path, items: Sequence[CaptionedImage]) -> tuple[st
 
 
 def _path_column(sources: Sequence[str]) -> str | None:
-    """Name of the column of paths in a list of sources that `_image_sources` returned."""
+    """Return the name of the column of paths in the sources that `_image_sources` returned; None without a list."""
     return "path" if sources[-1].endswith(".jsonl") else None
 
 
 def _checked(index: CommittedIndex, accepted: Sequence[str], content: str) -> CommittedIndex:
-    """Return `index`. Raises UsageError unless its encoder is one of the `accepted` fingerprints."""
+    """Return `index`. Raise UsageError unless its encoder fingerprint is one of `accepted`."""
     encoder = index.manifest.model["fingerprint"]
     if encoder not in accepted:
         raise UsageError(
             f"{index.root} does not hold the required features ({content}): its encoder fingerprint is {encoder}, but "
-            f"{' or '.join(accepted)} is required; leave the setting out, and the features are computed"
+            f"{' or '.join(accepted)} is required; give another index, or leave the setting out to compute the features"
         )
     return index
 
 
 def _check_tokenizers(teacher: Path, student_info: BundleInfo, teacher_info: BundleInfo) -> None:
-    """Raise UsageError unless student and teacher read the same token ids."""
+    """Raise UsageError unless student and teacher turn a caption into the same token ids."""
     if student_info.canonical_captions != teacher_info.canonical_captions:
         raise UsageError(
             f"architecture.canonical_captions is {student_info.canonical_captions}, but the teacher {teacher} was "
-            f"trained with {teacher_info.canonical_captions}; set it to the teacher's value"
+            f"trained with {teacher_info.canonical_captions}; set the student's value to the teacher's"
         )
     student, other = (info.files.get("joint/tokenizer.json") for info in (student_info, teacher_info))
     if student is None or other is None or student["sha256"] != other["sha256"]:

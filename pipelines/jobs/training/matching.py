@@ -1,4 +1,4 @@
-"""Which rows of the indexes hold the captioned images, and their views."""
+"""Finds the rows of the captioned images, and of their views, in the indexes."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class MatchedCaptions:
     Attributes:
         features: the feature index.
         items: the images to train on.
-        captions: their rows in `features` and their captions.
-        dev: the same for the dev captions; None without dev captions.
+        captions: the captions of `items`, with the rows of `items` in `features`.
+        dev: the dev captions, with the rows of the dev images in `features`; None without dev captions.
         left_out: number of images to train on without features, by reason; "blank-caption" counts blank captions.
     """
 
@@ -52,18 +52,19 @@ class MatchedCaptions:
 
 
 def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent) -> MatchedCaptions:
-    """The captions whose images have features in `index`. Images that could not be decoded are left out.
+    """Return the captions whose images have features in `index`. Images that could not be decoded are left out.
 
     Raises:
-        UsageError: an image is missing from the index, or no image to train on or no dev image has features.
+        UsageError: an image is missing from the index. Or none of the images to train on, or none of the dev images,
+            has features.
     """
     from edje_index.captions.matching import NOT_IN_INDEX
 
     matched = _match(index, [*captions.trained, *captions.dev])
     if absent := matched.missing().get(NOT_IN_INDEX):
         raise UsageError(
-            f"{absent:,} of {len(matched.rows):,} captioned images are not in {index.root}; build it from all images, "
-            "those of the dev captions included, or leave inputs.features out, and the features are computed"
+            f"{absent:,} of {len(matched.rows):,} captioned images are not in {index.root}; build that index from all "
+            "training and dev images, or leave inputs.features out to compute the features"
         )
     trained_rows, dev_rows = matched.split(len(captions.trained))
     if left_out := trained_rows.missing():
@@ -80,13 +81,13 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
 def _caption_set(
     matched: MatchedRows, items: Sequence[CaptionedImage], setting: str
 ) -> tuple[list[CaptionedImage], CaptionSet]:
-    """Those of `items` that have features, and their rows and captions."""
+    """Return the images of `items` that have features, and their rows and captions."""
     from edje_index.training.data.dataset import CaptionSet
 
     kept, rows = matched.indexed(items)
     if not kept:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in matched.missing().items())
-        raise UsageError(f"none of the {len(items):,} images of {setting} has features ({reasons}); check the files")
+        raise UsageError(f"none of the {len(items):,} images of {setting} has features ({reasons}); correct the files")
     return kept, CaptionSet(rows, [item.captions for item in kept])
 
 
@@ -95,9 +96,9 @@ class MiningModel:
     """The embedding model that mines hard negatives.
 
     Attributes:
-        bundle: its bundle; None for the frozen towers.
-        index: the index of its embeddings.
-        rows: row of each image to train on in the index, int64 [n].
+        bundle: bundle of the mining model; None for the frozen towers.
+        index: index of the mining model's embeddings.
+        rows: row in `index` of each image to train on, int64 [n].
     """
 
     bundle: Path | None
@@ -107,12 +108,12 @@ class MiningModel:
 
 @dataclass(frozen=True)
 class FurtherRows:
-    """The further indexes of a training, each with the rows of the images to train on.
+    """The further indexes of a training run, each with the rows of the images to train on.
 
     Attributes:
-        mining: the mining model.
-        teacher: the teacher; None without one.
-        views: augmented views; None without them.
+        mining: the mining model with its index and rows.
+        teacher: the teacher with its index and rows; None without a teacher.
+        views: index and rows of the augmented views; None without views.
     """
 
     mining: MiningModel
@@ -123,7 +124,9 @@ class FurtherRows:
 def further_rows(
     inputs: TrainingInputs, config: TrainConfig, indexes: FurtherIndexes, matched: MatchedCaptions, run_folder: Path
 ) -> FurtherRows:
-    """Find the images to train on in further indexes. Workers read the rows from files in the run folder.
+    """Find the rows of the images to train on in each further index.
+
+    The rows of the teacher and of the views are written to files in the run folder, for the workers.
 
     Raises:
         UsageError: an index lacks an image or a view.
@@ -149,17 +152,21 @@ def further_rows(
 
 
 def _rows(index: CommittedIndex, matched: MatchedCaptions) -> NDArray[np.int64]:
-    """Row of each image to train on in `index`, int64 [n]."""
+    """Return the row in `index` of each image to train on, int64 [n]. Raise UsageError if `index` lacks an image."""
     if index is matched.features:
         return matched.captions.rows
     rows = _match(index, matched.items).rows
     if missing := int((rows < 0).sum()):
-        raise UsageError(f"{index.root} lacks {missing:,} of the training images; build it from all of them")
+        raise UsageError(f"{index.root} lacks {missing:,} of the training images; build that index from all of them")
     return rows
 
 
 def _view_rows(views: ViewIndex, photos: Sequence[CaptionedImage], count: int) -> NDArray[np.int64]:
-    """Rows of `count` views of each photo, int64 [n, count]; -1 for a view that an index of this training lacks."""
+    """Return the row of each view in the index of views, int64 [n, count], for `count` views per photo.
+
+    The row is -1 for a view that is not in an index built by this run. If a given index lacks a view, UsageError is
+    raised.
+    """
     view_items = [
         replace(photo, path=view_path(views.files, display_path(os.fsencode(photo.path)), view))
         for photo in photos
@@ -170,7 +177,7 @@ def _view_rows(views: ViewIndex, photos: Sequence[CaptionedImage], count: int) -
     if lacking and views.is_given:
         raise UsageError(
             f"{views.index.root} lacks at least one of the {count} views of {lacking:,} of {len(photos):,} photos; "
-            "leave inputs.view_features out, and the views are computed"
+            "leave inputs.view_features out to compute the views"
         )
     return rows
 

@@ -1,4 +1,4 @@
-"""Makes the task of the workers from a request, one value at a time. Existing parts of the run folder are reused."""
+"""Makes the task of a training run from a request. Existing parts of the run folder are reused."""
 
 from __future__ import annotations
 
@@ -27,14 +27,19 @@ def prepare_training(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> RunTask:
-    """Return the task of a training, after making what is missing in the run folder.
+    """Make the missing parts of the run folder, and return the task of the training run.
 
     Args:
+        request: the request.
+        config: training settings.
         given: the captions and indexes of the request.
-        run: fingerprint of everything that decides the training.
+        run: fingerprint of everything that determines the trained weights.
+        on_event: called with each progress event.
+        should_stop: the preparation stops once `should_stop()` returns True.
 
     Raises:
-        UsageError, ModelError: an input does not fit.
+        UsageError: a captions file or an index does not fit the request.
+        ModelError: a bundle or language model cannot be used.
         JobStopped: `should_stop()` returned True; finished parts are kept.
     """
     from edje_index.training.loop.schedule import total_steps

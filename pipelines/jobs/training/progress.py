@@ -1,4 +1,4 @@
-"""Progress of a training job: stages before and after the steps, and the steps themselves."""
+"""Reports the progress of a training run: of the steps, and of the stages before and after them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ _LOSSES = ("loss", "itm", "mlm", "recovery", "distillation", "accuracy")
 
 
 def stoppable_progress(on_event: OnEvent, should_stop: ShouldStop) -> OnProgress:
-    """A callback that reports progress and raises JobStopped once `should_stop()` returns True.
+    """Return a callback that reports progress and raises JobStopped once `should_stop()` returns True.
 
-    A stopped stage starts again from its beginning.
+    The next run repeats a stopped stage from its beginning.
     """
 
     def progress(activity: str, done: int, total: int) -> None:
         if should_stop():
-            raise JobStopped(f"stopped while {activity}: {done:,} of {total:,} were done; they will be done again")
+            raise JobStopped(
+                f"stopped while {activity}: {done:,} of {total:,} were done; the next run repeats all of them"
+            )
         on_event(Progress(activity, done, total))
 
     return progress
 
 
 def step_progress(on_event: OnEvent, clock: Callable[[], float] = time.monotonic) -> Callable[[dict[str, Any]], None]:
-    """A callback that shows log records, at most one every five seconds and always the last one of a phase."""
+    """Return a callback that shows log records of the steps.
+
+    It shows at most one record every five seconds, and always the last record of a phase.
+    """
     last = -_REPORT_SECONDS
     warned = False
 
@@ -46,7 +51,7 @@ def step_progress(on_event: OnEvent, clock: Callable[[], float] = time.monotonic
 
 
 def describe_record(record: dict[str, Any]) -> str:
-    """A log record as one line of text."""
+    """Return a log record as one line of text."""
     parts = [f"{record['phase']} {record['step']:,}/{record['steps']:,}"]
     if "lr" not in record:  # an evaluation
         return ", ".join(parts + [f"{name} R@1 {100 * record[name]:.1f}" for name in ("t2i", "i2t")])

@@ -1,4 +1,4 @@
-"""Reads what a training was given: captions, and indexes that other runs built."""
+"""Reads the captions and opens the indexes that a request gives."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReadInputs:
-    """The captions and the open indexes of a request; an index that was not given is None.
+    """The captions and the open indexes of a request.
 
     Attributes:
-        captions: of training and dev images.
-        features, view_features, teacher_features, miner_features: indexes as in
-            `pipelines.jobs.training.request.TrainingInputs`.
+        captions: captions of the training and dev images.
+        features, view_features, teacher_features, miner_features: the indexes with these names in
+            `pipelines.jobs.training.request.TrainingInputs`; None for an index that is not given.
     """
 
     captions: Captions
@@ -33,7 +33,7 @@ def read_inputs(inputs: TrainingInputs) -> ReadInputs:
     """Read all caption files and open all given indexes.
 
     Raises:
-        UsageError: a file cannot be read, training and dev captions share images, or an index is missing.
+        UsageError: a file cannot be read, an image has both training and dev captions, or an index is missing.
         IncompleteIndexError, CorruptIndexError: an index cannot be used.
     """
     from storage_formats.format.manifest import CommittedIndex

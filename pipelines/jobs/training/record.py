@@ -1,4 +1,4 @@
-"""The record of a training: settings and fingerprints of everything that decides its weights."""
+"""The record of a training run: settings and fingerprints of everything that determines the trained weights."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ _LANGUAGE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tok
 
 
 def training_record(inputs: TrainingInputs, given: ReadInputs, config: TrainConfig) -> dict[str, Any]:
-    """The settings without `fitting`, which is applied to the last checkpoint, and digests of all input files."""
+    """Return the record: all settings except the group `fitting`, and digests of all input files.
+
+    The settings in `fitting` do not change the trained weights: they are applied to the last checkpoint.
+    """
     groups = config.model_dump(exclude={"fitting"})
     settings = {f"{group}.{key}": value for group, values in groups.items() for key, value in values.items()}
     inputs_record = {
         "captions": [_file_digest(path) for path in inputs.captions],
         "images": None if inputs.images is None else str(inputs.images.absolute()),
         "split": inputs.split,
-        "dev": None if inputs.dev is None else _file_digest(inputs.dev),  # its images are among the features
+        "dev": None if inputs.dev is None else _file_digest(inputs.dev),  # the features include the dev images
         "dev_split": inputs.dev_split,
         "model": _bundle_digest(inputs.model),
         "vision": inputs.vision,
@@ -54,7 +57,9 @@ def _language_digest(path: Path | None) -> str | None:
         return _bundle_digest(path)
     files = [path / name for name in _LANGUAGE_FILES if (path / name).is_file()]
     if not files:
-        raise UsageError(f"no language model in {path}: it holds neither config.json nor bundle.json")
+        raise UsageError(
+            f"{path} is not a language model: it holds neither config.json nor bundle.json; choose another directory"
+        )
     return hashlib.sha256("".join(map(_file_digest, files)).encode()).hexdigest()
 
 

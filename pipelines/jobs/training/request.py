@@ -1,4 +1,4 @@
-"""Inputs, output and hardware of a training run. `edje_index.training.config` defines what is trained."""
+"""The request for a training run: inputs, output and hardware. `edje_index.training.config` has the other settings."""
 
 from __future__ import annotations
 
@@ -14,72 +14,86 @@ SettingPath = Annotated[Path, Field(strict=False)]
 
 
 class TrainingInputs(Settings):
-    """Files that a training reads."""
+    """Files that a training run reads."""
 
     captions: tuple[SettingPath, ...] = Field(
         min_length=1, strict=False, description="Caption files: JSONL, COCO or Karpathy JSON, Parquet, WebDataset tar."
     )
     images: SettingPath | None = Field(
         default=None,
-        description="Base directory of relative image paths. None uses the directory of each caption file.",
+        description="Base directory of relative image paths. None: the directory of each caption file.",
     )
     split: str | None = Field(default=None, description="Split of the captions to train on. None takes all.")
     dev: SettingPath | None = Field(
-        default=None, description="Captions of other images, to which the weights of the final score are fitted."
+        default=None,
+        description="Captions of other images. The weights of the final score are fitted to these captions.",
     )
     dev_split: str | None = Field(default=None, description="Split of the dev captions to use. None takes all.")
-    model: SettingPath | None = Field(default=None, description="Bundle with the frozen towers. Set this or vision.")
+    model: SettingPath | None = Field(
+        default=None, description="Bundle with the frozen towers. Set either model or vision."
+    )
     vision: str | None = Field(default=None, description="Name of the frozen towers in open_clip.")
     language: SettingPath | None = Field(
-        default=None, description="Initial language model: directory of a Hugging Face BERT, or a bundle."
+        default=None, description="Initial language model: directory of a Hugging Face BERT model, or a bundle."
     )
     init: SettingPath | None = Field(
         default=None,
-        description="Bundle that provides the initial joint encoder, and the adapter if it has the same sizes.",
+        description="Bundle with the initial joint encoder. Its adapter is used too if the sizes are the same.",
     )
-    features: SettingPath | None = Field(default=None, description="Index of the tower's features. None computes it.")
+    features: SettingPath | None = Field(
+        default=None, description="Index of the frozen tower's features. None computes the features."
+    )
     view_features: SettingPath | None = Field(
         default=None,
-        description="Index of the features of augmented views, views.edje of another run. None computes it.",
+        description="Index of the features of augmented views: views.edje of another run. None computes the features.",
     )
     teacher: SettingPath | None = Field(default=None, description="Bundle to distil from.")
     teacher_features: SettingPath | None = Field(
-        default=None, description="Index built by the teacher, or of its tower's features. None uses the features."
+        default=None,
+        description="Index built by the teacher, or index of its tower's features. None uses the features to train on.",
     )
     miner: SettingPath | None = Field(
         default=None, description="Bundle whose embeddings mine hard negatives. None uses the frozen towers."
     )
     miner_features: SettingPath | None = Field(
-        default=None, description="Index built by the mining model. None computes it."
+        default=None, description="Index built by the mining model. None builds the index."
     )
 
 
 class RunSettings(Settings):
-    """Output, hardware and checkpoints. None of these changes what is trained, up to rounding."""
+    """Output, hardware and checkpoints. None of these settings changes the trained weights, except by rounding."""
 
     out: SettingPath = Field(description="Directory of the bundle to write.")
-    dir: SettingPath | None = Field(default=None, description="Run folder: checkpoints and log. None is OUT.run.")
-    workers: int = Field(default=1, ge=1, description="Worker processes. More than one run on Ray.")
+    dir: SettingPath | None = Field(
+        default=None, description="Run folder, which holds checkpoints and log. None: OUT.run."
+    )
+    workers: int = Field(default=1, ge=1, description="Number of worker processes. More than one worker run on Ray.")
     address: str | None = Field(
         default=None,
-        description="Head of a Ray cluster, HOST:PORT. Every node must see the run folder. None starts Ray here.",
+        description="Address of a Ray cluster, HOST:PORT. Every node must see the run folder. None starts a local Ray.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Device to train on.")
-    threads: int | None = Field(default=None, ge=1, description="CPU threads per worker. None is torch's choice.")
-    checkpoint_every: int = Field(default=200, ge=1, description="Steps between checkpoints.")
-    log_every: int = Field(default=10, ge=1, description="Steps between log lines.")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads per worker. None uses PyTorch's default.")
+    checkpoint_every: int = Field(default=200, ge=1, description="Number of steps between checkpoints.")
+    log_every: int = Field(default=10, ge=1, description="Number of steps between log lines.")
     compile: bool = Field(default=False, description="Use torch.compile.")
     evaluate_every: int | None = Field(
         default=None,
         ge=0,
-        description="Steps between evaluations on the dev captions. None evaluates after every epoch, 0 never.",
+        description="Number of steps between evaluations on dev captions. None: after every epoch. 0: no evaluations.",
     )
     keep_best: int = Field(
-        default=0, ge=0, description="Checkpoints with the highest dev recall to keep, beside the last two."
+        default=0,
+        ge=0,
+        description="Number of checkpoints with the highest dev recall to keep, in addition to the last two.",
     )
-    keep_all: bool = Field(default=False, description="Keep all checkpoints, those of evaluations included.")
-    export: bool = Field(default=False, description="Write the bundle of the last checkpoint without training further.")
-    step: int | None = Field(default=None, ge=1, description="With export, the step of a kept checkpoint to write.")
+    keep_all: bool = Field(default=False, description="Keep all checkpoints, including those of evaluations.")
+    export: bool = Field(default=False, description="Write the bundle of the last checkpoint without further training.")
+    step: int | None = Field(
+        default=None,
+        ge=1,
+        description="Step of the kept checkpoint to export. Needs export. None exports the last checkpoint.",
+    )
 
     @property
     def folder(self) -> Path:
@@ -88,7 +102,7 @@ class RunSettings(Settings):
 
     @property
     def distributed(self) -> bool:
-        """Whether the job runs on Ray."""
+        """Whether the training run uses Ray."""
         return self.workers > 1 or self.address is not None
 
 
@@ -100,7 +114,7 @@ class TrainRequest(Settings):
 
 
 def check_request(request: TrainRequest, config: TrainConfig) -> None:
-    """Raise UsageError, with one line per problem, if settings exclude each other."""
+    """Raise UsageError, with one line per problem, if settings conflict or a required setting is missing."""
     inputs, objective, fitting, loop = request.inputs, config.objective, config.fitting, config.loop
     no_loss = inputs.teacher is None and not objective.itm_weight + objective.mlm_weight + objective.recovery_weight
     problems = {

@@ -1,4 +1,4 @@
-"""What a training run reports when it ends."""
+"""The result that a training run reports when it ends."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class TrainResult:
     """The result of a training run.
 
     Attributes:
-        bundle: path of the bundle.
+        bundle: path of the trained bundle.
         fingerprint: fingerprint of the bundle.
-        run: fingerprint of the settings and data of the training.
+        run: fingerprint of the settings and data of the training run.
         images, captions: numbers of images and captions trained on.
         left_out: number of images without features, by reason; "blank-caption" counts blank captions.
         steps: finished steps of the joint phase.
         seconds: wall time of this run.
-        last: the last log record.
+        last: the last log record; empty if there is none.
         score: weights of the final score by direction, see `edje_index.scoring.weights.DirectionWeights`.
         embedding_weight, late_weight, pooled_weight, prior_weight: weights of the embedding similarity, late
             interaction, pooled similarity and hubness correction in text-to-image search, as in `score`.
-        caption_weights: weight of each part in image-to-text search, as in `score`.
-        bank_unused: a hubness bank was requested, but the hubness correction got no weight on the dev captions.
+        caption_weights: weight of each part of the score in image-to-text search, as in `score`.
+        bank_unused: True if a hubness bank was requested, but the hubness correction was fitted with weight 0.
         fitting: settings of the final score, which were applied to the last checkpoint.
-        dev: fitted weights and recalls of the candidates "images" and "captions", see
-            `edje_index.training.fitting.fit_weights`; None without dev captions.
-        already_finished: the training had been finished before, so this run did nothing.
+        dev: fitted weights and recalls on the dev captions, see `edje_index.training.fitting.fit_weights`. The key
+            "images" is for text-to-image search, "captions" for image-to-text search. None without dev captions.
+        already_finished: True if an earlier run had finished the training, so this run did nothing.
 
     Example:
         >>> from pipelines import TrainResult
@@ -61,7 +61,7 @@ class TrainResult:
 
 
 def training_result(task: RunTask, model: FinishedModel) -> TrainResult:
-    """The result of a training that has just ended, without the fingerprint of the bundle and the time."""
+    """Return the result of a training run that has just ended. The caller sets the fingerprint and the seconds."""
     from edje_index.training.loop.log import read_log
 
     train, finish, score = task.train, task.finish, model.bundle.score

@@ -1,4 +1,4 @@
-"""The run folder of a training. Only runs with the same record resume it; all others are refused."""
+"""The run folder of a training run. It can be resumed only with the same record; other records are refused."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RUN_FILE = "run.json"
 
 
 def begin_run(folder: Path, record: dict[str, Any]) -> str:
-    """Fingerprint of the training in `folder`. The first run writes its record, later ones are checked against it.
+    """Write `record` to the run folder, or check it against the stored record. Return the fingerprint of the record.
 
     Raises:
-        UsageError: the folder belongs to a training with another record (the message names the differences), or it
-            holds something else.
-        EdjeError: the record is damaged.
+        UsageError: the stored record differs (the message names the differences), or the folder holds other files and
+            no record.
+        EdjeError: the stored record is damaged.
     """
     path = folder / RUN_FILE
     if path.exists():
@@ -35,7 +35,7 @@ def _read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_bytes())
         if not isinstance(record, dict):
-            raise ValueError(f"it holds {type(record).__name__} instead of an object")
+            raise ValueError(f"the file holds a {type(record).__name__} instead of a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise EdjeError(f"cannot read {path}: {error}; restore the file, or set run.dir to another folder") from error
     return record
@@ -46,14 +46,14 @@ def _refuse_other_files(folder: Path) -> None:
     others = sorted(name for name in names if not name.startswith(f".{RUN_FILE}."))  # an unfinished write
     if others:
         raise UsageError(
-            f"{folder} is not empty and holds no training (it holds {others[0]}); set run.dir to another folder"
+            f"{folder} is not empty and is not a run folder (it holds {others[0]}); set run.dir to another folder"
         )
 
 
 def _refuse_differences(folder: Path, recorded: dict[str, Any], current: dict[str, Any]) -> None:
     if recorded.get("format") != FORMAT:
         raise UsageError(
-            f"{folder} was begun by another version of this program, whose runs cannot be resumed; set run.dir to "
+            f"another version of this program began the run in {folder}, so it cannot be resumed; set run.dir to "
             "another folder"
         )
     lines = [
@@ -63,6 +63,6 @@ def _refuse_differences(folder: Path, recorded: dict[str, Any], current: dict[st
     ]
     if lines:
         raise UsageError(
-            f"{folder} was begun with other settings; restore them or set run.dir to another folder:\n"
+            f"the run in {folder} was begun with other settings; restore these or set run.dir to another folder:\n"
             + "\n".join(lines)
         )

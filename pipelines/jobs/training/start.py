@@ -1,4 +1,4 @@
-"""The bundle of the first step, made once in the run folder."""
+"""The bundle with the initial weights of a training run, made once in the run folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StartModel:
-    """The bundle of the first step.
+    """The bundle with the initial weights.
 
     Attributes:
-        path: where it is stored.
+        path: directory of the bundle.
         bundle: the loaded bundle.
-        new_adapter: whether the adapter is untrained, because no bundle provided it.
+        new_adapter: whether the adapter is untrained, because `inputs.init` provided no adapter.
     """
 
     path: Path
@@ -29,11 +29,11 @@ class StartModel:
 
     @property
     def feature_adapter(self) -> AdapterConfig:
-        """The adapter that turns tower output into the features that are stored for training."""
+        """Settings of the adapter that turns the tower's output into the features that are stored for training."""
         return self.bundle.adapter.config.features(self.bundle.vision.num_patches)
 
     def accepted_features(self) -> list[str]:
-        """Encoder fingerprints of indexes that hold features for this model."""
+        """Return the encoder fingerprints of indexes whose features this model can be trained on."""
         from edje_index.training.model.start_bundle import feature_fingerprints
 
         assert self.bundle.info is not None
@@ -41,7 +41,7 @@ class StartModel:
 
 
 def start_model(folder: Path, inputs: TrainingInputs, architecture: ArchitectureConfig, seed: int) -> StartModel:
-    """Load `start/` in the run folder; make it first if it is missing."""
+    """Load the bundle `start/` from the run folder `folder`. A missing bundle is made first."""
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.bundles.info import read_bundle_info
     from edje_index.training.model.start_bundle import Origin, make_start

@@ -1,4 +1,4 @@
-"""Runs the optimiser steps of a prepared training, in this process or on Ray."""
+"""Runs the optimiser steps of a prepared training run, in this process or on Ray."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> None:
-    """Train from the last checkpoint to the end.
+    """Train from the last checkpoint to the last step.
 
     Raises:
-        JobStopped: `should_stop()` returned True; the last checkpoint holds all finished steps.
+        JobStopped: `should_stop()` returned True; a checkpoint with all finished steps has been written.
     """
     from edje_index.training.loop.distributed import WorkerGroup
     from edje_index.training.loop.train_worker import run_worker

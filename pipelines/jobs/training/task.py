@@ -1,4 +1,4 @@
-"""A training that is ready to run, as plain values: what its steps and its last stage need."""
+"""The task of a prepared training run: plain values that its steps and its last stage read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FinishTask:
-    """What the last stage of a training reads and writes, besides the task of the steps.
+    """The task of the last stage of a training run, which writes the bundle.
 
     Attributes:
-        out: the bundle to write.
-        export: whether to write the bundle of the last checkpoint only, without a `result.json`.
-        trained_on: the training data in words, for the notes of the bundle.
-        images, captions: numbers of images and captions to train on.
+        out: directory of the bundle to write.
+        export: True to write the bundle of a checkpoint without training, and without a `result.json`.
+        trained_on: description of the training data, for the notes of the bundle.
+        images, captions: numbers of images and captions that are trained on.
         left_out: number of images without features, by reason; "blank-caption" counts blank captions.
         step: step of the checkpoint to export; None takes the last one.
     """
@@ -36,7 +36,7 @@ class FinishTask:
 
     @classmethod
     def of(cls, request: TrainRequest, matched: MatchedCaptions) -> FinishTask:
-        """The last stage of `request` with the captions that have features."""
+        """Return the task of the last stage of `request`; `matched` are the captions whose images have features."""
         inputs, images, captions = request.inputs, len(matched.items), len(matched.captions.texts())
         names = ", ".join(path.name for path in inputs.captions)
         teacher = f", distilled from {inputs.teacher.name}" if inputs.teacher else ""
@@ -53,14 +53,19 @@ class FinishTask:
 
 @dataclass(frozen=True)
 class RunTask:
-    """The task of the steps of a training, and that of its last stage."""
+    """The task of a training run.
+
+    Attributes:
+        train: task of the optimiser steps.
+        finish: task of the last stage.
+    """
 
     train: TrainTask
     finish: FinishTask
 
 
 def worker_runtime(run: RunSettings) -> Runtime:
-    """The hardware and checkpoint settings of the workers of a run."""
+    """Return the hardware and checkpoint settings of the workers of a training run."""
     from edje_index.training.loop.task import Runtime
 
     return Runtime(

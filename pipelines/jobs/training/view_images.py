@@ -1,6 +1,7 @@
 """Augmented views of photos: random crops, half of them mirrored, written as files for the build job.
 
-The crops follow Szegedy et al. (2015), but cover at least a third of the photo, because a caption describes most of it.
+The crops follow Szegedy et al. (2015), but cover at least 35 % of the photo, because a caption describes most of a
+photo.
 """
 
 from __future__ import annotations
@@ -37,18 +38,20 @@ LIST = "views.jsonl"
 def write_views(
     refs: Iterable[InputRef], folder: Path, views: int, size: tuple[int, int], seed: int, should_stop: ShouldStop
 ) -> Path:
-    """Write the views of all photos and a list of them. An existing list is returned unchanged.
+    """Write the views of all photos and a list of their files. Return the path of the list.
+
+    If the list exists, nothing is written.
 
     Args:
         refs: the photos. A photo that cannot be decoded gets no views.
-        folder: receives `views` files per photo, named by `view_path`, and the list.
+        folder: directory to write to: `views` files per photo, named by `view_path`, and the list.
         views: number of views per photo.
         size: (height, width) of a view in pixels.
         seed: seed of the random crops.
-        should_stop: as for every job.
+        should_stop: the cropping stops once `should_stop()` returns True.
 
     Raises:
-        JobStopped: `should_stop()` returned True; a later call starts again.
+        JobStopped: `should_stop()` returned True; the next call crops all photos again.
     """
     list_file = folder / LIST
     if list_file.exists():
@@ -70,7 +73,7 @@ def write_views(
 
 
 def view_path(folder: Path, uri: str, view: int) -> Path:
-    """File of view number `view` of the photo `uri`."""
+    """Return the path in `folder` of view number `view` of the photo with the uri `uri`."""
     return folder / f"{hashlib.sha256(uri.encode()).hexdigest()[:32]}-{view}.jpg"
 
 
@@ -78,17 +81,17 @@ def _write(ref: InputRef, folder: Path, views: int, size: tuple[int, int], seed:
     try:
         data = read_bytes(ref)
         photo = decode_rgb(data)
-    except ImageError:  # the photo has no features either; the feature build reports it
+    except ImageError:  # the photo has no features either; the build of the feature index reports the failure
         return []
     paths = [view_path(folder, ref.uri, view) for view in range(views)]
-    content = int(content_hash(data)[:32], 16)  # so that a moved photo has the same views
+    content = int(content_hash(data)[:32], 16)  # the seed depends on the content, so a moved photo gets the same views
     for view, path in enumerate(paths):
         random_view(photo, size, stream(seed, VIEWS, content, view)).save(path, quality=_QUALITY)
     return paths
 
 
 def random_view(photo: Image.Image, size: tuple[int, int], rng: np.random.Generator) -> Image.Image:
-    """A random crop of `photo`, resized to `size` (height, width), and mirrored with probability 1/2."""
+    """Return a random crop of `photo`, resized to `size` (height, width), and mirrored with probability 1/2."""
     area, aspect = rng.uniform(*_AREA), np.exp(rng.uniform(*np.log(_ASPECT)))
     pixels = photo.width * photo.height * area
     width, height = min(photo.width, (pixels * aspect) ** 0.5), min(photo.height, (pixels / aspect) ** 0.5)

@@ -3,7 +3,7 @@
 
 const byId = (id) => document.getElementById(id);
 const HITS = 12;
-const PICTURE_SIDE = 1024; // a picture is made smaller before it is sent
+const PICTURE_SIDE = 1024; // an image is made smaller before it is sent
 const PART_NAMES = {
   logit: "logit",
   late: "late interaction",
@@ -138,7 +138,7 @@ function show(result, what, milliseconds) {
   byId("orders").hidden = false;
   byId("orders").classList.toggle("single", !isRanked);
   byId("before-section").hidden = !isRanked;
-  const like = what.row_id === undefined ? "the picture" : `row ${what.row_id}`;
+  const like = what.row_id === undefined ? "the image" : `row ${what.row_id}`;
   byId("after-title").textContent = isRanked ? `Re-ranked with ${result.precision} tokens` : `Similar photos to ${like}`;
   byId("before").replaceChildren(...(result.by_embedding ?? []).map((hit) => card(hit, result, "before")));
   byId("after").replaceChildren(...result.hits.map((hit) => card(hit, result, isRanked ? "after" : "single")));
@@ -277,7 +277,7 @@ byId("search").addEventListener("submit", (event) => {
   event.preventDefault();
   const query = byId("query").value.trim();
   if (query) search({ query });
-  else say("Write a query, or choose a picture.");
+  else say("Write a query, or choose an image.");
 });
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -71,7 +71,7 @@ def test_wrong_use_is_refused(index, tmp_path, run):
         code, _, err = run("serve", index, "--port", taken.getsockname()[1])
     assert (code, "Address already in use" in err) == (2, True)
     assert "no index at" in run("serve", tmp_path / "none", "--port", "0")[2]
-    assert "two indexes are called 'photos'" in run("serve", index, index, "--port", "0")[2]
+    assert "two indexes have the name 'photos'" in run("serve", index, index, "--port", "0")[2]
     assert "cannot read API keys" in run("serve", index, "--api-keys", tmp_path / "none")[2]
 
 
