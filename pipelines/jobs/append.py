@@ -95,7 +95,7 @@ def run_append(config: AppendConfig, on_event: OnEvent, should_stop: ShouldStop 
 
 
 def _remove_committed(config: AppendConfig, index: CommittedIndex) -> None:
-    """Remove `build/` if an earlier append was killed between its commit and the removal of its plan."""
+    """Remove `build/` if it holds the plan of an append that is already committed."""
     plan = read_plan(config.root, append=True)
     if plan is not None and is_committed(plan, index):
         _remove_build(config)

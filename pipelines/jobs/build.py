@@ -1,4 +1,4 @@
-"""The build job: prepare a plan, encode every shard, build the nearest-neighbour index, publish."""
+"""The build job: plans a build, encodes each shard, builds the nearest-neighbour index and commits the index."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class FailedInputsError(EdjeError):
 
 
 class FailureLimit:
-    """Counts the failed inputs of a build, shard by shard. Raises an error if too many inputs failed, or all of them.
+    """Counts the failed inputs of a build, shard by shard. Raises an error if too many inputs or all inputs failed.
 
     Args:
         plan: plan of the build.
@@ -79,7 +79,7 @@ class FailureLimit:
         )
         return FailedInputsError(
             f"{problem}. {len(self._receipts):,} of {counted(len(self._plan.shards), 'shard')} are finished and kept",
-            f"raise max_failed to index the other inputs all the same; or correct the sources, {self._plan.restart}",
+            f"raise max_failed to index the other inputs; or correct the sources, {self._plan.restart}",
             over_limit=True,
         )
 
@@ -100,7 +100,7 @@ def _reasons(failed: Counter[str]) -> str:
 
 
 def _first_failures(plan: BuildPlan, receipts: list[ShardReceipt]) -> str:
-    """Names and reasons of the first inputs that failed."""
+    """Return the uris and reasons of the first inputs that failed, as text for a message."""
     from storage_formats.format.rows import FAILED, read_shard_rows
 
     layout, columns = Layout(plan.root), ["uri", "status", "reason"]

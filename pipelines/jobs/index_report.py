@@ -31,7 +31,7 @@ _ROW_COLUMNS = ["row_id", "uri", "status", "reason", "detail", *TIMING_COLUMNS]
 
 @dataclass(frozen=True)
 class FailedInput:
-    """One input that could not be indexed."""
+    """One input that could not be indexed. `detail` is a description of the failure, or an empty text."""
 
     row_id: int
     uri: str
@@ -40,7 +40,13 @@ class FailedInput:
 
 @dataclass
 class StageTime:
-    """Seconds that one stage of the build took for all inputs, and for the slowest input."""
+    """Time of one stage of the build.
+
+    Attributes:
+        seconds: seconds for all inputs together.
+        slowest_seconds: seconds for the slowest input.
+        slowest_uri: uri of the slowest input.
+    """
 
     seconds: float = 0.0
     slowest_seconds: float = 0.0
@@ -131,7 +137,7 @@ def measure_index(root: Path, queries: Sequence[str], k: int, on_progress: OnPro
         root: directory of the index.
         queries: texts of the sample searches.
         k: number of hits per search.
-        on_progress: called with the activity, the number of finished items and their total.
+        on_progress: called with the activity, the number of finished items and the number of all items.
 
     Raises:
         UsageError, IncompleteIndexError, CorruptIndexError: the index cannot be opened, or a file is damaged.

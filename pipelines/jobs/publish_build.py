@@ -1,4 +1,4 @@
-"""The last step of a build: the nearest-neighbour index and the manifest."""
+"""The last step of a build: builds the nearest-neighbour index and commits the manifest."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def measure_precisions(config: ReportConfig, on_event: OnEvent = lambda _: None)
 
 
 def _queries(config: ReportConfig) -> tuple[list[str], str]:
-    """Return the queries, and the path of their file or "built-in captions"."""
+    """Return the queries and their source: the path of the file, or "built-in captions"."""
     from edje_index.evaluation.quantization_report.queries import GENERIC_CAPTIONS, read_queries
 
     if config.queries is None:
@@ -198,10 +198,10 @@ def _queries(config: ReportConfig) -> tuple[list[str], str]:
 
 
 def _subjects(config: ReportConfig, spec: IndexSpec, reference: str) -> tuple[dict[str, Subject], dict[str, str]]:
-    """Return (functions, reasons).
+    """Return (functions, reasons), each by precision.
 
-    `functions` has a function per precision that returns its blocks for (row ids, reference blocks). `reasons` says for
-    other precisions why they cannot be measured.
+    A function takes row ids and the reference blocks of these rows. It returns the blocks of the rows in its precision.
+    A reason says why a precision cannot be measured.
     """
     from storage_formats.codecs import codec, precisions
 
@@ -234,7 +234,10 @@ def _reader(root: Path, precision: str) -> ReadBlocks:
 def _token_errors(
     config: ReportConfig, spec: IndexSpec, read: ReadBlocks, subjects: dict[str, Subject], on_event: OnEvent
 ) -> tuple[Sample, dict[str, TokenErrors | None]]:
-    """Sample rows and compare their tokens in every precision with the reference, one batch in memory at a time."""
+    """Sample rows, and compare the tokens of each precision with the reference.
+
+    Only one batch of rows is in memory at a time. The result is None for a precision if the sample holds no tokens.
+    """
     import numpy as np
 
     from edje_index.evaluation.quantization_report.token_errors import TokenErrorMeter

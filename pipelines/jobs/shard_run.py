@@ -70,7 +70,7 @@ class ShardRun:
 def run_shards(
     job: ShardJob, earlier: Receipts, engine: Engine, on_event: OnEvent, should_stop: ShouldStop
 ) -> ShardRun:
-    """Run the shards that have no receipt among `earlier`.
+    """Run the shards of `job` that have no receipt in `earlier`, and return the receipts of all shards.
 
     Raises:
         JobStopped: `should_stop()` returned True, a shard failed, or the engine failed. Finished shards are kept.

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, error handlers, the page, and the batcher that starts and stops with the service."""
+"""Makes the ASGI application: routes, error handlers, the web page, and the batcher."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Batcher:
 
     Args:
         limits: limits on the length of the queue, on the image tokens of a batch, and on the time of a request.
-        on_batch: called after each batch with its number of requests and its number of image tokens.
+        on_batch: called after each batch with the numbers of requests and of image tokens in the batch.
     """
 
     def __init__(self, limits: Limits, on_batch: Callable[[int, int], None] = lambda requests, tokens: None) -> None:

@@ -35,7 +35,7 @@ def timed_protocol(seconds: float) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def _watch(self) -> None:
-            """Start the timer if no request is being answered, else stop it."""
+            """Start the timer if the service is waiting for a request, else stop the timer."""
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_timer()
             elif self._timer is None:

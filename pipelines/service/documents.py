@@ -18,11 +18,11 @@ _MAX_DIGITS = 15
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents to score, by position in the request.
+    """The documents to score. Keys of both dictionaries are positions in the request.
 
     Attributes:
-        rows: position -> row id or uri.
-        pictures: position -> encoded bytes of an image.
+        rows: row ids or uris of the documents that are rows.
+        pictures: encoded bytes of the documents that are images.
     """
 
     rows: dict[int, int | str]
@@ -51,7 +51,9 @@ def read_documents(documents: Sequence[Document], limits: Limits) -> Documents:
 
 
 def resolve_rows(index: CommittedIndex, documents: Documents) -> dict[int, int]:
-    """Return position -> row id. Uris are looked up in the rows table, so this function reads files.
+    """Return the row ids of the documents that are rows, by position in the request.
+
+    Uris are looked up in the rows table, so this function reads files.
 
     Raises:
         ServiceError: status 422 if there is no such row, or if the row has no tokens.

@@ -1,6 +1,6 @@
-"""The outermost layer of the service. It sees every request before any of the body is read.
+"""The outermost layer of the service: checks each request before the body is read.
 
-It checks the Host header and the API key, limits bodies and slow clients, and adds security headers to responses.
+The layer checks the Host header and the API key, limits bodies and slow clients, and adds security headers.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Guard:
 
 
 class _Exchange:
-    """Sends one response. It adds the security headers, and stops with TimeoutError if the client does not read."""
+    """Sends one response with the security headers. Raises TimeoutError if the client does not read the response."""
 
     def __init__(self, send_seconds: float, send: Send) -> None:
         self._send = send

@@ -18,7 +18,7 @@ _WARM_UP_POOL = 32
 
 
 class ServedIndex:
-    """One index with all its stored precisions. A precision is opened when it is first used.
+    """One index with all stored precisions. Each precision is opened when it is first used.
 
     Attributes:
         name: name of the index in requests and responses.
@@ -69,7 +69,7 @@ class ServedIndex:
             self._default.search("a photo of a dog on a beach", 1, _WARM_UP_POOL)
 
     def thumbnail(self, row_id: int) -> Thumbnail:
-        """Read the thumbnail of a row, or the reason why the row has none.
+        """Read the thumbnail of a row. If the row has no thumbnail, the result holds the reason.
 
         Raises:
             ServiceError: status 404 if there is no such row.
@@ -125,7 +125,7 @@ class ServedIndexes:
     def named_or_default(self, name: str | None) -> ServedIndex:
         """Return the index called `name`, or the default index if there is none.
 
-        Clients of other services send the name of a model here, which is ignored.
+        Clients that were written for other services send the name of a model, which selects the default index.
         """
         return self._by_name.get(name or "", self.default)
 

@@ -46,7 +46,7 @@ class Metrics:
         self._seconds.labels(route).observe(seconds)
 
     def count_batch(self, requests: int, tokens: int) -> None:
-        """Count a batch of the model, with its numbers of requests and image tokens."""
+        """Count a batch with this number of requests and this number of image tokens."""
         self._batches.observe(requests)
         self._tokens.inc(tokens)
 

@@ -15,7 +15,7 @@ _MAX_KEYS_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits on the size and duration of requests. A request over a limit is refused before it is computed.
+    """Upper limits on the size and duration of requests. A request over a limit gets an error response.
 
     Attributes:
         body_bytes: bytes in the body of a request.

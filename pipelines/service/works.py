@@ -1,4 +1,4 @@
-"""Makes the work for the model of each kind of request. The batcher runs it in the thread of the model."""
+"""Functions that make the work for each kind of request. The batcher runs the work in the thread of the model."""
 
 from __future__ import annotations
 

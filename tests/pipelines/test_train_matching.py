@@ -43,7 +43,7 @@ def test_images_without_features_are_left_out(tmp_path):
     assert matched.captions.texts() == ["photo 10", "photo 9", "photo 3"]
     assert (matched.dev.rows.tolist(), matched.dev.texts()) == ([2], ["photo 2"])
     assert matched.left_out == {"truncated": 1}
-    assert [str(event.text) for event in events] == ["left out, without features: truncated 1"]
+    assert [str(event.text) for event in events] == ["images left out because they have no features: truncated 1"]
     assert match(features, items(1), []).dev is None
 
 

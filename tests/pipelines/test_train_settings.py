@@ -112,10 +112,10 @@ def test_the_command_prints_one_line_per_problem_and_exits_with_2(capsys):
     [
         ({"model": None}, [], "inputs.model and inputs.vision"),
         ({"vision": "ViT-B-16:openai"}, [], "inputs.model and inputs.vision"),
-        ({"steps": None}, [], "loop.steps or loop.epochs is missing"),
+        ({"steps": None}, [], "set loop.steps or loop.epochs"),
         ({"workers": 5}, [], "loop.batch_size is 64 and run.workers is 5"),
         ({}, ["fitting.hubness_bank=8"], "fitting.hubness_bank needs inputs.dev"),
-        ({}, ["fitting.pooled_dim=8"], "fitting.pooled_dim needs inputs.dev or fitting.pooled_weight"),
+        ({}, ["fitting.pooled_dim=8"], "fitting.pooled_dim has no effect without a weight"),
         ({}, ["inputs.view_features=v"], "inputs.view_features needs augmentation.views"),
         (
             {},

@@ -1,6 +1,6 @@
 """The training job: trains a model bundle from captions and a frozen vision tower.
 
-`request` defines the request and `run` serves it. Each stage is a function from values to a value, in its own module:
+`request` defines the request. `run` calls the stages, each of which is a function in its own module:
 
 1. `read_inputs` reads the captions and the given indexes.
 2. `start` makes the initial model.

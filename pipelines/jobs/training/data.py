@@ -47,7 +47,7 @@ def prepared_data(
         matched: the captions whose images have features.
         mining: the model that mines hard negatives.
         settings: settings of hard-negative mining.
-        on_progress: called with the activity, the number of finished items and their total.
+        on_progress: called with the activity, the number of finished items and the number of all items.
 
     Raises:
         UsageError: `folder` was made for another number of images.

@@ -147,7 +147,7 @@ def further_indexes(
     matched: MatchedCaptions,
     builder: IndexBuilder,
 ) -> FurtherIndexes:
-    """Check the given indexes, and build those that are missing.
+    """Check the given indexes, and build the missing indexes.
 
     Raises:
         UsageError: a given index was built by another model, or the teacher has a different tokenizer.
@@ -185,7 +185,7 @@ def _teacher_index(teacher: Path, index: CommittedIndex, start: StartModel) -> C
     assert start.bundle.info is not None
     _check_tokenizers(teacher, start.bundle.info, info)
     accepted = [info.encoder_fingerprint, *feature_fingerprints(info, AdapterConfig(**info.adapter))]
-    return _checked(index, accepted, "for the teacher")
+    return _checked(index, accepted, "tokens of the teacher, or features for its adapter")
 
 
 def _view_index(
@@ -242,9 +242,10 @@ def _feature_model(folder: Path, start: StartModel) -> Path:
 
 
 def _image_sources(list_file: Path, items: Sequence[CaptionedImage]) -> tuple[str, ...]:
-    """Return the sources of the images `items`: their archives, then `list_file`.
+    """Return the sources to build an index of the images `items` from.
 
-    `list_file` is written with the paths of all images outside archives. It is left out if there are none.
+    The sources are the archives that hold images, then `list_file`. The paths of images outside archives are written to
+    `list_file`. Without such images, `list_file` is left out.
     """
     paths = list(dict.fromkeys(str(item.path) for item in items))
     archives = {path.partition("!")[0]: None for path in paths if ".tar!" in path}

@@ -69,9 +69,9 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
     trained_rows, dev_rows = matched.split(len(captions.trained))
     if left_out := trained_rows.missing():
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in left_out.items())
-        on_event(StatusMessage(f"left out, without features: {reasons}"))
+        on_event(StatusMessage(f"images left out because they have no features: {reasons}"))
     if captions.blank:
-        on_event(StatusMessage(f"left out, blank captions: {captions.blank:,}"))
+        on_event(StatusMessage(f"blank captions left out: {captions.blank:,}"))
         left_out = {**left_out, "blank-caption": captions.blank}
     trained_items, trained = _caption_set(trained_rows, captions.trained, "inputs.captions")
     dev = _caption_set(dev_rows, captions.dev, "inputs.dev")[1] if captions.dev else None
@@ -81,7 +81,10 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
 def _caption_set(
     matched: MatchedRows, items: Sequence[CaptionedImage], setting: str
 ) -> tuple[list[CaptionedImage], CaptionSet]:
-    """Return the images of `items` that have features, and their rows and captions."""
+    """Return the images of `items` that have features, and a `CaptionSet` with the rows and captions of these images.
+
+    `setting` is the name of the setting that gave the images, for the error message.
+    """
     from edje_index.training.data.dataset import CaptionSet
 
     kept, rows = matched.indexed(items)

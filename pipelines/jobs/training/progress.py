@@ -33,7 +33,7 @@ def stoppable_progress(on_event: OnEvent, should_stop: ShouldStop) -> OnProgress
 def step_progress(on_event: OnEvent, clock: Callable[[], float] = time.monotonic) -> Callable[[dict[str, Any]], None]:
     """Return a callback that shows log records of the steps.
 
-    It shows at most one record every five seconds, and always the last record of a phase.
+    The callback shows at most one record every five seconds, and always the last record of a phase.
     """
     last = -_REPORT_SECONDS
     warned = False

@@ -1,4 +1,4 @@
-"""The record of a training run: settings and fingerprints of everything that determines the trained weights."""
+"""Makes the record of a training run: settings and fingerprints of all inputs that determine the trained weights."""
 
 from __future__ import annotations
 

@@ -118,20 +118,20 @@ def check_request(request: TrainRequest, config: TrainConfig) -> None:
     inputs, objective, fitting, loop = request.inputs, config.objective, config.fitting, config.loop
     no_loss = inputs.teacher is None and not objective.itm_weight + objective.mlm_weight + objective.recovery_weight
     problems = {
-        "inputs.model and inputs.vision: set one of them, the frozen towers": (
+        "set exactly one of inputs.model and inputs.vision, which give the frozen towers": (
             (inputs.model is None) == (inputs.vision is None)
         ),
-        "loop.steps or loop.epochs is missing: the length of the training": loop.steps is None and loop.epochs is None,
+        "the number of steps is missing; set loop.steps or loop.epochs": loop.steps is None and loop.epochs is None,
         f"loop.batch_size is {loop.batch_size} and run.workers is {request.run.workers}; the batch size must be a "
         "multiple of the number of workers": loop.batch_size % request.run.workers != 0,
-        "all losses have weight 0 and inputs.teacher is not set; there is nothing to train": no_loss,
-        "fitting.pooled_dim needs inputs.dev or fitting.pooled_weight; otherwise the weight would be 0": (
+        "there is nothing to train: all losses have weight 0; raise a weight or set inputs.teacher": no_loss,
+        "fitting.pooled_dim has no effect without a weight; set inputs.dev or fitting.pooled_weight": (
             fitting.pooled_dim > 0 and inputs.dev is None and not fitting.pooled_weight
         ),
-        "fitting.hubness_bank needs inputs.dev, to whose captions its weight is fitted": (
+        "fitting.hubness_bank needs inputs.dev: the weight of the hubness correction is fitted to dev captions": (
             fitting.hubness_bank > 0 and inputs.dev is None
         ),
-        "run.keep_best needs inputs.dev, on whose captions checkpoints are compared": (
+        "run.keep_best needs inputs.dev: checkpoints are compared by recall on dev captions": (
             request.run.keep_best > 0 and inputs.dev is None
         ),
         "run.step needs run.export": request.run.step is not None and not request.run.export,

@@ -1,4 +1,4 @@
-"""The run folder of a training run. It can be resumed only with the same record; other records are refused."""
+"""Manages the run folder of a training run. Only a run with the same record can use an existing run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundle with the initial weights of a training run, made once in the run folder."""
+"""Makes the bundle with the initial weights of a training run, once per run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The task of a prepared training run: plain values that its steps and its last stage read."""
+"""The task of a prepared training run: the values that the optimiser steps and the last stage read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FinishTask:
         trained_on: description of the training data, for the notes of the bundle.
         images, captions: numbers of images and captions that are trained on.
         left_out: number of images without features, by reason; "blank-caption" counts blank captions.
-        step: step of the checkpoint to export; None takes the last one.
+        step: step of the checkpoint to export; None takes the last checkpoint.
     """
 
     out: Path
