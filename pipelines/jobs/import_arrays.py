@@ -93,7 +93,10 @@ def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldSt
         check_faiss()
     tokens, embeddings = open_npy(config.tokens, 3), open_npy(config.embeddings, 2)
     if len(tokens) != len(embeddings):
-        raise UsageError(f"{config.tokens} has {len(tokens)} rows, but {config.embeddings} has {len(embeddings)}")
+        raise UsageError(
+            f"{config.tokens} has {len(tokens)} rows, but {config.embeddings} has {len(embeddings)}; "
+            "save one row per image in both files"
+        )
     _, m, d = tokens.shape
     spec = IndexSpec(len(tokens), config.shard_size, (m, d), embeddings.shape[1], config.precisions)
     parts = _row_parts(config.rows, spec.rows)
@@ -178,7 +181,9 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
     if "uri" not in columns:
         raise UsageError(f"{path} has no column 'uri'; its columns are: {', '.join(file.schema_arrow.names)}")
     if file.metadata.num_rows != rows:
-        raise UsageError(f"{path} has {file.metadata.num_rows} rows, but the arrays have {rows}")
+        raise UsageError(
+            f"{path} has {file.metadata.num_rows} rows, but the arrays have {rows}; write one row per image"
+        )
     batches = iter_batches(file, _CHUNK_ROWS, columns)
     return ((len(batch), batch) for batch in batches)
 

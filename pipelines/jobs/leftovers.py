@@ -28,6 +28,6 @@ def refuse_unfinished_append(layout: Layout) -> None:
     """Raise EdjeError if the index has an unfinished append."""
     if layout.append_plan.exists():
         raise EdjeError(
-            f"an append to {layout.root} has not finished; run the same append again, or discard it with 'edje-index "
-            "gc'"
+            f"an append to {layout.root} has not finished; run the same append again to finish it, or remove the new "
+            "files with 'edje-index gc'; the committed rows stay"
         )

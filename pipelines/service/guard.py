@@ -84,7 +84,9 @@ class Guard:
                 "the host name of the request is not allowed; use another host name, or ask the operator to allow it",
             )
         if self._settings.api_keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
-            raise ServiceError(401, "send an API key as 'Authorization: Bearer KEY'", {"WWW-Authenticate": "Bearer"})
+            raise ServiceError(
+                401, "send a valid API key as 'Authorization: Bearer KEY'", {"WWW-Authenticate": "Bearer"}
+            )
 
     def _has_key(self, headers: Headers) -> bool:
         """Return whether the request has a valid API key.

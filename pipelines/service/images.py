@@ -37,7 +37,7 @@ def picture_bytes(text: str) -> bytes:
     try:
         return base64.b64decode(text[match.end() if match else 0 :], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ServiceError(422, "an image is not valid base64; encode its bytes again") from error
+        raise ServiceError(422, "an image is not valid base64; send the bytes of the image file as base64") from error
 
 
 def decode_picture(data: bytes, max_pixels: int) -> Image.Image:

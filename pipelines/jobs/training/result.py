@@ -20,7 +20,7 @@ class TrainResult:
         run: fingerprint of the settings and data of the training run.
         images, captions: numbers of images and captions trained on.
         left_out: number of images without features, by reason; "blank-caption" counts blank captions.
-        steps: finished steps of the joint phase.
+        steps: number of finished steps of the joint phase, which trains the joint encoder.
         seconds: wall time of this run.
         last: the last log record; empty if there is none.
         score: weights of the final score by direction, see `edje_index.scoring.weights.DirectionWeights`.

@@ -63,6 +63,6 @@ def _refuse_differences(folder: Path, recorded: dict[str, Any], current: dict[st
     ]
     if lines:
         raise UsageError(
-            f"the run in {folder} was begun with other settings; restore these or set run.dir to another folder:\n"
-            + "\n".join(lines)
+            f"the run in {folder} was begun with other settings; restore the earlier settings, or set run.dir to "
+            "another folder:\n" + "\n".join(lines)
         )

@@ -20,7 +20,7 @@ class StartModel:
     Attributes:
         path: directory of the bundle.
         bundle: the loaded bundle.
-        new_adapter: whether the adapter is untrained, because `inputs.init` provided no adapter.
+        new_adapter: whether the adapter is untrained, because `inputs.init` provided no adapter of the same sizes.
     """
 
     path: Path

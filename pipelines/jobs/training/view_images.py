@@ -1,7 +1,7 @@
 """Augmented views of photos: random crops, half of them mirrored, written as files for the build job.
 
-The crops follow Szegedy et al. (2015), but cover at least 35 % of the photo, because a caption describes most of a
-photo.
+The crops follow Szegedy et al. (2015), but the area is drawn from 35 % to 100 % of the photo, because a caption
+describes most of a photo.
 """
 
 from __future__ import annotations
