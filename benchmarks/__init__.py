@@ -1,4 +1,5 @@
-"""The benchmarks that `edje-index bench` runs: workloads, peers and reports.
+"""The benchmarks that `edje-index bench` runs: workloads, compared libraries and reports.
 
-Subjects and peers take turns, several times, each run in a process of its own. Reports give medians and ratios.
+This project and the compared libraries run alternately, several times, and each run has its own process. Reports give
+medians and ratios.
 """

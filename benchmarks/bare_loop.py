@@ -1,4 +1,4 @@
-"""A loop with the minimum cost of indexing: decode each image, preprocess it, run the model, store nothing.
+"""The minimum work of indexing, for comparison: decode and preprocess each image, run the model, store nothing.
 
 Usage: `python -m benchmarks.bare_loop MODEL IMAGE_LIST --threads N --batch-size N`.
 """
@@ -28,7 +28,7 @@ def batches(encoder: ImageEncoder, paths: list[str], batch_size: int) -> Iterato
 
 
 def main(arguments: list[str]) -> None:
-    """Encode every listed image and print the number of images."""
+    """Encode every image of the list and print the number of images as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("image_list", type=Path)

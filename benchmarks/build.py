@@ -1,7 +1,7 @@
-"""The cost of an index build beyond decoding and the model: processor time and memory of the whole process tree.
+"""Measures processor time and memory of an index build, compared with a loop that only decodes and runs the model.
 
-The subjects are the bare loop (`benchmarks.bare_loop`) and `edje-index build` with each engine. Each runs in a process
-of its own, in turn, on the same images with the same model, threads and batch size.
+The bare loop (`benchmarks.bare_loop`) and `edje-index build` with each engine run alternately. Each run has its own
+process and uses the same images, model, threads and batch size. Costs cover the whole process tree.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class BuildBench:
         images: paths of decodable images.
         model: bundle directory.
         folder: folder in which indexes are written and removed.
-        threads, batch_size: settings of the model in every subject.
-        repeats: runs of each subject.
-        engines: engines to measure beside the bare loop.
+        threads, batch_size: CPU threads and images per forward pass of the model, the same in every run.
+        repeats: runs of each engine and of the bare loop.
+        engines: execution engines of `build` to compare with the bare loop.
     """
 
     images: list[Path]
@@ -49,7 +49,7 @@ class BuildBench:
 
 
 def bench_build(bench: BuildBench) -> dict[str, Any]:
-    """Measure every run; returns the costs, and medians that compare each engine with the bare loop."""
+    """Measure all runs. Return the cost of each run, and medians that compare each engine with the bare loop."""
     bench.folder.mkdir(parents=True, exist_ok=True)
     listing = bench.folder / "images.txt"
     images = [str(path.absolute()) for path in bench.images]  # paths of a list are relative to the list
@@ -82,7 +82,7 @@ def _build(bench: BuildBench, engine: str, source: Path) -> list[str]:
 
 
 def _measured(command: list[str]) -> dict[str, Any]:
-    """Call `process_tree.measure` in a new process, which has no other children to account for."""
+    """Call `process_tree.measure` in a new process, so that it counts no other child processes. Return its cost."""
     done = subprocess.run([sys.executable, "-c", _MEASURE, *command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise EdjeError(f"a measured run failed: {done.stderr[-2000:]}")
@@ -91,7 +91,10 @@ def _measured(command: list[str]) -> dict[str, Any]:
 
 
 def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Medians of each subject. `cpu_ratio` and `extra_pss` (bytes) compare each run with the bare loop of its round."""
+    """Return medians for the bare loop and each engine.
+
+    `cpu_ratio` and `extra_pss` (bytes) compare each run with the bare-loop run of the same round.
+    """
     bare_runs = runs["bare loop"]
     return {
         name: {

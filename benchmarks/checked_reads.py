@@ -1,10 +1,11 @@
-"""Measures the cost of checking checksums: fetches with and without the check, alternating in one process.
+"""Measures the cost of checksum verification: fetches with and without verification, alternating in one process.
 
     python -m benchmarks.checked_reads --scratch /mnt/nvme/scratch
     python -m benchmarks.checked_reads --scratch /mnt/nvme/scratch --cpu --states warm
 
-Prints a Markdown table. For cold fetches, the shard files are evicted first and the engine is `io_uring`. Warm fetches
-follow some batches of warm-up and use `auto`. The ratio is the median of unchecked / checked seconds over the rounds.
+Prints a Markdown table. Before each cold fetch, the shard files are evicted from the page cache; cold fetches use the
+engine `io_uring`. Warm fetches use the engine `auto` and start after a few warm-up batches. The ratio is the median of
+unchecked seconds / checked seconds over the rounds.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Setting:
 
     Attributes:
         precision: precision of the store.
-        is_cold: evict the shard files before each fetch.
-        batch: random rows per fetch.
-        rounds: fetches of each kind.
+        is_cold: whether the shard files are evicted from the page cache before each fetch.
+        batch: number of random rows per fetch.
+        rounds: number of pairs of an unchecked and a checked fetch.
     """
 
     precision: str
@@ -87,7 +88,7 @@ def _batches(rng: np.random.Generator, rows: int, batch: int) -> Iterator[np.nda
 
 
 def table_line(setting: Setting, seconds: list[tuple[float, float]]) -> str:
-    """One line of the Markdown table: median microseconds per block, and the ratio."""
+    """Return one line of the Markdown table: median microseconds per block, and the ratio."""
     unchecked, checked = (statistics.median(times) * 1e6 / setting.batch for times in zip(*seconds, strict=True))
     ratio = statistics.median(without / with_check for without, with_check in seconds)
     state = "cold" if setting.is_cold else "warm"
@@ -95,7 +96,7 @@ def table_line(setting: Setting, seconds: list[tuple[float, float]]) -> str:
 
 
 def main() -> None:
-    """Measure checked and unchecked reads, and print a table."""
+    """Measure fetches with and without verification, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scratch", type=Path, required=True, help="Directory for an index of random blocks.")
     parser.add_argument("--rows", type=int, default=16_384, help="Rows of the index.")

@@ -20,7 +20,7 @@ from storage_formats.format.layout import IndexSpec
 def bench() -> None:
     """Measure fetching, scoring, writing, converting, building and training.
 
-    Figures are medians. Compare ratios rather than seconds.
+    Results are medians of several runs. Compare ratios rather than seconds.
     """
 
 
@@ -73,7 +73,7 @@ def make_synthetic_command(
 
 @bench.command("write")
 @click.option("--folder", type=click.Path(path_type=Path), required=True, help="Folder on the disk to measure.")
-@click.option("--rows", type=click.IntRange(min=1), default=8192, show_default=True, help="Blocks to write.")
+@click.option("--rows", type=click.IntRange(min=1), default=8192, show_default=True, help="Number of blocks to write.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each writer.")
 @json_option
 def write_command(folder: Path, rows: int, repeats: int, as_json: bool) -> None:
@@ -98,7 +98,7 @@ def write_command(folder: Path, rows: int, repeats: int, as_json: bool) -> None:
 @click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Runs of each codec.")
 @json_option
 def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: int, as_json: bool) -> None:
-    """Compare the codecs with torch, torchao (if installed) and ml_dtypes, in GB/s of bfloat16.
+    """Compare codecs with torch, torchao (if installed) and ml_dtypes, in GB/s of bfloat16 tokens.
 
     \b
     Example:
@@ -124,10 +124,16 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
     type=click.IntRange(min=1),
     default=1000,
     show_default=True,
-    help="Number of images to index. PHOTOS are reused if there are fewer.",
+    help="Number of images to index. If there are fewer PHOTOS, they repeat.",
 )
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="CPU threads of the model.")
-@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each subject.")
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Runs per engine and of the loop.",
+)
 @click.option(
     "--engine",
     "engines",
@@ -148,7 +154,7 @@ def build_command(
     engines: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Compare the processor time and memory of `build` with a bare loop of decoding and model. Linux only.
+    """Compare processor time and memory of `build` with a loop that only decodes and encodes. Linux only.
 
     \b
     Example:

@@ -1,9 +1,9 @@
-"""Encoding and decoding at every precision, compared with torch, torchao and ml_dtypes on the same tokens.
+"""Measures encoding and decoding at every precision, and compares torch, torchao and ml_dtypes on the same tokens.
 
-Rates are GB/s of bfloat16 encoded or decoded, independent of the record size. `ml_dtypes cast` and `torch cast` are
-single element-wise casts; they do less than a codec because they have no scales. `torch scaled` encodes and decodes
-fp8 with scales, and torchao the complete MX and NVFP4 formats. Decoders write into an
-existing array where their API allows it.
+Rates are GB/s of bfloat16 tokens, independent of the record size. `ml_dtypes cast` and `torch cast` are single
+element-wise casts; they do less work than a codec because they compute no scales. `torch scaled` encodes and decodes
+fp8 with scales. torchao encodes and decodes the complete MX and NVFP4 formats. Decoders write into an existing array
+where their API allows it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ _EDJE = "edje"
 
 
 def bench_codecs(folder: Path, blocks: int, repeats: int, threads: int | None = None) -> dict[str, Any]:
-    """Convert `blocks` blocks `repeats` times with each subject; returns rates, medians, and median ratios to peers.
+    """Convert `blocks` blocks `repeats` times with each codec and each compared library.
 
-    `gather` decodes random records of a mapped file in `folder` in one pass. It is compared with a plain gather of
-    bfloat16.
+    Returns the rates of all runs, their medians, and the median ratio of the codec to each library.
+
+    The task `gather` decodes random records of a memory-mapped file in `folder` in one pass. It is compared with a
+    gather of bfloat16 records, which need no decoding.
     """
     rng = np.random.default_rng(0)
     tokens = rng.standard_normal((blocks, *BLOCK_SHAPE), dtype=np.float32).astype(BF16)
@@ -70,7 +72,7 @@ def _medians(rates: dict[str, list[float]]) -> dict[str, float]:
 
 
 def _ratios(rates: dict[str, list[float]], base: str) -> dict[str, float]:
-    """Median ratio of the codec to each peer; for gathers, of each precision to bfloat16."""
+    """Return the median ratio of the codec to each compared library; for gathers, of each precision to bfloat16."""
     pairs = {
         (f"{base} / {name}" if base == _EDJE else f"{name} / {base}"): zip(rates[base], values, strict=True)
         for name, values in rates.items()
@@ -134,7 +136,7 @@ def _torch(blocks: Blocks) -> Any:
 
 
 def _torch_scaled(tokens: Any) -> tuple[Any, Any]:
-    """Encode with torch: returns E4M3 codes and one power-of-two scale per token, in bfloat16."""
+    """Encode with torch. Return E4M3 codes and one bfloat16 scale, a power of two, per token."""
     import torch
 
     largest = tokens.abs().amax(dim=-1, keepdim=True).float()
@@ -143,7 +145,7 @@ def _torch_scaled(tokens: Any) -> tuple[Any, Any]:
 
 
 def _torchao(name: str, tokens: Blocks) -> tuple[Subjects, Subjects]:
-    """torchao's encoder and decoder of the MX and NVFP4 formats; empty if it is not installed."""
+    """Return torchao's encoder and decoder of each MX and NVFP4 format; empty if torchao is not installed."""
     if name not in ("mxfp8", "mxfp4", "nvfp4"):
         return {}, {}
     try:

@@ -1,4 +1,4 @@
-"""Hardware, kernel and package versions, for the head of a report."""
+"""Hardware, kernel and package versions, for the start of a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PACKAGES = ("edje-index", "torch", "numpy", "zarr", "ray", "faiss-cpu", "pyarro
 
 
 def environment() -> dict[str, Any]:
-    """Date (UTC), processor, cores, memory in GiB, kernel, Python and versions of the main packages."""
+    """Return the date (UTC), processor, cores, memory in GiB, kernel, Python and versions of the main packages."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "processor": _processor(),
@@ -26,7 +26,7 @@ def environment() -> dict[str, Any]:
 
 
 def storage(path: Path) -> dict[str, str | None]:
-    """File system, device, model and scheduler of the disk that holds `path`; None for unknown values."""
+    """Describe the disk of `path`: file system, mount options, device, model and scheduler; None for unknown values."""
     number = os.stat(path).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     mount = {"file_system": None, "mount_options": None, **_mount(device)}
@@ -42,20 +42,20 @@ def storage(path: Path) -> dict[str, str | None]:
 
 
 def logical_block_bytes(path: Path) -> int | None:
-    """Logical block size of the disk that holds `path`, in bytes; None if there is no disk."""
+    """Return the logical block size of the disk that holds `path`, in bytes; None if `path` is not on a disk."""
     number = os.stat(path).st_dev
     size = _text(_folders(f"{os.major(number)}:{os.minor(number)}")[1] / "queue/logical_block_size")
     return int(size) if size else None
 
 
 def _folders(device: str) -> tuple[Path, Path]:
-    """/sys folders of a device, "major:minor", and of its disk: a partition lies inside the folder of its disk."""
+    """Return the /sys folder of the device "major:minor" and that of its disk, which differs for a partition."""
     folder = Path(f"/sys/dev/block/{device}").resolve()
     return folder, folder if (folder / "queue").exists() else folder.parent
 
 
 def _mount(device: str) -> dict[str, str]:
-    """Type and mount options of the file system on a device, "major:minor"."""
+    """Return type and mount options of the file system on the device "major:minor"; empty if it is not mounted."""
     mounts = _text(Path("/proc/self/mountinfo")) or ""
     for line in mounts.splitlines():
         if line.split()[2] == device:

@@ -1,7 +1,7 @@
-"""Runtimes for the joint encoder on a CPU: processor time per pair, and how well each keeps the ranking.
+"""Compares runtimes for the joint encoder on a CPU: processor time per pair, and agreement of the rankings.
 
-Run it on an idle machine, in an environment that also has the runtimes to compare (onnxruntime and onnxscript,
-openvino, torchao); those that are not installed are left out:
+Run the program on an idle machine. Install the compared runtimes in the same environment (onnxruntime and onnxscript,
+openvino, torchao); runtimes that are not installed are skipped:
 
     python -m benchmarks.joint_runtimes INDEX --model BUNDLE --queries captions.txt --threads 1
 """
@@ -36,9 +36,9 @@ _PAIRS = 50  # per forward pass
 
 
 class PlainNet(nn.Module):
-    """From embedded rows [b, t, d] to logits [b], in modules that every runtime can convert.
+    """The joint encoder from embedded rows [b, t, d] to logits [b], in modules that every runtime can convert.
 
-    The last layer computes the first token alone, as `JointScorer` does.
+    As in `JointScorer`, the last layer computes only the first token.
     """
 
     def __init__(self, joint: JointEncoder, dtype: torch.dtype = torch.float32) -> None:
@@ -54,7 +54,7 @@ class PlainNet(nn.Module):
         self.requires_grad_(False).eval()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits [b] of rows [b, t, d]."""
+        """Return the logits [b] of embedded rows [b, t, d]."""
         for number, layer in enumerate(self.layers):
             x = self._layer(layer, x, last=number == len(self.layers) - 1)
         logits: torch.Tensor = self.output(torch.tanh(self.pooler(x[:, 0])))  # type: ignore[operator]
@@ -76,27 +76,27 @@ class PlainNet(nn.Module):
 
 
 def torch_float32(joint: JointEncoder, threads: int) -> Run:
-    """torch, float32, product by product."""
+    """Return a function that runs torch in float32, without compilation."""
     return PlainNet(joint)
 
 
 def torch_bfloat16(joint: JointEncoder, threads: int) -> Run:
-    """torch with bfloat16 products."""
+    """Return a function that runs torch with bfloat16 matrix products, without compilation."""
     return PlainNet(joint, torch.bfloat16)
 
 
 def compiled_float32(joint: JointEncoder, threads: int) -> Run:
-    """`torch.compile`, float32."""
+    """Return a function that runs `torch.compile` in float32."""
     return torch.compile(PlainNet(joint))
 
 
 def compiled_bfloat16(joint: JointEncoder, threads: int) -> Run:
-    """`torch.compile` with bfloat16 products."""
+    """Return a function that runs `torch.compile` with bfloat16 matrix products."""
     return torch.compile(PlainNet(joint, torch.bfloat16))
 
 
 def own(dtype: torch.dtype) -> Callable[[JointEncoder, int], Run]:
-    """The layers that `JointScorer` uses."""
+    """Return a maker of functions that run the layers of `JointScorer` in `dtype`."""
 
     def make(joint: JointEncoder, threads: int) -> Run:
         joint = copy.copy(joint)
@@ -108,7 +108,7 @@ def own(dtype: torch.dtype) -> Callable[[JointEncoder, int], Run]:
 
 
 def openvino(precision: str) -> Callable[[JointEncoder, int], Run]:
-    """OpenVINO with products in `precision`, "f32" or "bf16"."""
+    """Return a maker of functions that run OpenVINO with matrix products in `precision`, "f32" or "bf16"."""
 
     def make(joint: JointEncoder, threads: int) -> Run:
         import openvino as ov
@@ -122,7 +122,7 @@ def openvino(precision: str) -> Callable[[JointEncoder, int], Run]:
 
 
 def onnx_runtime(*, int8: bool) -> Callable[[JointEncoder, int], Run]:
-    """ONNX Runtime in float32, or with int8 weights and dynamically quantized activations."""
+    """Return a maker of functions that run ONNX Runtime in float32, or with int8 weights and int8 activations."""
 
     def make(joint: JointEncoder, threads: int) -> Run:
         import onnxruntime as ort
@@ -149,7 +149,7 @@ def onnx_runtime(*, int8: bool) -> Callable[[JointEncoder, int], Run]:
 
 
 def torchao_int8(joint: JointEncoder, threads: int) -> Run:
-    """torchao: int8 weights and dynamically quantized activations, compiled."""
+    """Return a function that runs torchao with int8 weights and dynamically quantized activations, compiled."""
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
     net = PlainNet(joint)
@@ -170,12 +170,12 @@ RUNTIMES: dict[str, tuple[str, Callable[[JointEncoder, int], Run]]] = {
     "OpenVINO bfloat16": ("openvino", openvino("bf16")),
     "torchao int8": ("torchao", torchao_int8),
 }
-"""The package that each needs, and the function that makes it."""
+"""Each runtime by name: the package that it needs, and its maker of functions from embedded rows to logits."""
 
 
 @torch.inference_mode()
 def embedded_rows(joint: JointEncoder, query: str, blocks: torch.Tensor) -> torch.Tensor:
-    """The input of the first layer, float32 [b, t, d], for one query and its candidates' tokens."""
+    """Return the input of the first layer, float32 [b, t, d], for one query and the tokens of its candidates."""
     inputs = joint.tokenizer.inputs([query] * len(blocks), blocks.shape[1])
     words = joint.text_embeddings(inputs.input_ids)
     is_image = (inputs.input_ids == joint.tokenizer.image_token_id)[:, :, None].expand_as(words)
@@ -186,7 +186,7 @@ def embedded_rows(joint: JointEncoder, query: str, blocks: torch.Tensor) -> torc
 
 @dataclass(frozen=True)
 class Pools:
-    """The embedded rows of each query, computed again by each iteration because all together take gigabytes."""
+    """The embedded rows of each query. Each iteration recomputes the rows, because storing all takes gigabytes."""
 
     joint: JointEncoder
     store: TokenStore
@@ -199,7 +199,7 @@ class Pools:
 
 @torch.inference_mode()
 def measure(run: Run, pools: Pools, expected: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Processor and elapsed milliseconds per pair, and agreement with the expected logits."""
+    """Return processor and elapsed milliseconds per pair, and the agreement with the `expected` logits."""
     run(next(iter(pools))[:_PAIRS])
     processor = elapsed = 0.0
     taus, same_first = [], []
@@ -221,21 +221,23 @@ def measure(run: Run, pools: Pools, expected: Sequence[torch.Tensor]) -> dict[st
 
 
 def kendall_tau(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Kendall's rank correlation without ties."""
+    """Return Kendall's rank correlation of two vectors without ties."""
     signs = torch.sign(left[:, None] - left) * torch.sign(right[:, None] - right)
     return float(signs.sum() / (len(left) * (len(left) - 1)))
 
 
 def main() -> None:
-    """Print one line per runtime."""
+    """Measure each runtime and print one line of results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("index", type=Path)
-    parser.add_argument("--model", type=Path, required=True, help="model bundle that built the index")
-    parser.add_argument("--queries", type=Path, required=True, help="one text per line")
+    parser.add_argument("--model", type=Path, required=True, help="bundle of the model that built the index")
+    parser.add_argument("--queries", type=Path, required=True, help="file with one query per line")
     parser.add_argument("--count", type=int, default=1000, help="number of queries")
     parser.add_argument("--pool", type=int, default=100, help="candidates per query")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--runtime", action="append", choices=list(RUNTIMES), help="repeatable; by default all")
+    parser.add_argument(
+        "--runtime", action="append", choices=list(RUNTIMES), help="runtime to measure; repeatable; default: all"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     joint = ModelBundle.load(options.model).joint

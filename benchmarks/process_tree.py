@@ -1,7 +1,7 @@
-"""Processor time, memory and wall time of a command and all its descendants. Linux only.
+"""Measures processor time, memory and wall time of a command and all its descendants. Linux only.
 
-The measuring process becomes the "subreaper" of its descendants (prctl(2)). It therefore waits for daemons that outlive
-their parent, such as those of Ray, and the kernel's accounting of them is complete.
+The measuring process becomes the "subreaper" of its descendants (prctl(2)). It can therefore wait for daemons that
+outlive their parent, such as those of Ray, and the kernel counts their processor time completely.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Cost:
 
     Attributes:
         wall: seconds from start to exit of the command itself.
-        cpu: user and system seconds of the whole tree: the larger of the kernel's account and of samples of each
-            process, because the account of children is lost if their parent ignores SIGCHLD.
-        peak_pss: largest sampled sum of proportional set sizes of the tree, bytes; shared pages count once.
-        peak_largest_rss: largest resident set of any single process, bytes, from the kernel.
-        stdout: output of the command.
+        cpu: user and system seconds of the whole tree. This is the larger of the kernel's sum and the sum of sampled
+            values, because the kernel loses the time of children whose parent ignores SIGCHLD.
+        peak_pss: largest sampled sum of the proportional set sizes of all processes, in bytes; shared pages count once.
+        peak_largest_rss: largest resident set of any single process, in bytes, from the kernel.
+        stdout: standard output of the command.
     """
 
     wall: float
@@ -46,10 +46,10 @@ class Cost:
 
 
 def measure(command: Sequence[str], env: dict[str, str] | None = None) -> Cost:
-    """Run `command` to its end and account for every process that it started.
+    """Run `command` to its end and return the cost of all processes that it started.
 
-    Call it once, from a process without other children, because the accounting covers all children together.
-    Raises EdjeError with the end of the error output if the command fails.
+    Call the function once, from a process without other children, because the kernel counts all children together.
+    Raises EdjeError with the end of standard error if the command fails.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -71,7 +71,7 @@ def measure(command: Sequence[str], env: dict[str, str] | None = None) -> Cost:
 
 
 def _reap_orphans() -> None:
-    """Wait for daemons that outlive the command, so that their processor time is counted."""
+    """Wait for daemons that outlive the command, so that the kernel counts their processor time."""
     deadline = time.monotonic() + _ORPHAN_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -80,11 +80,13 @@ def _reap_orphans() -> None:
             return
         if pid == 0:
             time.sleep(0.1)
-    raise EdjeError(f"processes were still running {_ORPHAN_SECONDS:.0f} s after the command; stop them and repeat")
+    raise EdjeError(
+        f"processes were still running {_ORPHAN_SECONDS:.0f} s after the command; stop these processes and repeat"
+    )
 
 
 class _Sampler(threading.Thread):
-    """Samples the descendants of a process: largest sum of proportional set sizes, last CPU seconds of each."""
+    """Thread that samples all descendants of a process: the largest sum of PSS, and the last CPU seconds of each."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -101,14 +103,14 @@ class _Sampler(threading.Thread):
                 self._cpu[process.pid] = max(self._cpu.get(process.pid, 0.0), _cpu_seconds(process))
 
     def stop(self) -> tuple[int, float]:
-        """Stop sampling; returns the peak in bytes and the CPU seconds of all processes."""
+        """Stop sampling. Return the largest sum of PSS in bytes, and the CPU seconds of all processes."""
         self._stopped.set()
         self.join()
         return self._peak, sum(self._cpu.values())
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
-    """User and system seconds of one process without its children; 0 if it has ended."""
+    """Return user and system seconds of one process without its children; 0 if the process has ended."""
     with contextlib.suppress(psutil.Error):
         times = process.cpu_times()
         return float(times.user + times.system)
@@ -116,7 +118,7 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 def _pss(process: psutil.Process) -> int:
-    """Proportional set size of a process in bytes; 0 if it has ended."""
+    """Return the proportional set size (PSS) of a process in bytes; 0 if the process has ended."""
     with contextlib.suppress(psutil.Error):
         return int(process.memory_full_info().pss)
     return 0

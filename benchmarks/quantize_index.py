@@ -1,8 +1,8 @@
-"""Compares `quantize` of a whole index with `cp` on the same disk: cold, in turn, each with a final fsync.
+"""Compares `quantize` of a whole index with `cp` on the same disk. Both run alternately, cold, with a final fsync.
 
-`cp` copies the token files that `quantize` reads. Rates count the bytes read and written, so that the rate of `cp` is
-that of a program which only moves bytes. `quantize` is timed twice: from opening the index to the last fsync, and
-including the start of its process, which takes the same time for every index.
+`cp` copies the token files that `quantize` reads. Rates count the bytes read and written, so `cp` shows the
+rate of a program that only moves bytes. `quantize` is timed in two ways: from opening the index to the last fsync, and
+with process start-up, which takes the same time for every index.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK_SHAPE = (64, 384)
 _TARGET_RATIO = 0.7
 Say = Callable[[str], None]
 Moved: TypeAlias = tuple[int, float | None]
-"""Bytes read and written, and seconds if the subject reports its own time."""
+"""Bytes read and written, and the seconds that the program reports; None if it reports no time."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class QuantizeBench:
         folder: folder on the disk to measure; files are written there and removed.
         rows: number of random blocks in the index.
         to: precision to convert to.
-        engine, workers: engine of `quantize` and its number of workers.
-        repeats: runs of each subject, in turn.
+        engine, workers: execution engine of `quantize`, and its number of workers.
+        repeats: runs of `quantize` and of `cp`.
     """
 
     folder: Path
@@ -53,10 +53,10 @@ class QuantizeBench:
 
 
 def bench_quantize_index(bench: QuantizeBench, say: Say = lambda _: None) -> dict[str, Any]:
-    """Measure seconds and GB/s of each run, medians, and the median ratio of neighbouring runs.
+    """Measure each run. Return seconds and GB/s, medians, and median ratios of `quantize` to `cp`.
 
     Raises:
-        UsageError: `to` is the precision of the source.
+        UsageError: `to` is bf16, the precision that the index stores.
         EdjeError: `quantize` failed, or the files could not be evicted from the page cache.
     """
     if bench.to == "bf16":
@@ -99,14 +99,16 @@ def bench_quantize_index(bench: QuantizeBench, say: Say = lambda _: None) -> dic
 
 
 def _timed(work: Callable[[], Moved], bench: QuantizeBench, root: Path, copy: Path) -> dict[str, float]:
-    """Time one cold run, after removing the output of earlier runs, writing back, and evicting the source files."""
+    """Time one cold run. First remove the output of earlier runs, and evict the source files from the page cache."""
     shutil.rmtree(copy, ignore_errors=True)
     if bench.to in Manifest.load(root).spec.precisions:
         _command("quantize", root, "--to", "bf16", "--drop", bench.to)
     subprocess.run(["sync"], check=True)
     left = evict(_sources(root))
     if left > 0.01:
-        raise EdjeError(f"{left:.0%} of the files stay in the page cache; stop other processes that read them")
+        raise EdjeError(
+            f"{left:.0%} of the source files stay in the page cache; stop other processes that read these files"
+        )
     started = time.perf_counter()
     moved, reported_seconds = work()
     wall = time.perf_counter() - started
@@ -124,7 +126,7 @@ def _quantize(bench: QuantizeBench, root: Path) -> Moved:
 
 
 def _command(*arguments: str | Path) -> dict[str, Any]:
-    """Run `edje-index` in a process of its own and return its JSON output."""
+    """Run `edje-index` in a new process and return its JSON output."""
     command = [sys.executable, "-m", "pipelines.cli", *map(str, arguments), "--quiet", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""Speed of the joint encoder in pairs per second, and the time of each stage of a query."""
+"""Measures the joint encoder in pairs per second, and the time of each stage of a query."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class RerankBench:
     """Settings of `bench_rerank`.
 
     Attributes:
-        model: bundle whose joint encoder is measured; None for models of MiniLM's sizes with random weights.
-        index: index whose query stages are measured too; it needs the bundle that built it.
+        model: bundle whose joint encoder is measured; None for random joint encoders of MiniLM's sizes.
+        index: index to measure the stages of a query on, built with the encoder of the bundle; None for no query.
         score: final score of the query, see `edje_index.scoring.weights.parse_score`.
         caption: text of every pair.
         batch_sizes: numbers of pairs per forward pass to measure.
@@ -66,7 +66,7 @@ class RerankBench:
 
 
 def bench_rerank(bench: RerankBench) -> dict[str, Any]:
-    """Pairs per second of each joint encoder by batch size and threads, and the stages of a query."""
+    """Return pairs per second of each joint encoder by batch size and threads, and milliseconds of each query stage."""
     device = resolve_device(bench.device)
     dtype = resolve_dtype(bench.dtype, device)
     models = {}
@@ -100,7 +100,7 @@ def _rates(bench: RerankBench, joint: JointEncoder, block_shape: tuple[int, int]
 
 
 def needed_pairs_per_second(model: Path, device: str = "auto") -> dict[str, Any]:
-    """The highest speed of the bundle's joint encoder on this machine, and the setting that reaches it."""
+    """Return the highest speed of the bundle's joint encoder on this machine, and the batch size that reaches it."""
     threads = (torch.get_num_threads(),)
     report = bench_rerank(RerankBench(model=model, batch_sizes=(32, 128), threads=threads, repeats=3, device=device))
     ((name, rates),) = report["joint_encoders"].items()
@@ -116,7 +116,7 @@ def needed_pairs_per_second(model: Path, device: str = "auto") -> dict[str, Any]
 def pairs_per_second(
     joint: JointEncoder, block_shape: tuple[int, int], bench: RerankBench, batch: int, threads: int
 ) -> list[float]:
-    """Pairs per second of each repeat: tokenise, copy to the device, score, copy the scores back."""
+    """Return pairs per second of each repeat, including tokenisation and copies to and from the device."""
     rng = np.random.default_rng(0)
     blocks = torch.from_numpy(rng.standard_normal((batch, *block_shape), dtype=np.float32)).to(torch.bfloat16)
 
@@ -135,7 +135,7 @@ def pairs_per_second(
 
 
 def _joint_encoders(bench: RerankBench, device: torch.device) -> Iterable[tuple[str, JointEncoder, tuple[int, int]]]:
-    """(name, joint encoder, block shape) of each model to measure."""
+    """Yield (name, joint encoder, block shape) of each model to measure."""
     if bench.model is not None:
         bundle = ModelBundle.load(bench.model, device=str(device), verify=False)
         config = bundle.joint.config
@@ -147,7 +147,7 @@ def _joint_encoders(bench: RerankBench, device: torch.device) -> Iterable[tuple[
 
 
 def random_joint_encoder(layers: int, width: int, words: int = _VOCABULARY) -> JointEncoder:
-    """A joint encoder of MiniLM's shape with random weights."""
+    """Return a joint encoder with random weights and the sizes of MiniLM."""
     tokenizer = untrained_tokenizer(words)
     config = {
         "hidden_size": width,
@@ -162,7 +162,7 @@ def random_joint_encoder(layers: int, width: int, words: int = _VOCABULARY) -> J
 
 
 def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
-    """Median milliseconds of each stage of a query. The first run loads the page cache and is left out."""
+    """Return median milliseconds of each stage of a query. The first run fills the page cache and is not counted."""
     manifest = Manifest.load(index)
     if manifest.ann.get("kind") == "none":
         raise UsageError(f"{index} has no nearest-neighbour index, so it cannot be searched: build one from images")

@@ -1,11 +1,12 @@
-"""Cold random fetches of FP4 records with their scales in three layouts.
+"""Compares three layouts of FP4 records and their scales by cold random fetches.
 
-- `record`: codes and scales together, 13,824 bytes, as stored; four or five pages per block.
-- `memory`: codes alone, 12,288 bytes and three pages; the scales of all rows in memory, 1,536 bytes per row.
+- `record`: the stored record of codes and scales, 13,824 bytes; it spans four or five pages.
+- `memory`: codes alone on disk, 12,288 bytes or three pages; all scales in memory, 1,536 bytes per row.
 - `padded`: the record padded to 16,384 bytes, four pages.
 
-All layouts are read in the same way: ascending rows, WILLNEED 256 blocks ahead, one preadv per block. Each run ends
-with codes and scales of every block in memory. Nothing is decoded, because decoding is the same for all layouts.
+All layouts are read in the same way: ascending rows, posix_fadvise(WILLNEED) 256 blocks ahead, one preadv per block.
+Each run ends with codes and scales of every block in memory. Nothing is decoded, because decoding takes the same time
+for all layouts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Variant:
-    """A layout: bytes between record starts, bytes read per record, and bytes per row kept in memory."""
+    """One layout: bytes between record starts, bytes read per record, and bytes per row kept in memory."""
 
     name: str
     stride: int
@@ -53,17 +54,17 @@ VARIANTS = (
 def bench_scales_layout(
     folder: Path, rows: int, blocks: int, repeats: int, say: Say = lambda _: None
 ) -> dict[str, Any]:
-    """Fetch the same random rows from each layout, cold and in turn.
+    """Fetch the same random rows from each layout, alternately and with a cold page cache.
 
     Args:
         folder: folder in which files are written and removed.
         rows: rows of each file.
         blocks: rows fetched per run.
         repeats: runs of each layout.
-        say: receives one line per run.
+        say: receives a line of text after each run.
 
     Returns:
-        Figures of each run, medians, and bytes per million images.
+        Results of each run, their medians, and gigabytes of disk and memory per million images.
     """
     if blocks > rows:
         raise UsageError(f"cannot fetch {blocks} different blocks from {rows} rows; choose more rows or fewer blocks")
@@ -110,7 +111,7 @@ def _write(path: Path, variant: Variant, rows: int) -> None:
 def _timed(path: Path, variant: Variant, ids: NDArray[np.int64], scales: Bytes, out: Bytes) -> dict[str, float]:
     left = evict([path])
     if left > 0.01:
-        raise EdjeError(f"{left:.0%} of {path} stay in the page cache; stop other processes that read it")
+        raise EdjeError(f"{left:.0%} of {path} stays in the page cache; stop other processes that read this file")
     before = Counters.now(path)
     _fetch(path, variant, ids, out)
     if variant.memory:
@@ -127,7 +128,7 @@ def _timed(path: Path, variant: Variant, ids: NDArray[np.int64], scales: Bytes, 
 
 
 def _fetch(path: Path, variant: Variant, ids: NDArray[np.int64], out: Bytes) -> None:
-    """Read the records of the ascending `ids` into the rows of `out`."""
+    """Read the records of `ids`, which must ascend, into the rows of `out`."""
     offsets = (ids * variant.stride).tolist()
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -137,7 +138,7 @@ def _fetch(path: Path, variant: Variant, ids: NDArray[np.int64], out: Bytes) -> 
             if at + _AHEAD < len(offsets):
                 os.posix_fadvise(fd, offsets[at + _AHEAD], variant.read, os.POSIX_FADV_WILLNEED)
             if os.preadv(fd, [out[at, : variant.read].data], offset) != variant.read:
-                raise EdjeError(f"{path} is shorter than its {len(ids)} records; repeat the run")
+                raise EdjeError(f"{path} ended before all {len(ids)} records were read; repeat the run")
     finally:
         os.close(fd)
 

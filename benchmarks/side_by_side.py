@@ -1,11 +1,12 @@
-"""Compares codecs and fetches of two checkouts of this repository, measured in turn on the same blocks.
+"""Compares codecs and fetches of two checkouts of this repository on the same blocks.
 
     python -m benchmarks.side_by_side OLD NEW --scratch /mnt/nvme/scratch
     python -m benchmarks.side_by_side OLD NEW --scratch /mnt/nvme/scratch --cold
 
-Each checkout runs in a process of its own. The two processes take turns task by task, so that a change in the load of
-the machine affects both. The memory layout of a process changes its speed by several percent, so both are restarted
-several times. Each start gives median old seconds / median new seconds; a task's ratio is the median over the starts.
+Each checkout runs in its own process. The two processes alternate task by task, so that a change in the load of the
+machine affects both. The memory layout of a process changes its speed by several percent, so both are restarted several
+times. Each start gives the ratio median old seconds / median new seconds. The ratio of a task is the median over all
+starts.
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ class Options:
     """Settings of a comparison.
 
     Attributes:
-        starts: pairs of processes.
-        rounds: measurements of each task per pair.
-        blocks: blocks of 64 x 384 that a conversion handles.
-        words: measure only tasks whose name contains this text.
+        starts: number of times that both processes are started.
+        rounds: measurements of each task per start.
+        blocks: number of blocks of 64 x 384 per conversion.
+        words: text that the names of the measured tasks contain; empty for all tasks.
         clock: function of `time`: `perf_counter`, or `process_time` on a machine with other load.
-        cold: measure only fetches, each with an empty page cache. No process may map the files then, because mapped
-            pages cannot be evicted.
+        cold: whether to measure only fetches, each with an empty page cache. No process may map the files meanwhile,
+            because mapped pages cannot be evicted.
     """
 
     starts: int
@@ -98,7 +99,7 @@ class Options:
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the tasks to measure."""
+        """Return the names of the tasks to measure."""
         return [task for task in _tasks(self.cold) if self.words in task]
 
 
@@ -111,7 +112,7 @@ def measure(checkouts: tuple[Path, Path], root: Path, options: Options) -> dict[
     """Return (median old seconds, median new seconds) of every start, for each task.
 
     Raises:
-        RuntimeError: a checkout cannot run the tasks; its error is on stderr.
+        RuntimeError: a checkout cannot run the tasks. Its error message is on standard error.
     """
     medians: dict[str, list[tuple[float, float]]] = {task: [] for task in options.tasks}
     for _ in range(options.starts):
@@ -141,7 +142,7 @@ def _measure_once(checkouts: tuple[Path, Path], root: Path, options: Options) ->
 
 
 def table_lines(seconds: dict[str, list[tuple[float, float]]]) -> list[str]:
-    """A Markdown table of the medians, one line per task."""
+    """Return the lines of a Markdown table of the medians, one line per task."""
     lines = ["| task | old ms | new ms | old / new |", "|---|---|---|---|"]
     for task, pairs in seconds.items():
         old, new = (statistics.median(times) * 1e3 for times in zip(*pairs, strict=True))
@@ -178,7 +179,7 @@ def _seconds(worker: Worker, task: str) -> float:
 def _answer(worker: Worker) -> str:
     line = _pipe(worker.stdout).readline()
     if not line:
-        raise RuntimeError("a worker ended early; its error is on stderr")
+        raise RuntimeError("a worker process ended early; its error message is on standard error")
     return line
 
 
@@ -193,8 +194,8 @@ def main() -> None:
     parser.add_argument("old", type=Path, help="Checkout to compare with.")
     parser.add_argument("new", type=Path, help="Checkout to measure.")
     parser.add_argument("--scratch", type=Path, required=True, help="Directory for an index of random blocks.")
-    parser.add_argument("--starts", type=int, default=5, help="Pairs of processes.")
-    parser.add_argument("--rounds", type=int, default=7, help="Measurements of each task per pair.")
+    parser.add_argument("--starts", type=int, default=5, help="Number of times that both processes are started.")
+    parser.add_argument("--rounds", type=int, default=7, help="Measurements of each task per start.")
     parser.add_argument("--tasks", default="", metavar="WORDS", help="Only tasks whose name contains WORDS.")
     parser.add_argument("--cold", action="store_true", help="Measure fetches with an empty page cache.")
     parser.add_argument("--cpu", action="store_true", help="Measure processor time, for a machine with other load.")

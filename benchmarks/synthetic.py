@@ -1,4 +1,4 @@
-"""Indexes of random blocks in the real format, at any size, without images or a model."""
+"""Writes indexes of random blocks, of any size, without images or a model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _BATCH = 128
 
 
 def make_synthetic(out: Path, spec: IndexSpec, seed: int = 0, on_progress: OnProgress | None = None) -> Manifest:
-    """Write a finished index of standard normal tokens; the same `spec` and `seed` give the same tokens.
+    """Write a finished index of standard normal tokens. Equal `spec` and `seed` give equal tokens.
 
-    Every row is indexed. The index has no model and no nearest-neighbour index: it can be fetched from, quantized and
-    verified, but not searched.
+    Every row is indexed. The index has no model and no nearest-neighbour index. You can fetch from, quantize
+    and verify the index, but not search it.
     """
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out} exists and is not empty; choose a new folder")

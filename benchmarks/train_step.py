@@ -1,10 +1,11 @@
 """Compares a step of the training loop with the model's forward and backward passes on prepared tensors.
 
-The difference is the cost of data, optimiser and log. Three subjects take turns of a few steps each in one process:
+The difference is the cost of data loading, optimiser and log. Three variants of a step alternate in one process, a few
+steps at a time:
 
     step        the training loop: prefetched batches from an index, forward, backward, clipping, AdamW, log
     objective   forward and backward pass of adapter and joint encoder on one prepared batch
-    joint       the same with prepared adapter tokens, that is, the joint encoder alone
+    joint       forward and backward pass of the joint encoder alone, on prepared adapter tokens
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ class TrainStepCase:
 
     Attributes:
         images: number of images in the index.
-        batch_size, negatives: as in a training.
+        batch_size, negatives: pairs per step and hard negatives per pair, as in a training run.
         dropout: dropout of the language model.
-        dtype: type of matrix products, float32 or bfloat16.
+        dtype: data type of matrix products, float32 or bfloat16.
         threads: CPU threads of torch.
-        windows: turns of each subject.
+        windows: turns of each variant.
         steps: steps per turn.
-        sizes: sizes of the model.
+        sizes: layer sizes of the model.
     """
 
     images: int
@@ -69,7 +70,7 @@ class TrainStepCase:
 
 
 def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
-    """Measure seconds per step by subject and turn, their medians, and each subject's share of a step of the loop."""
+    """Measure each variant. Return seconds per step by variant and turn, medians, and ratios to a step of the loop."""
     config = make_config(
         {
             "architecture": {
@@ -89,7 +90,7 @@ def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
     ready = _ready_subjects(task)
 
     def measure(record: dict[str, Any]) -> None:
-        """Run one turn of the other subjects. Called after each turn of the loop; the first turn is a warm-up."""
+        """Run one turn of the other variants. The loop calls this function after each of its own turns."""
         for name, run in ready.items():
             started = time.perf_counter()
             for _ in range(case.steps):
@@ -112,7 +113,7 @@ def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
 
 
 def _make_task(folder: Path, case: TrainStepCase, config: TrainConfig) -> TrainTask:
-    """A task whose model, features and captions are random, in the formats of a real training."""
+    """Make a training task with random model, features and captions, in the formats of a real training run."""
     folder.mkdir(parents=True)
     create_untrained_bundle(folder / "model", sizes=case.sizes)
     start = make_start(Origin(folder / "model"), config.architecture, config.loop.seed)
@@ -146,7 +147,7 @@ def _random_data(images: int, start: ModelBundle) -> TrainingData:
 
 
 def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
-    """The subjects `objective` and `joint`: functions that run the passes on a copy of the model and one batch."""
+    """Return the variants `objective` and `joint`, each a function that runs forward and backward on one batch."""
     bundle = ModelBundle.load(task.start, verify=False)
     adapter = bundle.adapter
     make_trainable(bundle, task.config.architecture, torch.device("cpu"))

@@ -1,7 +1,7 @@
-"""Compares the shard writer with zarr-python and the disk: the same blocks on the same device, in turn.
+"""Compares the shard writer with zarr-python and `dd`, alternately, with the same blocks on the same disk.
 
-The disk's rate is measured by `dd`, once with direct I/O and once through the page cache with a final fsync. Every
-subject ends with its bytes on the device.
+`dd` measures the speed of the disk, once with direct I/O and once through the page cache with a final fsync. Every
+measured time ends when all bytes are on the disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCH = 256
 
 
 def bench_write(folder: Path, rows: int, shard_size: int, repeats: int) -> dict[str, Any]:
-    """Write `rows` BF16 blocks to `folder` `repeats` times with each writer; returns GB/s and median ratios."""
+    """Write `rows` BF16 blocks to `folder` with each writer, `repeats` times. Return GB/s and median ratios."""
     spec = IndexSpec(rows, shard_size, BLOCK_SHAPE, embed_dim=384)
     rng = np.random.default_rng(0)
     blocks = rng.standard_normal((BATCH, *BLOCK_SHAPE), dtype=np.float32).astype(BF16)
@@ -86,7 +86,7 @@ def _edje(spec: IndexSpec, blocks: Blocks) -> Callable[[Path], None]:
 
 
 def _zarr_python(spec: IndexSpec, blocks: Blocks) -> Callable[[Path], None]:
-    """zarr-python writing the same array one shard at a time, because a partial write rewrites the whole shard."""
+    """Return a zarr-python writer that writes whole shards, because a partial write rewrites the whole shard."""
     import zarr
 
     def write(root: Path) -> None:

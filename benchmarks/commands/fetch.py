@@ -18,26 +18,31 @@ if TYPE_CHECKING:
 
 @click.command("fetch")
 @click.argument("index", required=False, type=click.Path(path_type=Path))
-@click.option("--synthetic", type=click.IntRange(min=2), metavar="N", help="Use N random rows instead of INDEX.")
+@click.option(
+    "--synthetic",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Use a new index of N random rows, not INDEX.",
+)
 @click.option(
     "--precision",
     "precisions",
     multiple=True,
     metavar="NAME",
-    help="Precision to measure; repeatable.  [default: the first stored]",
+    help="Precision to measure; repeatable.  [default: the first that 'info' lists]",
 )
 @click.option(
     "--pool",
     type=click.IntRange(min=1),
     default=50_000,
     show_default=True,
-    help="Blocks of a large fetch; at most half the rows of the index.",
+    help="Blocks of a large fetch, limited to half the rows of the index.",
 )
 @click.option(
     "--cold", "state", flag_value="cold", help="Measure only with an empty page cache.  [default: cold and warm]"
 )
 @click.option("--warm", "state", flag_value="warm", help="Measure only with all blocks in the page cache.")
-@click.option("--peers", is_flag=True, help="Also measure other readers, on copies of the same blocks.")
+@click.option("--peers", is_flag=True, help="Also measure other libraries on the same blocks.")
 @click.option(
     "--engine",
     "engines",
@@ -45,13 +50,14 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="I/O engine of the reader; repeatable.  [default: auto]",
 )
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of every entry.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each measurement.")
 @click.option(
     "--seconds",
     type=float,
     default=10.0,
     show_default=True,
-    help="Target time of a peer's run. A slow peer fetches fewer blocks: at least 10,000, or as many as fit in 30 s.",
+    help="Target time per run of another library. A slow library fetches fewer blocks: at least 10,000, or as many as "
+    "fit in 30 s.",
 )
 @click.option(
     "--memory-cap", type=click.IntRange(min=1), metavar="BYTES", help="Add runs with only BYTES of memory left."
@@ -61,10 +67,12 @@ if TYPE_CHECKING:
     type=click.Path(exists=True, path_type=Path),
     help="Model bundle. The report compares the fetch rate with the speed of its joint encoder.",
 )
-@click.option("--scratch", type=click.Path(path_type=Path), help="Folder for copies.  [default: beside INDEX]")
+@click.option("--scratch", type=click.Path(path_type=Path), help="Folder for temporary files.  [default: beside INDEX]")
 @click.option("--keep", is_flag=True, help="Keep the files in the scratch folder.")
 @click.option(
-    "--report", type=click.Path(file_okay=False, path_type=Path), help="Write Markdown, PNG and JSON to this folder."
+    "--report",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder to write a Markdown, PNG and JSON report to.",
 )
 @click.option("--targets", is_flag=True, help="Compare the figures with the project's own targets.")
 @json_option
@@ -86,10 +94,10 @@ def fetch_command(
     targets: bool,
     as_json: bool,
 ) -> None:
-    """Measure how fast blocks of INDEX are fetched, relative to its disk. Linux only.
+    """Measure how fast blocks of INDEX are fetched, relative to the speed of the disk. Linux only.
 
-    Every run is a process of its own, and cold runs are checked to be cold. fio, if it is installed, measures the
-    device on the same files, in turn with the other subjects.
+    Each run has its own process. A cold run counts only if its files were not in the page cache. If fio is installed,
+    it measures the disk on the same files, alternating with the other runs.
 
     \b
     Examples:
@@ -131,7 +139,7 @@ def fetch_command(
 
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C, so that copies are removed and workers end."""
+    """Raise KeyboardInterrupt on SIGTERM, so that temporary files are removed and worker processes end."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Options and output that the benchmark commands share."""
+"""Options that several benchmark commands have, and the function that prints a report."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ dtype_option = click.option(
 
 
 def show(report: dict[str, Any], as_json: bool, lines: Sequence[str]) -> None:
-    """Print the report as one JSON object or as lines of text."""
+    """Print `report` as one JSON object, or print `lines`."""
     click.echo(json.dumps(report, default=str) if as_json else "\n".join(lines))

@@ -16,7 +16,7 @@ from benchmarks.commands.output import json_option, show
     type=click.IntRange(min=1),
     default=102_400,
     show_default=True,
-    help="Blocks of 49,152 bytes; the default makes 5 GB.",
+    help="Number of rows, each one block of 49,152 bytes. The default makes 5 GB.",
 )
 @click.option("--to", default="fp8", show_default=True, metavar="NAME", help="Precision to convert to.")
 @click.option(
@@ -29,14 +29,16 @@ from benchmarks.commands.output import json_option, show
 @click.option(
     "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Worker processes, with --engine ray."
 )
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each subject.")
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of `quantize` and of `cp`."
+)
 @json_option
 def quantize_index_command(
     folder: Path, rows: int, to: str, engine: str, workers: int, repeats: int, as_json: bool
 ) -> None:
     """Compare `quantize` of a BF16 index with `cp` of its token files, cold and with fsync. Linux only.
 
-    Rates count bytes read and written, with and without the start of the program.
+    Rates count bytes read and written. 'with start' includes process start-up.
 
     \b
     Example:

@@ -21,7 +21,7 @@ from storage_formats.errors import UsageError
     help="Model bundle.  [default: random weights in the sizes of MiniLM-L6 and L12]",
 )
 @click.option(
-    "--index", type=click.Path(exists=True, path_type=Path), help="Also measure the stages of a query on this index."
+    "--index", type=click.Path(exists=True, path_type=Path), help="Also measure each stage of a query on this index."
 )
 @score_option
 @click.option("--caption", help="Text of every pair.  [default: a caption of 16 tokens]")
@@ -55,7 +55,7 @@ def rerank_command(as_json: bool, **options: Any) -> None:
     from benchmarks.rerank import RerankBench, bench_rerank
 
     if options["index"] is None and options["score"] != BUNDLE_SCORE:
-        raise UsageError("--score needs --index: it is the score of the query that is measured on the index")
+        raise UsageError("--score needs --index: it sets the score of the query measured on that index")
     options["threads"] = options["threads"] or tuple(sorted({1, usable_cpus()}))
     report = bench_rerank(RerankBench(**{name: value for name, value in options.items() if value not in (None, ())}))
     lines = []

@@ -16,9 +16,9 @@ from benchmarks.commands.output import json_option, show
 @click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Runs of each layout.")
 @json_option
 def scales_layout_command(folder: Path, rows: int, blocks: int, repeats: int, as_json: bool) -> None:
-    """Compare FP4 records with scales in the record, in memory, and in a padded record. Linux only.
+    """Compare FP4 records with scales in the record, in memory, or in a padded record. Linux only.
 
-    Fetches are cold and random.
+    Fetches read random rows with a cold page cache.
 
     \b
     Example:

@@ -1,6 +1,6 @@
-"""Fetch throughput of the reader, its peers and the device itself, side by side.
+"""Measures fetch throughput of this project's reader, of other libraries ("compared libraries") and of the disk.
 
-`bench` runs the whole benchmark. `plan` decides what is measured, and `runner` measures it, each run in a process of
-its own (`worker`). `summary` computes the figures, `targets` compares them with the project's targets, and `report`
-and `plots` present them.
+`bench` runs the whole benchmark. `plan` decides what is measured, and `runner` measures it. Each run has its own
+process (`worker`). `summary` computes medians and ratios, `targets` compares them with the project's targets, and
+`report` and `plots` present the results.
 """

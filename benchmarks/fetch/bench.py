@@ -1,4 +1,4 @@
-"""Runs `bench fetch`: from settings to one report. Written files are removed at the end unless `keep` is set."""
+"""Runs `bench fetch` and returns its report. Temporary files are removed at the end unless `keep` is set."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _SMALL_BYTES = 1 << 30  # a host or a drive may keep as much in a cache of its o
 
 
 def bench_fetch(bench: FetchBench, say: Say) -> dict[str, Any]:
-    """Run the benchmark; `say` receives one line per run.
+    """Run the benchmark and return the report. `say` receives a line of text after each run.
 
     Raises:
         UsageError: the index or a precision does not exist, a folder is not on a disk, or space or memory is short.
-            In this case, nothing was written.
+            No file is written in these cases.
     """
     if platform.system() != "Linux":
         raise UsageError("bench fetch needs Linux: it evicts files from the page cache and reads kernel counters")
@@ -84,7 +84,7 @@ def bench_fetch(bench: FetchBench, say: Say) -> dict[str, Any]:
 
 @dataclass
 class Session:
-    """Settings, index, scratch folder and notes, which the runs of all precisions share."""
+    """What the measurements of all precisions have in common: settings, index, scratch folder and notes."""
 
     bench: FetchBench
     root: Path
@@ -95,13 +95,13 @@ class Session:
 
     @property
     def device(self) -> str:
-        """How the device is measured, for reports."""
+        """Text for reports: how the speed of the disk is measured."""
         if self.fio is not None:
             return self.fio.describe(DEVICE_DEPTH)
         return f"fio is not installed; {DEVICE_DEPTH} threads of O_DIRECT reads instead"
 
     def measure(self, precision: str, peers: tuple[str, ...]) -> dict[str, Any]:
-        """Measure all sections of one precision."""
+        """Measure all sections of one precision; return their results."""
         source = StoredRecords(self.root, precision)
         copies = self.folder / "peers" / precision
         runner = Runner(source, copies, self.fio, self.bench.repeats, self.bench.seconds, self.say)
@@ -133,7 +133,7 @@ class Session:
         try:
             runner.prepare(name)
         except WorkerError as error:
-            self.notes.append(f"{name} left out at {runner.source.precision}: its copy failed: {error}")
+            self.notes.append(f"{name} left out at {runner.source.precision}: writing its copy failed: {error}")
             return False
         return True
 
@@ -147,7 +147,10 @@ class Session:
 
 
 def _section(section: Section, runs: dict[str, list[Measurement]], record_bytes: int, primary: str) -> dict[str, Any]:
-    """Figures of a section. `ratio` is the primary reader's rate, for as many blocks, divided by the entry's rate."""
+    """Return the results of a section.
+
+    `ratio` is the rate of the primary reader (first engine) divided by the rate of the entry, for equal block counts.
+    """
     entries: dict[str, Any] = {}
     for entry in section.entries:
         entry_runs = runs[entry.label]
@@ -165,7 +168,7 @@ def _section(section: Section, runs: dict[str, list[Measurement]], record_bytes:
 
 
 def _settings(bench: FetchBench, rows: int) -> dict[str, Any]:
-    """The settings for the report, without paths of this machine."""
+    """Return the settings for the report, without the paths of this machine."""
     settings = asdict(bench)
     settings |= {name: settings[name].name if settings[name] else None for name in ("index", "model")}
     settings["rows"] = rows
@@ -174,7 +177,7 @@ def _settings(bench: FetchBench, rows: int) -> dict[str, Any]:
 
 
 def _installed(notes: list[str]) -> list[str]:
-    """Names of the peers whose packages are installed. Adds a note for each peer that is left out."""
+    """Return the names of the compared libraries that are installed. Add a note for each missing library."""
     installed = [name for name in PEERS if installed_version(name) is not None]
     for name in PEERS:
         if name not in installed:
@@ -187,13 +190,13 @@ def _versions(peers: list[str]) -> dict[str, str]:
 
 
 def _small_index(bench: FetchBench, spec: IndexSpec) -> list[str]:
-    """Warnings if the index is too small for figures that hold for large ones."""
+    """Return warnings if the index is too small for results that also hold for large indexes."""
     warnings = []
     fetched = blocks_of_large_fetch(bench, spec.rows)
     if fetched < bench.pool:
         warnings.append(
             f"warning: {spec.rows:,} rows are too few for fetches of {bench.pool:,} blocks, so large fetches read "
-            f"{fetched:,}; their rates include more fixed cost"
+            f"{fetched:,}; fixed costs lower the measured rates"
         )
     for name in bench.precisions or spec.precisions[:1]:
         size = spec.rows * codec(name, spec.block_shape).record_bytes
@@ -206,7 +209,7 @@ def _small_index(bench: FetchBench, spec: IndexSpec) -> list[str]:
 
 
 def _check_space(bench: FetchBench, peers: list[str]) -> None:
-    """Check that folders are on a disk and that space and memory suffice. Raises UsageError."""
+    """Check that all folders are on a disk and that disk space and memory suffice. Raises UsageError."""
     index = bench.scratch if bench.index is None else bench.index
     for path in {bench.scratch, index} if peers or bench.index is None else {index}:
         if path.exists() and storage(path)["file_system"] in _NO_DISK:
@@ -226,23 +229,23 @@ def _check_space(bench: FetchBench, peers: list[str]) -> None:
     if needed > free:
         raise UsageError(
             f"{bench.scratch} has {free / 1e9:.1f} GB free and the benchmark needs {needed / 1e9:.1f} GB there; "
-            "choose another scratch folder or fewer rows, or leave out the peers"
+            "choose another scratch folder or fewer rows, or leave out peers"
         )
 
 
 def _capped_bytes(spec: IndexSpec) -> int:
-    """Bytes of memory that a run needs in the section with limited memory."""
+    """Return the bytes of memory that a run needs in the section with limited memory."""
     tokens, width = spec.block_shape
     return _WORKER_BYTES + 2 * CAPPED_POOL * tokens * width * int(
         BF16.itemsize
-    )  # the buffer, and the array that a peer returns
+    )  # the buffer, and the array that a compared library returns
 
 
 def _spec(bench: FetchBench) -> IndexSpec:
-    """Spec of the index to fetch from. Raises UsageError if it does not store a requested precision."""
+    """Return the spec of the index to fetch from. Raises UsageError if the index lacks a requested precision."""
     if bench.index is None:
         if bench.synthetic is None:
-            raise UsageError("give either an index or the number of rows of a synthetic one")
+            raise UsageError("give either an index or the number of rows of a synthetic index")
         names = tuple(dict.fromkeys(bench.precisions or ("bf16",)))
         return IndexSpec(bench.synthetic, min(1024, bench.synthetic), bench.block_shape, bench.block_shape[1], names)
     spec = Manifest.load(bench.index).spec
@@ -250,14 +253,14 @@ def _spec(bench: FetchBench) -> IndexSpec:
         if name not in spec.precisions:
             stored = ", ".join(spec.precisions)
             raise UsageError(
-                f"{bench.index} does not store '{name}'; it stores {stored}. Quantize it to '{name}' first"
+                f"{bench.index} does not store '{name}'; it stores {stored}. Quantize the index to '{name}' first"
             )
     return spec
 
 
 @contextlib.contextmanager
 def _folder(bench: FetchBench) -> Iterator[Path]:
-    """A new folder in the scratch folder, removed at the end unless `bench.keep`."""
+    """Yield a new folder inside the scratch folder. Remove the folder at the end unless `bench.keep` is set."""
     if bench.keep:
         yield Path(tempfile.mkdtemp(prefix="bench-fetch-", dir=bench.scratch))
         return
@@ -275,7 +278,7 @@ def _index(bench: FetchBench, folder: Path, say: Say) -> Path:
 
 
 def _needed_pairs(bench: FetchBench) -> dict[str, Any] | None:
-    """Pairs per second that the bundle's joint encoder can score on this machine; None without a bundle."""
+    """Measure how many pairs per second the joint encoder of the bundle scores; None without a bundle."""
     if bench.model is None:
         return None
     from benchmarks.rerank import needed_pairs_per_second
@@ -284,7 +287,7 @@ def _needed_pairs(bench: FetchBench) -> dict[str, Any] | None:
 
 
 def _verdict(precision: str, entry: dict[str, Any], needed: dict[str, Any] | None) -> str:
-    """One sentence that compares the fetch rate with the rate that re-ranking needs."""
+    """Return a sentence that compares the fetch rate with the scoring rate of the joint encoder."""
     for name in ("cold random", "warm random"):
         summary = entry["sections"].get(name, {"entries": {}})["entries"].get(entry["primary"], {}).get("summary", {})
         if "blocks_per_s" in summary:
@@ -294,7 +297,7 @@ def _verdict(precision: str, entry: dict[str, Any], needed: dict[str, Any] | Non
     fetched = summary["blocks_per_s"]
     text = f"{precision}: {name.split()[0]} fetches deliver {fetched:,.0f} blocks/s"
     if needed is None:
-        return text + "; with a model, the report compares this with what its joint encoder scores"
+        return text + "; with a model bundle, the report compares this rate with the speed of the joint encoder"
     scored = needed["pairs_per_s"]
     share = f"{fetched / scored:.1f} times" if fetched >= scored else f"only {fetched / scored:.0%}"
     encoder = f"the joint encoder ({needed['setting']}, {needed['device']})"

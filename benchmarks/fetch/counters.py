@@ -1,4 +1,4 @@
-"""Kernel counters of a process and of the disk during a run. Linux only."""
+"""Reads kernel counters of a process and of its disk. Linux only."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SECTOR = 512  # Documentation/block/stat.rst: a sector is 512 bytes on every de
 
 @dataclass(frozen=True)
 class Counters:
-    """Counter values at one moment, or differences between two moments.
+    """Values of kernel counters at one time.
 
     Attributes:
-        seconds: wall clock.
+        seconds: wall-clock time.
         cpu_seconds: user and system time of all threads of this process.
         read_bytes: bytes that this process read from storage (/proc/self/io); page-cache hits do not count.
-        device_bytes: bytes that all processes read from the block device; None if it has no counter.
+        device_bytes: bytes that all processes read from the block device; None if the device has no counter.
         major_faults: page faults of this process that waited for the disk.
         refaults: file pages that were read again after memory pressure had evicted them, system-wide.
     """
@@ -46,7 +46,7 @@ class Counters:
         )
 
     def since(self, before: Counters) -> dict[str, float | int | None]:
-        """Differences from an earlier reading, by name."""
+        """Return the difference of each counter from the reading `before`, by name; None for a missing counter."""
         earlier = asdict(before)
         return {
             name: None if value is None or earlier[name] is None else value - earlier[name]
@@ -55,7 +55,7 @@ class Counters:
 
 
 def device_bytes(path: Path) -> int | None:
-    """Bytes read so far from the block device that holds `path`; None if there is none (tmpfs, network)."""
+    """Return the bytes read so far from the block device of `path`; None without a device (tmpfs, network)."""
     number = os.stat(path).st_dev
     stat = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat")
     with contextlib.suppress(OSError, IndexError, ValueError):
@@ -64,7 +64,7 @@ def device_bytes(path: Path) -> int | None:
 
 
 def _field(file: str, name: str) -> int:
-    """The number after `name` in a /proc file; 0 if the kernel does not report it."""
+    """Return the number after `name` in a /proc file; 0 if the kernel does not report this number."""
     with contextlib.suppress(OSError):
         for line in Path(file).read_text().splitlines():
             if line.startswith(name):

@@ -1,4 +1,4 @@
-"""Measures the device's rate with many threads of O_DIRECT reads, for machines without fio. Linux only."""
+"""Measures the speed of the disk with O_DIRECT reads from many threads, for machines without fio. Linux only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SEGMENT = 1 << 20
 
 
 class DirectProbe(Subject):
-    """Sector-aligned reads of the requested records that bypass the page cache; the data is discarded.
+    """Reads the sectors of the requested records past the page cache, and discards the data.
 
     Options: `depth` is the number of threads; `merge` turns neighbouring records into one read of up to 1 MiB.
     """
@@ -44,7 +44,7 @@ class DirectProbe(Subject):
         return np.ones((len(ids), self.output_bytes), dtype=np.uint8)  # the worker fills the buffer with ones
 
     def _extents(self, ids: Ids) -> Iterator[tuple[int, int, int]]:
-        """Shard, offset and length of each read, in whole sectors."""
+        """Yield shard, offset and length of each read; offset and length are bytes in whole sectors."""
         size = self.source.record_bytes
         unit = self.source.sector_bytes
         room = max(1, _SEGMENT // size) if self.options.get("merge") else 1

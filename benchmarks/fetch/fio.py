@@ -1,7 +1,7 @@
-"""Measures the device's rate with fio (https://fio.readthedocs.io).
+"""Measures the speed of the disk with fio (https://fio.readthedocs.io).
 
-fio reads the index's own files with O_DIRECT, in as many requests of the same size as there are blocks. It runs with
---readonly and writes nothing but its report.
+fio reads the files of the index with O_DIRECT. For random rows, it reads one record, rounded up to whole sectors, per
+block. fio runs with --readonly and writes nothing but its report.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ENGINES = ("io_uring", "libaio")
 
 @dataclass(frozen=True)
 class Fio:
-    """A working fio: its version and the fastest I/O engine that the kernel permits."""
+    """An installed fio program: its version and the fastest I/O engine that the kernel permits."""
 
     version: str
     engine: str
@@ -35,7 +35,7 @@ class Fio:
 
 
 def find_fio(sample: Path) -> Fio | None:
-    """Find fio and try it on the file `sample`; None if it is absent or cannot read the file with asynchronous I/O."""
+    """Find fio and test it on the file `sample`; None if fio is missing or cannot read `sample` asynchronously."""
     if not shutil.which("fio"):
         return None
     version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False).stdout.strip()
@@ -55,10 +55,11 @@ def find_fio(sample: Path) -> Fio | None:
 
 
 def measure_with_fio(fio: Fio, source: StoredRecords, workload: Workload, depth: int, seed: int) -> dict[str, Any]:
-    """Read as many blocks as `workload` requests, in fio's own random order or in file order.
+    """Measure fio reads of as many blocks as `workload` requests, in random order or in file order.
 
-    Each call of the workload becomes one batch of `pool` reads, which is submitted at once and waited for. A latency
-    is the time from the start of the first read to the end of the last. With a single batch its resolution is 1 ms.
+    Each call of the workload becomes one batch of `pool` reads, submitted at once. The latency of a
+    batch is the time from the start of its first read to the end of its last read. A workload of a single batch is
+    timed with a resolution of 1 ms.
     """
     pool = min(workload.pool, source.rows)
     calls = max(1, min(workload.blocks, source.rows) // pool)
@@ -85,7 +86,7 @@ def measure_with_fio(fio: Fio, source: StoredRecords, workload: Workload, depth:
 
 
 def _pattern(source: StoredRecords, workload: Workload, pool: int) -> dict[str, Any]:
-    """fio options for the block size, order and amount of one batch."""
+    """Return fio options for one batch: block size, order and number of bytes."""
     if workload.pattern != "contiguous":
         size = source.direct_bytes
         return {"rw": "randread", "bs": size, "io_size": pool * size, "file_service_type": "random"}
@@ -96,7 +97,7 @@ def _pattern(source: StoredRecords, workload: Workload, pool: int) -> dict[str, 
 
 
 def _run(fio: Fio, shared: dict[str, Any], seeds: list[int]) -> list[dict[str, Any]]:
-    """Run one job per seed, one after another, in one fio process; returns the job reports."""
+    """Run one fio process with one job per seed, one after another. Return the reports of the jobs."""
     command = ["fio", "--readonly", f"--ioengine={fio.engine}", "--direct=1", "--output-format=json"]
     command += [f"--{name}={value}" for name, value in shared.items()]
     for seed in seeds:
@@ -110,7 +111,7 @@ def _run(fio: Fio, shared: dict[str, Any], seeds: list[int]) -> list[dict[str, A
 
 
 def _names(source: StoredRecords) -> str:
-    """Names of the shard files, or an evenly spaced sample if they do not all fit on a command line."""
+    """Return the names of the shard files, or of an evenly spaced sample if a command line cannot hold all names."""
     files = source.files()
     return ":".join(_escape(Path(path.name)) for path in files[:: -(-len(files) // _MAX_FILES)])
 

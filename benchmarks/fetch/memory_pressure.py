@@ -1,7 +1,7 @@
-"""Memory pressure: `python -m benchmarks.fetch.memory_pressure BYTES` holds memory until standard input ends.
+"""Limits the free memory: `python -m benchmarks.fetch.memory_pressure BYTES` holds BYTES until standard input ends.
 
-A child process locks and touches pages, so that the store is larger than the remaining memory. The child asks the
-kernel to kill it first if memory runs out. A cgroup would need privileges that few users have.
+A child process allocates and locks memory, so that the token store is larger than the remaining memory. If memory runs
+out, the kernel kills this child first. A cgroup would need privileges that few users have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STEP = 64 << 20
 
 
 def available_bytes() -> int:
-    """Memory available to programs and the page cache, from /proc/meminfo."""
+    """Return the bytes available to programs and the page cache, from /proc/meminfo."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -30,7 +30,7 @@ def available_bytes() -> int:
 
 
 def check_memory_cap(left: int, needed: int) -> None:
-    """Check that `left` bytes suffice for a run and are less than what is free now. Raises UsageError."""
+    """Raise UsageError unless `left` is at least the `needed` bytes of a run and less than the free bytes."""
     if left < needed:
         raise UsageError(
             f"memory_cap {left / 2**30:.1f} GiB is less than a run needs ({needed / 2**30:.1f} GiB); "
@@ -45,11 +45,11 @@ def check_memory_cap(left: int, needed: int) -> None:
 
 @contextlib.contextmanager
 def memory_cap(left: int, needed: int) -> Iterator[str]:
-    """Leave about `left` bytes of memory to all other processes; yields a description for reports.
+    """Context manager that leaves about `left` bytes of memory to other processes. Yields a description for reports.
 
     Raises:
-        UsageError: see `check_memory_cap`.
-        EdjeError: the memory could not be allocated.
+        UsageError: `left` is too small for a run or not less than the free memory.
+        EdjeError: the child process could not allocate the memory.
     """
     check_memory_cap(left, needed)
     size = available_bytes() - left

@@ -15,7 +15,7 @@ import numpy as np
 COLD = 0.01
 """A run is cold if at most this fraction of the subject's pages is in the page cache."""
 WARM = 0.99
-"""A run is warm if at least this fraction is in the page cache."""
+"""A run is warm if at least this fraction of the subject's pages is in the page cache."""
 _PAGE = mmap.PAGESIZE
 _CACHESTAT = 451  # cachestat(2), Linux 6.5; the same number on every architecture but alpha
 _ATTEMPTS = 3
@@ -32,9 +32,9 @@ class _Stat(ctypes.Structure):
 
 
 def evict(files: Iterable[Path]) -> float:
-    """Write back and drop the cached pages of `files`; returns the fraction that is still resident.
+    """Write back and drop the cached pages of `files`. Return the fraction of pages that is still in the page cache.
 
-    If posix_fadvise is not enough and the system permits it, this drops the whole page cache.
+    If posix_fadvise(2) leaves pages and the process has the permission, the function drops the whole page cache.
     """
     paths = list(files)
     for attempt in range(_ATTEMPTS):
@@ -50,7 +50,7 @@ def evict(files: Iterable[Path]) -> float:
 
 
 def load(files: Iterable[Path]) -> float:
-    """Read `files` into the page cache; returns the fraction that is then resident."""
+    """Read `files` into the page cache. Return the fraction of their pages that is then in the page cache."""
     paths = list(files)
     buffer = bytearray(8 << 20)
     for path in paths:
@@ -61,7 +61,7 @@ def load(files: Iterable[Path]) -> float:
 
 
 def resident(files: Iterable[Path]) -> float:
-    """Fraction of the pages of `files` in the page cache, from cachestat(2) or else mincore(2)."""
+    """Return the fraction of the pages of `files` in the page cache, from cachestat(2) or else from mincore(2)."""
     resident_pages = pages = 0
     for path in files:
         with path.open("rb") as file:
@@ -73,7 +73,7 @@ def resident(files: Iterable[Path]) -> float:
 
 
 def resident_by_cachestat(fd: int) -> int | None:
-    """Number of pages of an open file in the page cache; None if the kernel has no cachestat(2)."""
+    """Return the number of pages of an open file in the page cache; None if the kernel has no cachestat(2)."""
     whole_file, stat = _Range(0, 0), _Stat()
     if _LIBC.syscall(_CACHESTAT, fd, ctypes.byref(whole_file), ctypes.byref(stat), 0):
         code = ctypes.get_errno()
@@ -84,7 +84,10 @@ def resident_by_cachestat(fd: int) -> int | None:
 
 
 def resident_by_mincore(fd: int) -> int:
-    """Number of pages of an open file in the page cache. The caller must own the file or may write it (Linux 5.2)."""
+    """Return the number of pages of an open file in the page cache.
+
+    Since Linux 5.2, the caller must own the file or have write access.
+    """
     size = os.fstat(fd).st_size
     if not size:
         return 0

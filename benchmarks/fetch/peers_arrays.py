@@ -1,4 +1,4 @@
-"""Peers that read arrays: NumPy memory maps, and Zarr readers on the index's own files."""
+"""Compared libraries that read arrays: NumPy memory maps, and Zarr libraries on the files of the index."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TENSORSTORE_REQUESTS = 128
 
 
 class MemmapPeer(Subject):
-    """Fancy indexing of one memory-mapped array, as in the paper, into an allocated buffer."""
+    """Copies rows of one memory-mapped array into a buffer with `np.take`, as the EDJE paper reads tokens."""
 
     copies = True
     setting = "one flat file, np.take(mapped, ids, out=buffer)"
@@ -40,7 +40,7 @@ class MemmapPeer(Subject):
 
 
 class RandomMemmapPeer(MemmapPeer):
-    """As `MemmapPeer`, with readahead switched off by madvise(MADV_RANDOM)."""
+    """As `MemmapPeer`, with readahead disabled by madvise(MADV_RANDOM)."""
 
     setting = "as np.memmap, with madvise(MADV_RANDOM)"
 
@@ -55,7 +55,7 @@ class RandomMemmapPeer(MemmapPeer):
 
 
 class TensorStorePeer(Subject):
-    """TensorStore without a cache and with many requests in flight."""
+    """TensorStore without a cache and with many concurrent requests."""
 
     package = "tensorstore"
     setting = f"cache_pool 0, file_io_concurrency {_TENSORSTORE_REQUESTS}, data_copy_concurrency = CPUs, into a buffer"
@@ -83,7 +83,7 @@ class TensorStorePeer(Subject):
 
 
 class ZarrPythonPeer(Subject):
-    """zarr-python's orthogonal indexing with ascending ids, its fastest order."""
+    """zarr-python with orthogonal indexing by ascending ids, the fastest order for zarr-python."""
 
     package = "zarr"
     setting = "oindex of sorted ids"

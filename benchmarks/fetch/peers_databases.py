@@ -1,4 +1,7 @@
-"""Peers with file formats of their own: Lance, LMDB, HDF5 and Parquet. Copies are prepared once and not timed."""
+"""Compared libraries with other file formats: Lance, LMDB, HDF5 and Parquet.
+
+The records are copied into each format once, before the timed runs.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ _ARROW_BYTES = 2**31 - 1  # Lance rejects a result array of fixed-size binaries 
 _LMDB_HEADER = 16
 _LMDB_TREE = 16 << 20  # space for the tree of a small store
 _GROUPS_A_READ = 1024  # bounds the memory of a read
-_HDF5_SELECTION = 1000  # rows per selection, whose cost grows faster than its length
+_HDF5_SELECTION = 1000  # rows per selection; the cost of a selection grows faster than its number of rows
 
 
 class _ArrowPeer(Subject):
-    """Base class of peers that store records as an Arrow column of fixed-size binaries."""
+    """Base class of libraries that store records as an Arrow column of fixed-size binary values."""
 
     copies = True
 
@@ -43,14 +46,14 @@ class _ArrowPeer(Subject):
         return pa.schema([pa.field(_COLUMN, pa.binary(self.source.record_bytes), nullable=False)])
 
     def _bytes_of(self, chunk: Any) -> Records:
-        """uint8 [k, record_bytes] of an Arrow array, without a copy."""
+        """Return the records of an Arrow array, uint8 [k, record_bytes], without a copy."""
         size = self.source.record_bytes
         flat = np.frombuffer(chunk.buffers()[1], dtype=np.uint8)
         return flat[chunk.offset * size : (chunk.offset + len(chunk)) * size].reshape(len(chunk), size)
 
 
 class LancePeer(_ArrowPeer):
-    """`take` of a Lance dataset, read through io_uring."""
+    """`take` on a Lance dataset, which reads through io_uring."""
 
     package = "pylance"
     setting = "fixed-size binary column, file+uring://, dataset.take of at most 2 GiB"
@@ -78,7 +81,7 @@ class LancePeer(_ArrowPeer):
 
 
 class LmdbPeer(Subject):
-    """One value per row in a memory-mapped B+ tree."""
+    """LMDB: one value per row in a memory-mapped B+ tree."""
 
     package = "lmdb"
     copies = True
@@ -118,7 +121,7 @@ class LmdbPeer(Subject):
 
 
 class Hdf5Peer(Subject):
-    """A contiguous dataset read by sorted fancy selections."""
+    """HDF5: a contiguous dataset, read by lists of ascending row ids."""
 
     package = "h5py"
     copies = True
@@ -149,7 +152,7 @@ class Hdf5Peer(Subject):
 
 
 class ParquetPeer(_ArrowPeer):
-    """Uncompressed row groups of 16 rows; reads every group that holds a requested row."""
+    """Parquet with uncompressed row groups of 16 rows. Reads every row group that holds a requested row."""
 
     setting = "row groups of 16 rows, uncompressed, whole groups read"
     _GROUP = 16
@@ -183,7 +186,7 @@ class ParquetPeer(_ArrowPeer):
         self._file.close()
 
     def _take(self, chosen: Ids, positions: Ids, groups: Ids, ids: Ids, out: Records) -> None:
-        """Read the groups `chosen` and fill `out[positions]`; `groups` holds the group of each position."""
+        """Read the row groups `chosen` and fill `out[positions]`; `groups` [k] holds the row group of each position."""
         chunks = self._file.read_row_groups(chosen.tolist(), columns=[_COLUMN])[_COLUMN].chunks
         parts = [self._bytes_of(chunk) for chunk in chunks]
         records = np.concatenate(parts) if len(parts) > 1 else parts[0]

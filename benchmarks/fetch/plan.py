@@ -1,4 +1,4 @@
-"""Settings of `bench fetch`, and the sections of entries that are measured in turn and compared."""
+"""Settings of `bench fetch`, and the plan of measurements: sections of entries that are compared with each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.fetch.workloads import CacheState, Pattern, Workload
 QUERY_POOL = 100  # candidates of one query
 DEVICE_DEPTH = 64
 CAPPED_POOL = 1_000  # blocks per call under memory pressure
-# A run of a slow peer fetches at least PEER_BLOCKS, or as many as it fetches in PEER_SECONDS.
+# A run of a slow compared library fetches at least PEER_BLOCKS, or as many as it fetches in PEER_SECONDS.
 PEER_BLOCKS = 10_000
 PEER_SECONDS = 30.0
 POOLS = (10, 100, 1_000, 10_000, 50_000)
@@ -27,21 +27,21 @@ class FetchBench:
     """Settings of `bench_fetch`.
 
     Attributes:
-        scratch: folder for copies for peers and for a synthetic index, on the disk to measure.
-        index: index to fetch from; None for a synthetic one.
+        scratch: folder for the synthetic index and for copies of records, on the disk to measure.
+        index: index to fetch from; None for a synthetic index.
         synthetic: number of rows of the synthetic index.
-        precisions: precisions to measure; if empty, the first that the index stores.
-        pool: blocks of the large fetches, at most half the rows of the index.
+        precisions: precisions to measure; if empty, the first precision of the index.
+        pool: blocks per large fetch, limited to half the rows of the index.
         states: "cold", "warm" or both.
-        peers: measure other readers as well.
-        engines: I/O engines of the reader; the first is the one that others are compared with.
+        peers: whether to measure the compared libraries as well.
+        engines: I/O engines of the reader. The first is the primary reader, with which all others are compared.
         repeats: runs of every entry.
-        seconds: time that a run of a peer should take. A slow peer fetches fewer blocks, but at least
+        seconds: target time for a run of a compared library. A slow library fetches fewer blocks, but at least
             `PEER_BLOCKS`, or as many as it fetches in `PEER_SECONDS`.
-        memory_cap: if given, adds a section that reads the store with only this many bytes of memory left.
-        model: bundle whose joint encoder defines the pairs per second that are needed.
-        keep: keep the files in `scratch`.
-        targets: compare the figures with the project's own targets.
+        memory_cap: if not None, adds a section that fetches with only this many bytes of memory left.
+        model: bundle whose joint encoder the fetch rate is compared with; None for no comparison.
+        keep: whether to keep the files in `scratch`.
+        targets: whether to compare the results with the project's own targets.
         block_shape: (m, d) of the synthetic index.
     """
 
@@ -64,7 +64,7 @@ class FetchBench:
 
 @dataclass(frozen=True)
 class Entry:
-    """A subject with its options and workload. Labels are unique within a section."""
+    """One measurement of a section: a subject, its options and its workload. Labels are unique within a section."""
 
     label: str
     subject: str
@@ -74,7 +74,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Section:
-    """Entries that run in turn, in another order at each repeat, and are compared run by run."""
+    """Entries that are compared with each other. Every repeat runs each entry once, in a different order."""
 
     name: str
     title: str
@@ -83,7 +83,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Participants:
-    """The subject that measures the device, the installed peers, and the engines of the reader."""
+    """What to measure: the disk (by the subject `device`), installed libraries, and engines of the reader."""
 
     device: str
     peers: tuple[str, ...]
@@ -91,40 +91,40 @@ class Participants:
 
     @property
     def primary(self) -> str:
-        """Label of the reader that the others are compared with."""
+        """Label of the primary reader, with which all others are compared."""
         return self.readers(Workload("", "random", 1, 1))[0].label
 
     def readers(self, workload: Workload) -> list[Entry]:
-        """One entry of the project's reader per engine."""
+        """Return one entry of this project's reader per engine."""
         labels = {engine: "edje" if len(self.engines) == 1 else f"edje {engine}" for engine in self.engines}
         return [Entry(label, "edje", workload, {"engine": engine}) for engine, label in labels.items()]
 
     def reader(self, label: str, workload: Workload) -> Entry:
-        """An entry of the primary reader, labelled `label`."""
+        """Return an entry of the primary reader with the given label."""
         return Entry(label, "edje", workload, {"engine": self.engines[0]})
 
     def limit(self, workload: Workload, depth: int = DEVICE_DEPTH, label: str = "device") -> Entry:
-        """An entry that measures the device without any reader."""
+        """Return an entry that measures the disk without any reader, with `depth` concurrent reads."""
         return Entry(label, self.device, workload, {"depth": depth, "merge": workload.pattern == "contiguous"})
 
     def others(self, workload: Workload, names: Iterable[str] | None = None) -> list[Entry]:
-        """One entry per installed peer, or per installed peer among `names`."""
+        """Return one entry per installed library, limited to `names` if given."""
         chosen = self.peers if names is None else [name for name in names if name in self.peers]
         return [Entry(name, name, workload) for name in chosen]
 
 
 def same_size_label(primary: str, peer: str) -> str:
-    """Label of the primary reader's runs that fetch only as many blocks as the slow `peer`, for a fair comparison."""
+    """Return the label of primary-reader runs that fetch only as many blocks as the slow library `peer`."""
     return f"{primary}, as many as {peer}"
 
 
 def blocks_of_large_fetch(bench: FetchBench, rows: int) -> int:
-    """Number of blocks of a large fetch: at most half of the rows, so that the choice of rows stays random."""
+    """Return the number of blocks of a large fetch: at most half of the rows, so that the rows are a random sample."""
     return max(1, min(bench.pool, rows // 2))
 
 
 def plan_sections(bench: FetchBench, rows: int, participants: Participants) -> list[Section]:
-    """Sections for one precision of an index with `rows` rows."""
+    """Return the sections for one precision of an index with `rows` rows."""
     count = blocks_of_large_fetch(bench, rows)
     sections: list[Section] = []
     if "cold" in bench.states:
@@ -155,7 +155,7 @@ def _query_workload(count: int) -> Workload:
 
 
 def _queries(count: int, participants: Participants) -> Section:
-    """Section of single queries: for random rows, and for neighbouring rows as in an index stored in list order."""
+    """Return the section of single queries: random rows, or neighbouring rows as in an index sorted by list."""
     workload = _query_workload(count)
     entries = [participants.limit(workload), *participants.readers(workload)]
     entries += participants.others(workload, ["np.memmap", "tensorstore"])

@@ -18,7 +18,7 @@ _OURS, _DEVICE, _PEER = COLOURS[0], COLOURS[6], COLOURS[5]
 
 
 def draw_plots(entry: dict[str, Any], folder: Path, stem: str) -> list[Path]:
-    """Draw a plot of each section that has valid runs; returns the files."""
+    """Draw one plot for each section that has valid runs. Return the paths of the plots."""
     drawn = []
     for name, section, draw in (
         ("throughput", "cold sweep", _throughput),
@@ -35,7 +35,7 @@ def draw_plots(entry: dict[str, Any], folder: Path, stem: str) -> list[Path]:
 
 
 def _throughput(entries: Entries, primary: str, path: Path) -> None:
-    """GB/s against blocks per call, and against the queue depth of the device."""
+    """Plot GB/s against blocks per call, and against the queue depth of the disk."""
     figure, axes = new_figure(
         "Cold throughput by requests in flight", "queue depth of the device; blocks per call of fetch", "GB/s"
     )
@@ -58,7 +58,7 @@ def _throughput(entries: Entries, primary: str, path: Path) -> None:
 
 
 def _latency(entries: Entries, primary: str, path: Path) -> None:
-    """Cumulative distribution of query latencies."""
+    """Plot the cumulative distribution of query latencies."""
     workload = entries[next(iter(entries))]["workload"]
     figure, axes = new_figure(f"Cold query of {workload['pool']} blocks", "milliseconds", "share of queries")
     for position, (label, result) in enumerate(entries.items()):
@@ -75,7 +75,7 @@ def _latency(entries: Entries, primary: str, path: Path) -> None:
 
 
 def _peers(entries: Entries, primary: str, path: Path) -> None:
-    """GB/s of every subject, with the speed of the primary reader relative to it."""
+    """Plot the GB/s of every entry, labelled with the ratio of the primary reader to the entry."""
     shown = {label: result for label, result in entries.items() if not label.startswith(same_size_label(primary, ""))}
     rows = sorted(shown.items(), key=lambda row: row[1]["summary"]["gb_per_s"])
     values = [result["summary"]["gb_per_s"] for _, result in rows]
@@ -98,7 +98,7 @@ def _peers(entries: Entries, primary: str, path: Path) -> None:
 
 
 def _plain_log(axes: Axes) -> None:
-    """A logarithmic x axis with plain numbers; call it again after changing the limits."""
+    """Make the x axis logarithmic with plain numbers. Call the function again after changing the limits of the axis."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axes.set_xscale("log")

@@ -1,4 +1,4 @@
-"""Records of one precision of an index, read with plain file reads: the input of peers and the expected results."""
+"""Reads records of one precision of an index with plain file reads, to write copies and to check results."""
 
 from __future__ import annotations
 
@@ -36,41 +36,41 @@ class StoredRecords:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a decoded block."""
+        """Bytes of a decoded block, in bfloat16."""
         tokens, width = self.spec.block_shape
         return tokens * width * int(BF16.itemsize)
 
     @cached_property
     def sector_bytes(self) -> int:
-        """Alignment of direct reads: the device's logical block size, or a page if it is unknown."""
+        """Alignment of direct reads in bytes: the logical block size of the disk, or a page if this size is unknown."""
         return logical_block_bytes(self.root) or PAGE_BYTES
 
     @property
     def direct_bytes(self) -> int:
-        """Bytes of a record rounded up to whole sectors: the block size of the device's runs."""
+        """Bytes of a record, rounded up to whole sectors. Measurements of the disk read blocks of this size."""
         return -(-self.record_bytes // self.sector_bytes) * self.sector_bytes
 
     @property
     def array_path(self) -> Path:
-        """Directory of the Zarr array."""
+        """Directory of the Zarr array that holds the records."""
         return self._layout.token_array(self.precision)
 
     def files(self) -> list[Path]:
-        """Shard files in row order."""
+        """Return the paths of the shard files in row order."""
         return [self.shard_path(shard) for shard in range(self.spec.shards)]
 
     def shard_path(self, shard: int) -> Path:
         return self._layout.token_shard(self.precision, shard, record_ndim=len(self.codec.record_shape))
 
     def shards(self) -> Iterator[tuple[int, Records]]:
-        """First row and records, uint8 [k, record_bytes], of each shard."""
+        """Yield the first row and the records, uint8 [k, record_bytes], of each shard."""
         for shard in range(self.spec.shards):
             rows = self.spec.shard_rows(shard)
             data = np.fromfile(self.shard_path(shard), dtype=np.uint8, count=len(rows) * self.record_bytes)
             yield rows.start, data.reshape(len(rows), self.record_bytes)
 
     def read(self, ids: Ids) -> Records:
-        """Records of `ids`, uint8 [k, record_bytes], with one plain read each."""
+        """Return the records of `ids`, uint8 [k, record_bytes], with one plain file read per record."""
         out = np.empty((len(ids), self.record_bytes), dtype=np.uint8)
         for row, (shard, position) in enumerate(zip(*np.divmod(ids, self.spec.shard_size), strict=True)):
             offset = int(position) * self.record_bytes
@@ -78,7 +78,7 @@ class StoredRecords:
         return out
 
     def requested_bytes(self, ids: Ids) -> tuple[int, int]:
-        """Bytes of the records of `ids`, and bytes of the pages that they touch; each record and page counts once."""
+        """Return bytes of the records of `ids`, and bytes of their pages. Each record and page counts once."""
         rows = np.unique(ids)
         first, last = self._pages(rows)
         seen = np.concatenate([[-1], last[:-1]])
@@ -86,7 +86,7 @@ class StoredRecords:
         return len(rows) * self.record_bytes, int(pages) * PAGE_BYTES
 
     def _pages(self, rows: Ids) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First and last page of each row; `rows` ascend, and pages are numbered across all shards."""
+        """Return first and last page of each row, int64 [k] each, numbered across shards. `rows` must ascend."""
         shards, positions = np.divmod(rows, self.spec.shard_size)
         base = shards * (-(-self.spec.shard_size * self.record_bytes // PAGE_BYTES) + 1)
         offsets = positions * self.record_bytes

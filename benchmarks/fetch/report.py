@@ -26,7 +26,7 @@ other rows. Subjects take turns, so that a change of the disk's speed affects al
 
 
 def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Write `<date>-fetch.md`, `.json` and plots into `folder`; returns the paths, the Markdown first."""
+    """Write `<date>-fetch.md`, `<date>-fetch.json` and plots to `folder`. Return the paths, the Markdown first."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{report['environment']['date']}-fetch"
     plots = {
@@ -40,7 +40,7 @@ def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def describe(report: dict[str, Any]) -> list[str]:
-    """The figures as lines for a terminal."""
+    """Return the report as lines for a terminal."""
     lines = [f"device: {report['device']}"]
     for precision, entry in report["precisions"].items():
         for name, section in entry["sections"].items():
@@ -55,7 +55,7 @@ def describe(report: dict[str, Any]) -> list[str]:
 
 
 def discarded(report: dict[str, Any]) -> list[str]:
-    """Every discarded run with the reason."""
+    """Return one line for each discarded run, with the reason."""
     return [
         f"{precision}, {name}, {label}, repeat {run['repeat'] + 1}: {run['discarded']}"
         for precision, entry in report["precisions"].items()
@@ -67,7 +67,7 @@ def discarded(report: dict[str, Any]) -> list[str]:
 
 
 def _shared_disk(report: dict[str, Any]) -> list[str]:
-    """Bytes that the block device delivered to all processes during the valid runs, if it has a counter."""
+    """Return a line that compares all reads from the disk with the workers' reads; empty without a counter."""
     runs = [
         run
         for entry in report["precisions"].values()

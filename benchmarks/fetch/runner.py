@@ -1,7 +1,7 @@
-"""Runs the entries of a section in turn and keeps every run, with the reason if the run is discarded.
+"""Runs the entries of a section alternately and keeps every run. A discarded run is kept with the reason.
 
-A cold run is valid if at most 1 % of the subject's pages were in the page cache right before it, and if the kernel
-counted nearly all requested bytes as read from storage during it.
+A cold run is valid if at most 1 % of the subject's pages were in the page cache right before the run, and if the
+kernel counted nearly all requested bytes as read from the disk during the run.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from storage_formats.errors import EdjeError
 Measurement: TypeAlias = dict[str, Any]
 Say: TypeAlias = Callable[[str], None]
 FIO = "fio"
-_TRIAL_BLOCKS = 256  # of the first trial run, which estimates how slow a peer is
+_TRIAL_BLOCKS = 256  # of the first trial run, which estimates the speed of a compared library
 _READ_AT_LEAST = 0.9  # of the requested bytes, in a cold run
 
 
 @dataclass
 class Runner:
-    """Measures entries on one precision of one index."""
+    """Runs entries on one precision of one index."""
 
     source: StoredRecords
     copies: Path
@@ -39,7 +39,7 @@ class Runner:
     say: Say
 
     def prepare(self, name: str) -> None:
-        """Write a peer's copy of the records, if it reads a copy. Raises WorkerError."""
+        """Write a copy of the records for the library `name`, if the library needs one. Raises WorkerError."""
         folder = self._folder(name)
         if subject_class(name).copies and not folder.exists():
             self.say(f"{self.source.precision}: writing the copy for {name}")
@@ -48,10 +48,10 @@ class Runner:
                 worker.wait(3600)
 
     def within_time(self, section: Section, primary: str) -> Section:
-        """The section, with fewer blocks for peers that would take too long.
+        """Return the section, with fewer blocks for compared libraries that would take too long.
 
-        Each such peer gets a run of the primary reader with as many blocks, because throughput depends on the number
-        of blocks per call.
+        For each such library, add an entry of the primary reader with the same number of blocks, because throughput
+        depends on the number of blocks per call.
         """
         entries: list[Entry] = []
         primary_entry = next((entry for entry in section.entries if entry.label == primary), None)
@@ -63,7 +63,7 @@ class Runner:
         return replace(section, entries=tuple(entries))
 
     def run(self, section: Section) -> dict[str, list[Measurement]]:
-        """Run every entry once per repeat; returns the measurements by label."""
+        """Run every entry once per repeat. Return the measurements of each entry by label."""
         entries = section.entries
         runs: dict[str, list[Measurement]] = {entry.label: [] for entry in entries}
         for repeat in range(self.repeats):
@@ -96,14 +96,14 @@ class Runner:
         return {"resident": resident, "discarded": _not_cold(entry, run), **run}
 
     def _prepare_page_cache(self, entry: Entry) -> float | None:
-        """Evict or load the subject's files; returns the resident fraction, or None if it reads no file."""
+        """Evict or load the subject's files. Return the fraction in the page cache; None without files."""
         files = self._subject(entry).files()
         if not files:
             return None
         return page_cache.evict(files) if entry.workload.cache == "cold" else page_cache.load(files)
 
     def _within_time(self, entry: Entry) -> Entry:
-        """The entry, with fewer blocks if it is a peer that would take too long to fetch all of them in one call."""
+        """Return the entry, with fewer blocks if it is a compared library too slow to fetch all blocks in one call."""
         workload = entry.workload
         if entry.subject not in PEERS or workload.pool < workload.blocks or workload.blocks <= _TRIAL_BLOCKS:
             return entry
@@ -112,14 +112,14 @@ class Runner:
             blocks = self._affordable_blocks(entry, min(blocks, workload.blocks))
         if blocks >= workload.blocks:
             return entry
-        self.say(f"{entry.label} fetches {blocks:,} blocks of {workload.blocks:,} per run, because it is slow")
+        self.say(f"{entry.label} is slow, so each run fetches {blocks:,} instead of {workload.blocks:,} blocks")
         return replace(entry, workload=_shorter(workload, blocks))
 
     def _affordable_blocks(self, entry: Entry, trial_blocks: int) -> int:
-        """Number of blocks that take `seconds`, by a trial run; at least `PEER_BLOCKS` or those of `PEER_SECONDS`."""
+        """Estimate by a trial run how many blocks take `seconds`, with the lower limits described at `PEER_BLOCKS`."""
         trial = self._measure(replace(entry, workload=_shorter(entry.workload, trial_blocks)), seed=self.repeats)
         if trial["discarded"]:
-            self.say(f"{entry.label}: its trial run is DISCARDED, {trial['discarded']}")
+            self.say(f"{entry.label}: trial run DISCARDED, {trial['discarded']}")
         if "seconds" not in trial:
             return PEER_BLOCKS
         blocks_per_s = trial["blocks"] / trial["seconds"]
@@ -127,7 +127,7 @@ class Runner:
         return max(int(blocks_per_s * self.seconds), least, _TRIAL_BLOCKS)
 
     def _failed(self, entry: Entry, reason: str) -> Measurement:
-        """Record the failed run of a peer as discarded. Raises EdjeError for a run of the primary reader."""
+        """Return the failed run of a compared library as a discarded run. Raises EdjeError for any other subject."""
         if entry.subject in PEERS:
             return {"resident": None, "discarded": f"failed: {reason}"}
         raise EdjeError(f"a run of {entry.label} ({entry.workload.name}) failed: {reason}")
@@ -148,7 +148,7 @@ class Runner:
         return subject_class(entry.subject)(self.source, self._folder(entry.subject), entry.options)
 
     def _folder(self, name: str) -> Path:
-        """Folder of a peer's copy; both memory maps read the same copy."""
+        """Return the folder for the copy of the library `name`. Both kinds of memory map read the same copy."""
         return self.copies / name.split(" ")[0]
 
 
@@ -157,18 +157,18 @@ def _shorter(workload: Workload, blocks: int) -> Workload:
 
 
 def _wrong_state(workload: Workload, resident: float | None) -> str | None:
-    """Why the page cache is in the wrong state for the workload; None if it is right."""
+    """Return why the page cache is in the wrong state for the workload, or None if the state is right."""
     if resident is None or workload.cache == "capped":
         return None
     if workload.cache == "cold" and resident > page_cache.COLD:
-        return f"not cold: {resident:.1%} of its pages could not be evicted"
+        return f"not cold: {resident:.1%} of the pages could not be evicted"
     if workload.cache == "warm" and resident < page_cache.WARM:
-        return f"not warm: only {resident:.1%} of its pages fit in the page cache"
+        return f"not warm: only {resident:.1%} of the pages fit in the page cache"
     return None
 
 
 def _not_cold(entry: Entry, run: Measurement) -> str | None:
-    """Why a finished run was not cold; None if it was, or did not need to be."""
+    """Return why a finished run was not cold, or None if the run was cold or needed no cold page cache."""
     if entry.workload.cache != "cold" or run["read_bytes"] >= _READ_AT_LEAST * run["requested_bytes"]:
         return None
     return (
@@ -177,7 +177,7 @@ def _not_cold(entry: Entry, run: Measurement) -> str | None:
 
 
 def _line(entry: Entry, run: Measurement) -> str:
-    """A run as a line of text."""
+    """Describe a run in one line of text."""
     if run["discarded"]:
         return f"{entry.label}: DISCARDED, {run['discarded']}"
     rate = run["blocks"] / run["seconds"]

@@ -1,4 +1,4 @@
-"""Everything that is measured, behind one interface, and its lookup by name."""
+"""The common interface of all subjects (readers and reference measurements), and their lookup by name."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from storage_formats.token_store import TokenStore
 
 
 class Subject(ABC):
-    """One way to fetch. Peers return stored records; the reader of this project also decodes them.
+    """One way to fetch blocks: this project's reader, a compared library, or a reference measurement.
+
+    This project's reader returns decoded blocks. Compared libraries return stored records.
 
     Attributes:
-        package: distribution that must be installed; None if the dependencies of this project suffice.
-        copies: whether the subject reads a copy of the records, which `prepare` writes into a folder of its own.
-        setting: configuration of the subject, for reports.
+        package: Python distribution that must be installed; None if the dependencies of this project suffice.
+        copies: whether the subject reads a copy of the records, which `prepare` writes to `folder`.
+        setting: description of the configuration, for reports.
     """
 
     package: ClassVar[str | None] = None
@@ -41,43 +43,45 @@ class Subject(ABC):
 
     @property
     def output_bytes(self) -> int:
-        """Bytes returned per block."""
+        """Number of bytes that `fetch` returns per block."""
         return self.source.record_bytes
 
     @classmethod
     def copy_bytes(cls, rows: int, record_bytes: int) -> int:
-        """Largest possible size of the subject's copy of the records, in bytes."""
+        """Return an upper bound on the size of the subject's copy of the records, in bytes."""
         return int(rows * record_bytes * 1.05) if cls.copies else 0
 
     def prepare(self) -> None:
         """Write a copy of the records into `folder`."""
-        raise NotImplementedError(f"{type(self).__name__} reads the index and needs no copy")
+        raise NotImplementedError(
+            f"{type(self).__name__} reads the files of the index and needs no copy of the records"
+        )
 
     def files(self) -> list[Path]:
-        """The files that the subject reads."""
+        """Return the paths of the files that the subject reads."""
         if self.copies:
             return sorted(path for path in self.folder.rglob("*") if path.is_file())
         return self.source.files()
 
     @abstractmethod
     def open(self) -> None:
-        """Open the files and make whatever else the first fetch needs."""
+        """Open the files and prepare everything else that the first fetch needs."""
 
     @abstractmethod
     def fetch(self, ids: Ids, out: Records) -> Records:
-        """Fetch the rows `ids` in their order, uint8 [k, output_bytes]: returns `out` or an array of its own."""
+        """Fetch the rows `ids` in the given order. Return `out` or a new array, uint8 [k, output_bytes]."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything, including mapped pages."""
+        """Close all files and release all memory, including mapped pages."""
 
     def expected(self, ids: Ids) -> Records:
-        """The correct result of `fetch`, from plain reads."""
+        """Return the correct result of `fetch`, from plain file reads."""
         return self.source.read(ids)
 
 
 class EdjeSubject(Subject):
-    """`TokenStore.fetch` into a touched buffer, decoded to bfloat16. Option: `engine`."""
+    """This project's reader: `TokenStore.fetch` into a touched buffer, decoded to bfloat16. Option: `engine`."""
 
     setting = "TokenStore.fetch into a buffer, decoded to bfloat16"
 
@@ -100,7 +104,7 @@ class EdjeSubject(Subject):
 
 
 class MemcpySubject(Subject):
-    """Copies as many bytes as the blocks have, with memmove, on as many threads as the codecs use. Reads no file."""
+    """Upper limit of warm fetches: memmove(3) of as many bytes, on as many threads as the codecs use. Reads no file."""
 
     setting = "memmove(3) between touched buffers, one part per thread"
 
@@ -132,7 +136,7 @@ class MemcpySubject(Subject):
 
 
 def _parts(cuts: list[int]) -> list[tuple[int, int]]:
-    """(start, length) of the part between each two consecutive cuts."""
+    """Return (start, length) of the part between each two consecutive cuts."""
     return [(start, stop - start) for start, stop in itertools.pairwise(cuts)]
 
 
@@ -151,18 +155,18 @@ _CLASSES = {
     "parquet": "peers_databases:ParquetPeer",
 }
 PEERS = tuple(name for name in _CLASSES if name not in ("edje", "memcpy", "direct probe"))
-"""Names of the peers, in report order."""
+"""Names of the compared libraries, in the order of reports."""
 
 
 def subject_class(name: str) -> type[Subject]:
-    """The class of the subject called `name`."""
+    """Return the class of the subject called `name`."""
     module, _, attribute = _CLASSES[name].partition(":")
     subject: type[Subject] = getattr(import_module(f"benchmarks.fetch.{module}"), attribute)
     return subject
 
 
 def installed_version(name: str) -> str | None:
-    """Version of the package that a subject needs; "" if it needs none, None if the package is absent."""
+    """Return the version of the package that a subject needs; "" if it needs none, None if it is not installed."""
     package = subject_class(name).package
     if package is None:
         return ""

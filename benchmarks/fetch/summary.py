@@ -1,4 +1,4 @@
-"""Figures of runs: medians of the valid runs, and median ratios of runs in the same repeat."""
+"""Computes results from runs: medians of the valid runs, and median ratios of runs in the same repeat."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ Measure = Callable[[Measurement], float]
 
 
 def rate(run: Measurement) -> float:
-    """Blocks per second."""
+    """Return the rate of a run in blocks per second."""
     return float(run["blocks"] / run["seconds"])
 
 
 def cpu_per_block(run: Measurement) -> float:
-    """Seconds of processor time per block."""
+    """Return the processor time per block in seconds."""
     return float(run["cpu_seconds"] / run["blocks"])
 
 
 def amplification(run: Measurement) -> float:
-    """Bytes read from storage, relative to the bytes of the requested records."""
+    """Return the bytes read from the disk divided by the bytes of the requested records."""
     return float(run["read_bytes"] / run["requested_bytes"])
 
 
 def page_amplification(run: Measurement) -> float:
-    """Bytes read from storage, relative to the bytes of all pages that the requested records touch."""
+    """Return the bytes read from the disk divided by the bytes of all pages that hold requested records."""
     return float(run["read_bytes"] / run["page_bytes"])
 
 
 def median_latency(run: Measurement) -> float:
-    """Median seconds of a call."""
+    """Return the median time of a call in seconds."""
     return float(statistics.median(run["latencies"]))
 
 
 def valid_runs(runs: Sequence[Measurement]) -> list[Measurement]:
-    """Runs that were not discarded."""
+    """Return the runs that were not discarded."""
     return [run for run in runs if not run["discarded"]]
 
 
 def summarise(runs: Sequence[Measurement], record_bytes: int) -> dict[str, Any]:
-    """Medians of the valid runs; only the numbers of valid and discarded runs if none is valid.
+    """Return medians of the valid runs. If no run is valid, return only the counts of valid and discarded runs.
 
     `gb_per_s` counts the stored bytes of the requested blocks. If runs have several calls, `latency_ms` holds
     percentiles over all calls of all runs.
@@ -75,7 +75,7 @@ def summarise(runs: Sequence[Measurement], record_bytes: int) -> dict[str, Any]:
 
 
 def paired_ratio(left: Sequence[Measurement], right: Sequence[Measurement], measure: Measure) -> float | None:
-    """Median of `measure(left) / measure(right)` over the repeats in which both are valid; None if there is none."""
+    """Return the median of `measure(left) / measure(right)` over repeats with two valid runs; None without any."""
     others = {run["repeat"]: run for run in valid_runs(right)}
     pairs = [(measure(run), measure(others[run["repeat"]])) for run in valid_runs(left) if run["repeat"] in others]
     ratios = [numerator / denominator for numerator, denominator in pairs if denominator > 0]

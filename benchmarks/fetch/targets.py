@@ -1,6 +1,6 @@
 """The project's own targets for the reader, and whether a report meets them.
 
-A target is left out if its peer was not measured.
+A target is skipped if its compared library was not measured.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ Runs = dict[str, list[Measurement]]
 
 @dataclass(frozen=True)
 class Target:
-    """A figure of the reader in `section`, or its ratio to `against`, that must be at least or at most `bound`.
+    """A bound on a result of the reader, or on the ratio of that result to another entry's result.
 
-    `against` is the label of the entry to compare with; None for a figure of the reader alone. `precisions` limits the
-    target to these precisions.
+    Attributes:
+        text: name for reports.
+        section: section of the measurement.
+        against: label of the entry to divide by; None for the result of the reader alone.
+        bound: limit of the result or ratio.
+        at_least: whether `bound` is a minimum; otherwise it is a maximum.
+        measure: function that computes the result of a run.
+        precisions: precisions that the target applies to; None for all.
     """
 
     text: str
@@ -53,7 +59,7 @@ TARGETS = (
 
 
 def judge(precision: str, sections: dict[str, Runs], primary: str) -> list[dict[str, Any]]:
-    """Each target that applies to `precision`, with the measured value and whether it is met."""
+    """Return each target that applies to `precision`, with the measured value and whether the target is met."""
     return list(_judgements(precision, sections, primary))
 
 

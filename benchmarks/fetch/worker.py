@@ -1,7 +1,8 @@
-"""One run of one subject in a process of its own: `python -m benchmarks.fetch.worker`.
+"""Process for one run of one subject: `python -m benchmarks.fetch.worker`.
 
 The worker reads a job as one line of JSON from standard input, opens and warms up the subject, and reports that it is
-ready. The parent then prepares the page cache and sends a line. The worker runs and answers with one line of JSON.
+ready. The parent process then prepares the page cache and sends a line. The worker measures the run and prints the
+results as one line of JSON.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Run:
         self._pool = ThreadPoolExecutor(workload.threads)
 
     def warm_up(self) -> None:
-        """Import and compile what the first call needs; unless the run is warm, leave no page mapped."""
+        """Import and compile what the first call needs. For a run that is not warm, leave no page mapped."""
         self._subject.open()
         if self._workload.cache == "warm":
             self._run()
@@ -73,14 +74,14 @@ class Run:
         self._subject.open()
 
     def _unused_rows(self) -> Ids:
-        """Rows that no call requests, so that the warm-up caches nothing that a run reads."""
+        """Return rows that no call requests, so that the warm-up does not cache pages that the run reads."""
         count = min(_WARM_UP, len(self._calls[0]))
         unused = np.setdiff1d(np.arange(self._subject.source.rows), np.concatenate(self._calls))
         chosen: Ids = np.random.default_rng(0).permutation(unused)[:count]
         return chosen if len(chosen) else self._calls[0][:count]
 
     def measure(self) -> dict[str, Any]:
-        """Cost and latencies of all calls, and how many of the checked blocks were wrong."""
+        """Run all calls. Return their cost and latencies, and the number of checked blocks that were wrong."""
         root = self._subject.source.root
         before = Counters.now(root)
         shares = self._run()
@@ -100,14 +101,14 @@ class Run:
         return {**cost, **counts, "latencies": [round(value, 7) for share in shares for value in share.seconds]}
 
     def _run(self) -> list[_Share]:
-        """Run all readers; returns the share of each. The first has at least one call."""
+        """Run all reader threads. Return the calls of each thread; the first thread makes at least one call."""
         deadline = time.perf_counter() + self._max_seconds
         readers = self._workload.threads
         parts = [self._calls[reader::readers] for reader in range(readers)]
         return list(self._pool.map(self._read, parts, self._buffers, [deadline] * readers))
 
     def _read(self, calls: list[Ids], buffer: Records, deadline: float) -> _Share:
-        """Make one reader's calls until they are done or time is up; the first call is always made."""
+        """Make the calls of one reader thread until the last call or the deadline. Always make the first call."""
         seconds: list[float] = []
         records = buffer[:0]
         for ids in calls:
@@ -120,7 +121,7 @@ class Run:
 
 
 def _touched(shape: tuple[int, int]) -> Records:
-    """Page-aligned memory with every page touched; every subject reads into such a buffer."""
+    """Return page-aligned memory with every page touched. Every subject reads into such a buffer."""
     buffer = aligned_bytes(shape[0] * shape[1]).reshape(shape)
     buffer.fill(1)
     return buffer
@@ -128,7 +129,7 @@ def _touched(shape: tuple[int, int]) -> Records:
 
 @dataclass(frozen=True)
 class _Share:
-    """Seconds and ids of each call of one reader, and the records of its last call."""
+    """Calls of one reader thread: seconds and row ids of each call, and the records of the last call."""
 
     seconds: list[float]
     calls: list[Ids]

@@ -1,4 +1,4 @@
-"""The parent's side of a worker: start it, wait until it is ready, let it run, read its answer."""
+"""Starts a worker process, waits until the worker is ready, starts the run and reads the results."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _START_SECONDS = 600.0  # covers a warm run before the first answer
 
 
 def child_environment() -> dict[str, str]:
-    """Environment in which a child process finds the same packages as this one, even if they are not installed."""
+    """Return an environment in which a child process finds the same packages as this process, installed or not."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
 class WorkerError(Exception):
-    """A worker died or took too long."""
+    """A worker process ended early or took too long."""
 
 
 class WorkerProcess:
-    """A worker with its job. It is a context manager, whose exit ends the process."""
+    """A worker process with its job. Use it as a context manager; leaving the context kills the process."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  closed by __exit__
@@ -50,7 +50,7 @@ class WorkerProcess:
         self._errors.close()
 
     def wait(self, seconds: float = _START_SECONDS) -> dict[str, Any]:
-        """Return the next answer. Raises WorkerError after `seconds` or if the worker dies."""
+        """Return the worker's next answer. Raises WorkerError after `seconds` or if the worker dies."""
         assert self._process.stdout is not None
         timer = threading.Timer(seconds, self._kill)
         timer.daemon = True  # a signal may arrive at any line, and the timer must not keep the process alive
@@ -60,12 +60,12 @@ class WorkerProcess:
         finally:
             timer.cancel()
         if not line:
-            raise WorkerError(f"took more than {seconds:.0f} s" if self._timed_out else self._failure())
+            raise WorkerError(f"the worker took more than {seconds:.0f} s" if self._timed_out else self._failure())
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def run(self, seconds: float) -> dict[str, Any]:
-        """Start the run of a worker that is ready, and wait for its answer."""
+        """Start the run of a worker that is ready. Return the results."""
         self._send("go")
         return self.wait(seconds)
 

@@ -1,4 +1,4 @@
-"""The row ids of each call. They depend on a seed alone, so that every subject fetches the same rows."""
+"""Draws the row ids of each call. Equal seeds give equal rows, so that every subject fetches the same rows."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Workload:
 
     Attributes:
         name: name in reports.
-        pattern: "random" rows, "contiguous" rows, or "listed": rows of a few inverted lists per call, as if the index
-            were stored in list order (simulated by lists of equal length, as many as FAISS would make).
+        pattern: "random" rows, "contiguous" rows, or "listed" rows. A "listed" call reads rows of a few inverted lists
+            (FAISS IVF), as if the rows of each list were stored together. The simulated lists have equal length.
         blocks: number of blocks in all calls; no row is requested twice.
         pool: blocks per call.
-        cache: page cache before the run: "cold", "warm", or "capped", the state after a full read with too little
-            memory to hold it.
-        threads: reader threads that divide the calls among them.
+        cache: state of the page cache before the run: "cold", "warm" or "capped". "capped" is the state after all files
+            were read with too little memory to hold them.
+        threads: number of reader threads; each makes a part of the calls.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Workload:
 
 
 def draw_calls(workload: Workload, rows: int, seed: int) -> list[Ids]:
-    """Row ids of each call. No row appears twice in a run, so a cold run stays cold."""
+    """Return the row ids of each call. No row appears twice in a run, so a cold run stays cold."""
     rng = np.random.default_rng([seed, workload.blocks, workload.pool])
     if workload.pattern == "listed":
         return _listed_calls(workload, rows, rng)
@@ -53,7 +53,7 @@ def draw_calls(workload: Workload, rows: int, seed: int) -> list[Ids]:
 
 
 def _listed_calls(workload: Workload, rows: int, rng: np.random.Generator) -> list[Ids]:
-    """Calls of `pool` rows from a few runs of neighbouring rows; no two calls share a run."""
+    """Return calls of `pool` rows from a few lists of neighbouring rows. No two calls share a list."""
     lists = min(rows, 4 * math.isqrt(rows))
     length = rows // lists
     probes = max(min(_IVF_PROBES, lists), math.ceil(workload.pool / length))

@@ -1,4 +1,4 @@
-"""The command line, `edje-index`. Every command is imported when it is used."""
+"""The `edje-index` command line. The module of a command is imported only when the command is used."""
 
 from __future__ import annotations
 

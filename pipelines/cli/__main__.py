@@ -1,4 +1,4 @@
-"""`python -m pipelines.cli`: the command line without the installed script."""
+"""Run the command line as `python -m pipelines.cli`, without the installed `edje-index` script."""
 
 from __future__ import annotations
 

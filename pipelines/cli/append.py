@@ -19,28 +19,30 @@ _PATH = click.Path(path_type=Path)
 @click.command()
 @click.argument("root", type=_PATH, metavar="INDEX")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@click.option("--model", type=_PATH, help="Directory of the model bundle.  [default: the one that built INDEX]")
+@click.option("--model", type=_PATH, help="Directory of the model bundle.  [default: the bundle that built INDEX]")
 @click.option(
     "--engine", type=click.Choice(["ray", "inline"]), default="ray", show_default=True, help="Execution engine."
 )
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes.  [default: as for 'build']")
 @click.option("--address", metavar="HOST:PORT", help="Ray cluster to join.  [default: start Ray on this machine]")
-@click.option("--column", metavar="NAME", help="Path column of a list.  [default: path, image, file, uri, ...]")
+@click.option(
+    "--column", metavar="NAME", help="Column of paths in a list file.  [default: path, image, file, uri, ...]"
+)
 @click.option(
     "--max-failed",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
-    help="Stop if a larger share of the new inputs failed.  [default: 0.01, but at least 20 inputs may fail]",
+    help="Stop if a larger share of the new inputs fails.  [default: 0.01, but 20 inputs may always fail]",
 )
 @quiet_option
 @json_option
 def append(as_json: bool, quiet: bool, **options: Any) -> None:
-    """Index the images of every SOURCE that INDEX does not hold yet.
+    """Add the images of every SOURCE to INDEX.
 
-    A SOURCE is the same as for 'build', and the settings are those that INDEX was built with. Images whose content
-    INDEX already holds are left out and counted as duplicates. The rows of INDEX keep their ids, and its files stay as
-    they are; new rows begin at the next shard. INDEX can be searched meanwhile; programs that have it open see the new
-    rows when they open it again.
+    'build --help' describes SOURCE. The settings of INDEX apply to the new rows. Images whose content INDEX already
+    holds are skipped and counted as duplicates. Existing rows keep their ids, and existing files do not change. New
+    rows start in a new shard. INDEX can be searched during the append. Programs that have INDEX open see the new rows
+    after they reopen it.
 
     Run the same command again to resume a stopped append.
 
@@ -65,4 +67,4 @@ def append(as_json: bool, quiet: bool, **options: Any) -> None:
         )
     if result.failed:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
-        note(f"{counted(result.failed, 'input')} failed: {reasons}; the rows table lists each one")
+        note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures' lists them")

@@ -27,7 +27,7 @@ _POSITIVE = click.IntRange(min=1)
 
 @click.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@click.option("--out", required=True, type=_PATH, help="Directory of the index.")
+@click.option("--out", required=True, type=_PATH, help="Directory of the new index.")
 @click.option("--model", type=_PATH, help="Directory of the model bundle.")
 @click.option(
     "--engine", type=click.Choice(["ray", "inline"]), default="ray", show_default=True, help="Execution engine."
@@ -65,12 +65,14 @@ _POSITIVE = click.IntRange(min=1)
     help="Precision of the stored tokens; repeat it to store several.",
 )
 @click.option("--dedupe", is_flag=True, help="Encode byte-identical images once.")
-@click.option("--column", metavar="NAME", help="Path column of a list.  [default: path, image, file, uri, ...]")
+@click.option(
+    "--column", metavar="NAME", help="Column of paths in a list file.  [default: path, image, file, uri, ...]"
+)
 @click.option(
     "--max-failed",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
-    help="Stop if a larger share of the inputs failed.  [default: 0.01, but at least 20 inputs may fail]",
+    help="Stop if a larger share of the inputs fails.  [default: 0.01, but 20 inputs may always fail]",
 )
 @click.option("--max-pixels", type=_POSITIVE, help="Reject images with more pixels.  [default: 89478485]")
 @quiet_option
@@ -80,10 +82,10 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
 
     A SOURCE is a directory (searched recursively), a WebDataset tar ('shards/{0000..0015}.tar' names several), a
     Parquet, CSV or JSON Lines file with a column of paths, or an image file. An image that cannot be read becomes a
-    failed row with a reason. If more inputs fail than --max-failed allows, the build stops with exit code 1; finished
-    shards are kept, and the same command with --max-failed 1 goes on.
+    failed row with a reason. If more inputs fail than --max-failed allows, the build stops with exit code 1 and keeps
+    the finished shards. To continue, run the same command with --max-failed 1.
 
-    Run the same command again to resume a stopped build. If the index is finished, nothing is done.
+    Run the same command again to resume a stopped build. If the index is already finished, the command does nothing.
 
     \b
     Examples:
@@ -105,7 +107,7 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
         except FailedInputsError as error:
             if not error.over_limit:
                 raise
-            advice = "To index the other inputs all the same"
+            advice = "To finish the index without the failed inputs, run"
             raise EdjeError(f"{error.problem}. {advice}: {this_command()} --max-failed 1") from error
     if as_json:
         print_json(asdict(result))

@@ -24,7 +24,7 @@ def delete(index: Path, rows: tuple[int, ...], uri: str | None, dry_run: bool, a
 
     Deleted rows are no longer searched, fetched or evaluated. The other rows keep their ids. The bytes of deleted rows
     stay on disk, so that 'rollback' can bring the rows back. Processes that have the index open see the rows until they
-    open it again; 'serve' does so within seconds.
+    reopen the index; 'serve' reopens it within seconds.
 
     \b
     Examples:

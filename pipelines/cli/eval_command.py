@@ -24,18 +24,21 @@ _PATH = click.Path(path_type=Path)
 @click.command("eval")
 @click.argument("index", type=_PATH)
 @click.argument("captions", type=_PATH)
-@click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: that of CAPTIONS]")
+@click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]")
 @click.option("--split", metavar="NAME", help="Split of CAPTIONS to take queries from.  [default: all of CAPTIONS]")
-@click.option("--model", type=_PATH, help="Model bundle.  [default: the one that built INDEX]")
+@click.option("--model", type=_PATH, help="Model bundle.  [default: the bundle that built INDEX]")
 @click.option(
-    "--also", multiple=True, metavar="INDEX[=MODEL]", help="Another index to compare with, and its bundle; repeatable."
+    "--also",
+    multiple=True,
+    metavar="INDEX[=MODEL]",
+    help="Another index to compare, with its model bundle; repeatable.",
 )
 @click.option(
     "--precision",
     "precisions",
     multiple=True,
     metavar="NAME",
-    help="Precision of the tokens; repeatable.  [default: all]",
+    help="Token precision to measure; repeatable.  [default: all that INDEX holds]",
 )
 @click.option("--simulate", is_flag=True, help="Also measure precisions that INDEX does not hold.")
 @click.option(
@@ -50,19 +53,19 @@ _PATH = click.Path(path_type=Path)
     type=click.Choice(["both", "t2i", "i2t"]),
     default="both",
     show_default=True,
-    help="Text-to-image, image-to-text or both.",
+    help="Search direction: text-to-image (t2i), image-to-text (i2t) or both.",
 )
 @click.option(
     "--full",
     is_flag=True,
-    help="Full-dataset protocol: all images of INDEX and all CAPTIONS are candidates. Reports R@5/10/20.",
+    help="Full-dataset protocol: all images of INDEX and all CAPTIONS are candidates. Reports recall at 5, 10 and 20.",
 )
 @click.option(
     "--full-captions",
     type=_PATH,
     metavar="FILE",
     multiple=True,
-    help="More candidate captions, with --full; repeatable.",
+    help="File of more candidate captions; needs --full; repeatable.",
 )
 @score_option
 @click.option("--rerank/--no-rerank", default=True, help="Re-rank, or measure the embeddings alone.")
@@ -75,7 +78,7 @@ _PATH = click.Path(path_type=Path)
     help="Number of bootstrap resamples; 0 computes no confidence intervals.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed.")
-@click.option("--cache", type=_PATH, help="Directory that keeps scores: an interrupted evaluation resumes from it.")
+@click.option("--cache", type=_PATH, help="Directory to keep scores in, so that an interrupted evaluation can resume.")
 @click.option("--report", type=_PATH, help="Directory to write report.md, report.json and plots to.")
 @click.option(
     "--device",
@@ -90,11 +93,11 @@ _PATH = click.Path(path_type=Path)
 def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: Any) -> None:
     """Measure the recall of INDEX on captioned images, with embeddings alone and after re-ranking.
 
-    CAPTIONS is a .jsonl file, Karpathy's .json (COCO, Flickr30k), COCO's caption .json, .parquet, or a WebDataset .tar.
-    In text-to-image search a caption must find its image; in image-to-text search an image must find any of its
-    captions. The candidates are the images and captions of CAPTIONS, or of one of its splits.
+    CAPTIONS is a .jsonl file, a .json file (Karpathy or COCO captions), a .parquet file or a WebDataset .tar. In
+    text-to-image search, the correct hit is the image of the caption. In image-to-text search, any caption of the image
+    is a correct hit. The candidates are the images and captions of CAPTIONS, or of one split with --split.
 
-    With --score, you can measure each part of the final score alone, with any bundle.
+    With --score, you can measure each part of the final score separately, with any bundle.
 
     \b
     Examples:
@@ -136,7 +139,7 @@ def _config(
 
 
 def _other(text: str) -> tuple[Path, Path | None]:
-    """Parse INDEX or INDEX=MODEL; an existing path with a "=" in its name is an index."""
+    """Parse "INDEX" or "INDEX=MODEL". An existing path that contains "=" is read as "INDEX"."""
     index, equals, model = text.rpartition("=")
     if not equals or Path(text).exists():
         return Path(text), None
@@ -150,7 +153,7 @@ def _show(result: Evaluation, report: Path | None, *, as_json: bool) -> None:
 
     for system in result.systems:
         if not system.trained:
-            note(f"note: the model of {system.name} is untrained: its recall is that of a random order")
+            note(f"note: the model of {system.name} is untrained, so the recall is that of a random order")
     if as_json:
         print_json(to_json(result))
     else:
@@ -161,7 +164,7 @@ def _show(result: Evaluation, report: Path | None, *, as_json: bool) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Make the directory of the report before the evaluation. Raises UsageError if it cannot be written to."""
+    """Create the report directory before the evaluation. Raises UsageError if the directory is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -28,32 +28,39 @@ _FREQUENT = 10
     show_default=True,
     help="HTML file to write.",
 )
-@click.option("--model", type=_PATH, help="Model bundle.  [default: the one that built INDEX]")
-@click.option("--precision", metavar="NAME", help="Precision of the tokens.  [default: the first that INDEX holds]")
+@click.option("--model", type=_PATH, help="Model bundle.  [default: the bundle that built INDEX]")
+@click.option("--precision", metavar="NAME", help="Precision of the tokens.  [default: the first that 'info' lists]")
 @click.option(
     "--sample",
     type=click.IntRange(min=1),
     default=1000,
     show_default=True,
-    help="Number of sampled images for the table of words.",
+    help="Number of images to sample for the table of words.",
 )
 @click.option(
-    "--captions", type=_PATH, metavar="FILE", help="Captions of the images, to measure their alignment with the tokens."
+    "--captions",
+    type=_PATH,
+    metavar="FILE",
+    help="File of captions, to measure how well caption words align with tokens.",
 )
-@click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: that of --captions]")
+@click.option(
+    "--images", type=_PATH, help="Base directory of relative image paths.  [default: directory of --captions]"
+)
 @click.option("--split", metavar="NAME", help="Split of the captions.  [default: all]")
 @click.option(
-    "--against", metavar="INDEX[=MODEL]", help="Index of the same images, to compare the alignment by a paired t-test."
+    "--against",
+    metavar="INDEX[=MODEL]",
+    help="Another index of the same images. A paired t-test compares the alignment of both.",
 )
 @quiet_option
 @json_option
 def explain(index: Path, rows: tuple[int, ...], out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
     """Write an HTML page that shows what the tokens of INDEX mean.
 
-    The page shows pictures (of the given rows, or of a few sampled ones) beside the words of the language model that
-    are nearest to their tokens; the most frequent words of a sample of images; and the share of special and unused
-    tokens. With --captions it also shows how well caption words align with the tokens. It is one file and loads
-    nothing from the network.
+    The page shows the images of the given rows, or of a few sampled rows. Beside each image are the words of the
+    language model that are nearest to the tokens. The page also shows the most frequent words in a sample of images,
+    the share of special and unused tokens and, with --captions, how well caption words align with tokens. The page
+    loads nothing from the network.
 
     \b
     Examples:

@@ -21,8 +21,8 @@ from storage_formats.format.layout import Layout
 def failures(index: Path, reasons: tuple[str, ...], as_json: bool) -> None:
     """List the inputs of INDEX that could not be indexed.
 
-    Prints row id, reason, URI and details, one line per failed row. For an unfinished index, lists the failures of the
-    shards that are finished. 'info' counts the reasons.
+    Prints one line per failed row: row id, reason, URI and details. For an unfinished index, the list covers only the
+    finished shards. 'info' counts the reasons.
 
     \b
     Examples:
@@ -39,7 +39,7 @@ def failures(index: Path, reasons: tuple[str, ...], as_json: bool) -> None:
 
 
 def failed_rows(root: Path) -> Iterator[dict[str, Any]]:
-    """Row id, reason, URI and detail of each failed row, in row order. Raises EdjeError if there is no index."""
+    """Yield row id, reason, URI and detail of each failed row, in row order. Raises EdjeError if there is no index."""
     from storage_formats.format.rows import FAILED
 
     columns = ["row_id", "reason", "uri", "detail", "status"]
@@ -50,7 +50,7 @@ def failed_rows(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _tables(root: Path, columns: list[str]) -> Iterator[Any]:
-    """The rows of each shard, as Arrow tables. An unfinished index has those of finished shards only."""
+    """Yield one Arrow table of rows per shard. For an unfinished index, yield the tables of finished shards only."""
     from pipelines.planning.plan import read_plan
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.receipts import read_receipts

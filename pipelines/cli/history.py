@@ -17,9 +17,10 @@ _INDEX = click.argument("index", type=click.Path(path_type=Path))
 @_INDEX
 @json_option
 def history(index: Path, as_json: bool) -> None:
-    """List the snapshots of INDEX, oldest first. The last is the current one.
+    """List the snapshots of INDEX, oldest first. The last one is current.
 
-    Every change of a finished index (append, delete, rollback) makes a snapshot. Earlier ones are kept until 'gc'.
+    Every change of a finished index (append, delete, rollback) makes a snapshot. Earlier snapshots are kept until 'gc'
+    removes them.
 
     \b
     Example:
@@ -46,7 +47,8 @@ def history(index: Path, as_json: bool) -> None:
 def rollback(index: Path, snapshot: int, as_json: bool) -> None:
     """Return INDEX to its state at SNAPSHOT, a number that 'history' lists.
 
-    This makes a new snapshot, so that a rollback can be rolled back too. Row ids of appended rows are never used again.
+    A rollback makes a new snapshot, so you can undo it with another rollback. The row ids of appended rows are never
+    reused.
 
     \b
     Example:
@@ -65,13 +67,13 @@ def rollback(index: Path, snapshot: int, as_json: bool) -> None:
 @click.command()
 @_INDEX
 @click.option(
-    "--keep", type=click.IntRange(min=1), required=True, help="Number of snapshots to keep, the current one included."
+    "--keep", type=click.IntRange(min=1), required=True, help="Number of snapshots to keep, including the current one."
 )
 @json_option
 def gc(index: Path, keep: int, as_json: bool) -> None:
     """Remove old snapshots of INDEX and the files that no remaining snapshot needs.
 
-    An append or a conversion that was stopped cannot be resumed afterwards. A process that has one of the removed
+    After 'gc', a stopped append or conversion cannot be resumed. A process that has one of the removed
     snapshots open may report missing files.
 
     \b

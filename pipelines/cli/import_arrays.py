@@ -32,7 +32,9 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option(
     "--encoder", default="unknown", show_default=True, metavar="NAME", help="Name and version of your encoder."
 )
-@click.option("--ann/--no-ann", default=True, show_default=True, help="Build the FAISS index of the embeddings.")
+@click.option(
+    "--ann/--no-ann", default=True, show_default=True, help="Build a FAISS index of the embeddings, or leave it out."
+)
 @quiet_option
 @json_option
 def import_arrays(quiet: bool, as_json: bool, **options: Any) -> None:
@@ -43,9 +45,9 @@ def import_arrays(quiet: bool, as_json: bool, **options: Any) -> None:
     EMBEDDINGS  .npy file [rows, e] of floating-point numbers
     ROWS        Parquet file with the column uri and optionally uri_raw, size, content_hash, width, height
 
-    The files are read through memory maps. Embeddings are stored with unit length. Without ROWS the URI of a row is
-    its row id. info, verify, quantize, bench fetch and the Python interface work on the index; search with a text does
-    not, because the index has no model.
+    The files are read through memory maps. Embeddings are normalised to unit length. Without ROWS, the URI of a row
+    is its row id. The index works with 'info', 'verify', 'quantize', 'bench fetch' and the Python interface. Text
+    search is not possible, because the index has no model.
 
     \b
     Examples:

@@ -21,9 +21,10 @@ def info(index: Path, as_json: bool) -> None:
     Shows the counts of inputs, the size, the precisions, and the model that built the index. For an unfinished index,
     shows how many shards are finished.
 
-    The encoder fingerprint is that of the vision tower and the adapter, which made the tokens and embeddings. Any
-    bundle with the same encoder can search the index. 'edje-index model show' also prints the fingerprint of the whole
-    bundle, which covers the joint encoder and the score. The plan is the fingerprint of the inputs and settings.
+    The encoder fingerprint identifies the vision tower and the adapter, which computed the tokens and embeddings. Any
+    bundle with the same encoder fingerprint can search the index. 'edje-index model show' also prints the fingerprint
+    of the whole bundle, including the joint encoder and the score weights. 'plan' is the fingerprint of the inputs
+    and settings.
 
     \b
     Examples:
@@ -39,7 +40,7 @@ def info(index: Path, as_json: bool) -> None:
 
 
 def describe_index(root: Path) -> dict[str, Any]:
-    """The contents of a finished or unfinished index as a JSON object. Raises EdjeError if there is no index."""
+    """Describe a finished or unfinished index as a JSON object. Raises EdjeError if there is no index."""
     from pipelines.planning.plan import read_plan
     from storage_formats.format.receipts import read_receipts
 
@@ -90,7 +91,7 @@ def describe_index(root: Path) -> dict[str, Any]:
 
 
 def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
-    """The most important part of the description, as pairs of name and text."""
+    """Return the most important values of the description as (name, text) pairs."""
     m, d = value["block_shape"]
     lines = [("index", value["index"]), ("state", value["state"])]
     if value["state"] == "begun":
@@ -122,6 +123,6 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _precision_line(value: dict[str, Any], name: str) -> str:
-    """The name of a precision, and the one that it was encoded from unless that is bf16."""
+    """Return the name of a precision, followed by its source precision unless the source is bf16."""
     *_, source = value.get("encoded_from", {}).get(name) or ["bf16"]
     return name if source == "bf16" else f"{name} (from {source})"

@@ -1,4 +1,4 @@
-"""Groups of commands that are imported when they are used."""
+"""Command groups that import each command only when it is used."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import click
 from storage_formats.errors import UsageError
 
 Sections = Mapping[str, Mapping[str, str]]
-"""Heading to commands; a command's name to where it is defined: "module:attribute"."""
+"""Maps each heading to its commands, and each command name to the place of its definition, "module:attribute"."""
 
 
 class LazyGroup(click.Group):
     """A group that imports the module of a command only when the command or its help is needed.
 
     Args:
-        sections: commands under the headings of the help text.
-        hidden: commands that work but do not appear in the help text.
+        sections: commands of each heading of the help text; see `Sections`.
+        hidden: commands that work but do not appear in the help text: name to "module:attribute".
     """
 
     def __init__(self, *, sections: Sections, hidden: Mapping[str, str] | None = None, **settings: Any) -> None:
@@ -53,7 +53,7 @@ class LazyGroup(click.Group):
                 formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. A UsageError about one of its parameters then names the option."""
+        """Run the command. If a UsageError names a parameter, prefix the message with the option of that parameter."""
         try:
             return super().invoke(ctx)
         except UsageError as error:
@@ -66,7 +66,7 @@ class LazyGroup(click.Group):
 
 
 def _spelling(parameter: click.Parameter) -> str:
-    """A parameter as the user writes it: its long option, or the name of the argument in the usage line."""
+    """Return how users write a parameter: the long option, or the name of the argument in the usage line."""
     if isinstance(parameter, click.Argument):
         return parameter.metavar or (parameter.name or "").upper()
     return max(parameter.opts, key=len)

@@ -1,4 +1,4 @@
-"""The command line: its commands, and how errors become one line and an exit code."""
+"""The command line: the list of commands, and the conversion of errors into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SECTIONS = {
         "bench": "benchmarks.cli:bench",
     },
 }
-"""Commands by heading, in the order of the help text, and where each is defined."""
+"""Commands by heading, in the order of the help text, with the module and attribute that define each command."""
 
 OLD_NAMES = {
     "init-model": "pipelines.cli.models.init_model:init_model",
@@ -69,7 +69,7 @@ OLD_NAMES = {
     "unpack-model": "pipelines.cli.models.packing:unpack",
     "train-embedding": "pipelines.cli.train_embedding:train_embedding",
 }
-"""Earlier names of `model` commands. They keep working and are not listed."""
+"""Earlier names of `model` commands. They still work, but the help text does not list them."""
 
 
 def _print_version(ctx: click.Context, _option: click.Parameter, requested: bool) -> None:
@@ -97,7 +97,7 @@ def cli() -> None:
       edje-index search photos.edje "a dog on a beach"
 
     Results go to standard output; logs and progress go to standard error. Exit codes: 0 success, 1 problems found
-    or work failed, 2 wrong usage.
+    or command failed, 2 wrong usage.
     """
 
 
@@ -135,7 +135,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an error that ended a command."""
+    """Return the exit code and the message of the error that ended a command."""
     if isinstance(error, click.ClickException):
         hint = ""
         if isinstance(error, click.UsageError) and error.ctx is not None:

@@ -1,4 +1,4 @@
-"""Shared by commands: common options, and printing results as text or as JSON."""
+"""Options that several commands have, and functions that print results as text or JSON."""
 
 from __future__ import annotations
 
@@ -29,31 +29,32 @@ dtype_option = click.option(
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print one JSON object on one line."""
+    """Print `value` as a JSON object on one line of standard output."""
     click.echo(json.dumps(value, sort_keys=True))
 
 
 def print_line(text: str) -> None:
-    """Print a line of the result; control characters are escaped."""
+    """Print one line of the result on standard output, with control characters escaped."""
     click.echo(printable(text))
 
 
 def note(message: str) -> None:
-    """Print a line on standard error; control characters are escaped."""
+    """Print one line on standard error, with control characters escaped."""
     click.echo(printable(message), err=True)
 
 
 def this_command() -> str:
-    """The command line of this process, as one would type it."""
+    """Return the command line of this process as a user would type it."""
     return shlex.join(["edje-index", *sys.argv[1:]])
 
 
 @contextlib.contextmanager
 def running_job(*, quiet: bool, can_resume: Callable[[], bool] = lambda: True) -> Iterator[tuple[OnEvent, ShouldStop]]:
-    """Yield the callbacks of a job: one shows its progress, the other tells it to stop after a signal.
+    """Yield two callbacks for a job: one shows progress, the other returns True after a signal to stop.
 
-    If the job stops early and `can_resume()` returns True, the error says how to resume it. Standard output carries
-    only the result, so what libraries print (Ray's messages about dead workers, for example) goes to standard error.
+    If the job stops early and `can_resume()` returns True, the error message says how to resume the job. Standard
+    output carries only the result. Text that libraries print, such as Ray's messages about dead workers, goes to
+    standard error.
     """
     from pipelines.progress.display import progress_display
     from pipelines.progress.stopping import stop_on_signals

@@ -1,4 +1,4 @@
-"""The options of `edje-index quantize --report`."""
+"""The option `--report` of `edje-index quantize`, and the options that need it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ _OPTIONS = (
         flag_value=_PRINT_ONLY,
         type=click.Path(file_okay=False, allow_dash=True, path_type=Path),
         metavar="[DIR]",
-        help="Measure what each precision costs on INDEX. With DIR, also write the report there.",
+        help="Measure how much each precision changes tokens and ranking. With DIR, also write the report to DIR.",
     ),
-    click.option("--rows", type=click.IntRange(1, 20_000), help="With --report: rows to compare.  [default: 2000]"),
+    click.option(
+        "--rows", type=click.IntRange(1, 20_000), help="With --report: number of rows to compare.  [default: 2000]"
+    ),
     click.option(
         "--queries",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -35,26 +37,34 @@ _OPTIONS = (
     click.option(
         "--model",
         type=click.Path(path_type=Path),
-        help="With --report: model bundle.  [default: the one that built INDEX]",
+        help="With --report: model bundle.  [default: the bundle that built INDEX]",
     ),
     click.option(
         "--device",
         type=click.Choice(["auto", "cpu", "cuda"]),
-        help="With --report: model device.  [default: auto]",
+        help="With --report: device of the model.  [default: auto]",
     ),
 )
 
 
 @dataclass(frozen=True)
 class ReportRequest:
-    """Values of `--report` and its options. `folder` is None to print only; `settings` are fields of `ReportConfig`."""
+    """Values of `--report` and its options.
+
+    Attributes:
+        folder: directory to write the report to; None if the report is only printed.
+        settings: fields of `ReportConfig` that the command line sets.
+    """
 
     folder: Path | None
     settings: dict[str, Any]
 
 
 def report_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options to a command, which gets them as one argument `request`: a `ReportRequest` or None."""
+    """Add `--report` and its options to a command.
+
+    The command receives their values as the argument `request`: a `ReportRequest`, or None without `--report`.
+    """
 
     @functools.wraps(function)
     def command(report: Path | None, **others: Any) -> None:
@@ -73,7 +83,7 @@ def report_options(function: Callable[..., None]) -> Callable[..., None]:
 def measure(
     request: ReportRequest, index: Path, precisions: tuple[str, ...], source: str | None, *, quiet: bool
 ) -> QuantizeReport:
-    """Measure `index`, and write the report if a directory is given."""
+    """Measure `precisions` on `index`, and write the report if `request` names a directory."""
     from pipelines.jobs.quantization_report import ReportConfig, measure_precisions
     from pipelines.jobs.quantization_report_files import write_report
     from pipelines.progress.display import progress_display

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("index", type=click.Path(path_type=Path))
 @click.option("--to", "to", multiple=True, metavar="NAME", help="Precision to add; repeatable.")
-@click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove afterwards; repeatable.")
+@click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove at the end; repeatable.")
 @click.option(
-    "--from", "source", metavar="NAME", help="Precision to convert from.  [default: the highest-fidelity one stored]"
+    "--from", "source", metavar="NAME", help="Precision to convert from.  [default: highest-fidelity precision stored]"
 )
 @click.option(
     "--engine", type=click.Choice(["inline", "ray"]), default="inline", show_default=True, help="Execution engine."
@@ -46,15 +46,15 @@ def quantize(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Store the tokens of INDEX in further precisions.
+    """Store the tokens of INDEX in additional precisions.
 
     The vision model is not needed. Precisions: bf16, fp16, fp8, mxfp8, int8, nvfp4, mxfp4, sign1. The index can be
     searched during the conversion. Run the same command again to resume a stopped conversion. If INDEX already holds
-    the precisions, nothing is done.
+    the requested precisions, the command does nothing.
 
-    --report measures what each precision costs: it compares tokens and re-ranking at every precision, or at those of
-    --to, with the highest-fidelity precision stored. It needs no labels and does not change INDEX. With --to or
-    --drop, the report is made first.
+    --report compares the tokens and the re-ranking of each precision with those of the highest-fidelity precision
+    stored. It covers the precisions of --to, or every precision without --to. The report needs no labels and does not
+    change INDEX. With --to or --drop, the report is made before the conversion.
 
     \b
     Examples:
@@ -90,7 +90,7 @@ def _print_report(report: QuantizeReport, request: ReportRequest) -> None:
     for line in table(report):
         print_line(line)
     if request.folder is not None:
-        print_line(f"written to {request.folder}")
+        print_line(f"report written to {request.folder}")
 
 
 def _print(index: Path, result: QuantizeResult) -> None:

@@ -23,14 +23,19 @@ _DEFAULT_QUERIES = 4
     help="HTML file to write.",
 )
 @click.option(
-    "--query", "queries", multiple=True, metavar="TEXT", help="Sample search; repeatable.  [default: general captions]"
+    "--query",
+    "queries",
+    multiple=True,
+    metavar="TEXT",
+    help="Query to show hits of; repeatable.  [default: general captions]",
 )
 @quiet_option
 def report(index: Path, out: Path, queries: tuple[str, ...], quiet: bool) -> None:
     """Write one HTML page about INDEX.
 
-    The page shows the counts, failed inputs by reason with samples, sizes, what each precision costs, which stage of
-    the build took most time, and sample searches with pictures. It is one file and loads nothing from the network.
+    The page shows the counts, failed inputs by reason with samples, sizes, the effect of each precision, the
+    slowest stage of the build, and sample searches with images. The page loads nothing from the
+    network.
 
     \b
     Examples:

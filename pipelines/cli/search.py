@@ -28,7 +28,7 @@ _QUERIES_AT_ONCE = 64  # their hits appear together
 
 @dataclass(frozen=True)
 class _Request:
-    """What to search for, and how to answer."""
+    """Options of one search: number of hits, candidates, score and output."""
 
     k: int
     pool: int
@@ -45,23 +45,23 @@ class _Request:
 @click.option(
     "--queries",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File of queries instead of TEXT: one per line, or a .jsonl file of objects with `query`.",
+    help="File of queries instead of TEXT: one per line, or .jsonl objects with the key `query`.",
 )
 @click.option(
     "--image",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Photo instead of TEXT: find the images with the nearest embeddings.",
+    help="Image file instead of TEXT: find the images with the nearest embeddings.",
 )
 @click.option("-k", "k", type=_POSITIVE, default=10, show_default=True, help="Number of hits.")
 @click.option("--pool", type=_POSITIVE, default=100, show_default=True, help="Number of candidates to re-rank.")
 @score_option
-@click.option("--rerank/--no-rerank", default=True, help="Re-rank the candidates, or keep the order of the embeddings.")
+@click.option("--rerank/--no-rerank", default=True, help="Re-rank the candidates, or keep the order by embedding.")
 @click.option(
     "--precision",
     metavar="NAME",
-    help="Precision of the tokens to re-rank with.  [default: the first that INDEX holds]",
+    help="Precision of the tokens to re-rank with.  [default: the first that 'info' lists]",
 )
-@click.option("--model", type=click.Path(path_type=Path), help="Model bundle.  [default: the one that built INDEX]")
+@click.option("--model", type=click.Path(path_type=Path), help="Model bundle.  [default: the bundle that built INDEX]")
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
@@ -73,7 +73,7 @@ class _Request:
 @click.option(
     "--html",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Also write a page with the pictures before and after re-ranking to this file.",
+    help="Also write an HTML page of images before and after re-ranking to this file.",
 )
 @click.option("--open", "open_page", is_flag=True, help="Open the page of --html in the browser.")
 @json_option
@@ -88,15 +88,15 @@ def search(
     dtype: str,
     **options: Any,
 ) -> None:
-    """Find the images that match TEXT best. Without a query, ask for queries on the terminal.
+    """Find the images that match TEXT best. Without a query, prompt for queries on the terminal.
 
-    The candidates are the rows whose embeddings are nearest to that of TEXT. The tokens of the candidates are fetched,
-    and the candidates are sorted by the final score, a weighted sum of parts. The model bundle holds the weights;
-    --score replaces them. An imported checkpoint scores by the joint encoder's logit alone, as published.
+    The candidates are the rows whose embeddings are nearest to the embedding of TEXT. The tokens of the candidates are
+    fetched, and the candidates are sorted by the final score, a weighted sum of parts. The model bundle holds the
+    weights; --score replaces these weights. An imported checkpoint uses the joint encoder's logit alone, as published.
 
     With --json each hit has `score`, its unweighted `parts`, `embedding_score` (cosine similarity of the embeddings)
-    and `joint_score` (weighted logit, late interaction and pooled similarity). With --queries it prints one JSON object
-    per query, on one line each.
+    and `joint_score` (weighted logit, late interaction and pooled similarity). With --queries, --json prints
+    one JSON object per query, each on one line.
 
     \b
     Examples:
@@ -135,7 +135,7 @@ def search(
 
 
 def _batches(queries: Path | None) -> Iterable[list[str]]:
-    """The queries of a file, many at once because that is faster; or those of a prompt, one by one."""
+    """Return batches of queries: large batches from a file, which is faster, or single queries from the prompt."""
     if queries is None:
         return ([query] for query in prompt_for_queries())
     texts = read_queries(queries)
@@ -143,7 +143,7 @@ def _batches(queries: Path | None) -> Iterable[list[str]]:
 
 
 def _answer(opened: TokenIndex, texts: list[str], request: _Request, loading: float, *, heading: bool) -> None:
-    """Search for `texts` and print the hits of each."""
+    """Search for each of `texts` and print its hits."""
     for text in texts:
         hint_at_image(text)
     started = time.perf_counter()
@@ -166,17 +166,17 @@ def _show(query: str, hits: list[Hit], request: _Request, *, heading: bool) -> N
 
 
 def _check_query(request: _Request, *, text: str | None, queries: Path | None, image: Path | None) -> None:
-    """Refuse several kinds of query at once, and options that do not apply to a kind."""
+    """Raise UsageError for several kinds of query at once, and for options that do not apply to the kind of query."""
     if sum(query is not None for query in (text, queries, image)) > 1:
         raise UsageError("give only one of TEXT, --queries and --image")
     if request.html is not None and text is None:
-        raise UsageError("--html shows the hits of one TEXT: leave it out, or give TEXT")
+        raise UsageError("--html shows the hits of one TEXT: give TEXT, or leave out --html")
     if image is not None and request.score != BUNDLE_SCORE:
-        raise UsageError("--score weighs parts that compare a text with an image: leave it out with --image")
+        raise UsageError("--score has no effect with --image, which compares embeddings alone: leave out --score")
 
 
 def _check(request: _Request) -> None:
-    """Refuse options that contradict each other."""
+    """Raise UsageError for options that contradict each other."""
     if request.rerank and request.pool < request.k:
         raise UsageError(
             f"--pool {request.pool} is smaller than -k {request.k}: only candidates in the pool can become hits"
@@ -184,9 +184,9 @@ def _check(request: _Request) -> None:
     if not request.rerank and request.score != BUNDLE_SCORE:
         raise UsageError("--score has no effect with --no-rerank: leave one of them out")
     if request.html is not None and not request.rerank:
-        raise UsageError("--html compares the orders before and after re-ranking: leave out --no-rerank")
+        raise UsageError("--html compares the order before and after re-ranking: leave out --html or --no-rerank")
     if request.open_page and request.html is None:
-        raise UsageError("--open needs the file to write: add --html FILE")
+        raise UsageError("--open opens the page that --html writes: add --html FILE")
 
 
 def _write_page(
@@ -198,7 +198,7 @@ def _write_page(
     query: str,
     timings: dict[str, float],
 ) -> None:
-    """Write the page of --html, and open it if --open is given."""
+    """Write the page of --html to `path`. Open the page in the browser if --open is given."""
     from pipelines.pages.search_page import SearchContext, search_page
     from storage_formats.atomic import write_bytes_atomic
 
@@ -218,9 +218,9 @@ def _write_page(
 
 def _explanation(weights: ScoreWeights) -> str:
     return (
-        f"score = {weights.described()}; it orders the hits of one query and cannot be compared between queries. "
-        "joint: its share from logit, late interaction and pooled similarity. embedding: cosine similarity of the "
-        "embeddings."
+        f"score = {weights.described()}; scores order the hits of one query and cannot be compared between queries. "
+        "joint: share of the score from logit, late interaction and pooled similarity. "
+        "embedding: cosine similarity of the embeddings."
     )
 
 

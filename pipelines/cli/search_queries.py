@@ -1,4 +1,4 @@
-"""Where the queries of `edje-index search` come from: a file, or a prompt."""
+"""Reads the queries of `edje-index search` from a file or from a prompt."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ _PROMPT = "query> "
 
 
 def read_queries(file: Path) -> list[str]:
-    """The queries of a file in order: one text per line, or in a .jsonl file one object with `query` per line.
+    """Return the queries of a file, in order.
 
-    Blank lines are left out.
+    A text file holds one query per line. A .jsonl file holds one object with the key `query` per line. Blank lines are
+    skipped.
 
     Raises:
-        UsageError: the file cannot be read, a line is not such an object, or there is no query.
+        UsageError: the file cannot be read, a line of a .jsonl file has no valid query, or there is no query.
     """
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
@@ -32,7 +33,7 @@ def read_queries(file: Path) -> list[str]:
         if line.strip()
     ]
     if not queries:
-        raise UsageError(f"--queries {file} holds no query: write one per line")
+        raise UsageError(f"--queries {file} holds no query: write one query per line")
     return queries
 
 
@@ -40,21 +41,21 @@ def _query_of(line: str, place: str) -> str:
     try:
         query = json.loads(line)["query"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f'{place} is not an object with "query": {line[:80]!r}') from error
+        raise UsageError(f'{place} is not an object with the key "query": {line[:80]!r}') from error
     if not isinstance(query, str) or not query.strip():
         raise UsageError(f"{place} must have a text as its query, got {query!r}")
     return query
 
 
 def prompt_for_queries() -> Iterator[str]:
-    """The queries that a person types, until an empty line or the end of the input.
+    """Yield the queries that a user types, until an empty line or the end of the input.
 
     Raises:
-        UsageError: nobody can type, because the input or the output is not a terminal.
+        UsageError: standard input or standard output is not a terminal, so a user cannot type queries.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError("no query: give TEXT, --queries FILE or --image PHOTO")
-    note("type a query; an empty line ends")
+    note("type a query; an empty line ends the program")
     while query := _typed():
         yield query
 
@@ -67,7 +68,7 @@ def _typed() -> str:
 
 
 def hint_at_image(text: str) -> None:
-    """Ask on standard error whether --image was meant, if `text` is the path of an image file."""
+    """If `text` is the path of an image file, print a note on standard error that suggests --image."""
     from edje_index.images.headers import HEAD_BYTES, image_format
 
     try:
@@ -77,4 +78,6 @@ def hint_at_image(text: str) -> None:
     except (OSError, ValueError):  # a text is seldom a path
         return
     if is_image:
-        note(f"note: {text} is an image file, but it is searched for as a text: did you mean --image {text}?")
+        note(
+            f"note: {text} is an image file, but the search uses the path as a text query: did you mean --image {text}?"
+        )

@@ -24,7 +24,7 @@ _KEYS_VARIABLE = "EDJE_API_KEYS"
     show_default=True,
     help="Port to listen on; 0 chooses a free one.",
 )
-@click.option("--model", type=click.Path(path_type=Path), help="Model bundle.  [default: the one that built INDEX]")
+@click.option("--model", type=click.Path(path_type=Path), help="Model bundle.  [default: the bundle that built INDEX]")
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
@@ -44,21 +44,21 @@ _KEYS_VARIABLE = "EDJE_API_KEYS"
     "hosts",
     metavar="NAME",
     multiple=True,
-    help="Host name that clients use for the service; repeatable.",
+    help="Host name under which clients reach the service; repeatable.",
 )
 @click.option(
     "--queue",
     type=click.IntRange(1, 10_000),
     default=64,
     show_default=True,
-    help="Number of requests that may wait. Further ones get status 429.",
+    help="Number of requests that may wait. Others get HTTP status 429.",
 )
 @click.option(
     "--deadline",
     type=click.FloatRange(0.1, 3600),
     default=30.0,
     show_default=True,
-    help="Seconds that a request may take. It then gets status 504.",
+    help="Time limit of a request in seconds; then HTTP status 504.",
 )
 def serve(
     indexes: tuple[Path, ...],
@@ -72,14 +72,15 @@ def serve(
     queue: int,
     deadline: float,
 ) -> None:
-    """Serve search and re-ranking of INDEX... over HTTP, with a page for the browser.
+    """Serve search and re-ranking of INDEX... over HTTP, with a search page for browsers.
 
-    Prints its address when it is ready. On SIGTERM or Ctrl-C, it answers the requests that have arrived, then exits.
+    Prints the address when the service is ready. On SIGTERM or Ctrl-C, the service answers the requests that have
+    arrived, then exits.
     Requests can search, re-rank rows or images (in the formats of text-embeddings-inference and Cohere), embed texts
     and images, and fetch tokens. docs/serve.md and /openapi.json describe all requests.
 
-    Anyone who can reach the address can search and see thumbnails, so the default is 127.0.0.1. On a network, use API
-    keys and a proxy with TLS.
+    Anyone who can reach the address can search and see thumbnails, so the default address is 127.0.0.1. On a network,
+    use API keys and a proxy with TLS.
 
     \b
     Examples:

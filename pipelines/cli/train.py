@@ -19,7 +19,7 @@ _PATH = click.Path(path_type=Path)
 
 
 class _TrainCommand(click.Command):
-    """Reports options of earlier versions together with the settings that replace them."""
+    """Command that reports options of earlier versions, with the settings that replace these options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)  # the parser empties `args`
@@ -36,20 +36,33 @@ class _TrainCommand(click.Command):
 @click.command(cls=_TrainCommand)
 @click.argument("captions", nargs=-1, type=_PATH, metavar="CAPTIONS...")
 @click.option("--out", type=_PATH, help="Directory of the bundle to write.")
-@click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: that of CAPTIONS]")
+@click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]")
 @click.option(
-    "--dev", type=_PATH, metavar="FILE", help="Captions of other images, to which the score weights are fitted."
+    "--dev",
+    type=_PATH,
+    metavar="FILE",
+    help="Captions of images that are not in CAPTIONS, to fit the score weights on.",
 )
 @click.option("--model", type=_PATH, help="Bundle with the frozen vision and text towers.")
 @click.option("--vision", metavar="NAME", help="Name of the frozen towers in open_clip, instead of --model.")
-@click.option("--language", type=_PATH, help="Initial language model: directory of a Hugging Face BERT, or a bundle.")
-@click.option("--init", type=_PATH, help="Bundle to initialise joint encoder and, if its sizes match, adapter from.")
-@click.option("--teacher", type=_PATH, help="Bundle to distil from.")
 @click.option(
-    "--preset", type=click.Choice(list(PRESETS)), default="paper", show_default=True, help="Settings to start from."
+    "--language", type=_PATH, help="Initial language model: directory of a Hugging Face BERT model, or a bundle."
 )
 @click.option(
-    "--config", "config_file", type=_PATH, metavar="FILE", help="TOML file with settings. It overrides the preset."
+    "--init",
+    type=_PATH,
+    help="Bundle with initial weights of the joint encoder and, if sizes match, the adapter.",
+)
+@click.option("--teacher", type=_PATH, help="Bundle of the teacher model, for distillation.")
+@click.option(
+    "--preset",
+    type=click.Choice(list(PRESETS)),
+    default="paper",
+    show_default=True,
+    help="Named set of initial settings.",
+)
+@click.option(
+    "--config", "config_file", type=_PATH, metavar="FILE", help="TOML file with settings. Overrides the preset."
 )
 @click.option(
     "--set",
@@ -59,12 +72,12 @@ class _TrainCommand(click.Command):
     help="One setting; repeatable. Overrides --config.",
 )
 @click.option("--show-settings", is_flag=True, help="Print every setting with its description, as TOML, and exit.")
-@click.option("--steps", type=int, help="Optimiser steps.")
-@click.option("--epochs", type=float, help="Passes over the captions, instead of --steps.")
-@click.option("--run-dir", type=_PATH, help="Run folder: checkpoints, features and log.  [default: OUT.run]")
-@click.option("--workers", type=int, help="Worker processes. More than one run on Ray.  [default: 1]")
+@click.option("--steps", type=int, help="Number of optimiser steps.")
+@click.option("--epochs", type=float, help="Passes over all captions, instead of --steps.")
+@click.option("--run-dir", type=_PATH, help="Directory of checkpoints, features and log.  [default: OUT.run]")
+@click.option("--workers", type=int, help="Number of worker processes; several processes run on Ray.  [default: 1]")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to train on.  [default: auto]")
-@click.option("--export", is_flag=True, help="Write the bundle of the last checkpoint without training further.")
+@click.option("--export", is_flag=True, help="Write a bundle from the last checkpoint without further training.")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 @json_option
 def train(
@@ -76,19 +89,19 @@ def train(
     show_settings: bool,
     **options: Any,
 ) -> None:
-    """Train adapter and joint encoder on CAPTIONS over a frozen vision tower, and write a model bundle.
+    """Train an adapter and a joint encoder on CAPTIONS with a frozen vision tower, and write a model bundle.
 
-    CAPTIONS are files in JSONL, COCO or Karpathy JSON, Parquet or WebDataset tar format. The features of the tower are
-    computed once and stored in the run folder. The same command resumes an interrupted training.
+    CAPTIONS are files in JSONL, COCO or Karpathy JSON, Parquet or WebDataset tar format. The features of the vision
+    tower are computed once and stored in --run-dir. Run the same command again to resume an interrupted training run.
 
-    Everything else about the training is a setting. Settings come from the preset, then from --config, --set and the
-    options below; later ones win. --show-settings lists all of them.
+    All other choices are settings. Settings are read from the preset, --config, --set and the options below; a later
+    source overrides an earlier one. To list all settings, use --show-settings.
 
     \b
     Presets:
-      paper           the paper's first phase, for millions of images
-      paper-finetune  its second phase; start it with --init
-      small-data      thousands of photos on a CPU; needs --dev
+      paper           first training phase of the EDJE paper, for millions of images
+      paper-finetune  second training phase of the EDJE paper; use with --init
+      small-data      for thousands of images on a CPU; needs --dev
 
     \b
     Examples:
@@ -126,7 +139,7 @@ def train(
 
 
 def describe_result(result: TrainResult) -> list[str]:
-    """The result in lines of text."""
+    """Describe the result in lines of text."""
     lines = [f"{result.bundle} is already finished; nothing was done"] if result.already_finished else []
     lines.append(
         f"{result.bundle}: {result.steps:,} steps on {result.images:,} images with {result.captions:,} captions, "
@@ -140,11 +153,12 @@ def describe_result(result: TrainResult) -> list[str]:
 
 
 def _describe_choice(candidates: str, choice: dict[str, Any]) -> str:
-    """Recall of `candidates` ("images" or "captions") with the fitted weights."""
+    """Describe the recall of `candidates` ("images" or "captions") with the fitted weights, in one line."""
     queries = "images" if candidates == "captions" else "captions"
     held_out = choice["held_out_recall"]
     cross_validated = "" if held_out is None else f"final {held_out:.1%} with weights fitted to other images, "
     return (
         f"R@1 of {candidates} for {choice['queries']:,} dev {queries}, pool {choice['pool']}: embeddings "
-        f"{choice['embedding_recall']:.1%}, {cross_validated}{choice['recall']:.1%} with weights fitted to the same"
+        f"{choice['embedding_recall']:.1%}, {cross_validated}{choice['recall']:.1%} with weights fitted to "
+        "the same images"
     )

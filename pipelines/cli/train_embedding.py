@@ -17,13 +17,19 @@ _PATH = click.Path(path_type=Path)
 
 @click.command()
 @click.argument("captions", type=_PATH)
-@click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: that of CAPTIONS]")
+@click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]")
 @click.option("--split", metavar="NAME", help="Use only this split of CAPTIONS.")
-@click.option("--dev", type=_PATH, help="Captions of other images. The epoch with the best recall on them is kept.")
+@click.option(
+    "--dev",
+    type=_PATH,
+    help="Captions of images that are not in CAPTIONS. The best epoch on --dev is kept.",
+)
 @click.option("--dev-split", metavar="NAME", help="Use only this split of --dev.")
-@click.option("--towers", type=_PATH, help="Directory written by 'model fetch-towers'. It provides both towers.")
-@click.option("--image-tower", metavar="TIMM_NAME:WEIGHTS", help="Vision tower: timm's name of the model, and a file.")
-@click.option("--text-tower", type=_PATH, help="Text tower: directory of a Hugging Face BERT with its tokenizer.")
+@click.option("--towers", type=_PATH, help="Directory that 'model fetch-towers' wrote, with both towers.")
+@click.option(
+    "--image-tower", metavar="TIMM_NAME:WEIGHTS", help="Vision tower: model name in timm, and file of weights."
+)
+@click.option("--text-tower", type=_PATH, help="Text tower: directory of a Hugging Face BERT model and tokenizer.")
 @click.option(
     "--image-size",
     type=click.IntRange(min=14),
@@ -37,19 +43,19 @@ _PATH = click.Path(path_type=Path)
 @click.option("--epochs", default=14, show_default=True, help="Passes over all captions.")
 @click.option("--batch-size", default=512, show_default=True, help="Pairs per step.")
 @click.option("--lr", default=1e-3, show_default=True, help="Learning rate of the heads.")
-@click.option("--tune-text", default=0, show_default=True, help="Number of last text-tower layers to train.")
+@click.option("--tune-text", default=0, show_default=True, help="Number of text-tower layers to train, from the last.")
 @click.option("--text-lr", default=1e-4, show_default=True, help="Learning rate of the layers that --tune-text trains.")
-@click.option("--weight-decay", default=0.5, show_default=True, help="Weight decay. Biases and norms have none.")
+@click.option("--weight-decay", default=0.5, show_default=True, help="Weight decay, except of biases and norms.")
 @click.option("--image-dropout", default=0.3, show_default=True, help="Dropout in the image head.")
 @click.option("--text-dropout", default=0.3, show_default=True, help="Dropout in the text head.")
 @click.option("--seed", default=0, show_default=True, help="Random seed.")
 @json_option
 def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) -> None:
-    """Train an embedding model: contrastive heads over separately trained vision and text towers.
+    """Train an embedding model: contrastive heads on separately trained vision and text towers.
 
     CAPTIONS is a JSONL, Karpathy or COCO JSON, or Parquet file. The vision tower is frozen. Its features are computed
-    once and kept in --cache, so that another training takes minutes. The result is an open_clip model; other commands
-    take it as --vision local-dir:OUT.
+    once and kept in --cache, so another training run takes only minutes. The result is an open_clip model. Use it in
+    other commands as --vision local-dir:OUT.
 
     \b
     Examples:
@@ -106,7 +112,7 @@ def _sources(towers: Path | None, image_tower: str | None, text_tower: Path | No
         raise UsageError("give --towers, or both --image-tower and --text-tower")
     name, _, weights = image_tower.partition(":")
     if not weights:
-        raise UsageError(f"--image-tower is TIMM_NAME:WEIGHTS, not {image_tower!r}")
+        raise UsageError(f"--image-tower must be TIMM_NAME:WEIGHTS, got {image_tower!r}")
     return TowerSources(name, Path(weights), text_tower, image_size)
 
 

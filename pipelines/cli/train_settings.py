@@ -1,4 +1,4 @@
-"""Settings of `train` from a preset, a TOML file, `--set` and dedicated options, and their listing."""
+"""Reads the settings of `train` from a preset, a TOML file, `--set` and other options, and lists the settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEDICATED_OPTIONS = {
     "steps": "loop.steps",
     "epochs": "loop.epochs",
 }
-"""The setting behind each option and argument of `train`."""
+"""The setting that each option or argument of `train` changes."""
 
 # Options of earlier versions whose names differ from the key of their setting.
 _RENAMED_OPTIONS = {
@@ -52,22 +52,22 @@ Values = dict[str, dict[str, Any]]
 
 
 class TrainSettings(TrainConfig, TrainRequest):
-    """All settings of one training, as files and the command line name them."""
+    """All settings of one training run, with the names that settings files and the command line use."""
 
 
 def read_settings(
     preset: str, config_file: Path | None, assignments: Iterable[str], options: Mapping[str, Any]
 ) -> Values:
-    """Merge all sources of settings into groups of values. Later sources win.
+    """Merge the settings of all sources, by group. A later source overrides an earlier one.
 
     Args:
         preset: name of a preset.
-        config_file: TOML file with the groups as tables. Relative paths in it start at its directory.
-        assignments: texts `group.key=value`; the value is TOML, a bare word, or `none`.
-        options: dedicated options by name; None and empty values are ignored.
+        config_file: TOML file with one table per group. Relative paths are relative to the directory of the file.
+        assignments: texts of the form `group.key=value`, where the value is TOML, a bare word or `none`.
+        options: values of the other options by name; None, False and empty values are ignored.
 
     Raises:
-        UsageError: a source cannot be read. The values are not validated yet.
+        UsageError: a source cannot be read. `make_request` validates the values.
     """
     given = {DEDICATED_OPTIONS[name]: value for name, value in options.items() if _is_given(value)}
     sources = [
@@ -87,7 +87,7 @@ def read_settings(
 
 
 def _is_given(value: Any) -> bool:
-    """Whether an option was on the command line; the value 0 counts."""
+    """Whether an option was given on the command line. The value 0 counts as given."""
     return value is not None and value is not False and value != ()
 
 
@@ -101,10 +101,10 @@ def _grouped(settings: Iterable[tuple[str, Any]]) -> Values:
 
 
 def make_request(values: Values) -> tuple[TrainRequest, TrainConfig]:
-    """Validate merged settings.
+    """Validate merged settings; return the request and the configuration of the training run.
 
     Raises:
-        UsageError: settings are invalid; the message has one line per problem.
+        UsageError: a setting is invalid; the message has one line per problem.
     """
     settings = validated(TrainSettings, {"inputs": {}, "run": {}, **values})
     request = TrainRequest(inputs=settings.inputs, run=settings.run)
@@ -112,7 +112,7 @@ def make_request(values: Values) -> tuple[TrainRequest, TrainConfig]:
 
 
 def describe_settings(values: Values) -> str:
-    """All settings as TOML, each with its description, choices and default. It can be used as a settings file."""
+    """Return a TOML settings file with all settings, each with its description, choices and default."""
     lines = ["# Settings of edje-index train. Save them to a file and pass it with --config."]
     for group, kind in groups(TrainSettings).items():
         lines += ["", f"# {kind.__doc__}", f"[{group}]"]
@@ -126,7 +126,7 @@ def describe_settings(values: Values) -> str:
 
 
 def settings_json(values: Values) -> dict[str, Any]:
-    """All settings by group and key, each with its value, default and description."""
+    """Return all settings by group and key, each with its value, default and description."""
     listing: dict[str, Any] = {}
     for group, kind in groups(TrainSettings).items():
         for key, field in kind.model_fields.items():
@@ -142,7 +142,7 @@ def settings_json(values: Values) -> dict[str, Any]:
 
 
 def removed_options(arguments: Sequence[str]) -> list[str]:
-    """One line for each option of an earlier version in `arguments`, with its replacement."""
+    """Return one line for each option of an earlier version in `arguments`, with the replacement of the option."""
     lines = []
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         option, equals, value = argument.removeprefix("--").partition("=")
@@ -155,7 +155,7 @@ def removed_options(arguments: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def options_named() -> Iterator[None]:
-    """Context manager that adds the option of each setting to the message of a UsageError."""
+    """Context manager: if a UsageError names a setting, add the option of the setting to the message."""
     try:
         yield
     except UsageError as error:
@@ -167,7 +167,7 @@ def options_named() -> Iterator[None]:
 
 
 def _replacement(option: str) -> str | None:
-    """The replacement of an option of an earlier version; None for other names."""
+    """Return the replacement of an option of an earlier version, or None for other names."""
     key = option.replace("-", "_")
     if key in DEDICATED_OPTIONS:
         return None
@@ -185,7 +185,9 @@ def _read_toml(path: Path) -> Values:
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     if loose := [key for key, value in content.items() if not isinstance(value, dict)]:
-        raise UsageError(f"{path}: {', '.join(loose)} must be in a group, such as [loop]; --show-settings lists them")
+        raise UsageError(
+            f"{path}: {', '.join(loose)} must be in a group, such as [loop]; --show-settings lists all groups"
+        )
     for group, kind in groups(TrainSettings).items():
         for key, value in content.get(group, {}).items():
             if key in kind.model_fields and _holds_path(kind, key):
@@ -198,7 +200,7 @@ def _holds_path(kind: type[Settings], key: str) -> bool:
 
 
 def _located(folder: Path, value: Any) -> Any:
-    """Resolve paths of a settings file against its directory. Other values are returned unchanged."""
+    """Resolve a path, or each path of a list, against `folder`. Return other values unchanged."""
     if isinstance(value, list):
         return [_located(folder, part) for part in value]
     return folder / value if isinstance(value, str) else value

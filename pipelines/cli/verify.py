@@ -17,8 +17,8 @@ from pipelines.progress.wording import counted
 def verify(index: Path, as_json: bool) -> int:
     """Check every file of INDEX.
 
-    Reads every file and checks checksums, rows and counts. If zarr is installed, also checks that it opens the
-    arrays. The exit code is 1 if there is a problem.
+    Reads every file and checks checksums, rows and counts. If zarr-python is installed, also checks that
+    zarr-python can open the arrays. The exit code is 1 if there is a problem.
 
     \b
     Examples:

@@ -92,7 +92,7 @@ def test_the_precision_of_the_tokens(run, built):
     [
         (["text", "--image", "x.jpg"], "give only one of TEXT, --queries and --image"),
         (["--queries", "q.txt", "--html", "x.html"], "--html shows the hits of one TEXT"),
-        (["--image", "x.jpg", "--score", "logit"], "leave it out with --image"),
+        (["--image", "x.jpg", "--score", "logit"], "compares embeddings alone: leave out --score"),
         ([], "no query: give TEXT, --queries FILE or --image PHOTO"),
     ],
 )

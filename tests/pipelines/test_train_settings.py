@@ -201,5 +201,5 @@ def test_the_recall_of_a_single_dev_image_is_described_without_cross_validation(
         "model", "f" * 64, "e" * 64, images=6, captions=6, left_out={}, steps=2, seconds=1.5, dev={"images": choice}
     )
     assert describe_result(result)[-1] == (
-        "R@1 of images for 5 dev captions, pool 1: embeddings 100.0%, 100.0% with weights fitted to the same"
+        "R@1 of images for 5 dev captions, pool 1: embeddings 100.0%, 100.0% with weights fitted to the same images"
     )

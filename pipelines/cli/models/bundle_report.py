@@ -1,4 +1,4 @@
-"""The report of a command that writes a bundle."""
+"""Prints the result of commands that write a bundle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def report_bundle(info: BundleInfo, *, as_json: bool) -> None:
-    """Print the path, the tower and the fingerprint of a bundle that was written."""
+    """Print path and vision tower of a new bundle, with the token shape as text or the fingerprint as JSON."""
     if as_json:
         print_json(
             {

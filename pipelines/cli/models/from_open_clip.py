@@ -15,15 +15,17 @@ _DIRECTORY = click.Path(path_type=Path)
 @click.command()
 @click.argument("tower", metavar="MODEL[:PRETRAINED]")
 @click.option("--out", required=True, type=_DIRECTORY, help="New directory for the bundle.")
-@click.option("--text-tokenizer", type=_DIRECTORY, help="Tokenizer of the text tower, if it cannot be downloaded.")
+@click.option(
+    "--text-tokenizer", type=_DIRECTORY, help="Directory of the text tower's tokenizer, instead of a download."
+)
 @click.option("--random", "untrained", is_flag=True, help="Use random weights, to try commands without a download.")
 @json_option
 def from_open_clip(tower: str, out: Path, text_tokenizer: Path | None, untrained: bool, as_json: bool) -> None:
-    """Make a bundle of plain open_clip towers, which searches by embedding alone.
+    """Make a bundle of plain open_clip towers, for search by embedding alone.
 
-    MODEL is NAME, hf-hub:ORG/REPO or local-dir:DIR; PRETRAINED is a tag of open_clip or a file of weights. Use the
-    bundle for the embedding-only rows of 'eval', and with 'train --set inputs.miner=BUNDLE' to mine hard negatives with
-    another model. Its indexes store one patch per image and cannot be re-ranked.
+    MODEL is NAME, hf-hub:ORG/REPO or local-dir:DIR; PRETRAINED is an open_clip tag or a file of weights. Use
+    the bundle to measure embedding-only recall with 'eval', or to mine hard negatives with 'train --set
+    inputs.miner=BUNDLE'. Indexes of the bundle store one patch per image and cannot be re-ranked.
 
     \b
     Examples:

@@ -17,16 +17,18 @@ _DIRECTORY = click.Path(path_type=Path)
 @click.option(
     "--vision",
     metavar="TOWER",
-    help="Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO or local-dir:DIR.  [default: as CHECKPOINT says]",
+    help="Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO or local-dir:DIR.  [default: as in CHECKPOINT]",
 )
 @click.option("--out", required=True, type=_DIRECTORY, help="New directory for the bundle.")
-@click.option("--pretrained", metavar="TAG", help="Tag or file of the tower's weights, if --vision has none.")
+@click.option("--pretrained", metavar="TAG", help="Tag or file of the tower's weights, if --vision names no weights.")
 @click.option(
     "--tokenizer",
     type=_DIRECTORY,
     help="Directory with the joint encoder's tokenizer and config.json.  [default: tokenizer/ beside CHECKPOINT]",
 )
-@click.option("--text-tokenizer", type=_DIRECTORY, help="Tokenizer of the text tower, if it cannot be downloaded.")
+@click.option(
+    "--text-tokenizer", type=_DIRECTORY, help="Directory of the text tower's tokenizer, instead of a download."
+)
 @json_option
 def import_checkpoint(
     checkpoint: Path,
@@ -39,8 +41,8 @@ def import_checkpoint(
 ) -> None:
     """Convert a trained checkpoint into a bundle.
 
-    CHECKPOINT is a file of the published training code; it holds the adapter and the joint encoder. The vision tower
-    that they were trained with comes from open_clip. If CHECKPOINT holds a tower too, the two towers must be equal.
+    CHECKPOINT is a file that the published EDJE training code wrote, with an adapter and a joint encoder. The vision
+    tower is loaded from open_clip. If CHECKPOINT also holds a vision tower, the two towers must be equal.
 
     \b
     Examples:

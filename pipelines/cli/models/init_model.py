@@ -13,7 +13,11 @@ from pipelines.cli.output import json_option, note
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Equal seeds give equal weights."
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Random seed of the weights.",
 )
 @json_option
 def init_model(out: Path, seed: int, as_json: bool) -> None:

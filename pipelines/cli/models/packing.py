@@ -28,14 +28,14 @@ _towers_option = click.option(
     show_default=True,
     help="Precision of large tensors that the base towers do not have.",
 )
-@click.option("--max-mb", default=25.0, show_default=True, help="Refuse to write a larger directory (megabytes).")
+@click.option("--max-mb", default=25.0, show_default=True, help="Maximum size of OUT in megabytes.")
 @json_option
 def pack(bundle: Path, out: Path, towers: Path, new_tensors: str, max_mb: float, as_json: bool) -> None:
     """Pack BUNDLE into a small directory.
 
-    OUT is a new directory, small enough for a Git repository. It stores only what differs from the base towers: tuned
-    layers as 8-bit differences, new layers as float16 or int8. Packing rounds the weights, so evaluate the bundle that
-    'model unpack' restores.
+    OUT is a new directory, small enough for a Git repository. OUT stores only the differences from the base
+    towers: tuned layers as 8-bit differences, new layers as float16 or int8. Packing rounds the weights, so evaluate
+    the bundle that 'model unpack' restores.
 
     \b
     Example:
@@ -62,7 +62,7 @@ def unpack(packed: Path, out: Path, towers: Path, as_json: bool) -> None:
     """Restore the bundle of a packed model.
 
     PACKED is a directory that 'model pack' wrote; OUT is a new directory. The same base towers give the same bytes on
-    every machine. Other towers are refused.
+    every machine. Towers other than those given to 'model pack' are refused.
 
     \b
     Example:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def show(bundle: Path, as_json: bool) -> None:
     """Show what the model bundle BUNDLE contains.
 
-    Two fingerprints identify a bundle. The encoder fingerprint covers what decides the stored bytes: the image tower
-    and the adapter. An index records it, and only a bundle with the same encoder fingerprint can search that index.
-    The other fingerprint covers the whole bundle, including the text tower, the joint encoder and the score weights.
+    Two fingerprints identify a bundle. The encoder fingerprint covers the image tower and the adapter, which compute
+    the tokens and embeddings of an index. Only a bundle with the same encoder fingerprint can search that index. The
+    other fingerprint covers the whole bundle, including the text tower, the joint encoder and the score weights.
 
     \b
     Examples:
@@ -70,6 +70,6 @@ def _lines(info: BundleInfo) -> list[tuple[str, str]]:
         ("text-to-image score", record["score"]["t2i"]),
         ("image-to-text score", record["score"]["i2t"]),
         ("fingerprint", f"{info.fingerprint} (the whole bundle)"),
-        ("encoder fingerprint", f"{info.encoder_fingerprint} (what decides the bytes of an index)"),
+        ("encoder fingerprint", f"{info.encoder_fingerprint} (image tower and adapter)"),
         *([("notes", info.notes)] if info.notes else []),
     ]
