@@ -66,7 +66,7 @@ def test_search_follows_the_embeddings_without_tokens(index: Path, tower: Path) 
         hits = opened.search(text, k=3, pool=6)
         assert [hit.row_id for hit in hits] == np.argsort(-row)[:3].tolist()
         assert [hit.score for hit in hits] == pytest.approx(np.sort(row)[::-1][:3], abs=1e-5)
-    with pytest.raises(ModelError, match="stores features"):
+    with pytest.raises(ModelError, match="makes features for training"):
         opened.search("a dog", score="logit")
 
 

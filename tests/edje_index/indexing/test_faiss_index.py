@@ -122,7 +122,7 @@ def test_lists_on_disk_are_refused(own_root, tmp_path):
 @pytest.mark.parametrize(
     ("vectors", "dimensions", "first_id", "message"),
     [
-        (297, 12, 10, "ids from 10 to 306, but they must be in 0..299"),
+        (297, 12, 10, "ids from 10 to 306; ids must be in 0..299"),
         (296, 12, 0, "number of vectors is 296 instead of 297"),
         (297, 13, 0, "number of dimensions is 13 instead of 12"),
     ],

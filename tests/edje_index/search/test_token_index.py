@@ -62,7 +62,7 @@ def test_a_relative_path_of_a_bundle_is_not_followed(built, tmp_path, monkeypatc
     assert len(TokenIndex.open("index", "model").search("a red canoe", k=1)) == 1
     code, _, errors = run("search", "index", "a red canoe")
     assert code == 1
-    assert errors.endswith("give the path of the bundle with --model\n")
+    assert errors.endswith("give the path of the bundle that built the index with --model\n")
 
 
 def test_scores_in_bfloat16_are_rounded(built):

@@ -88,7 +88,7 @@ def test_the_page_shows_everything_and_loads_nothing(index, run, tmp_path):
     text = re.sub(r"\s+", " ", "".join(page.text))
     assert "15 = 8 indexed + 0 duplicates + 7 failed" in text
     assert "not-an-image: 7" in text
-    assert text.count("<b>") == SAMPLES_PER_REASON
+    assert text.partition("slowest input")[0].count("<b>") == SAMPLES_PER_REASON
     assert "“<i>snow</i>”" in text
     assert "Most work: " in text
     assert len([tag for tag, _ in page.tags if tag == "img"]) == 6

@@ -203,7 +203,12 @@ def test_info_describes_the_index_and_the_limits(client, library):
         ("/rerank", {"query": "a", "texts": ["x.jpg"]}, 422, "has the uri 'x.jpg'"),
         ("/rerank", {"query": "a", "texts": ["https://x/y.jpg"]}, 422, "URLs are not fetched"),
         ("/rerank", {"query": "a", "texts": ["99"]}, 422, "out of range"),
-        ("/rerank", {"query": "a", "texts": ["0"] * 1001}, 413, "1001 documents"),
+        (
+            "/rerank",
+            {"query": "a", "texts": ["0"] * 1001},
+            413,
+            "send fewer documents: 1001 are over the limit of 1000",
+        ),
         ("/rerank", {"query": "a", "documents": [{}]}, 422, "document 0 is empty"),
         ("/rerank", {"query": "a", "documents": [{"image_url": "http://x"}]}, 422, "URLs are not fetched"),
         ("/rerank", {"query": "a", "documents": [{"image": "AAAA"}] * 17}, 413, "send fewer images: 17 are"),
