@@ -17,7 +17,7 @@ from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.row_ids import RowIds, check_row_ids
 
-_SPARSE = 16  # read single rows if fewer than one row in 16 is requested
+_SPARSE = 16  # read single rows if fewer than one row in 16 of a full shard is requested
 
 
 def read_shard_embeddings(layout: Layout, spec: IndexSpec, shard: int) -> NDArray[np.float32]:
@@ -86,8 +86,8 @@ def read_embeddings(root: str | Path, spec: IndexSpec, row_ids: RowIds) -> NDArr
     parts = [np.empty((0, spec.embed_dim), dtype=np.float32)]
     shards, starts = np.unique(distinct_ids // spec.shard_size, return_index=True)
     for shard, shard_ids in zip(shards.tolist(), np.split(distinct_ids, starts[1:]), strict=False):
-        positions = shard_ids - spec.shard_rows(shard).start
-        if len(positions) * _SPARSE < len(spec.shard_rows(shard)):
+        positions = shard_ids % spec.shard_size
+        if len(positions) * _SPARSE < spec.shard_size:
             parts.append(_read_single_rows(layout, spec, shard, positions))
         else:
             parts.append(read_shard_embeddings(layout, spec, shard)[positions])
