@@ -112,9 +112,20 @@ class ReadEngines:
         self.buffers = BufferPool()
         self._name = name
         self._files = files
-        self._cached_files = ShardFiles(files.path, files.record_bytes)
-        self._direct_files = ShardFiles(files.path, files.record_bytes, direct=True)
-        self._engines = {engine.name: engine for engine in self._make()}
+        self._cached_files = cached = ShardFiles(files.path, files.record_bytes)
+        self._direct_files = direct = ShardFiles(files.path, files.record_bytes, direct=True)
+        rings, contexts = QueuePool(Ring), QueuePool(AioQueue)
+        sequential_queues = rings if io_uring_works() else contexts
+        random_reads, sequential_reads = QueuedOptions(_GAP_BYTES), QueuedOptions(_SEQUENTIAL_GAP_BYTES, gather=True)
+        engines_of_store: list[ReadEngine] = [
+            BufferedEngine(cached),
+            PortableEngine(cached),
+            MappedEngine(cached),
+            QueuedEngine("io_uring", direct, rings, self.buffers, random_reads),
+            QueuedEngine("direct", direct, contexts, self.buffers, random_reads),
+            QueuedEngine("sequential", direct, sequential_queues, self.buffers, sequential_reads),
+        ]
+        self._engines = {engine.name: engine for engine in engines_of_store}
         self._cold, self._through_cache = (
             next(name for name in names if name in available)
             for names in (("io_uring", "direct", "buffered", "portable"), ("buffered", "portable"))
@@ -146,20 +157,6 @@ class ReadEngines:
         self._cached_files.close()
         self._direct_files.close()
         self.buffers.close()
-
-    def _make(self) -> list[ReadEngine]:
-        rings, contexts = QueuePool(Ring), QueuePool(AioQueue)
-        sequential_queues = rings if io_uring_works() else contexts
-        direct, buffers = self._direct_files, self.buffers
-        random_reads, sequential_reads = QueuedOptions(_GAP_BYTES), QueuedOptions(_SEQUENTIAL_GAP_BYTES, gather=True)
-        return [
-            BufferedEngine(self._cached_files),
-            PortableEngine(self._cached_files),
-            MappedEngine(self._cached_files),
-            QueuedEngine("io_uring", direct, rings, buffers, random_reads),
-            QueuedEngine("direct", direct, contexts, buffers, random_reads),
-            QueuedEngine("sequential", direct, sequential_queues, buffers, sequential_reads),
-        ]
 
     def _engine_codes(self, batch: Batch) -> NDArray[np.int8]:
         """Return the engine of each record as an index into `_NAMES`, int8 [n]."""
