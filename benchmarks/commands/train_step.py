@@ -18,8 +18,8 @@ from benchmarks.commands.output import dtype_option, json_option, show
 @click.option("--dropout", type=float, default=0.1, show_default=True, help="Dropout of the language model.")
 @dtype_option
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="CPU threads of torch.")
-@click.option("--windows", type=click.IntRange(min=1), default=5, show_default=True, help="Turns of each variant.")
-@click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Training steps per turn.")
+@click.option("--windows", type=click.IntRange(min=1), default=5, show_default=True, help="Timed runs of each variant.")
+@click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Training steps per timed run.")
 @json_option
 def train_step_command(folder: Path, as_json: bool, **options: Any) -> None:
     """Compare a training step with the model's forward and backward passes on prepared tensors.

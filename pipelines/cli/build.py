@@ -83,7 +83,7 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
     A SOURCE is a directory (searched recursively), a WebDataset tar ('shards/{0000..0015}.tar' names several), a
     Parquet, CSV or JSON Lines file with a column of paths, or an image file. An image that cannot be read becomes a
     failed row with a reason. If more inputs fail than --max-failed allows, the build stops with exit code 1 and keeps
-    the finished shards. To continue, run the same command with --max-failed 1.
+    the finished shards. To continue with any number of failures, run the same command with --max-failed 1.
 
     Run the same command again to resume a stopped build. If the index is already finished, the command does nothing.
 

@@ -111,7 +111,7 @@ class ServedIndexes:
         return iter(self._by_name.values())
 
     def get(self, name: str | None) -> ServedIndex:
-        """Return the index called `name`; None for the default index.
+        """Return the index called `name`, or the default index if `name` is None.
 
         Raises:
             ServiceError: status 404 if no index has this name.

@@ -75,7 +75,8 @@ class ShardWriter:
         ascending = positions[0] >= self._next and bool((np.diff(positions) > 0).all())
         if not ascending or positions[-1] >= len(self._rows):
             raise UsageError(
-                f"positions must ascend, also between calls, and lie within 0..{len(self._rows) - 1}, got {positions}"
+                f"positions must ascend, within a call and from call to call, and lie in 0..{len(self._rows) - 1}; "
+                f"got {positions}"
             )
         if tokens.shape[0] != len(positions) or embeddings.shape != (len(positions), self._spec.embed_dim):
             raise UsageError(
