@@ -127,7 +127,7 @@ def test_ray_runs_the_task_of_a_killed_worker_again_and_gives_up_on_one_that_alw
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("action", ["stop_once", "read_fifo_once"])
+@pytest.mark.parametrize("action", [pytest.param("stop_once", marks=pytest.mark.slow), "read_fifo_once"])
 def test_ray_replaces_a_worker_that_hangs(tmp_path, action):
     jobs = [Job(1, action), Job(2), Job(3)]
     outcomes = {outcome.task.name: outcome for outcome in run(RayEngine(2, stall_seconds=8), tmp_path, jobs)}
@@ -153,7 +153,7 @@ def test_workers_have_not_stalled_if_the_driver_pauses(tmp_path):
     assert (tmp_path / "1").read_text().count("attempt") == 1
 
 
-@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)])
 def test_the_death_of_ray_is_one_clear_error_in_bounded_time(tmp_path, capfd, victim):
     killed_at = None
 

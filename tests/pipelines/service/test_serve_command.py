@@ -103,6 +103,7 @@ def test_large_bodies_are_refused_before_they_are_read(index, tmp_path):
         assert httpx.get(f"{service.url}/healthz").status_code == 200
 
 
+@pytest.mark.slow
 def test_slow_clients_are_hung_up_on(index, tmp_path):
     with serve_with(tmp_path, index, body_seconds=0.5) as service:
         started = time.monotonic()
