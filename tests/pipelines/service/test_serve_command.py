@@ -75,7 +75,8 @@ def test_wrong_use_is_refused(index, tmp_path, run):
     assert "cannot read API keys" in run("serve", index, "--api-keys", tmp_path / "none")[2]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_requests_finish(index, tmp_path, number):
     with serve(tmp_path, index) as service:
         with ThreadPoolExecutor(8) as pool, Client(service.url) as client:
