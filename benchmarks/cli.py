@@ -8,11 +8,12 @@ from pathlib import Path
 import click
 
 from benchmarks.commands.fetch import fetch_command
-from benchmarks.commands.output import json_option, show
+from benchmarks.commands.output import show
 from benchmarks.commands.quantize_index import quantize_index_command
 from benchmarks.commands.rerank import rerank_command
 from benchmarks.commands.scales_layout import scales_layout_command
 from benchmarks.commands.train_step import train_step_command
+from pipelines.cli.options import json_option, shard_size_option, stored_precisions_option
 from storage_formats.format.layout import IndexSpec
 
 
@@ -34,16 +35,8 @@ bench.add_command(train_step_command)
 @bench.command("make-synthetic")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--rows", type=click.IntRange(min=1), required=True, help="Number of rows.")
-@click.option(
-    "--precision",
-    "precisions",
-    metavar="NAME",
-    multiple=True,
-    default=["bf16"],
-    show_default=True,
-    help="Precision to store; repeatable.",
-)
-@click.option("--shard-size", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows per shard.")
+@stored_precisions_option
+@shard_size_option
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens per block.")
 @click.option("--width", type=click.IntRange(min=1), default=384, show_default=True, help="Width of a token.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random blocks.")

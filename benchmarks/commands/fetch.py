@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from benchmarks.commands.output import json_option, show
+from benchmarks.commands.output import show
+from pipelines.cli.options import json_option
 
 if TYPE_CHECKING:
     from benchmarks.fetch.workloads import CacheState

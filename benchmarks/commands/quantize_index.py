@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from benchmarks.commands.output import json_option, show
+from benchmarks.commands.output import show
+from pipelines.cli.options import engine_option, json_option
 
 
 @click.command("quantize-index")
@@ -19,13 +20,7 @@ from benchmarks.commands.output import json_option, show
     help="Number of rows, each one block of 49,152 bytes. The default makes 5 GB.",
 )
 @click.option("--to", default="fp8", show_default=True, metavar="NAME", help="Precision to convert to.")
-@click.option(
-    "--engine",
-    type=click.Choice(["inline", "ray"]),
-    default="inline",
-    show_default=True,
-    help="Execution engine.",
-)
+@engine_option("inline")
 @click.option(
     "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Worker processes, with --engine ray."
 )

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from benchmarks.commands.output import dtype_option, json_option, show
+from benchmarks.commands.output import show
 from edje_index.scoring.weights import BUNDLE_SCORE
-from pipelines.cli.score_option import score_option
+from pipelines.cli.options import dtype_option, json_option, score_option
 from storage_formats.cpus import usable_cpus
 from storage_formats.errors import UsageError
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from benchmarks.commands.output import json_option, show
+from benchmarks.commands.output import show
+from pipelines.cli.options import json_option
 
 
 @click.command("scales-layout")

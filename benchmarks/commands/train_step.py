@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from benchmarks.commands.output import dtype_option, json_option, show
+from benchmarks.commands.output import show
+from pipelines.cli.options import dtype_option, json_option
 
 
 @click.command("train-step")

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import click
 
-from pipelines.cli.output import json_option, note, print_json, print_line, quiet_option, running_job
+from pipelines.cli.options import (
+    PATH,
+    POSITIVE,
+    address_option,
+    column_option,
+    engine_option,
+    json_option,
+    max_failed_option,
+    model_option,
+    quiet_option,
+)
+from pipelines.cli.output import note, print_json, print_line, running_job
 from pipelines.planning.config import AppendConfig
 from pipelines.progress.wording import counted
 from storage_formats.format.layout import Layout
 
-_PATH = click.Path(path_type=Path)
-
 
 @click.command()
-@click.argument("root", type=_PATH, metavar="INDEX")
+@click.argument("root", type=PATH, metavar="INDEX")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@click.option("--model", type=_PATH, help="Directory of the model bundle.  [default: the bundle that built INDEX]")
-@click.option(
-    "--engine", type=click.Choice(["ray", "inline"]), default="ray", show_default=True, help="Execution engine."
-)
-@click.option("--workers", type=click.IntRange(min=1), help="Worker processes.  [default: as for 'build']")
-@click.option("--address", metavar="HOST:PORT", help="Ray cluster to join.  [default: start Ray on this machine]")
-@click.option(
-    "--column", metavar="NAME", help="Column of paths in a list file.  [default: path, image, file, uri, ...]"
-)
-@click.option(
-    "--max-failed",
-    type=click.FloatRange(0, 1),
-    metavar="SHARE",
-    help="Stop if a larger share of the new inputs fails.  [default: 0.01, but 20 inputs may always fail]",
-)
+@model_option
+@engine_option("ray")
+@click.option("--workers", type=POSITIVE, help="Worker processes.  [default: as for 'build']")
+@address_option
+@column_option
+@max_failed_option
 @quiet_option
 @json_option
 def append(as_json: bool, quiet: bool, **options: Any) -> None:

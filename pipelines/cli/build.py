@@ -8,8 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.output import json_option, note, print_json, print_line, quiet_option, running_job, this_command
-from pipelines.planning.config import BATCH_SIZE, SHARD_SIZE, BuildConfig
+from pipelines.cli.options import (
+    DTYPE,
+    PATH,
+    POSITIVE,
+    address_option,
+    column_option,
+    device_option,
+    engine_option,
+    json_option,
+    max_failed_option,
+    quiet_option,
+    shard_size_option,
+    stored_precisions_option,
+)
+from pipelines.cli.output import note, print_json, print_line, running_job, this_command
+from pipelines.planning.config import BATCH_SIZE, BuildConfig
 from pipelines.progress.wording import counted
 from storage_formats.errors import EdjeError, UsageError
 from storage_formats.format.layout import Layout
@@ -21,60 +35,35 @@ _NO_MODEL = (
     "no model: give a bundle with --model. 'edje-index model init DIR' writes one with random weights, "
     "'edje-index model import' converts a trained checkpoint"
 )
-_PATH = click.Path(path_type=Path)
-_POSITIVE = click.IntRange(min=1)
 
 
 @click.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@click.option("--out", required=True, type=_PATH, help="Directory of the new index.")
-@click.option("--model", type=_PATH, help="Directory of the model bundle.")
-@click.option(
-    "--engine", type=click.Choice(["ray", "inline"]), default="ray", show_default=True, help="Execution engine."
-)
+@click.option("--out", required=True, type=PATH, help="Directory of the new index.")
+@click.option("--model", type=PATH, help="Directory of the model bundle.")
+@engine_option("ray")
 @click.option(
     "--workers",
-    type=_POSITIVE,
+    type=POSITIVE,
     help="Worker processes.  [default: one per GPU, or the number of CPUs / --threads]",
 )
-@click.option("--threads", type=_POSITIVE, help="CPU threads per worker.  [default: all CPUs, at most 4]")
-@click.option("--address", metavar="HOST:PORT", help="Ray cluster to join.  [default: start Ray on this machine]")
-@click.option("--shard-size", type=_POSITIVE, default=SHARD_SIZE, show_default=True, help="Rows per shard.")
-@click.option("--batch-size", type=_POSITIVE, default=BATCH_SIZE, show_default=True, help="Images per forward pass.")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Device of the model.",
-)
+@click.option("--threads", type=POSITIVE, help="CPU threads per worker.  [default: all CPUs, at most 4]")
+@address_option
+@shard_size_option
+@click.option("--batch-size", type=POSITIVE, default=BATCH_SIZE, show_default=True, help="Images per forward pass.")
+@device_option
 @click.option(
     "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16"]),
+    type=DTYPE,
     default="auto",
     show_default=True,
     help="Data type of matrix products. auto is bfloat16 on cuda and float32 on cpu.",
 )
-@click.option(
-    "--precision",
-    "precisions",
-    metavar="NAME",
-    multiple=True,
-    default=["bf16"],
-    show_default=True,
-    help="Precision of the stored tokens; repeat it to store several.",
-)
+@stored_precisions_option
 @click.option("--dedupe", is_flag=True, help="Encode byte-identical images once.")
-@click.option(
-    "--column", metavar="NAME", help="Column of paths in a list file.  [default: path, image, file, uri, ...]"
-)
-@click.option(
-    "--max-failed",
-    type=click.FloatRange(0, 1),
-    metavar="SHARE",
-    help="Stop if a larger share of the inputs fails.  [default: 0.01, but 20 inputs may always fail]",
-)
-@click.option("--max-pixels", type=_POSITIVE, help="Reject images with more pixels.  [default: 89478485]")
+@column_option
+@max_failed_option
+@click.option("--max-pixels", type=POSITIVE, help="Reject images with more pixels.  [default: 89478485]")
 @quiet_option
 @json_option
 def build(as_json: bool, quiet: bool, **options: Any) -> None:

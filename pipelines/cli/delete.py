@@ -7,14 +7,15 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.output import json_option, print_json, print_line
+from pipelines.cli.options import PATH, json_option
+from pipelines.cli.output import print_json, print_line
 from pipelines.progress.wording import counted
 
 _SHOWN = 10
 
 
 @click.command()
-@click.argument("index", type=click.Path(path_type=Path))
+@click.argument("index", type=PATH)
 @click.option("--rows", "rows", type=int, multiple=True, metavar="N", help="Row id to delete; repeatable.")
 @click.option("--uri", metavar="GLOB", help="Delete the rows whose uri matches this pattern; * also matches slashes.")
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted and change nothing.")

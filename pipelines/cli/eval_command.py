@@ -9,24 +9,32 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edje_index.scoring.weights import BUNDLE_SCORE, DIRECTIONS
-from pipelines.cli.output import dtype_option, json_option, note, print_json, quiet_option, this_command
-from pipelines.cli.score_option import score_option
+from pipelines.cli.options import (
+    PATH,
+    POSITIVE,
+    device_option,
+    dtype_option,
+    images_option,
+    json_option,
+    model_option,
+    quiet_option,
+    score_option,
+    seed_option,
+)
+from pipelines.cli.output import note, print_json, this_command
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.evaluation.config import EvaluationConfig
     from edje_index.evaluation.results import Evaluation
 
-_POSITIVE = click.IntRange(min=1)
-_PATH = click.Path(path_type=Path)
-
 
 @click.command("eval")
-@click.argument("index", type=_PATH)
-@click.argument("captions", type=_PATH)
-@click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]")
+@click.argument("index", type=PATH)
+@click.argument("captions", type=PATH)
+@images_option
 @click.option("--split", metavar="NAME", help="Split of CAPTIONS to take queries from.  [default: all of CAPTIONS]")
-@click.option("--model", type=_PATH, help="Model bundle.  [default: the bundle that built INDEX]")
+@model_option
 @click.option(
     "--also",
     multiple=True,
@@ -44,7 +52,7 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--pool",
     "pools",
-    type=_POSITIVE,
+    type=POSITIVE,
     multiple=True,
     help="Number of candidates to re-rank; repeatable.  [default: 10 20 50; 100 with --full]",
 )
@@ -62,14 +70,14 @@ _PATH = click.Path(path_type=Path)
 )
 @click.option(
     "--full-captions",
-    type=_PATH,
+    type=PATH,
     metavar="FILE",
     multiple=True,
     help="File of more candidate captions; needs --full; repeatable.",
 )
 @score_option
 @click.option("--rerank/--no-rerank", default=True, help="Re-rank, or measure the embeddings alone.")
-@click.option("--queries", type=_POSITIVE, metavar="N", help="Sample N queries per direction.")
+@click.option("--queries", type=POSITIVE, metavar="N", help="Sample N queries per direction.")
 @click.option(
     "--bootstrap",
     type=click.IntRange(min=0),
@@ -77,16 +85,10 @@ _PATH = click.Path(path_type=Path)
     show_default=True,
     help="Number of bootstrap resamples; 0 computes no confidence intervals.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed.")
-@click.option("--cache", type=_PATH, help="Directory to keep scores in, so that an interrupted evaluation can resume.")
-@click.option("--report", type=_PATH, help="Directory to write report.md, report.json and plots to.")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Device of the model.",
-)
+@seed_option
+@click.option("--cache", type=PATH, help="Directory to keep scores in, so that an interrupted evaluation can resume.")
+@click.option("--report", type=PATH, help="Directory to write report.md, report.json and plots to.")
+@device_option
 @dtype_option
 @quiet_option
 @json_option

@@ -8,44 +8,44 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.output import json_option, note, print_json, print_line, quiet_option
+from pipelines.cli.options import (
+    PATH,
+    POSITIVE,
+    html_page_option,
+    json_option,
+    model_option,
+    quiet_option,
+    read_precision_option,
+)
+from pipelines.cli.output import note, print_json, print_line
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.evaluation.interpretation.explain import Explanation
 
-_PATH = click.Path(path_type=Path)
 _FREQUENT = 10
 
 
 @click.command()
-@click.argument("index", type=_PATH)
+@click.argument("index", type=PATH)
 @click.argument("rows", metavar="[ROW]...", nargs=-1, type=click.IntRange(min=0))
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default="explain.html",
-    show_default=True,
-    help="HTML file to write.",
-)
-@click.option("--model", type=_PATH, help="Model bundle.  [default: the bundle that built INDEX]")
-@click.option("--precision", metavar="NAME", help="Precision of the tokens.  [default: the first that 'info' lists]")
+@html_page_option("explain.html")
+@model_option
+@read_precision_option
 @click.option(
     "--sample",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     default=1000,
     show_default=True,
     help="Number of images to sample for the table of words.",
 )
 @click.option(
     "--captions",
-    type=_PATH,
+    type=PATH,
     metavar="FILE",
     help="File of captions, to measure how well caption words align with tokens.",
 )
-@click.option(
-    "--images", type=_PATH, help="Base directory of relative image paths.  [default: directory of --captions]"
-)
+@click.option("--images", type=PATH, help="Base directory of relative image paths.  [default: directory of --captions]")
 @click.option("--split", metavar="NAME", help="Split of the captions.  [default: all]")
 @click.option(
     "--against",

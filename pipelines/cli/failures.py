@@ -8,12 +8,13 @@ from typing import Any
 
 import click
 
-from pipelines.cli.output import json_option, print_json, print_line
+from pipelines.cli.options import PATH, json_option
+from pipelines.cli.output import print_json, print_line
 from storage_formats.format.layout import Layout
 
 
 @click.command()
-@click.argument("index", type=click.Path(path_type=Path))
+@click.argument("index", type=PATH)
 @click.option(
     "--reason", "reasons", metavar="REASON", multiple=True, help="List only rows that failed for REASON; repeatable."
 )

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.output import json_option, print_json, print_line
+from pipelines.cli.options import PATH, POSITIVE, json_option
+from pipelines.cli.output import print_json, print_line
 from pipelines.progress.wording import counted, human_bytes
 
-_INDEX = click.argument("index", type=click.Path(path_type=Path))
+_INDEX = click.argument("index", type=PATH)
 
 
 @click.command()
@@ -66,9 +67,7 @@ def rollback(index: Path, snapshot: int, as_json: bool) -> None:
 
 @click.command()
 @_INDEX
-@click.option(
-    "--keep", type=click.IntRange(min=1), required=True, help="Number of snapshots to keep, including the current one."
-)
+@click.option("--keep", type=POSITIVE, required=True, help="Number of snapshots to keep, including the current one.")
 @json_option
 def gc(index: Path, keep: int, as_json: bool) -> None:
     """Remove old snapshots of INDEX and the files that no remaining snapshot needs.

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from pipelines.cli.output import json_option, print_json, print_line, quiet_option, running_job
+from pipelines.cli.options import PATH, json_option, quiet_option, shard_size_option, stored_precisions_option
+from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.progress.wording import counted
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -18,17 +19,9 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.argument("tokens", type=_FILE)
 @click.argument("embeddings", type=_FILE)
 @click.argument("rows", type=_FILE, required=False)
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of the new index.")
-@click.option(
-    "--precision",
-    "precisions",
-    metavar="NAME",
-    multiple=True,
-    default=["bf16"],
-    show_default=True,
-    help="Precision to store; repeatable.",
-)
-@click.option("--shard-size", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows per shard.")
+@click.option("--out", required=True, type=PATH, help="Directory of the new index.")
+@stored_precisions_option
+@shard_size_option
 @click.option(
     "--encoder", default="unknown", show_default=True, metavar="NAME", help="Name and version of your encoder."
 )

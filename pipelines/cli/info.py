@@ -7,13 +7,14 @@ from typing import Any
 
 import click
 
-from pipelines.cli.output import json_option, print_json, print_line
+from pipelines.cli.options import PATH, json_option
+from pipelines.cli.output import print_json, print_line
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.format.layout import Layout
 
 
 @click.command()
-@click.argument("index", type=click.Path(path_type=Path))
+@click.argument("index", type=PATH)
 @json_option
 def info(index: Path, as_json: bool) -> None:
     """Show what INDEX contains, or how far its build has come.

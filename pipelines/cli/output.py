@@ -1,4 +1,4 @@
-"""Options that several commands have, and functions that print results as text or JSON."""
+"""Functions that print the result of a command as text or JSON, and show the progress of a job."""
 
 from __future__ import annotations
 
@@ -14,18 +14,6 @@ import click
 from pipelines.progress.events import OnEvent
 from pipelines.progress.stopping import JobStopped, ShouldStop
 from pipelines.progress.wording import printable
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
-quiet_option = click.option("--quiet", is_flag=True, help="Show no progress.")
-
-dtype_option = click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16"]),
-    default="float32",
-    show_default=True,
-    help="Data type of the joint encoder's matrix products. bfloat16 is about twice as fast on processors that "
-    "support it, and slower on others. auto is bfloat16 on cuda and float32 on cpu.",
-)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipelines.cli.options import DEVICE, PATH
 from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,12 +37,12 @@ _OPTIONS = (
     click.option("--pool", type=click.IntRange(2, 1000), help="With --report: candidates per query.  [default: 50]"),
     click.option(
         "--model",
-        type=click.Path(path_type=Path),
+        type=PATH,
         help="With --report: model bundle.  [default: the bundle that built INDEX]",
     ),
     click.option(
         "--device",
-        type=click.Choice(["auto", "cpu", "cuda"]),
+        type=DEVICE,
         help="With --report: device of the model.  [default: auto]",
     ),
 )

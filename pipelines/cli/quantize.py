@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.output import json_option, print_json, print_line, quiet_option, running_job
+from pipelines.cli.options import PATH, POSITIVE, engine_option, json_option, quiet_option
+from pipelines.cli.output import print_json, print_line, running_job
 from pipelines.cli.quantization_report import ReportRequest, measure, report_options
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
@@ -20,16 +21,14 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("index", type=click.Path(path_type=Path))
+@click.argument("index", type=PATH)
 @click.option("--to", "to", multiple=True, metavar="NAME", help="Precision to add; repeatable.")
 @click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove at the end; repeatable.")
 @click.option(
     "--from", "source", metavar="NAME", help="Precision to convert from.  [default: highest-fidelity precision stored]"
 )
-@click.option(
-    "--engine", type=click.Choice(["inline", "ray"]), default="inline", show_default=True, help="Execution engine."
-)
-@click.option("--workers", type=click.IntRange(min=1), help="Worker processes, with --engine ray.  [default: 2]")
+@engine_option("inline")
+@click.option("--workers", type=POSITIVE, help="Worker processes, with --engine ray.  [default: 2]")
 @click.option("--address", metavar="HOST:PORT", help="Ray cluster to join, with --engine ray.")
 @report_options
 @quiet_option

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.output import note, quiet_option
+from pipelines.cli.options import PATH, html_page_option, quiet_option
+from pipelines.cli.output import note
 from storage_formats.errors import UsageError
 
 _HITS = 6
@@ -14,14 +15,8 @@ _DEFAULT_QUERIES = 4
 
 
 @click.command()
-@click.argument("index", type=click.Path(path_type=Path))
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default="report.html",
-    show_default=True,
-    help="HTML file to write.",
-)
+@click.argument("index", type=PATH)
+@html_page_option("report.html")
 @click.option(
     "--query",
     "queries",

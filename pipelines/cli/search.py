@@ -12,8 +12,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edje_index.scoring.weights import BUNDLE_SCORE
-from pipelines.cli.output import dtype_option, json_option, note, print_json, print_line
-from pipelines.cli.score_option import score_option
+from pipelines.cli.options import (
+    FILE,
+    PATH,
+    POSITIVE,
+    device_option,
+    dtype_option,
+    json_option,
+    model_option,
+    read_precision_option,
+    score_option,
+)
+from pipelines.cli.output import note, print_json, print_line
 from pipelines.cli.search_queries import hint_at_image, prompt_for_queries, read_queries
 from storage_formats.errors import UsageError
 
@@ -22,7 +32,6 @@ if TYPE_CHECKING:
     from edje_index.search.hits import Hit
     from edje_index.search.token_index import TokenIndex
 
-_POSITIVE = click.IntRange(min=1)
 _QUERIES_AT_ONCE = 64  # their hits appear together
 
 
@@ -40,39 +49,29 @@ class _Request:
 
 
 @click.command()
-@click.argument("index", type=click.Path(path_type=Path))
+@click.argument("index", type=PATH)
 @click.argument("text", required=False)
 @click.option(
     "--queries",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="File of queries instead of TEXT: one per line, or .jsonl objects with the key `query`.",
 )
 @click.option(
     "--image",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="Image file instead of TEXT: find the images with the nearest embeddings.",
 )
-@click.option("-k", "k", type=_POSITIVE, default=10, show_default=True, help="Number of hits.")
-@click.option("--pool", type=_POSITIVE, default=100, show_default=True, help="Number of candidates to re-rank.")
+@click.option("-k", "k", type=POSITIVE, default=10, show_default=True, help="Number of hits.")
+@click.option("--pool", type=POSITIVE, default=100, show_default=True, help="Number of candidates to re-rank.")
 @score_option
 @click.option("--rerank/--no-rerank", default=True, help="Re-rank the candidates, or keep the order by embedding.")
-@click.option(
-    "--precision",
-    metavar="NAME",
-    help="Precision of the tokens to re-rank with.  [default: the first that 'info' lists]",
-)
-@click.option("--model", type=click.Path(path_type=Path), help="Model bundle.  [default: the bundle that built INDEX]")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Device of the model.",
-)
+@read_precision_option
+@model_option
+@device_option
 @dtype_option
 @click.option(
     "--html",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="Also write an HTML page of images before and after re-ranking to this file.",
 )
 @click.option("--open", "open_page", is_flag=True, help="Open the page of --html in the browser.")

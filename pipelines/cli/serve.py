@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.output import dtype_option, note, print_line
+from pipelines.cli.options import FILE, PATH, device_option, dtype_option, model_option
+from pipelines.cli.output import note, print_line
 from storage_formats.errors import UsageError
 from storage_formats.extras import name_missing_extra
 
@@ -15,7 +16,7 @@ _KEYS_VARIABLE = "EDJE_API_KEYS"
 
 
 @click.command()
-@click.argument("indexes", metavar="INDEX...", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.argument("indexes", metavar="INDEX...", type=PATH, nargs=-1, required=True)
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
 @click.option(
     "--port",
@@ -24,19 +25,13 @@ _KEYS_VARIABLE = "EDJE_API_KEYS"
     show_default=True,
     help="Port to listen on; 0 chooses a free one.",
 )
-@click.option("--model", type=click.Path(path_type=Path), help="Model bundle.  [default: the bundle that built INDEX]")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Device of the model.",
-)
+@model_option
+@device_option
 @dtype_option
 @click.option(
     "--api-keys",
     "key_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help=f"File of API keys, one per line; or set {_KEYS_VARIABLE}.",
 )
 @click.option(

@@ -10,12 +10,11 @@ import click
 
 from edje_index.scoring.weights import ScoreWeights
 from edje_index.training.presets import PRESETS
-from pipelines.cli.output import json_option, print_json, print_line, running_job
+from pipelines.cli.options import DEVICE, PATH, images_option, json_option, quiet_option
+from pipelines.cli.output import print_json, print_line, running_job
 
 if TYPE_CHECKING:
     from pipelines.jobs.training.result import TrainResult
-
-_PATH = click.Path(path_type=Path)
 
 
 class _TrainCommand(click.Command):
@@ -34,26 +33,26 @@ class _TrainCommand(click.Command):
 
 
 @click.command(cls=_TrainCommand)
-@click.argument("captions", nargs=-1, type=_PATH, metavar="CAPTIONS...")
-@click.option("--out", type=_PATH, help="Directory of the bundle to write.")
-@click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]")
+@click.argument("captions", nargs=-1, type=PATH, metavar="CAPTIONS...")
+@click.option("--out", type=PATH, help="Directory of the bundle to write.")
+@images_option
 @click.option(
     "--dev",
-    type=_PATH,
+    type=PATH,
     metavar="FILE",
     help="Captions of images that are not in CAPTIONS, to fit the score weights on.",
 )
-@click.option("--model", type=_PATH, help="Bundle with the frozen vision and text towers.")
+@click.option("--model", type=PATH, help="Bundle with the frozen vision and text towers.")
 @click.option("--vision", metavar="NAME", help="Name of the frozen towers in open_clip, instead of --model.")
 @click.option(
-    "--language", type=_PATH, help="Initial language model: directory of a Hugging Face BERT model, or a bundle."
+    "--language", type=PATH, help="Initial language model: directory of a Hugging Face BERT model, or a bundle."
 )
 @click.option(
     "--init",
-    type=_PATH,
+    type=PATH,
     help="Bundle with initial weights of the joint encoder and, if sizes match, the adapter.",
 )
-@click.option("--teacher", type=_PATH, help="Bundle of the teacher model, for distillation.")
+@click.option("--teacher", type=PATH, help="Bundle of the teacher model, for distillation.")
 @click.option(
     "--preset",
     type=click.Choice(list(PRESETS)),
@@ -62,7 +61,7 @@ class _TrainCommand(click.Command):
     help="Named set of initial settings.",
 )
 @click.option(
-    "--config", "config_file", type=_PATH, metavar="FILE", help="TOML file with settings. Overrides the preset."
+    "--config", "config_file", type=PATH, metavar="FILE", help="TOML file with settings. Overrides the preset."
 )
 @click.option(
     "--set",
@@ -74,11 +73,11 @@ class _TrainCommand(click.Command):
 @click.option("--show-settings", is_flag=True, help="Print every setting with its description, as TOML, and exit.")
 @click.option("--steps", type=int, help="Number of optimiser steps.")
 @click.option("--epochs", type=float, help="Passes over all captions, instead of --steps.")
-@click.option("--run-dir", type=_PATH, help="Directory of checkpoints, features and log.  [default: OUT.run]")
+@click.option("--run-dir", type=PATH, help="Directory of checkpoints, features and log.  [default: OUT.run]")
 @click.option("--workers", type=int, help="Number of worker processes; several processes run on Ray.  [default: 1]")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Device to train on.  [default: auto]")
+@click.option("--device", type=DEVICE, help="Device to train on.  [default: auto]")
 @click.option("--export", is_flag=True, help="Write a bundle from the last checkpoint without further training.")
-@click.option("--quiet", is_flag=True, help="Show no progress.")
+@quiet_option
 @json_option
 def train(
     as_json: bool,

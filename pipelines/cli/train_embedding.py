@@ -8,28 +8,27 @@ from typing import Any
 
 import click
 
-from pipelines.cli.output import json_option, note, print_json, print_line
+from pipelines.cli.options import PATH, images_option, json_option, seed_option
+from pipelines.cli.output import note, print_json, print_line
 from pipelines.progress.wording import counted
 from storage_formats.errors import UsageError
 
-_PATH = click.Path(path_type=Path)
-
 
 @click.command()
-@click.argument("captions", type=_PATH)
-@click.option("--images", type=_PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]")
+@click.argument("captions", type=PATH)
+@images_option
 @click.option("--split", metavar="NAME", help="Use only this split of CAPTIONS.")
 @click.option(
     "--dev",
-    type=_PATH,
+    type=PATH,
     help="Captions of images that are not in CAPTIONS. The best epoch on --dev is kept.",
 )
 @click.option("--dev-split", metavar="NAME", help="Use only this split of --dev.")
-@click.option("--towers", type=_PATH, help="Directory that 'model fetch-towers' wrote, with both towers.")
+@click.option("--towers", type=PATH, help="Directory that 'model fetch-towers' wrote, with both towers.")
 @click.option(
     "--image-tower", metavar="TIMM_NAME:WEIGHTS", help="Vision tower: model name in timm, and file of weights."
 )
-@click.option("--text-tower", type=_PATH, help="Text tower: directory of a Hugging Face BERT model and tokenizer.")
+@click.option("--text-tower", type=PATH, help="Text tower: directory of a Hugging Face BERT model and tokenizer.")
 @click.option(
     "--image-size",
     type=click.IntRange(min=14),
@@ -37,8 +36,8 @@ _PATH = click.Path(path_type=Path)
     show_default=True,
     help="Width and height of the input images in pixels.",
 )
-@click.option("--out", required=True, type=_PATH, help="Directory of the open_clip model to write.")
-@click.option("--cache", type=_PATH, help="Directory where image features are kept.  [default: OUT.features]")
+@click.option("--out", required=True, type=PATH, help="Directory of the open_clip model to write.")
+@click.option("--cache", type=PATH, help="Directory where image features are kept.  [default: OUT.features]")
 @click.option("--embed-dim", default=512, show_default=True, help="Width of the embedding.")
 @click.option("--epochs", default=14, show_default=True, help="Passes over all captions.")
 @click.option("--batch-size", default=512, show_default=True, help="Pairs per step.")
@@ -48,7 +47,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--weight-decay", default=0.5, show_default=True, help="Weight decay, except of biases and norms.")
 @click.option("--image-dropout", default=0.3, show_default=True, help="Dropout in the image head.")
 @click.option("--text-dropout", default=0.3, show_default=True, help="Dropout in the text head.")
-@click.option("--seed", default=0, show_default=True, help="Random seed.")
+@seed_option
 @json_option
 def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) -> None:
     """Train an embedding model: contrastive heads on separately trained vision and text towers.

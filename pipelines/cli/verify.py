@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.output import json_option, note, print_json, print_line
+from pipelines.cli.options import PATH, json_option
+from pipelines.cli.output import note, print_json, print_line
 from pipelines.progress.wording import counted
 
 
 @click.command()
-@click.argument("index", type=click.Path(path_type=Path))
+@click.argument("index", type=PATH)
 @json_option
 def verify(index: Path, as_json: bool) -> int:
     """Check every file of INDEX.

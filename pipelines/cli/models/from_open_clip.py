@@ -7,17 +7,14 @@ from pathlib import Path
 import click
 
 from pipelines.cli.models.bundle_report import report_bundle
-from pipelines.cli.output import json_option, note
-
-_DIRECTORY = click.Path(path_type=Path)
+from pipelines.cli.options import json_option, new_bundle_option, text_tokenizer_option
+from pipelines.cli.output import note
 
 
 @click.command()
 @click.argument("tower", metavar="MODEL[:PRETRAINED]")
-@click.option("--out", required=True, type=_DIRECTORY, help="New directory for the bundle.")
-@click.option(
-    "--text-tokenizer", type=_DIRECTORY, help="Directory of the text tower's tokenizer, instead of a download."
-)
+@new_bundle_option
+@text_tokenizer_option
 @click.option("--random", "untrained", is_flag=True, help="Use random weights, to try commands without a download.")
 @json_option
 def from_open_clip(tower: str, out: Path, text_tokenizer: Path | None, untrained: bool, as_json: bool) -> None:

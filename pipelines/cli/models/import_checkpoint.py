@@ -7,9 +7,7 @@ from pathlib import Path
 import click
 
 from pipelines.cli.models.bundle_report import report_bundle
-from pipelines.cli.output import json_option
-
-_DIRECTORY = click.Path(path_type=Path)
+from pipelines.cli.options import PATH, json_option, new_bundle_option, text_tokenizer_option
 
 
 @click.command()
@@ -19,16 +17,14 @@ _DIRECTORY = click.Path(path_type=Path)
     metavar="TOWER",
     help="Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO or local-dir:DIR.  [default: as in CHECKPOINT]",
 )
-@click.option("--out", required=True, type=_DIRECTORY, help="New directory for the bundle.")
+@new_bundle_option
 @click.option("--pretrained", metavar="TAG", help="Tag or file of the tower's weights, if --vision names no weights.")
 @click.option(
     "--tokenizer",
-    type=_DIRECTORY,
+    type=PATH,
     help="Directory with the joint encoder's tokenizer and config.json.  [default: tokenizer/ beside CHECKPOINT]",
 )
-@click.option(
-    "--text-tokenizer", type=_DIRECTORY, help="Directory of the text tower's tokenizer, instead of a download."
-)
+@text_tokenizer_option
 @json_option
 def import_checkpoint(
     checkpoint: Path,

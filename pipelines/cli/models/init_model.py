@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 
 from pipelines.cli.models.bundle_report import report_bundle
-from pipelines.cli.output import json_option, note
+from pipelines.cli.options import PATH, json_option
+from pipelines.cli.output import note
 
 
 @click.command()
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=PATH)
 @click.option(
     "--seed",
     type=click.IntRange(min=0),

@@ -7,17 +7,15 @@ from pathlib import Path
 import click
 
 from pipelines.cli.models.bundle_report import report_bundle
-from pipelines.cli.output import json_option, print_json, print_line
+from pipelines.cli.options import PATH, json_option
+from pipelines.cli.output import print_json, print_line
 
-_DIRECTORY = click.Path(path_type=Path)
-_towers_option = click.option(
-    "--towers", type=_DIRECTORY, required=True, help="Directory that 'model fetch-towers' wrote."
-)
+_towers_option = click.option("--towers", type=PATH, required=True, help="Directory that 'model fetch-towers' wrote.")
 
 
 @click.command()
-@click.argument("bundle", type=_DIRECTORY)
-@click.argument("out", type=_DIRECTORY)
+@click.argument("bundle", type=PATH)
+@click.argument("out", type=PATH)
 @_towers_option
 @click.option(
     "--new-tensors",
@@ -54,8 +52,8 @@ def pack(bundle: Path, out: Path, towers: Path, new_tensors: str, max_mb: float,
 
 
 @click.command()
-@click.argument("packed", type=_DIRECTORY)
-@click.argument("out", type=_DIRECTORY)
+@click.argument("packed", type=PATH)
+@click.argument("out", type=PATH)
 @_towers_option
 @json_option
 def unpack(packed: Path, out: Path, towers: Path, as_json: bool) -> None:

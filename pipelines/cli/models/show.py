@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipelines.cli.output import json_option, print_json, print_line
+from pipelines.cli.options import PATH, json_option
+from pipelines.cli.output import print_json, print_line
 from pipelines.progress.wording import human_bytes
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=PATH)
 @json_option
 def show(bundle: Path, as_json: bool) -> None:
     """Show what the model bundle BUNDLE contains.

@@ -1,0 +1,105 @@
+"""Options that several commands have, each with one spelling and one help text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from edje_index.scoring.weights import BUNDLE_SCORE, LOGIT, PART_NAMES, check_score
+from pipelines.planning.config import SHARD_SIZE
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+PATH = click.Path(path_type=Path)
+FILE = click.Path(path_type=Path, dir_okay=False)
+POSITIVE = click.IntRange(min=1)
+DEVICE = click.Choice(["auto", "cpu", "cuda"])
+DTYPE = click.Choice(["auto", "float32", "bfloat16"])
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+quiet_option = click.option("--quiet", is_flag=True, help="Show no progress.")
+seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed.")
+
+model_option = click.option(
+    "--model", type=PATH, help="Directory of the model bundle.  [default: the bundle that built INDEX]"
+)
+device_option = click.option("--device", type=DEVICE, default="auto", show_default=True, help="Device of the model.")
+dtype_option = click.option(
+    "--dtype",
+    type=DTYPE,
+    default="float32",
+    show_default=True,
+    help="Data type of the joint encoder's matrix products. bfloat16 is about twice as fast on processors that "
+    "support it, and slower on others. auto is bfloat16 on cuda and float32 on cpu.",
+)
+read_precision_option = click.option(
+    "--precision", metavar="NAME", help="Precision of the tokens to read.  [default: the first that 'info' lists]"
+)
+stored_precisions_option = click.option(
+    "--precision",
+    "precisions",
+    metavar="NAME",
+    multiple=True,
+    default=["bf16"],
+    show_default=True,
+    help="Precision of the stored tokens; repeatable.",
+)
+shard_size_option = click.option(
+    "--shard-size", type=POSITIVE, default=SHARD_SIZE, show_default=True, help="Rows per shard."
+)
+
+address_option = click.option(
+    "--address", metavar="HOST:PORT", help="Ray cluster to join.  [default: start Ray on this machine]"
+)
+column_option = click.option(
+    "--column", metavar="NAME", help="Column of paths in a list file.  [default: path, image, file, uri, ...]"
+)
+max_failed_option = click.option(
+    "--max-failed",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    help="Stop if a larger share of the inputs fails.  [default: 0.01, but 20 inputs may always fail]",
+)
+
+images_option = click.option(
+    "--images", type=PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]"
+)
+new_bundle_option = click.option("--out", required=True, type=PATH, help="New directory for the bundle.")
+text_tokenizer_option = click.option(
+    "--text-tokenizer", type=PATH, help="Directory of the text tower's tokenizer, instead of a download."
+)
+
+
+def engine_option(default: str) -> Callable[[_Command], _Command]:
+    """Return the option `--engine` with the engine that a command uses by default: "ray" or "inline"."""
+    return click.option(
+        "--engine", type=click.Choice(["ray", "inline"]), default=default, show_default=True, help="Execution engine."
+    )
+
+
+def html_page_option(default: str) -> Callable[[_Command], _Command]:
+    """Return the option `--out` of a command that writes one HTML page, by default to the file `default`."""
+    return click.option("--out", type=FILE, default=default, show_default=True, help="HTML file to write.")
+
+
+def _check_score(_: click.Context, __: click.Parameter, score: str) -> str:
+    check_score(score)
+    return score
+
+
+_PARTS = ", ".join(
+    f"{part} ({name})" if part != LOGIT else "logit (joint encoder)" for part, name in PART_NAMES.items()
+)
+
+score_option = click.option(
+    "--score",
+    default=BUNDLE_SCORE,
+    show_default=True,
+    metavar="SCORE",
+    callback=_check_score,
+    help="Score to re-rank by: 'bundle' for the weights of the model bundle, or PART=WEIGHT,... for a weighted sum of "
+    f"parts, where PART alone means weight 1. Parts: {_PARTS}.",
+)
