@@ -17,7 +17,7 @@ def usable_cpus() -> int:
 
 @functools.cache  # called for each fetch, and the quota of a container does not change
 def _quota(path: Path) -> int | None:
-    """Return the number of whole CPUs that the `cpu.max` file at `path` allows, at least 1. None means no limit."""
+    """Return the number of whole CPUs that a `cpu.max` file allows, at least 1. None means no limit."""
     try:
         allowed, _, period = path.read_text().strip().partition(" ")
     except OSError:

@@ -18,8 +18,6 @@ _MAX_THREADS = max(64, os.cpu_count() or 1)
 
 
 class _HelperThreads:
-    """A pool of threads. A thread starts when it is first needed, and waits for the next call when it is idle."""
-
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._idle: list[None] = []

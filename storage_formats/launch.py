@@ -25,14 +25,13 @@ def main() -> int:
 
 
 def _is_hidden(name: str) -> bool:
-    """Return True if `import name` would import something other than this project's package `name`."""
+    """Return True if `import name` would import something other than this project's package."""
     spec = importlib.util.find_spec(name)
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     return (_HOME / name).is_dir() and not (folders and Path(folders[0]).resolve() == _HOME / name)
 
 
 def _put_home_first() -> None:
-    """Put the parent directory of the packages first on the import path of this process and its child processes."""
     sys.path.insert(0, str(_HOME))
     others = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_HOME), *filter(None, [others])])

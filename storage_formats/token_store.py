@@ -134,7 +134,7 @@ class TokenStore:
         return live_rows(self._view.index)
 
     def __len__(self) -> int:
-        """Number of row ids, including holes and deleted rows."""
+        """Return the number of row ids, including holes and deleted rows."""
         return self._view.index.manifest.spec.rows
 
     @property
@@ -354,10 +354,7 @@ class TokenStore:
     def _read(
         self, requested: _Requested, destinations: DestinationFactory, out: NDArray[Any], *, hole: NDArray[Any]
     ) -> None:
-        """Read each distinct row once, copy it for repeated ids, and write `hole` for ids that no segment uses.
-
-        All rows are written to `out` [k, ...].
-        """
+        """Read each distinct row once, copy it for repeated ids, and write `hole` for unused ids."""
         if len(requested.batch):
             for engine, part in self._engines.split(requested.batch):
                 read_batch(engine, part, destinations)
@@ -370,15 +367,13 @@ class TokenStore:
 
 @dataclass(frozen=True)
 class _Requested:
-    """The requested row ids of one call, grouped by how their blocks are obtained.
-
-    All indices are indices into the requested row ids.
+    """The row ids of one call, grouped by how their blocks are obtained.
 
     Attributes:
-        batch: the distinct rows to read from files.
-        duplicates: [n], indices of row ids that occur earlier in the request.
-        originals: [n], for each of `duplicates`, index of the first occurrence of the same row id.
-        unused: indices of row ids that belong to no segment.
+      batch: the distinct rows to read from files.
+      duplicates: [n], indices of row ids that occur earlier in the request.
+      originals: [n], for each of `duplicates`, the index of the first occurrence of the same row id.
+      unused: indices of row ids that belong to no segment.
     """
 
     batch: Batch
@@ -402,7 +397,7 @@ class _View:
         return None if self.checksums is None else self.checksums.check
 
     def checked(self, row_ids: RowIds) -> NDArray[np.int64]:
-        """Return `row_ids` as int64 [k]. Raises the errors of `fetch` if a row id is invalid or deleted."""
+        """Return `row_ids` as int64 [k]. Raises the errors of `fetch` for invalid or deleted row ids."""
         ids = check_row_ids(row_ids, self.index.manifest.spec.rows)
         self.deleted.refuse(ids)
         return ids
@@ -422,7 +417,6 @@ class _View:
 
 
 def _held_codec(index: CommittedIndex, precision: str) -> Codec:
-    """Return the codec of a precision. Raises UsageError if the index does not hold the precision."""
     spec = index.manifest.spec
     if precision not in spec.precisions:
         held = ", ".join(spec.precisions)
@@ -436,10 +430,7 @@ def _shard_path(layout: Layout, token_codec: Codec, shard: int) -> Path:
 
 
 class _ReadAhead:
-    """Fetches batches in a background thread before they are needed.
-
-    Iteration yields one future per batch, in the order of the batches.
-    """
+    """Iterator of one future per batch. A background thread fetches batches before they are needed."""
 
     def __init__(self, store: TokenStore, batches: Iterable[RowIds], ahead: int) -> None:
         if ahead < 1:

@@ -124,10 +124,7 @@ def _add(left: Counts, right: Counts) -> Counts:
 
 
 def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
-    """Check that the Zarr documents are as SPEC.md prescribes.
-
-    If zarr-python is installed, also check that zarr-python opens the arrays.
-    """
+    """Check that the Zarr documents are as SPEC.md prescribes, and that zarr-python can open the arrays."""
     for path, document in zarr_documents(layout, spec).items():
         where = layout.relative(path)
         try:
@@ -144,10 +141,7 @@ def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
 
 
 def _differs_in_rows(actual: Any, document: dict[str, Any]) -> bool:
-    """Return True if two Zarr documents of an array differ only in the number of rows.
-
-    They do so during an append or a rollback.
-    """
+    """Return True if two Zarr documents differ only in the number of rows, as during an append."""
     try:
         rows, *record_shape = actual["shape"]
         expected_rows = document["shape"][0]
@@ -230,7 +224,6 @@ class _ShardCheck:
             yield self._problem(path, "checksum", f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}")
 
     def _check_rows(self, problems: list[Problem]) -> NDArray[np.bool_]:
-        """Check the rows table and append to `problems`. Return which rows of the shard are indexed, bool [rows]."""
         table = read_shard_rows(self._layout, self._shard)
         path = self._layout.rows_file(self._shard)
         # Numbers are compared first: a claimed number of rows must not become a list.
@@ -250,7 +243,6 @@ class _ShardCheck:
         return np.array([status == INDEXED for status in statuses])
 
     def _check_tokens(self, name: str, indexed: NDArray[np.bool_] | None) -> Iterator[Problem]:
-        """Check block checksums, the shard index and holes of one precision, to find the damaged blocks of a file."""
         token_codec = codec(name, self._spec.block_shape)
         path, rows = self._token_path(name), len(self._rows)
         index_offset, length = padded_shard_bytes(rows, self._spec.shard_size, token_codec.record_bytes)
@@ -278,7 +270,6 @@ class _ShardCheck:
         checksums: NDArray[np.uint32],
         indexed: NDArray[np.bool_] | None,
     ) -> Iterator[Problem]:
-        """Check the records of a shard file in pieces, so that memory use does not depend on the shard size."""
         path, size = self._token_path(token_codec.name), token_codec.record_bytes
         step = max(1, _PIECE_BYTES // size)
         for first in range(0, len(self._rows), step):
@@ -318,10 +309,7 @@ def _check_tombstones(root: str | Path, manifest: Manifest) -> Iterator[Problem]
 
 
 def _check_strays(layout: Layout, manifest: Manifest) -> Iterator[Problem]:
-    """Yield a problem for each file in the data directories that no snapshot names.
-
-    While a change or a conversion is in progress, its files that are not yet committed or removed are not reported.
-    """
+    """Yield a problem for each data file that belongs to no snapshot and to no change in progress."""
     try:
         named = named_files(layout, kept_snapshots(CommittedIndex(layout.root, manifest)))
     except EdjeError as error:
@@ -336,7 +324,7 @@ def _check_strays(layout: Layout, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _is_unfinished(path: str, manifest: Manifest) -> bool:
-    """Return True if the file at the relative `path` may belong to an uncommitted change or conversion."""
+    """Return True if the file may belong to an uncommitted change or conversion."""
     if path.startswith(("manifest/", "ann/")) or _precision_of(path) not in (None, *manifest.spec.precisions):
         return True
     numbers = re.findall(r"\d+", path.rpartition("/")[2])
@@ -344,7 +332,6 @@ def _is_unfinished(path: str, manifest: Manifest) -> bool:
 
 
 def _precision_of(path: str) -> str | None:
-    """Return the precision to which a relative path belongs, or None if it belongs to no precision."""
     first, _, rest = path.partition("/")
     return rest.partition("/")[0] if first in ("tokens", "checksums") and "/" in rest else None
 

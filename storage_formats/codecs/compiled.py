@@ -55,11 +55,11 @@ class CompiledCodec(ABC):
 
     @abstractmethod
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
-        """Encode blocks [start, stop) of `span` = (start, stop)."""
+        """Encode the blocks from index `span[0]` up to, but not including, `span[1]`."""
 
     @abstractmethod
     def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        """Decode the records of items [start, stop) of `moves`, where `span` = (start, stop)."""
+        """Decode the items of `moves` from index `span[0]` up to, but not including, `span[1]`."""
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
         """Encode bf16 [k, m, d] to uint8 [k, record_bytes]."""

@@ -63,7 +63,7 @@ class FP16Codec(CompiledCodec):
 
 @functools.cache
 def _from_bf16() -> NDArray[np.uint16]:
-    """Return the bits of the binary16 that encodes each of the 65,536 bfloat16, uint16 [65536]."""
+    """Return the binary16 bits for each bfloat16 bit pattern, uint16 [65536]."""
     numbers = np.arange(0x10000, dtype=np.uint16).view(BF16).astype(np.float32)
     nearest = np.clip(numbers, -_LARGEST, _LARGEST).astype(np.float16).view(np.uint16)
     return np.where(np.isfinite(numbers), nearest, np.uint16(FP16Codec.fill_value))
@@ -71,7 +71,7 @@ def _from_bf16() -> NDArray[np.uint16]:
 
 @functools.cache
 def _to_bf16() -> NDArray[np.uint16]:
-    """Return the bits of the bfloat16 to which each of the 65,536 binary16 decodes, uint16 [65536]."""
+    """Return the bfloat16 bits for each binary16 bit pattern, uint16 [65536]."""
     with np.errstate(invalid="ignore"):  # signalling NaN
         nearest = np.arange(0x10000, dtype=np.uint16).view(np.float16).astype(np.float32).astype(BF16)
     return np.where(np.isnan(nearest), np.uint16(CANONICAL_NAN), nearest.view(np.uint16))

@@ -79,10 +79,7 @@ class GroupScaledCodec(CompiledCodec):
     @classmethod
     @functools.cache
     def _scale_table(cls) -> NDArray[np.uint8]:
-        """Return the scale code for each of the 32,768 bfloat16 magnitudes, indexed by their bits, uint8 [32768].
-
-        Infinity and NaN have the NaN code.
-        """
+        """Return the scale code for each bfloat16 magnitude, indexed by its bits, uint8 [32768]."""
         magnitudes = np.arange(0x8000, dtype=np.uint16).view(BF16).astype(np.float32)
         finite = np.isfinite(magnitudes)
         table = np.full(len(magnitudes), NAN_CODE, dtype=np.uint8)
@@ -92,7 +89,7 @@ class GroupScaledCodec(CompiledCodec):
     @classmethod
     @functools.cache
     def _products(cls) -> NDArray[np.uint16]:
-        """Return the bfloat16 bits of each product scale x code, uint16 [256 scales x number of codes], flat."""
+        """Return the bfloat16 bits of each product scale x code, uint16 [256 * number of codes]."""
         with np.errstate(over="ignore"):  # only scales that no encoder writes overflow
             products = (cls.scale_values[:, None] * cls.element.values).astype(BF16)
         return np.where(np.isnan(products), np.uint16(CANONICAL_NAN), products.view(np.uint16)).reshape(-1)
@@ -100,11 +97,8 @@ class GroupScaledCodec(CompiledCodec):
     @classmethod
     @functools.cache
     def _pairs(cls) -> NDArray[np.uint32]:
-        """Return the bfloat16 bits of the two values that a byte of two codes has with each scale.
-
-        Returns:
-            uint32 [256 scales x 256 bytes], flat. The value of the low four bits is in the lower half of a word.
-        """
+        """Return the bfloat16 bits of both values of a byte, for each scale and byte, uint32 [256 * 256]."""
+        # The value of the low four bits of the byte is in the lower half of a word.
         products = cls._products().reshape(256, -1).astype(np.uint32)
         byte = np.arange(256)
         return (products[:, byte & 15] | (products[:, byte >> 4] << np.uint32(16))).reshape(-1)

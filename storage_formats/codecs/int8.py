@@ -73,10 +73,7 @@ class Int8Codec(CompiledCodec):
 
 @functools.cache
 def _scale_table() -> NDArray[np.uint16]:
-    """Return the bits of the bfloat16 scale, indexed by the bits of a token's largest magnitude, uint16 [32768].
-
-    The scale is NaN if the magnitude is infinity or NaN.
-    """
+    """Return the bfloat16 bits of the scale, indexed by the bits of a token's largest magnitude, uint16 [32768]."""
     magnitudes = np.arange(0x8000, dtype=np.uint16).view(BF16).astype(np.float32)
     finite = np.isfinite(magnitudes)
     table = np.full(len(magnitudes), NAN_SCALE, dtype=np.uint16)

@@ -64,12 +64,9 @@ def _rounded_bf16(number: np.float32) -> np.uint16:
 
 @inlined
 def _minifloat_code(number: np.float32, fraction_bits: int, bias: int, largest: float) -> np.uint32:
-    """Return the code of |number| in a `MiniFloat`, rounded to nearest, ties to even, and saturated at `largest`.
-
-    Normal results are rounded by integer arithmetic on the bits of the float32. For subnormal results, the function
-    adds a power of two whose last bit has the weight of the smallest subnormal: the addition rounds the number, and
-    the low bits of the sum are the code.
-    """
+    """Return the code of |number| in a `MiniFloat`, rounded to nearest, ties to even."""
+    # Integer arithmetic on the bits rounds normal results. For subnormal results, adding a power of two whose last bit
+    # has the weight of the smallest subnormal rounds the number, and the low bits of the sum are the code.
     magnitude = min(abs(number), np.float32(largest))
     bits = _bits(magnitude)
     dropped = np.uint32(23 - fraction_bits)
@@ -83,10 +80,7 @@ def _minifloat_code(number: np.float32, fraction_bits: int, bias: int, largest: 
 
 @inlined
 def _largest_magnitude(bits: U16, first: Index, count: Index) -> int:
-    """Return the bits of the largest magnitude of `count` bfloat16 values from index `first`.
-
-    The bits of magnitudes sort like the magnitudes, with infinity and NaN last.
-    """
+    """Return the bits of the largest magnitude. NaN counts as larger than infinity."""
     largest = np.uint16(0)
     for i in range(count):
         largest = max(largest, np.uint16(bits[first + i] & np.uint16(0x7FFF)))
@@ -108,7 +102,7 @@ def _choose_scales(
 
 @inlined
 def _spread(records: U8, scales_at: Index, group: Index, scale_values: F32, spread: F32) -> None:
-    """Write to `spread` the scale of each value of a token: the value of each scale code, repeated for its group."""
+    """Write the scale of each value of a token to `spread`."""
     for index in range(np.uint64(len(spread)) // group):
         value = scale_values[records[scales_at + index]]
         for i in range(group):
@@ -117,10 +111,7 @@ def _spread(records: U8, scales_at: Index, group: Index, scale_values: F32, spre
 
 @inlined
 def _scale_exponents(records: U8, scales_at: Index, group: Index, exponents: U16) -> bool:
-    """Write to `exponents`, for each value of a token, the offset from its E4M3 exponent to its bfloat16 exponent.
-
-    The offset follows from the E8M0 scale of the group. Return True if a result may leave the range of bfloat16.
-    """
+    """Write the exponent offset of each value. Return True if a result may leave the range of bfloat16."""
     extreme = False
     for index in range(np.uint64(len(exponents)) // group):
         exponent = np.uint16(np.uint16(records[scales_at + index]) - np.uint16(7))
@@ -132,7 +123,7 @@ def _scale_exponents(records: U8, scales_at: Index, group: Index, exponents: U16
 
 @inlined
 def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
-    """Return True if a value of the token, divided by its power-of-two scale, has a subnormal E4M3 code."""
+    """Return True if a value of the token, divided by its scale, has a subnormal E4M3 code."""
     highest = np.uint16(0)
     for i in range(np.uint64(len(exponents))):
         magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
@@ -143,10 +134,7 @@ def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
 
 @inlined
 def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
-    """Return the E4M3 code of a number divided by a power of two: shift the bit fields, then round.
-
-    This is correct only if the code is zero or normal.
-    """
+    """Return the E4M3 code of a number divided by a power of two. Correct only for zero and normal codes."""
     magnitude = np.uint16(number & np.uint16(0x7FFF))
     field = np.uint16(magnitude - exponent) if magnitude else np.uint16(0)
     even = np.uint16(field >> np.uint16(4)) & np.uint16(1)
@@ -156,23 +144,20 @@ def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
 
 @inlined
 def _magnitude(number: np.uint16) -> Any:
-    """Return |number|, limited to 15 x 2**124. E4M3 would round larger numbers to 2**128, too large for bfloat16."""
+    """Return |number|, limited to 15 x 2**124, because E4M3 would round larger numbers to 2**128."""
     return _bf16(min(np.uint16(number & np.uint16(0x7FFF)), np.uint16(0x7F70)))
 
 
 @inlined
 def _rounded_e4m3(number: np.uint16, factor: np.float32) -> Any:
-    """Return the E4M3 code of number x factor, where `factor` is the inverse of the scale. Accepts every number."""
+    """Return the E4M3 code of number x factor. Accepts every number."""
     code = _minifloat_code(_magnitude(number) * factor, 3, 7, 448.0)
     return np.uint8(code | (np.uint32(number >> np.uint16(8)) & np.uint32(0x80)))
 
 
 @inlined
 def _extremes(bits: U16, first: Index, count: Index) -> Any:
-    """Return (bits of the largest magnitude, bits of the smallest nonzero magnitude minus one).
-
-    If all magnitudes are zero, the second number is 65535.
-    """
+    """Return (bits of the largest magnitude, bits of the smallest nonzero magnitude minus one)."""
     largest, below_smallest = np.uint16(0), np.uint16(0xFFFF)
     for i in range(count):
         magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
@@ -183,7 +168,7 @@ def _extremes(bits: U16, first: Index, count: Index) -> Any:
 
 @inlined
 def _fill_nan_groups(records: U8, codes_at: Index, scales_at: Index, groups: Index, size: Index) -> None:
-    """Set the code bytes of each group whose scale is NaN to 0xFF. A group has `size` bytes of codes."""
+    """Set the codes of each group whose scale is NaN to 0xFF."""
     for index in range(groups):
         if records[scales_at + index] == np.uint8(0xFF):
             for i in range(size):
@@ -301,10 +286,7 @@ def _needs_table(records: U8, codes_at: Index, width: Index) -> bool:
 
 @inlined
 def _rescaled(code: np.uint8, exponent: np.uint16) -> Any:
-    """Return the bfloat16 bits of an E4M3 code times a power of two: shift the bit fields, add the exponents.
-
-    This is correct only if the code is zero or normal.
-    """
+    """Return the bfloat16 bits of an E4M3 code times a power of two. Correct only for zero and normal codes."""
     magnitude = np.uint16(code & np.uint8(0x7F))
     field = np.uint16(np.uint16(magnitude << np.uint16(4)) + exponent) if magnitude else np.uint16(0)
     return np.uint16(field | np.uint16(np.uint16(code & np.uint8(0x80)) << np.uint16(8)))

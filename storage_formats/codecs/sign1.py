@@ -66,6 +66,6 @@ class Sign1Codec(CompiledCodec):
 
 @functools.cache
 def _sign_words() -> NDArray[np.uint64]:
-    """Return, for each byte of eight signs, two words of four bfloat16 with only the sign bits set, uint64 [512]."""
+    """Return two words of four bfloat16 sign bits for each byte of eight signs, uint64 [512]."""
     signs = (np.arange(256)[:, None] >> np.arange(8)) & 1
     return (signs.astype(np.uint16) << np.uint16(15)).view(np.uint64).reshape(-1)

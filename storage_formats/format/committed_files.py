@@ -68,7 +68,7 @@ class CommittedFiles:
 
 
 class _Table:
-    """One shard table. If its file is replaced, the new file is read and compared with the checksum in the manifest."""
+    """One shard table. If its file was replaced, the new file must match the checksum in the manifest."""
 
     def __init__(self, layout: Layout, entry: FileEntry) -> None:
         self.path = layout.root / entry.path
@@ -78,11 +78,7 @@ class _Table:
         self._identity: tuple[int, ...] = ()
 
     def row_groups(self, shards: list[int]) -> list[pa.Table]:
-        """Return the row groups that can list one of `shards`.
-
-        Raises:
-            CorruptIndexError: the shard table cannot be read or is not the committed one.
-        """
+        """Return the row groups that can list one of `shards`."""
         try:
             with open_index_file(self._root, self.path) as file:
                 self._open(file)

@@ -153,7 +153,6 @@ class Manifest:
 
     @classmethod
     def _read(cls, layout: Layout, path: Path) -> Manifest:
-        """Read the manifest at `path`. Raises FileNotFoundError if the file does not exist."""
         try:
             value = json.loads(read_index_file(layout.root, path, max_bytes=_MAX_MANIFEST_BYTES))
         except (FileNotFoundError, NotADirectoryError) as error:

@@ -112,7 +112,7 @@ class ParquetRowGroups:
 
 
 def _check_texts(table: pa.Table, length: int) -> None:
-    """Raise ValueError if the expanded values of dictionary columns would take far more memory than the file."""
+    """Raise ValueError if the decoded texts would take far more memory than the file."""
     chunks = [chunk for column in table.columns for chunk in column.chunks if pa.types.is_dictionary(chunk.type)]
     lengths = [pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in chunks]
     total = sum(pc.sum(values).as_py() or 0 for values in lengths)
@@ -121,10 +121,8 @@ def _check_texts(table: pa.Table, length: int) -> None:
 
 
 def _check_size(metadata: pq.FileMetaData, length: int) -> None:
-    """Raise ValueError if the table would take far more memory than the file.
-
-    A small Parquet file can hold a huge table if few values are repeated.
-    """
+    """Raise ValueError if the table would take far more memory than the file."""
+    # A small Parquet file can hold a huge table if few values are repeated.
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
     decoded = sum(group.column(index).total_uncompressed_size for group in groups for index in range(group.num_columns))

@@ -48,7 +48,7 @@ class Tombstones:
         return cls(shard_size, np.empty(0, np.int64), np.empty((0, _bitmap_bytes(shard_size)), np.uint8))
 
     def __len__(self) -> int:
-        """Number of deleted rows."""
+        """Return the number of deleted rows."""
         return int(np.bitwise_count(self.bits).sum())
 
     def contain(self, row_ids: Ints | list[int]) -> Bools:

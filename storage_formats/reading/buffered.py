@@ -141,10 +141,7 @@ class _ThreadedReader:
 def _hold(
     files: ShardFiles, batch: Batch, held_files: contextlib.ExitStack
 ) -> tuple[dict[int, ShardFile], contextlib.ExitStack]:
-    """Open the files of `batch`. Returns the files by shard, and a context that releases them.
-
-    If the caller never leaves this context, closing `held_files` releases the files.
-    """
+    """Return the open files by shard, and a context that closes them."""
     acquired = files.acquire(batch)
     release = held_files.enter_context(contextlib.ExitStack())
     release.callback(files.release, acquired)
@@ -167,7 +164,7 @@ def _requests(batch: Batch, record_indices: Ints, files: dict[int, ShardFile], r
 
 
 def _announce(requests: list[Request], record_bytes: int) -> None:
-    """Ask the kernel to start reading `requests` into the page cache, if the system supports it. Returns at once."""
+    """Ask the kernel to start reading `requests` into the page cache. Returns at once."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         for request in requests:
             start, size = request.position * record_bytes, len(request.record_indices) * record_bytes

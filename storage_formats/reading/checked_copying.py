@@ -36,8 +36,6 @@ def has_crc_instruction() -> bool:
 
 @intrinsic
 def _crc_word(_: Any, crc: Any, address: Any) -> Any:
-    """Return the CRC-32C state `crc`, updated with the eight bytes at `address`."""
-
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         crc, address = arguments
         name, function_type = "llvm.x86.sse42.crc32.64.64", ir.FunctionType(_WORD, [_WORD, _WORD])
@@ -49,8 +47,6 @@ def _crc_word(_: Any, crc: Any, address: Any) -> Any:
 
 @intrinsic
 def _crc_byte(_: Any, crc: Any, address: Any) -> Any:
-    """Return the CRC-32C state `crc`, updated with the byte at `address`."""
-
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         crc, address = arguments
         name, function_type = "llvm.x86.sse42.crc32.64.8", ir.FunctionType(_WORD, [_WORD, _BYTE])
@@ -62,8 +58,6 @@ def _crc_byte(_: Any, crc: Any, address: Any) -> Any:
 
 def _line_copier(nontemporal: bool) -> Any:
     def copy_line(_: Any, target: Any, source: Any) -> Any:
-        """Copy the 64 bytes at `source` to `target`."""
-
         def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
             target, source = (builder.inttoptr(address, _LINE.as_pointer()) for address in arguments)
             stored = builder.store(builder.load(source, align=1), target, 64 if nontemporal else 1)
@@ -78,8 +72,6 @@ def _line_copier(nontemporal: bool) -> Any:
 
 @intrinsic
 def _copy_byte(_: Any, target: Any, source: Any) -> Any:
-    """Copy the byte at `source` to `target`."""
-
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         target, source = (builder.inttoptr(address, _BYTE.as_pointer()) for address in arguments)
         builder.store(builder.load(source), target)
@@ -90,7 +82,7 @@ def _copy_byte(_: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def _fence(_: Any) -> Any:
-    """Ensure that the non-temporal stores of this thread are visible before its later stores."""
+    """Make the non-temporal stores of this thread visible before its later stores."""
 
     def generate(context: Any, builder: Any, _: Any, __: Any) -> Any:
         builder.fence("seq_cst")
@@ -122,7 +114,6 @@ def _crc_rest(crc: Any, address: Any, stop: Any) -> Any:
 
 @inlined
 def _lanes(first: int, stop: int) -> Any:
-    """Return the indices `first`, `first + 1` and `first + 2`, each limited to at most `stop - 1`."""
     return first, min(first + 1, stop - 1), min(first + 2, stop - 1)
 
 

@@ -123,10 +123,6 @@ class BlockChecksums:
         return 4 * len(self._shard_rows(shard))
 
     def _load(self, shards: list[int]) -> dict[int, Checksums]:
-        """Load the checksums of `shards`, and return them by shard.
-
-        Announces all files to the kernel first, so that the kernel can read them in parallel.
-        """
         entries = self._committed.files(shards)
         with contextlib.ExitStack() as opened:
             try:
@@ -145,10 +141,6 @@ class BlockChecksums:
         return {shard: self._checked(shard, content, entries[shard]) for shard, content in contents.items()}
 
     def _checked(self, shard: int, content: bytes, entry: FileEntry) -> Checksums:
-        """Return the checksums in `content`, a shard's checksum file.
-
-        Raises CorruptIndexError if `content` does not match `entry`, the committed length and CRC-32C.
-        """
         rows, path = tuple(self._shard_rows(shard)), self._path(shard)
         if len(content) != 4 * len(rows):
             raise CorruptIndexError(

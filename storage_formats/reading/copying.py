@@ -15,8 +15,6 @@ from storage_formats.codecs.store_lines import store_lines
 
 @intrinsic
 def _memcpy(_: Any, target: Any, source: Any, size: Any) -> Any:
-    """Copy `size` bytes from address `source` to address `target` with the C library's memcpy."""
-
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         pointer, word = ir.IntType(8).as_pointer(), ir.IntType(64)
         function_type = ir.FunctionType(pointer, [pointer, pointer, word])

@@ -75,7 +75,6 @@ class RecordDestination:
 
     @property
     def _total(self) -> int:
-        """Length of all records of the piece in bytes."""
         return len(self.record_indices) * int(self.records.shape[1])
 
 

@@ -95,10 +95,6 @@ def read_embeddings(root: str | Path, spec: IndexSpec, row_ids: RowIds) -> NDArr
 
 
 def _read_single_rows(layout: Layout, spec: IndexSpec, shard: int, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Read the embeddings at ascending `positions` of a shard.
-
-    Announces all reads to the kernel first, so that the kernel can serve them in parallel.
-    """
     size = 4 * spec.embed_dim
     with _open_shard(layout, spec, shard) as file:
         if hasattr(os, "posix_fadvise"):

@@ -181,10 +181,7 @@ class ReadEngines:
         return codes
 
     def _admits(self, batch: Batch, start: int, stop: int) -> bool:
-        """Whether to read records [start, stop) of `batch` through the page cache, which then keeps these records.
-
-        All of these records belong to one shard and are not in the page cache.
-        """
+        """Return True if records [start, stop) should stay in the page cache after the read."""
         if self._admission is None:
             return False
         size = (stop - start) * self._files.record_bytes
@@ -192,7 +189,7 @@ class ReadEngines:
         return self._admission.through_cache(shard, position, size, self._is_resident)
 
     def _cold_engine(self, batch: Batch, start: int, stop: int) -> str:
-        """Return the name of the engine that reads records [start, stop) of one shard from the device."""
+        """Return the name of the engine for records [start, stop), which are not in the page cache."""
         if not self._direct_files.past_cache:
             return self._through_cache
         count = stop - start
@@ -203,10 +200,7 @@ class ReadEngines:
         return "sequential" if scattered and "sequential" in engines() else self._cold
 
     def _cached_share(self, batch: Batch, index: int, *, if_unknown: float = 0.0) -> float:
-        """Return the share (0 to 1) of a record that is in the page cache, or `if_unknown` if the kernel cannot tell.
-
-        `index` is the index of the record within `batch`.
-        """
+        """Return the share (0 to 1) of a record that is in the page cache."""
         part = batch[index : index + 1]
         files = self._cached_files.acquire(part)
         try:
@@ -221,16 +215,13 @@ class ReadEngines:
         return sum(if_unknown if share is None else share for share in shares) / len(shares)
 
     def _looked_up(self, shard: int) -> bool:
-        """Whether the page cache was queried for the whole shard within the last few seconds."""
+        """Return True if the page cache was queried for the whole shard in the last few seconds."""
         file = self._cached_files.peek(shard)
         return file is not None and _is_recent(file)
 
     def _resident(self, part: Batch) -> NDArray[np.bool_] | None:
-        """Which records of `part` are in the page cache, bool [n]; None if less than half of a sample is cached.
-
-        All records of `part` belong to one shard. Querying the page cache for a whole shard is slow (0.1 ms for 50 MB).
-        The result is therefore reused for some seconds, as long as a sampled record is still cached.
-        """
+        """Return which records are in the page cache, bool [n]. None if fewer than half of a sample are."""
+        # Querying a whole shard is slow (0.1 ms for 50 MB), so a result is reused for some seconds.
         files = self._cached_files.acquire(part)
         try:
             file, middle = next(iter(files.values())), len(part) // 2
@@ -251,10 +242,6 @@ class ReadEngines:
         return self._mean_share(file, positions) >= _CACHED_SHARE
 
     def _is_resident(self, shard: int, position: int) -> bool:
-        """Whether a record is in the page cache.
-
-        Returns True if the kernel cannot tell, so that the record does not count as evicted.
-        """
         record = Batch(*(np.array([number]) for number in (shard, position, 0)))
         return self._cached_share(record, 0, if_unknown=1.0) >= _CACHED_SHARE
 

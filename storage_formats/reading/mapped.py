@@ -36,7 +36,6 @@ class MappedEngine:
         return finish
 
     def _take(self, batch: Batch, destination: Destination, part: slice) -> None:
-        """Pass the records `batch` to the destination. `part` is the slice of the piece that `batch` contains."""
         files, size = self._files.acquire(batch), self._files.record_bytes
         try:
             addresses = [files[shard].mapped_at() for shard, _, _ in batch.shard_spans]

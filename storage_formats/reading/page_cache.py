@@ -75,11 +75,8 @@ def _has_cachestat() -> bool:
 
 
 def _mincore(file: ShardFile, start: int, pages: int) -> NDArray[np.bool_] | None:
-    """Which pages from byte `start` on are in the page cache, bool [pages]; None if the kernel cannot tell.
-
-    For a file that this user cannot write to, mincore(2) reports all pages as resident. The result is None for such
-    files.
-    """
+    """Return which pages are in the page cache, bool [pages]. None if the kernel cannot tell."""
+    # mincore(2) reports all pages of a file as resident if this user cannot write to the file.
     if not os.access(file.path, os.W_OK):
         return None
     flags = np.zeros(pages, dtype=np.uint8)
@@ -104,10 +101,7 @@ def cache_room() -> int:
 
 
 def _group_limits() -> list[int]:
-    """Return the memory limits of this process's control group (version 2) and its parent groups, in bytes.
-
-    The limits come from `memory.max`. Groups without a limit are left out.
-    """
+    """Return the memory limits of the control group of this process and of its parent groups, in bytes."""
     group = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
     folder = Path("/sys/fs/cgroup") / group.lstrip("/")
     limits = []

@@ -74,10 +74,9 @@ class QueuedEngine:
 class _Flight:
     """A piece that is being read.
 
-    Request j reads from byte `offsets[j]` of its file to byte `memory_offsets[j]` of `memory`. `needed[j]` is the
-    number of bytes that the records need, and `results[j]` is the number of bytes read or a negative errno. `missing`
-    is the number of requests without a result. `buffer` is the borrowed buffer behind `memory`, or None if `memory`
-    belongs to the destination.
+    Request j reads from byte `offsets[j]` of its file to byte `memory_offsets[j]` of `memory`. The records need
+    `needed[j]` bytes of it. `results[j]` is the number of bytes read or a negative errno. `missing` is the number of
+    requests without a result. `buffer` is None if `memory` belongs to the destination.
     """
 
     batch: Batch
@@ -109,11 +108,7 @@ class _QueuedReader:
 
     @property
     def ahead(self) -> int:
-        """Maximum number of pieces to keep in flight.
-
-        This is one more than now if the queue and the limit on bytes in flight have room for another piece, else as
-        many as now.
-        """
+        """Return the maximum number of pieces in flight: one more than now if there is room, else as many as now."""
         requests = sum(len(flight.needed) for flight in self._flights.values())
         size = sum(int(flight.needed.sum()) for flight in self._flights.values())
         buffered = any(flight.buffer is not None for flight in self._flights.values())
@@ -134,23 +129,18 @@ class _QueuedReader:
         self._queues.give_back(self._queue)
 
     def abandon(self) -> None:
-        """Wait until the kernel no longer writes to any memory.
-
-        The queue and the buffers are not used again, because the exception may have come before their state was
-        recorded.
-        """
+        """Wait until the kernel no longer writes to any memory. The queue is not used again."""
+        # An exception may have come before the state of the queue and the buffers was recorded.
         if self._holds_queue:
             self._queue.close()
         while self._flights:
             self._files.release(self._flights.popitem()[1].files)
 
     def _has_small_gap(self, batch: Batch) -> bool:
-        """Whether `batch` has two records that one request should read together with the gap between them."""
         distances = np.diff(batch.positions)
         return bool(((distances > 1) & (distances <= 1 + self._gap) & (np.diff(batch.shards) == 0)).any())
 
     def _is_unaligned(self, destination: Destination) -> bool:
-        """Whether the records are not aligned to sectors, in the file or in memory."""
         return bool((self._size | destination.records.ctypes.data) % self._files.sector)
 
     def _launch_direct(self, number: int, batch: Batch, destination: Destination, files: dict[int, ShardFile]) -> None:
@@ -175,7 +165,7 @@ class _QueuedReader:
     def _launch_buffered(
         self, number: int, batch: Batch, destination: Destination, files: dict[int, ShardFile]
     ) -> None:
-        """Start requests that read the whole sectors around each run of records into a buffer."""
+        """Start requests that read the whole sectors around the records into a buffer."""
         runs = Runs.of(batch, self._size, gap=self._gap)
         starts = batch.positions[runs.first] * self._size
         stops = (batch.positions[runs.first + runs.count - 1] + 1) * self._size
@@ -234,10 +224,7 @@ class _QueuedReader:
 
 
 def _read_again(flight: _Flight, request: int, record_bytes: int) -> None:
-    """Read the records of a failed or incomplete request again without the queue.
-
-    Raises CorruptIndexError if this fails too.
-    """
+    """Read the records of a failed request again without the queue."""
     first, count = int(flight.runs.first[request]), int(flight.runs.count[request])
     file = flight.files[int(flight.batch.shards[first])]
     shift = int(flight.memory_offsets[request]) - int(flight.offsets[request])

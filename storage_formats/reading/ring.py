@@ -117,10 +117,7 @@ class Ring:
         return (int(self._cq_tail[0]) - int(self._cq_head[0])) & 0xFFFFFFFF
 
     def _enter(self, minimum: int) -> None:
-        """Submit the requests that are not yet submitted, and wait for `minimum` completions.
-
-        A signal or a lack of kernel memory may end the call early. The next call continues.
-        """
+        """Submit all new requests, and wait for `minimum` completions. A signal may end the call early."""
         try:
             submitted = system_call(_ENTER, self._fd, self._unsubmitted, minimum, _ENTER_GETEVENTS, 0, 0)
             self._unsubmitted -= submitted
@@ -132,7 +129,6 @@ class Ring:
 
 
 def _set_up(entries: int) -> tuple[int, NDArray[np.void]]:
-    """Create a ring. Returns its file descriptor and the parameters that the kernel filled in."""
     for flags in (_SETUP_CLAMP | _SETUP_COOP_TASKRUN, _SETUP_CLAMP):  # the first needs Linux 5.19
         parameters = np.zeros(1, dtype=_PARAMETERS)
         parameters["flags"] = flags

@@ -121,11 +121,8 @@ def _read_ahead(pieces: Iterator[Piece]) -> Generator[Piece]:
 
 
 def _checked_blocks(task: ConversionTask, layout: Layout) -> Iterator[Piece]:
-    """Yield (position of the first block, blocks [k, m, d]) of each piece of the source shard, in order.
-
-    Each block is checked against its CRC-32C. The function alternates between two buffers, because new memory would
-    cost a page fault per 4 KiB. Each piece therefore becomes invalid when the second piece after it is made.
-    """
+    """Yield (first position, blocks). Each piece becomes invalid when the second piece after it is made."""
+    # Two buffers take turns, because new memory would cost a page fault per 4 KiB.
     source_codec = codec(task.source, task.spec.block_shape)
     step = max(1, _PIECE_BYTES // source_codec.record_bytes)
     buffers = [np.empty((step, *task.spec.block_shape), dtype=BF16) for _ in range(2)]
@@ -140,10 +137,7 @@ def _checked_blocks(task: ConversionTask, layout: Layout) -> Iterator[Piece]:
 def _checked_records(
     task: ConversionTask, layout: Layout, source_codec: Codec, step: int
 ) -> Iterator[tuple[int, Records]]:
-    """Yield (position of the first record, records [k, record_bytes]) of each piece of at most `step` records.
-
-    Each record is checked against its CRC-32C. The function alternates between two buffers.
-    """
+    """Yield (first position, records). Each piece becomes invalid when the second piece after it is made."""
     rows = len(task.spec.shard_rows(task.shard))
     path = layout.token_shard(task.source, task.shard, len(source_codec.record_shape))
     try:
@@ -169,7 +163,7 @@ def _checked_records(
 
 
 def _announce_next(task: ConversionTask, layout: Layout, source_codec: Codec) -> None:
-    """Ask the kernel to start reading the next source shard while the files of this shard are flushed."""
+    """Ask the kernel to read the next source shard while this shard is flushed."""
     path = layout.token_shard(task.source, task.shard + 1, len(source_codec.record_shape))
     if hasattr(os, "posix_fadvise") and path.exists():
         with open(path, "rb", buffering=0) as file:
@@ -178,7 +172,7 @@ def _announce_next(task: ConversionTask, layout: Layout, source_codec: Codec) ->
 
 
 def _fill(file: FileIO, records: Records) -> bool:
-    """Fill `records` with the next bytes of `file`. Returns False if the file ends before `records` is full."""
+    """Fill `records` with the next bytes of `file`. Return False if the file ends too early."""
     target, done = records.data.cast("B"), 0
     while count := file.readinto(target[done:]):
         done += count
@@ -253,7 +247,7 @@ def remove_leftovers(root: str | Path) -> None:
 def _replace_manifest(
     layout: Layout, manifest: Manifest, spec: IndexSpec, files: Sequence[tuple[int, FileEntry]]
 ) -> Manifest:
-    """Write `files` as shard tables, then commit `manifest` with the shape `spec` under the same snapshot number."""
+    """Write `files` as shard tables, then commit `manifest` under the same snapshot number."""
     tables = []
     for segment in spec.used_segments:
         shards = spec.segment_shards(segment)

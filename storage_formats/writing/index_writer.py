@@ -119,7 +119,7 @@ class IndexWriter:
         return writer
 
     def __len__(self) -> int:
-        """Number of rows that were appended."""
+        """Return the number of rows that were appended."""
         return len(self._receipts) * self._spec.shard_size + self._held
 
     def append(self, blocks: NDArray[Any], embeddings: NDArray[Any], rows: Rows | None = None) -> range:
@@ -210,10 +210,7 @@ class IndexWriter:
         self._clear()
 
     def _clear(self) -> None:
-        """Remove everything except the marker file.
-
-        If this process dies meanwhile, the directory still counts as an unfinished index.
-        """
+        """Remove everything except the marker file, which shows that the index is unfinished."""
         layout = self._layout
         for path in (*layout.root.iterdir(), *layout.build.iterdir()):
             if path.is_dir() and path != layout.build:
@@ -238,7 +235,6 @@ class IndexWriter:
             self._commit_shard()
 
     def _commit_shard(self) -> None:
-        """Write the buffered rows as the next shard."""
         first = len(self._receipts) * self._spec.shard_size
         positions = np.arange(self._held, dtype=np.int64)
         with ShardWriter(self._layout.root, self._spec_of(first + self._held), len(self._receipts)) as writer:
@@ -249,7 +245,6 @@ class IndexWriter:
         self._held = 0
 
     def _commit_index(self, build_ann: BuildAnn | None) -> Manifest:
-        """Write the last shard, the metadata, the nearest-neighbour index and `index.json`."""
         root = self._layout.root
         if not len(self):
             raise UsageError(f"no row was appended; {root} is not written, because an index needs at least one row")
@@ -291,7 +286,7 @@ class IndexWriter:
 
 
 def _locks(fd: int) -> bool:
-    """Try to lock an open file. Returns False if another process holds the lock, or if locks are not supported."""
+    """Try to lock an open file. Return False if another process holds the lock."""
     try:
         import fcntl
 
@@ -302,7 +297,7 @@ def _locks(fd: int) -> bool:
 
 
 def _check_free(layout: Layout) -> None:
-    """Raise UsageError unless `layout.root` is missing, empty, or holds an unfinished index of an `IndexWriter`."""
+    """Raise UsageError unless the directory is missing, empty, or left by an `IndexWriter`."""
     root = layout.root
     if not root.exists():
         return
@@ -317,10 +312,7 @@ def _check_free(layout: Layout) -> None:
 
 
 def _as_bf16(blocks: NDArray[Any], first: int) -> Blocks:
-    """Convert blocks to bfloat16 [k, m, d]; `first` is the row id of the first block.
-
-    Raises UsageError if a value is not finite or too large for bfloat16.
-    """
+    """Convert blocks to bfloat16. Raises UsageError if a value is not finite or too large."""
     with np.errstate(over="ignore", invalid="ignore"):
         converted = np.ascontiguousarray(blocks.astype(BF16, copy=False))
     finite = ((converted.view(np.uint16) & _EXPONENT) != _EXPONENT).all(axis=(1, 2))
@@ -333,10 +325,7 @@ def _as_bf16(blocks: NDArray[Any], first: int) -> Blocks:
 
 
 def _as_unit_vectors(embeddings: NDArray[Any], first: int) -> NDArray[np.float32]:
-    """Scale embeddings to unit length, float32 [k, embed_dim]; `first` is the row id of the first embedding.
-
-    Raises UsageError if an embedding is zero or not finite.
-    """
+    """Scale embeddings to unit length. Raises UsageError if an embedding is zero or not finite."""
     vectors = embeddings.astype(np.float64)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     directed = np.isfinite(norms[:, 0]) & (norms[:, 0] > 0)
@@ -350,7 +339,6 @@ def _as_unit_vectors(embeddings: NDArray[Any], first: int) -> NDArray[np.float32
 
 
 def _given_columns(rows: Rows | None, count: int) -> dict[str, Any]:
-    """Return the columns of `rows` by name, as Arrow arrays of `count` values with the types of the rows table."""
     if rows is None:
         return {}
     if isinstance(rows, str):
@@ -368,7 +356,6 @@ def _given_columns(rows: Rows | None, count: int) -> dict[str, Any]:
 
 
 def _column(field: pa.Field, values: Any) -> Any:
-    """Convert `values` to an Arrow array of the field's type. Raises UsageError if this is not possible."""
     try:
         column = values if isinstance(values, pa.ChunkedArray | pa.Array) else pa.array(values)
         column = column.cast(field.type)
@@ -380,10 +367,6 @@ def _column(field: pa.Field, values: Any) -> Any:
 
 
 def _rows_table(columns: dict[str, Any], row_ids: range) -> pa.Table:
-    """Return the rows table of `row_ids`, in which all rows are indexed.
-
-    If `columns` has no URIs, the row ids become the URIs. Other columns that are missing in `columns` are null.
-    """
     defaults = {"row_id": list(row_ids), "uri": [str(row) for row in row_ids], "status": [INDEXED] * len(row_ids)}
     arrays = {field.name: pa.nulls(len(row_ids), field.type) for field in ROW_SCHEMA}
     return pa.table({**arrays, **defaults, **columns}, schema=ROW_SCHEMA)

@@ -121,7 +121,6 @@ class ShardPieces:
         shutil.rmtree(self._layout.pieces(self._shard), ignore_errors=True)
 
     def _checksum(self, data: bytes) -> bytes:
-        """Return the CRC-32C of the plan's fingerprint followed by `data`, 4 bytes, little-endian."""
         return crc32c(data, crc32c(self._plan.encode())).to_bytes(CRC_BYTES, "little")
 
     def _table(self, piece: Piece) -> pa.Table:
@@ -134,7 +133,7 @@ class ShardPieces:
         return columns
 
     def _read(self, path: Path) -> Piece | None:
-        """Load the piece at `path`. Returns None if the piece is damaged or belongs to another plan."""
+        """Load the piece at `path`. Return None if the piece is damaged or belongs to another plan."""
         start, stop = _positions_of(path)
         try:
             content = read_index_file(self._layout.root, path)
@@ -169,7 +168,6 @@ def rows_in_pieces(layout: Layout, finished_shards: Container[int]) -> int:
 
 
 def _piece_files(layout: Layout, shard: int) -> list[Path]:
-    """Return the files of the complete pieces of a shard. Temporary files that a dead process left are not included."""
     return sorted(layout.pieces(shard).glob("[0-9]*-[0-9]*"))
 
 

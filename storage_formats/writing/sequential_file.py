@@ -80,7 +80,7 @@ class SequentialFile:
                 buffer.close()
 
     def _send(self) -> None:
-        """Pass the filled buffer to the writing thread and continue with the other buffer."""
+        """Pass the full buffer to the writing thread and continue with the other buffer."""
         self._wait()
         if self._filled:
             self._pending = self._thread.submit(_write_all, self._fd, self._buffers[0], self._filled, self._offset)
@@ -96,7 +96,8 @@ class SequentialFile:
 
 
 def _page_aligned_buffer() -> mmap.mmap:
-    """Allocate a page-aligned buffer for direct I/O. With huge pages, it costs a few page faults instead of 1,024."""
+    """Allocate a page-aligned buffer for direct I/O, with huge pages if possible."""
+    # Huge pages reduce 1,024 page faults to a few.
     buffer = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         with contextlib.suppress(OSError):  # the kernel has no huge pages
@@ -105,7 +106,7 @@ def _page_aligned_buffer() -> mmap.mmap:
 
 
 def _open_new(path: Path) -> tuple[int, bool]:
-    """Create the file. Returns its file descriptor, and whether the file is open for direct I/O."""
+    """Create the file. Return its file descriptor, and whether the file is open for direct I/O."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     if hasattr(os, "O_DIRECT"):  # not on macOS
         try:
@@ -118,10 +119,7 @@ def _open_new(path: Path) -> tuple[int, bool]:
 
 
 def _write_all(fd: int, buffer: mmap.mmap, length: int, offset: int) -> None:
-    """Write the first `length` bytes of `buffer` at byte `offset` of the file.
-
-    Repeats pwrite, because one call may write only a part.
-    """
+    """Write the first `length` bytes of `buffer` at byte `offset` of the file."""
     done = 0
     with memoryview(buffer) as view:
         while done < length:

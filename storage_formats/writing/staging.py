@@ -15,8 +15,6 @@ from storage_formats.format.shard_table import FileEntry
 
 @dataclass(frozen=True)
 class _StagedFile:
-    """A private file, its final path and its entry in the shard table."""
-
     path: Path
     final: Path
     entry: FileEntry
