@@ -82,7 +82,7 @@ def _build(bench: BuildBench, engine: str, source: Path) -> list[str]:
 
 
 def _measured(command: list[str]) -> dict[str, Any]:
-    """Call `process_tree.measure` in a new process, so that it counts no other child processes. Return its cost."""
+    """Call `process_tree.measure` in a new process, so that it counts no other child processes."""
     done = subprocess.run([sys.executable, "-c", _MEASURE, *command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise EdjeError(f"a measured run failed: {done.stderr[-2000:]}")
@@ -91,10 +91,8 @@ def _measured(command: list[str]) -> dict[str, Any]:
 
 
 def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Return medians for the bare loop and each engine.
-
-    `cpu_ratio` and `extra_pss` (bytes) compare each run with the bare-loop run of the same round.
-    """
+    """Return medians for the bare loop and each engine."""
+    # `cpu_ratio` and `extra_pss` (bytes) compare each run with the bare-loop run of the same round.
     bare_runs = runs["bare loop"]
     return {
         name: {

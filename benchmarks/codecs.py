@@ -72,7 +72,8 @@ def _medians(rates: dict[str, list[float]]) -> dict[str, float]:
 
 
 def _ratios(rates: dict[str, list[float]], base: str) -> dict[str, float]:
-    """Return the median ratio of the codec to each compared library; for gathers, of each precision to bfloat16."""
+    """Return the median ratio of the codec to each compared library."""
+    # For gathers, it is the ratio of each precision to bfloat16.
     pairs = {
         (f"{base} / {name}" if base == _EDJE else f"{name} / {base}"): zip(rates[base], values, strict=True)
         for name, values in rates.items()
@@ -136,7 +137,7 @@ def _torch(blocks: Blocks) -> Any:
 
 
 def _torch_scaled(tokens: Any) -> tuple[Any, Any]:
-    """Encode with torch. Return E4M3 codes and one bfloat16 scale, a power of two, per token."""
+    """Encode with torch. Return E4M3 codes and one bfloat16 scale per token."""
     import torch
 
     largest = tokens.abs().amax(dim=-1, keepdim=True).float()
@@ -145,7 +146,7 @@ def _torch_scaled(tokens: Any) -> tuple[Any, Any]:
 
 
 def _torchao(name: str, tokens: Blocks) -> tuple[Subjects, Subjects]:
-    """Return torchao's encoder and decoder of each MX and NVFP4 format; empty if torchao is not installed."""
+    """Return torchao's encoders and decoders by format; empty if torchao is not installed."""
     if name not in ("mxfp8", "mxfp4", "nvfp4"):
         return {}, {}
     try:

@@ -49,13 +49,13 @@ def logical_block_bytes(path: Path) -> int | None:
 
 
 def _folders(device: str) -> tuple[Path, Path]:
-    """Return the /sys folder of the device "major:minor" and that of its disk, which differs for a partition."""
+    """Return the /sys folders of the device "major:minor" and of its disk."""
     folder = Path(f"/sys/dev/block/{device}").resolve()
     return folder, folder if (folder / "queue").exists() else folder.parent
 
 
 def _mount(device: str) -> dict[str, str]:
-    """Return type and mount options of the file system on the device "major:minor"; empty if it is not mounted."""
+    """Return type and mount options of the file system on the device; empty if it is not mounted."""
     mounts = _text(Path("/proc/self/mountinfo")) or ""
     for line in mounts.splitlines():
         if line.split()[2] == device:

@@ -86,7 +86,7 @@ def _reap_orphans() -> None:
 
 
 class _Sampler(threading.Thread):
-    """Thread that samples all descendants of a process: the largest sum of PSS, and the last CPU seconds of each."""
+    """Thread that samples the memory and the CPU time of all descendants of a process."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -103,14 +103,13 @@ class _Sampler(threading.Thread):
                 self._cpu[process.pid] = max(self._cpu.get(process.pid, 0.0), _cpu_seconds(process))
 
     def stop(self) -> tuple[int, float]:
-        """Stop sampling. Return the largest sum of PSS in bytes, and the CPU seconds of all processes."""
+        """Stop sampling. Return (largest sum of PSS in bytes, CPU seconds of all processes)."""
         self._stopped.set()
         self.join()
         return self._peak, sum(self._cpu.values())
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
-    """Return user and system seconds of one process without its children; 0 if the process has ended."""
     with contextlib.suppress(psutil.Error):
         times = process.cpu_times()
         return float(times.user + times.system)

@@ -99,7 +99,7 @@ def bench_quantize_index(bench: QuantizeBench, say: Say = lambda _: None) -> dic
 
 
 def _timed(work: Callable[[], Moved], bench: QuantizeBench, root: Path, copy: Path) -> dict[str, float]:
-    """Time one cold run. First remove the output of earlier runs, and evict the source files from the page cache."""
+    """Time one cold run, after removing the output of earlier runs."""
     shutil.rmtree(copy, ignore_errors=True)
     if bench.to in Manifest.load(root).spec.precisions:
         _command("quantize", root, "--to", "bf16", "--drop", bench.to)
@@ -126,7 +126,7 @@ def _quantize(bench: QuantizeBench, root: Path) -> Moved:
 
 
 def _command(*arguments: str | Path) -> dict[str, Any]:
-    """Run `edje-index` in a new process and return its JSON output."""
+    """Run `edje-index` in a new process, and return its JSON output."""
     command = [sys.executable, "-m", "pipelines.cli", *map(str, arguments), "--quiet", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

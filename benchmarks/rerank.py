@@ -162,7 +162,7 @@ def random_joint_encoder(layers: int, width: int, words: int = _VOCABULARY) -> J
 
 
 def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
-    """Return median milliseconds of each stage of a query. The first run fills the page cache and is not counted."""
+    """Return median milliseconds of each stage of a query, without the first run."""
     manifest = Manifest.load(index)
     if manifest.ann.get("kind") == "none":
         raise UsageError(f"{index} has no nearest-neighbour index, so it cannot be searched: build one from images")

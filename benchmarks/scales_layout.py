@@ -128,7 +128,6 @@ def _timed(path: Path, variant: Variant, ids: NDArray[np.int64], scales: Bytes, 
 
 
 def _fetch(path: Path, variant: Variant, ids: NDArray[np.int64], out: Bytes) -> None:
-    """Read the records of `ids`, which must ascend, into the rows of `out`."""
     offsets = (ids * variant.stride).tolist()
     fd = os.open(path, os.O_RDONLY)
     try:

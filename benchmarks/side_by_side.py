@@ -123,7 +123,7 @@ def measure(checkouts: tuple[Path, Path], root: Path, options: Options) -> dict[
 
 
 def _measure_once(checkouts: tuple[Path, Path], root: Path, options: Options) -> dict[str, list[tuple[float, float]]]:
-    """Return (old seconds, new seconds) of every round, for each task, with one pair of processes."""
+    """Return (old seconds, new seconds) of every round, by task."""
     workers = [_start(checkout, root, options) for checkout in checkouts]
     try:
         for worker in workers:

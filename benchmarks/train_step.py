@@ -90,7 +90,7 @@ def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
     ready = _ready_subjects(task)
 
     def measure(record: dict[str, Any]) -> None:
-        """Run one turn of the other variants. The loop calls this function after each of its own turns."""
+        """Run the other variants once, after each turn of the loop."""
         for name, run in ready.items():
             started = time.perf_counter()
             for _ in range(case.steps):
@@ -113,7 +113,7 @@ def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
 
 
 def _make_task(folder: Path, case: TrainStepCase, config: TrainConfig) -> TrainTask:
-    """Make a training task with random model, features and captions, in the formats of a real training run."""
+    """Make a training task with random data, in the formats of a real training run."""
     folder.mkdir(parents=True)
     create_untrained_bundle(folder / "model", sizes=case.sizes)
     start = make_start(Origin(folder / "model"), config.architecture, config.loop.seed)
@@ -147,7 +147,7 @@ def _random_data(images: int, start: ModelBundle) -> TrainingData:
 
 
 def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
-    """Return the variants `objective` and `joint`, each a function that runs forward and backward on one batch."""
+    """Return the variants `objective` and `joint`. Each runs forward and backward on one batch."""
     bundle = ModelBundle.load(task.start, verify=False)
     adapter = bundle.adapter
     make_trainable(bundle, task.config.architecture, torch.device("cpu"))

@@ -86,7 +86,7 @@ def _edje(spec: IndexSpec, blocks: Blocks) -> Callable[[Path], None]:
 
 
 def _zarr_python(spec: IndexSpec, blocks: Blocks) -> Callable[[Path], None]:
-    """Return a zarr-python writer that writes whole shards, because a partial write rewrites the whole shard."""
+    """Return a zarr-python writer of whole shards, because a partial write rewrites the whole shard."""
     import zarr
 
     def write(root: Path) -> None:

@@ -114,10 +114,8 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _make_readable(folder: Path) -> None:
-    """Let all users read the files in `folder`.
-
-    Temporary folders and safetensors files are created with permissions for their owner only.
-    """
+    """Let all users read the files in `folder`."""
+    # Temporary folders and safetensors files are created with permissions for their owner only.
     folder.chmod(0o755)
     for path in folder.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)

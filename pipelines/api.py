@@ -41,7 +41,6 @@ def _ignore(event: Event) -> None:
 
 
 def _never() -> bool:
-    """Return False. This is the default of `should_stop`."""
     return False
 
 

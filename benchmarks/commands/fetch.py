@@ -140,7 +140,7 @@ def fetch_command(
 
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM, so that temporary files are removed and worker processes end."""
+    """Raise KeyboardInterrupt on SIGTERM, so that temporary files are removed."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -147,10 +147,6 @@ class Session:
 
 
 def _section(section: Section, runs: dict[str, list[Measurement]], record_bytes: int, primary: str) -> dict[str, Any]:
-    """Return the results of a section.
-
-    `ratio` is the rate of the primary reader (first engine) divided by the rate of the entry, for equal block counts.
-    """
     entries: dict[str, Any] = {}
     for entry in section.entries:
         entry_runs = runs[entry.label]
@@ -177,7 +173,7 @@ def _settings(bench: FetchBench, rows: int) -> dict[str, Any]:
 
 
 def _installed(notes: list[str]) -> list[str]:
-    """Return the names of the compared libraries that are installed. Add a note for each missing library."""
+    """Return the names of the installed libraries. Add a note for each missing library."""
     installed = [name for name in PEERS if installed_version(name) is not None]
     for name in PEERS:
         if name not in installed:
@@ -209,7 +205,7 @@ def _small_index(bench: FetchBench, spec: IndexSpec) -> list[str]:
 
 
 def _check_space(bench: FetchBench, peers: list[str]) -> None:
-    """Check that all folders are on a disk and that disk space and memory suffice. Raises UsageError."""
+    """Raise UsageError unless all folders are on a disk and disk space and memory suffice."""
     index = bench.scratch if bench.index is None else bench.index
     for path in {bench.scratch, index} if peers or bench.index is None else {index}:
         if path.exists() and storage(path)["file_system"] in _NO_DISK:
@@ -242,7 +238,6 @@ def _capped_bytes(spec: IndexSpec) -> int:
 
 
 def _spec(bench: FetchBench) -> IndexSpec:
-    """Return the spec of the index to fetch from. Raises UsageError if the index lacks a requested precision."""
     if bench.index is None:
         if bench.synthetic is None:
             raise UsageError("give either an index or the number of rows of a synthetic index")
@@ -260,7 +255,7 @@ def _spec(bench: FetchBench) -> IndexSpec:
 
 @contextlib.contextmanager
 def _folder(bench: FetchBench) -> Iterator[Path]:
-    """Yield a new folder inside the scratch folder. Remove the folder at the end unless `bench.keep` is set."""
+    """Yield a new folder inside the scratch folder, and remove it at the end unless `bench.keep` is set."""
     if bench.keep:
         yield Path(tempfile.mkdtemp(prefix="bench-fetch-", dir=bench.scratch))
         return
@@ -278,7 +273,7 @@ def _index(bench: FetchBench, folder: Path, say: Say) -> Path:
 
 
 def _needed_pairs(bench: FetchBench) -> dict[str, Any] | None:
-    """Measure how many pairs per second the joint encoder of the bundle scores; None without a bundle."""
+    """Measure how many pairs per second the joint encoder scores; None without a bundle."""
     if bench.model is None:
         return None
     from benchmarks.rerank import needed_pairs_per_second
@@ -287,7 +282,7 @@ def _needed_pairs(bench: FetchBench) -> dict[str, Any] | None:
 
 
 def _verdict(precision: str, entry: dict[str, Any], needed: dict[str, Any] | None) -> str:
-    """Return a sentence that compares the fetch rate with the scoring rate of the joint encoder."""
+    """Return a sentence that compares the fetch rate with the scoring rate."""
     for name in ("cold random", "warm random"):
         summary = entry["sections"].get(name, {"entries": {}})["entries"].get(entry["primary"], {}).get("summary", {})
         if "blocks_per_s" in summary:

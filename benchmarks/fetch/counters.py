@@ -64,7 +64,7 @@ def device_bytes(path: Path) -> int | None:
 
 
 def _field(file: str, name: str) -> int:
-    """Return the number after `name` in a /proc file; 0 if the kernel does not report this number."""
+    """Return the number after `name` in a /proc file; 0 if there is none."""
     with contextlib.suppress(OSError):
         for line in Path(file).read_text().splitlines():
             if line.startswith(name):

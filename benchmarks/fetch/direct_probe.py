@@ -44,7 +44,7 @@ class DirectProbe(Subject):
         return np.ones((len(ids), self.output_bytes), dtype=np.uint8)  # the worker fills the buffer with ones
 
     def _extents(self, ids: Ids) -> Iterator[tuple[int, int, int]]:
-        """Yield shard, offset and length of each read; offset and length are bytes in whole sectors."""
+        """Yield (shard, offset, length) of each read. Offset and length are bytes in whole sectors."""
         size = self.source.record_bytes
         unit = self.source.sector_bytes
         room = max(1, _SEGMENT // size) if self.options.get("merge") else 1

@@ -97,7 +97,7 @@ def _pattern(source: StoredRecords, workload: Workload, pool: int) -> dict[str, 
 
 
 def _run(fio: Fio, shared: dict[str, Any], seeds: list[int]) -> list[dict[str, Any]]:
-    """Run one fio process with one job per seed, one after another. Return the reports of the jobs."""
+    """Run one fio process with one job per seed, and return the reports of the jobs."""
     command = ["fio", "--readonly", f"--ioengine={fio.engine}", "--direct=1", "--output-format=json"]
     command += [f"--{name}={value}" for name, value in shared.items()]
     for seed in seeds:
@@ -111,7 +111,7 @@ def _run(fio: Fio, shared: dict[str, Any], seeds: list[int]) -> list[dict[str, A
 
 
 def _names(source: StoredRecords) -> str:
-    """Return the names of the shard files, or of an evenly spaced sample if a command line cannot hold all names."""
+    """Return the names of the shard files, or of a sample that fits on a command line."""
     files = source.files()
     return ":".join(_escape(Path(path.name)) for path in files[:: -(-len(files) // _MAX_FILES)])
 

@@ -186,7 +186,6 @@ class ParquetPeer(_ArrowPeer):
         self._file.close()
 
     def _take(self, chosen: Ids, positions: Ids, groups: Ids, ids: Ids, out: Records) -> None:
-        """Read the row groups `chosen` and fill `out[positions]`; `groups` [k] holds the row group of each position."""
         chunks = self._file.read_row_groups(chosen.tolist(), columns=[_COLUMN])[_COLUMN].chunks
         parts = [self._bytes_of(chunk) for chunk in chunks]
         records = np.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -155,7 +155,7 @@ def _query_workload(count: int) -> Workload:
 
 
 def _queries(count: int, participants: Participants) -> Section:
-    """Return the section of single queries: random rows, or neighbouring rows as in an index sorted by list."""
+    """Return the section of single queries, of random or of neighbouring rows."""
     workload = _query_workload(count)
     entries = [participants.limit(workload), *participants.readers(workload)]
     entries += participants.others(workload, ["np.memmap", "tensorstore"])

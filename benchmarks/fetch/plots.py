@@ -35,7 +35,6 @@ def draw_plots(entry: dict[str, Any], folder: Path, stem: str) -> list[Path]:
 
 
 def _throughput(entries: Entries, primary: str, path: Path) -> None:
-    """Plot GB/s against blocks per call, and against the queue depth of the disk."""
     figure, axes = new_figure(
         "Cold throughput by requests in flight", "queue depth of the device; blocks per call of fetch", "GB/s"
     )
@@ -58,7 +57,6 @@ def _throughput(entries: Entries, primary: str, path: Path) -> None:
 
 
 def _latency(entries: Entries, primary: str, path: Path) -> None:
-    """Plot the cumulative distribution of query latencies."""
     workload = entries[next(iter(entries))]["workload"]
     figure, axes = new_figure(f"Cold query of {workload['pool']} blocks", "milliseconds", "share of queries")
     for position, (label, result) in enumerate(entries.items()):
@@ -75,7 +73,6 @@ def _latency(entries: Entries, primary: str, path: Path) -> None:
 
 
 def _peers(entries: Entries, primary: str, path: Path) -> None:
-    """Plot the GB/s of every entry, labelled with the ratio of the primary reader to the entry."""
     shown = {label: result for label, result in entries.items() if not label.startswith(same_size_label(primary, ""))}
     rows = sorted(shown.items(), key=lambda row: row[1]["summary"]["gb_per_s"])
     values = [result["summary"]["gb_per_s"] for _, result in rows]
@@ -98,7 +95,7 @@ def _peers(entries: Entries, primary: str, path: Path) -> None:
 
 
 def _plain_log(axes: Axes) -> None:
-    """Make the x axis logarithmic with plain numbers. Call the function again after changing the limits of the axis."""
+    """Make the x axis logarithmic with plain numbers. Call this after each change of its limits."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axes.set_xscale("log")

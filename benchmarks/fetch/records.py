@@ -86,7 +86,7 @@ class StoredRecords:
         return len(rows) * self.record_bytes, int(pages) * PAGE_BYTES
 
     def _pages(self, rows: Ids) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return first and last page of each row, int64 [k] each, numbered across shards. `rows` must ascend."""
+        """Return first and last page of each row, numbered across shards. `rows` must ascend."""
         shards, positions = np.divmod(rows, self.spec.shard_size)
         base = shards * (-(-self.spec.shard_size * self.record_bytes // PAGE_BYTES) + 1)
         offsets = positions * self.record_bytes

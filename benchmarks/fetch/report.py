@@ -67,7 +67,7 @@ def discarded(report: dict[str, Any]) -> list[str]:
 
 
 def _shared_disk(report: dict[str, Any]) -> list[str]:
-    """Return a line that compares all reads from the disk with the workers' reads; empty without a counter."""
+    """Return a line that compares all reads from the disk with the reads of the workers."""
     runs = [
         run
         for entry in report["precisions"].values()

@@ -103,7 +103,7 @@ class Runner:
         return page_cache.evict(files) if entry.workload.cache == "cold" else page_cache.load(files)
 
     def _within_time(self, entry: Entry) -> Entry:
-        """Return the entry, with fewer blocks if it is a compared library too slow to fetch all blocks in one call."""
+        """Return the entry, with fewer blocks if a compared library is too slow."""
         workload = entry.workload
         if entry.subject not in PEERS or workload.pool < workload.blocks or workload.blocks <= _TRIAL_BLOCKS:
             return entry
@@ -116,7 +116,7 @@ class Runner:
         return replace(entry, workload=_shorter(workload, blocks))
 
     def _affordable_blocks(self, entry: Entry, trial_blocks: int) -> int:
-        """Estimate by a trial run how many blocks take `seconds`, with the lower limits described at `PEER_BLOCKS`."""
+        """Estimate by a trial run how many blocks the subject can fetch in the time limit."""
         trial = self._measure(replace(entry, workload=_shorter(entry.workload, trial_blocks)), seed=self.repeats)
         if trial["discarded"]:
             self.say(f"{entry.label}: trial run DISCARDED, {trial['discarded']}")
@@ -127,7 +127,7 @@ class Runner:
         return max(int(blocks_per_s * self.seconds), least, _TRIAL_BLOCKS)
 
     def _failed(self, entry: Entry, reason: str) -> Measurement:
-        """Return the failed run of a compared library as a discarded run. Raises EdjeError for any other subject."""
+        """Return the failed run of a compared library. Raise EdjeError for any other subject."""
         if entry.subject in PEERS:
             return {"resident": None, "discarded": f"failed: {reason}"}
         raise EdjeError(f"a run of {entry.label} ({entry.workload.name}) failed: {reason}")
@@ -148,7 +148,7 @@ class Runner:
         return subject_class(entry.subject)(self.source, self._folder(entry.subject), entry.options)
 
     def _folder(self, name: str) -> Path:
-        """Return the folder for the copy of the library `name`. Both kinds of memory map read the same copy."""
+        """Return the folder for the copy of the library. Both kinds of memory map read the same copy."""
         return self.copies / name.split(" ")[0]
 
 
@@ -157,7 +157,7 @@ def _shorter(workload: Workload, blocks: int) -> Workload:
 
 
 def _wrong_state(workload: Workload, resident: float | None) -> str | None:
-    """Return why the page cache is in the wrong state for the workload, or None if the state is right."""
+    """Return why the page cache is in the wrong state for the workload, or None."""
     if resident is None or workload.cache == "capped":
         return None
     if workload.cache == "cold" and resident > page_cache.COLD:
@@ -168,7 +168,7 @@ def _wrong_state(workload: Workload, resident: float | None) -> str | None:
 
 
 def _not_cold(entry: Entry, run: Measurement) -> str | None:
-    """Return why a finished run was not cold, or None if the run was cold or needed no cold page cache."""
+    """Return why a finished run was not cold, or None."""
     if entry.workload.cache != "cold" or run["read_bytes"] >= _READ_AT_LEAST * run["requested_bytes"]:
         return None
     return (
@@ -177,7 +177,6 @@ def _not_cold(entry: Entry, run: Measurement) -> str | None:
 
 
 def _line(entry: Entry, run: Measurement) -> str:
-    """Describe a run in one line of text."""
     if run["discarded"]:
         return f"{entry.label}: DISCARDED, {run['discarded']}"
     rate = run["blocks"] / run["seconds"]

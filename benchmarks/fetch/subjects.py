@@ -136,7 +136,6 @@ class MemcpySubject(Subject):
 
 
 def _parts(cuts: list[int]) -> list[tuple[int, int]]:
-    """Return (start, length) of the part between each two consecutive cuts."""
     return [(start, stop - start) for start, stop in itertools.pairwise(cuts)]
 
 

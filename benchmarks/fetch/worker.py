@@ -74,7 +74,7 @@ class Run:
         self._subject.open()
 
     def _unused_rows(self) -> Ids:
-        """Return rows that no call requests, so that the warm-up does not cache pages that the run reads."""
+        """Return rows that no call requests, for the warm-up."""
         count = min(_WARM_UP, len(self._calls[0]))
         unused = np.setdiff1d(np.arange(self._subject.source.rows), np.concatenate(self._calls))
         chosen: Ids = np.random.default_rng(0).permutation(unused)[:count]
@@ -101,14 +101,14 @@ class Run:
         return {**cost, **counts, "latencies": [round(value, 7) for share in shares for value in share.seconds]}
 
     def _run(self) -> list[_Share]:
-        """Run all reader threads. Return the calls of each thread; the first thread makes at least one call."""
+        """Run all reader threads, and return the calls of each thread."""
         deadline = time.perf_counter() + self._max_seconds
         readers = self._workload.threads
         parts = [self._calls[reader::readers] for reader in range(readers)]
         return list(self._pool.map(self._read, parts, self._buffers, [deadline] * readers))
 
     def _read(self, calls: list[Ids], buffer: Records, deadline: float) -> _Share:
-        """Make the calls of one reader thread until the last call or the deadline. Always make the first call."""
+        """Make the calls of one reader thread until the last call or the deadline."""
         seconds: list[float] = []
         records = buffer[:0]
         for ids in calls:
@@ -121,7 +121,7 @@ class Run:
 
 
 def _touched(shape: tuple[int, int]) -> Records:
-    """Return page-aligned memory with every page touched. Every subject reads into such a buffer."""
+    """Return page-aligned memory with every page touched."""
     buffer = aligned_bytes(shape[0] * shape[1]).reshape(shape)
     buffer.fill(1)
     return buffer

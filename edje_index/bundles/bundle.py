@@ -261,7 +261,7 @@ class ModelBundle:
 
 
 def _check_fit(bundle: ModelBundle) -> None:
-    """Raise ModelError if the widths or counts of connected parts differ, or if the score needs a missing part."""
+    """Raise ModelError if connected parts differ in width, or if the score needs a missing part."""
     _check_adapter(bundle)
     for direction_weights in (bundle.score.t2i, bundle.score.i2t):
         check_parts(direction_weights, bundle.parts("t2i", direction_weights), "the bundle")

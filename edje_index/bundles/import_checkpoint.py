@@ -76,7 +76,6 @@ def import_checkpoint(
 
 
 def _recorded_tower(checkpoint: PublishedCheckpoint) -> str:
-    """Return open_clip's name of the vision tower that the checkpoint's configuration names."""
     if checkpoint.siglip_path not in OPEN_CLIP_NAMES:
         recorded = f"names the unknown tower {checkpoint.siglip_path!r}" if checkpoint.siglip_path else "names no tower"
         raise ModelError(f"{checkpoint.path} {recorded}: give open_clip's name of the checkpoint's vision tower")
@@ -86,7 +85,6 @@ def _recorded_tower(checkpoint: PublishedCheckpoint) -> str:
 def _check_towers(
     checkpoint: PublishedCheckpoint, adapter: Adapter, tower: VisionTower, clip: torch.nn.Module, name: str
 ) -> None:
-    """Raise ModelError if the towers of the checkpoint differ from the towers of `clip`."""
     is_local = adapter.config.kind == LOCAL
     check_tower_size(tower, name, checkpoint.siglip_path, checkpoint.positions, local=is_local)
     check_same_towers(checkpoint.weights, clip, name)
@@ -109,10 +107,7 @@ def _text_tokenizer_dir(vision: str, given: str | Path | None) -> Path | None:
 
 
 def _with_patch_count(adapter: Adapter, patches: int) -> Adapter:
-    """Return the adapter; a local adapter is rebuilt with one token for each of the tower's patches.
-
-    A checkpoint does not record the number of patches.
-    """
+    """Rebuild a local adapter for the tower's number of patches, which a checkpoint does not record."""
     if adapter.config.kind != LOCAL:
         return adapter
     sized = build_adapter(replace(adapter.config, num_tokens=patches))

@@ -251,10 +251,7 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> BundleInfo:
 
 
 def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | None:
-    """Return the sizes named in `least`; None if `value` is None.
-
-    `least` gives the smallest valid size of each name. Raise ValueError if a size is smaller.
-    """
+    """Return the sizes named in `least`. Raise ValueError if a size is smaller than its value in `least`."""
     if value is None:
         return None
     sizes = {name: int(value[name]) for name in least}
@@ -264,7 +261,7 @@ def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | No
 
 
 def _stored_fingerprint(content: Mapping[str, Any]) -> str:
-    """Return the fingerprint that a ``bundle.json`` with this content must contain, for format version 1 or 2."""
+    """Return the fingerprint that `bundle.json` must contain, for format version 1 or 2."""
     score = content.get("score")
     if score is not None and DirectionWeights.from_json(score) == DirectionWeights():
         score = None
@@ -277,11 +274,8 @@ def _fingerprint(
     files: Mapping[str, Mapping[str, Any]],
     score: Mapping[str, Any] | None,
 ) -> str:
-    """Return the SHA-256 of the parts of a bundle.
-
-    `score` is None if the final score is the logit alone. Such bundles then keep the fingerprint that they had in
-    format version 1.
-    """
+    """Return the SHA-256 of the parts of a bundle."""
+    # A score of the logit alone is left out. Such bundles keep the fingerprint that they had in format version 1.
     hashes = {name: record["sha256"] for name, record in files.items()}
     parts = {"format_version": _FINGERPRINT_VERSION, "adapter": dict(adapter), "joint": dict(joint), "files": hashes}
     if score is not None:

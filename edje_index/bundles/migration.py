@@ -31,7 +31,7 @@ def migrate_version_1(joint: Mapping[str, Any]) -> tuple[dict[str, Any], Directi
 
 
 def _weights(named: Mapping[str, Any], sizes: Mapping[str, Any]) -> ScoreWeights:
-    """Return the weights of one direction. As in version 1, the weight of a part that the bundle lacks is ignored."""
+    """Return the weights of one direction. The weight of a part that the bundle lacks is ignored."""
     embedding, late, pooled, prior, temperature = (
         float(named[name]) for name in ("similarity", "late", "pooled", "prior", "temperature")
     )

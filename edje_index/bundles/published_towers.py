@@ -134,7 +134,6 @@ def _check_same(tower: State, expected: State, what: str, name: str) -> None:
 
 
 def _open_clip_weights(tower: State, renames: _Renames) -> State:
-    """Rename the weights of a tower from transformers to the names in timm or in open_clip's text tower."""
     result = {}
     for key, tensor in _joined(tower).items():
         for pattern, replacement in renames:
@@ -144,10 +143,7 @@ def _open_clip_weights(tower: State, renames: _Renames) -> State:
 
 
 def _joined(tower: State) -> State:
-    """Rearrange the attention weights as open_clip stores them.
-
-    In the layers, query, key and value become one tensor. In the pooling head, they become two: query and key-value.
-    """
+    """Join the tensors of query, key and value, as open_clip stores them."""
     result = {}
     for key, tensor in tower.items():
         if match := re.fullmatch(r"(.*self_attn\.)([qkv])_proj\.(weight|bias)", key):

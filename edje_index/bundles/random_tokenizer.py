@@ -49,7 +49,6 @@ def untrained_tokenizer(words: int) -> JointTokenizer:
 
 
 def _pieces(count: int) -> list[str]:
-    """Return the special tokens, all single characters, and ``count`` more entries of open_clip's vocabulary."""
     letters = string.ascii_lowercase + string.digits
     pieces = dict.fromkeys((*SPECIAL, *string.punctuation, *letters, *("##" + c for c in letters)))
     base = len(pieces)

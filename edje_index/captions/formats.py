@@ -87,7 +87,7 @@ def _convert_each(
 
 
 def _coco(path: Path, content: Mapping[str, Any]) -> Iterator[CaptionRecord]:
-    """Read COCO caption annotations. Format: https://cocodataset.org/#format-data, section 4."""
+    """Read COCO caption annotations (https://cocodataset.org/#format-data, section 4)."""
     texts_by_image = _coco_annotations(path, content["annotations"])
 
     def convert(value: Any) -> CaptionRecord:
@@ -104,7 +104,6 @@ def _coco(path: Path, content: Mapping[str, Any]) -> Iterator[CaptionRecord]:
 
 
 def _coco_annotations(path: Path, annotations: Any) -> dict[Any, list[Any]]:
-    """Return the captions in `annotations` by image identifier."""
     if not isinstance(annotations, list):
         raise UsageError(f"{path}: the value of 'annotations' must be a list, not a {type(annotations).__name__}")
     texts_by_image: dict[Any, list[Any]] = {}
@@ -179,10 +178,7 @@ def _sample_record(tar: str, key: str, sample: _Sample) -> CaptionRecord:
 
 
 def _samples(path: Path) -> dict[str, _Sample]:
-    """Return the samples of a shard by key, in file order.
-
-    The key of a member is its path up to the first dot of the file name. Members with the same key are one sample.
-    """
+    """Return the samples of a shard by key. The key is the path up to the first dot of the file name."""
     samples: dict[str, _Sample] = {}
     try:
         with path.open("rb") as file:
@@ -207,7 +203,7 @@ def _samples(path: Path) -> dict[str, _Sample]:
 
 @contextmanager
 def _located(path: Path, position: str = "") -> Iterator[None]:
-    """Context that turns a `RecordError` into a `UsageError` that names the file and the position in the file."""
+    """Context that turns a `RecordError` into a `UsageError` that names the file and the position."""
     try:
         yield
     except RecordError as error:

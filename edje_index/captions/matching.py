@@ -94,10 +94,7 @@ class _Match:
 
 
 def _lookup(table: pa.Table, names: list[bytes], convert: Callable[[bytes], bytes]) -> list[_Match | None]:
-    """Return the row of each name in `names`; None for a name without a row.
-
-    `convert` is applied to the names in `table` before they are compared with `names`.
-    """
+    """Return the row of each name; None for a name without a row. `convert` is applied to the names in `table`."""
     names_of_texts = {display_path(name).encode(): name for name in names}
     requested = set(names)
     matches: dict[bytes, _Match] = {}
@@ -121,11 +118,7 @@ def _lines(table: pa.Table) -> Iterator[dict[str, Any]]:
 def _row_name(
     row: dict[str, Any], convert: Callable[[bytes], bytes], names_of_texts: dict[bytes, bytes]
 ) -> bytes | None:
-    """Return the name of a row in bytes, after `convert`; None if no requested name has the same text.
-
-    The column `uri_raw` is null if the name is valid UTF-8. Then the name is derived from its text in `uri`, which
-    `names_of_texts` maps to the requested name.
-    """
+    """Return the converted name of a row; None if no requested name has the same text."""
     is_member = "!" in row["uri"]  # for a member, `uri_raw` is the name of the archive
     if row["uri_raw"] is None or is_member:
         return names_of_texts.get(convert(row["uri"].encode()))
@@ -133,7 +126,7 @@ def _row_name(
 
 
 def _follow_duplicates(table: pa.Table, duplicates: dict[int, list[_Match]]) -> None:
-    """Set the match of each duplicate to the row of its original, or to the reason why the original has no row."""
+    """Replace the match of each duplicate by the match of its original."""
     originals = table.select(["row_id", "status", "reason"]).filter(
         pc.is_in(table["row_id"], pa.array(sorted(duplicates), pa.int64()))
     )

@@ -108,7 +108,7 @@ def _item(record: CaptionRecord, folder: Path) -> CaptionedImage:
 
 
 def _merged(items: Iterable[CaptionedImage]) -> list[CaptionedImage]:
-    """Merge items with the same image and split into one item, at the position of the first of them."""
+    """Merge items with the same image and split, at the position of the first of them."""
     merged: dict[tuple[Path, str | None], CaptionedImage] = {}
     for item in items:
         key = (item.path, item.split)

@@ -133,10 +133,7 @@ def optional_text(value: Any) -> str | None:
 
 
 def _is_encodable(text: str) -> bool:
-    """Return whether the text can be encoded as UTF-8.
-
-    A JSON escape can produce a lone surrogate, which cannot be encoded.
-    """
+    """Return False for a text with a lone surrogate, which a JSON escape can produce."""
     try:
         text.encode()
     except UnicodeEncodeError:

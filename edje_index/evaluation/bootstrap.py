@@ -66,7 +66,7 @@ class ClusterBootstrap:
 
     @cached_property
     def _resampled(self) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
-        """The cluster index of each query [q], and how often each resample drew each of g clusters [resamples, g]."""
+        """Return the cluster of each query [q], and how often each resample drew each cluster."""
         labels, cluster_of_query = np.unique(self.clusters, return_inverse=True)
         count = len(labels)
         rng = np.random.default_rng(self.seed)

@@ -119,7 +119,7 @@ def _check(config: EvaluationConfig) -> None:
 
 
 def _named(systems: Sequence[tuple[Path, Path | None]]) -> list[tuple[str, tuple[Path, Path | None]]]:
-    """Pair each system with a name: the file name of the index. Equal names get a number."""
+    """Pair each system with the file name of its index. Equal names get a number."""
     stems = [root.resolve().stem for root, _ in systems]
     counts = Counter(stems)
     return [
@@ -131,10 +131,8 @@ def _named(systems: Sequence[tuple[Path, Path | None]]) -> list[tuple[str, tuple
 def _open(
     config: EvaluationConfig, name: str, root: Path, model: Path | None, items: Sequence[CaptionedImage]
 ) -> _OpenIndex:
-    """Open an index and match the captions to its rows.
-
-    The model is loaded later, so that an index that cannot be evaluated fails early.
-    """
+    """Open an index and match the captions to its rows."""
+    # The model is loaded later, so that an index that cannot be evaluated fails early.
     index = CommittedIndex.open(root)
     sources = token_sources(root, config.precisions, simulate=config.simulate) if config.rerank else []
     matched = match_items(root, read_all_rows(index, NAME_COLUMNS), items)
@@ -160,10 +158,7 @@ def _count_inputs(items: Sequence[CaptionedImage], indexes: Sequence[_OpenIndex]
 def _further_captions(
     config: EvaluationConfig, all_items: Sequence[CaptionedImage], root: Path
 ) -> tuple[list[CaptionedImage], MatchedRows]:
-    """Read the captions that the full-dataset protocol adds as candidates, and match their images to rows.
-
-    The captions come from all splits of the caption file and from the files in `config.full_captions`.
-    """
+    """Read the captions that the full-dataset protocol adds as candidates."""
     items = list(all_items) if config.split is not None else []
     for path in config.full_captions:
         items += read_captions(path, config.images)
@@ -174,11 +169,7 @@ def _further_captions(
 def _evaluate_index(
     config: EvaluationConfig, index: _OpenIndex, eval_set: EvaluationSet, on_progress: OnProgress
 ) -> tuple[System, list[Result], int]:
-    """Evaluate one index.
-
-    Returns:
-        The index as it was evaluated, its results, and the number of pairs that were scored.
-    """
+    """Return the index as it was evaluated, its results, and the number of scored pairs."""
     model = load_search_model(index.root, index.manifest, index.model_path, device=config.device, dtype=config.dtype)
     weights = {direction: model.weights(direction, config.score) for direction in config.directions}
     embeddings = _embeddings(config, index, eval_set, model, on_progress)
@@ -224,7 +215,7 @@ def _describe(
 
 
 def _query_images(eval_set: EvaluationSet, direction: str) -> Ints:
-    """Return the row id of each query's image, int64 [q]. Queries of one image are resampled together."""
+    """Return the row id of each query's image. Queries of one image are resampled together."""
     text_queries = direction == TEXT_TO_IMAGE
     return eval_set.caption_rows[eval_set.query_captions] if text_queries else eval_set.query_rows
 
@@ -232,10 +223,8 @@ def _query_images(eval_set: EvaluationSet, direction: str) -> Ints:
 def _embeddings(
     config: EvaluationConfig, index: _OpenIndex, eval_set: EvaluationSet, model: SearchModel, on_progress: OnProgress
 ) -> Embeddings:
-    """Embed the captions, and read the embeddings of the candidate images.
-
-    If images are the only candidates, only the captions that are queries are embedded.
-    """
+    """Embed the captions, and read the embeddings of the candidate images."""
+    # If images are the only candidates, only the captions that are queries are embedded.
     from edje_index.models.text_encoder import embed_texts
 
     captions: Sequence[str] = eval_set.captions
@@ -246,10 +235,7 @@ def _embeddings(
 
 
 def _pools(config: EvaluationConfig, eval_set: EvaluationSet, embeddings: Embeddings) -> dict[str, Pools]:
-    """Return the pools by direction.
-
-    Each holds as many candidates as the largest pool size, or 1 without re-ranking.
-    """
+    """Return the pools by direction, as large as the largest pool size."""
     texts, images = embeddings.texts, embeddings.images
     size = max(config.pool_sizes) if config.rerank else 1
     pools = {}

@@ -41,11 +41,7 @@ def write_figures(evaluation: Evaluation, folder: Path) -> list[Path]:
 
 
 def _plot_pools(evaluation: Evaluation, results: Sequence[Result], path: Path) -> None:
-    """Plot R@k of one index against the pool size, in the precision that the other precisions are compared with.
-
-    Dashed lines show R@k of the embeddings alone. The dotted line shows how many queries have a relevant candidate in
-    the pool.
-    """
+    """Plot R@k of one index against the pool size. Dashed lines show R@k of the embeddings alone."""
     embedding = next(result for result in results if result.precision is None)
     finest = next(result for result in results if result.change is None and result.precision is not None)
     shown = [result for result in results if result.precision == finest.precision]
@@ -68,7 +64,7 @@ def _plot_pools(evaluation: Evaluation, results: Sequence[Result], path: Path) -
 
 
 def _plot_bytes(evaluation: Evaluation, results: Sequence[Result], path: Path) -> None:
-    """Plot R@k of every index and precision against the bytes per image, for the smallest k and the largest pool."""
+    """Plot R@k of every index and precision against the bytes per image."""
     pool, cutoff = max(evaluation.pools), evaluation.cutoffs[0]
     direction = _TITLES[results[0].direction == TEXT_TO_IMAGE]
     figure, axes = new_figure(
@@ -95,7 +91,6 @@ def _plot_bytes(evaluation: Evaluation, results: Sequence[Result], path: Path) -
 
 
 def _line(axes: Axes, xs: Sequence[float], estimates: Sequence[Estimate], colour: str, label: str) -> None:
-    """Draw a line through `estimates`, with a vertical bar for each confidence interval."""
     values = [each.value for each in estimates]
     axes.plot(xs, values, color=colour, marker="o", markersize=4, label=label)
     spans = [(each.low, each.high) for each in estimates if each.low is not None and each.high is not None]
@@ -104,13 +99,12 @@ def _line(axes: Axes, xs: Sequence[float], estimates: Sequence[Estimate], colour
 
 
 def _label(axes: Axes, name: str, point: tuple[float, float], colour: str, *, above: bool) -> None:
-    """Write `name` to the upper left (`above`) or lower right of its point, clear of the line and the interval."""
     (x, horizontal), (y, vertical) = ((-4, "right"), (4, "bottom")) if above else ((4, "left"), (-4, "top"))
     axes.annotate(name, point, (x, y), textcoords="offset points", ha=horizontal, va=vertical, fontsize=9, color=colour)
 
 
 def _plain_ticks(axes: Axes, sizes: Sequence[float]) -> None:
-    """Set a tick at each of the ascending `sizes`. A size at most 25 % above the previous tick gets no tick."""
+    """Set a tick at each of `sizes`, except at sizes close to the previous tick."""
     ticks: list[float] = []
     for size in sizes:
         if not ticks or size > 1.25 * ticks[-1]:

@@ -66,10 +66,7 @@ class PairScorer:
         return _look_up(scored, pairs)
 
     def _chunks(self, pairs: Ints) -> Iterator[tuple[int, Ints]]:
-        """Yield chunks of `pairs`, each with the number of pairs in the chunks before it.
-
-        Captions of similar length share a chunk, which saves padding.
-        """
+        """Yield (number of earlier pairs, chunk). A chunk holds captions of similar length, which saves padding."""
         if not len(pairs):
             return
         positions, which = np.unique(pairs >> _KEY_SHIFT, return_inverse=True)

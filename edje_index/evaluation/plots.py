@@ -89,10 +89,7 @@ def _extent(label: Annotation) -> Bbox:
 
 
 def _place(axes: Axes, point: tuple[float, float], name: str, colour: str, taken: Sequence[Bbox]) -> Annotation:
-    """Annotate `point` at the first position around it that is free and within the axes.
-
-    If no position is free, the last one is used.
-    """
+    """Annotate `point` at the first free position around it."""
     frame = axes.get_window_extent()
     label: Annotation | None = None
     for distance in (6, 18, 30, 42):

@@ -90,10 +90,7 @@ class PoolScorer:
         return finals
 
     def _joint_part(self, part: str, source: TokenSource, on_progress: OnProgress) -> dict[str, Floats]:
-        """Return one part of the score, float32 [q, p] by direction.
-
-        A pair that both directions need is scored once.
-        """
+        """Return one part of the score by direction. A pair of both directions is scored once."""
         direction = next(iter(self.pools))
         scorer = PairScorer(
             part=self.model.parts(direction, self.weights[direction])[part],
@@ -111,7 +108,6 @@ class PoolScorer:
         }
 
     def _all_pairs(self) -> tuple[Ints, Ints]:
-        """Return the caption position and the row id of every pair of all directions, int64 [k] each."""
         pairs = [self._pairs(direction, pools) for direction, pools in self.pools.items()]
         return np.concatenate([captions for captions, _ in pairs]), np.concatenate([rows for _, rows in pairs])
 
@@ -122,10 +118,7 @@ class PoolScorer:
         return pools.candidates.ravel(), np.repeat(self.eval_set.query_rows, size)
 
     def _hubness(self, direction: str, source: TokenSource) -> Floats:
-        """Return the hubness correction of the pool candidates, float32 [q, p].
-
-        Each distinct candidate is computed once.
-        """
+        """Return the hubness correction. Each distinct candidate is computed once."""
         part = self.model.parts(direction, self.weights[direction])[HUBNESS]
 
         def images(positions: Ints) -> Pairs:

@@ -93,10 +93,7 @@ def _described(system: System) -> str:
 
 
 def _score(system: System) -> str:
-    """Describe the final score in words, once if both directions use the same score.
-
-    Returns an empty string if the final score is the logit alone.
-    """
+    """Describe the final score in words. Empty if the final score is the logit alone."""
     scores = {direction: ScoreWeights.from_json(weights) for direction, weights in system.weights.items()}
     terms = {direction: weights.described() for direction, weights in scores.items()}
     distinct = set(terms.values())
@@ -108,7 +105,7 @@ def _score(system: System) -> str:
 
 
 def _tables(evaluation: Evaluation) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return the title, the header and the rows of the table of each direction."""
+    """Return (title, header, rows) of the table of each direction."""
     cutoffs = evaluation.cutoffs
     header = ["index", "tokens", "kB per image", "pool", *(f"R@{k}" for k in cutoffs)]
     if evaluation.pools:

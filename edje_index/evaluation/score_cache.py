@@ -86,7 +86,7 @@ class ScoreCache:
 
 
 def _read_part(path: Path) -> tuple[Ints, Floats] | None:
-    """Read one file of scores. Return None if the file is damaged; the caller then scores its pairs again."""
+    """Read one file of scores. Return None if the file is damaged."""
     try:
         with np.load(io.BytesIO(path.read_bytes())) as part:
             pairs, scores = part["pairs"].astype(np.int64), part["scores"].astype(np.float32)

@@ -60,7 +60,7 @@ def _decode_groups(entry: GroupScaledCodec, records: torch.Tensor) -> torch.Tens
 
 @functools.lru_cache(maxsize=32)
 def _products(name: str, device: torch.device) -> torch.Tensor:
-    """Return the bfloat16 bits of each product of a scale and a code, int16 [256 scales * number of codes]."""
+    """Return the bfloat16 bits of each product scale x code, int16 [256 * number of codes]."""
     entry = codec(name)
     assert isinstance(entry, GroupScaledCodec)
     with np.errstate(over="ignore", invalid="ignore"):  # the table also has products that encoders never write
@@ -90,7 +90,7 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 
 
 def _canonical(blocks: torch.Tensor) -> torch.Tensor:
-    """Return `blocks` with every NaN replaced by the NaN bit pattern that the NumPy codecs return."""
+    """Replace every NaN by the NaN that the NumPy codecs return."""
     bits = blocks.view(torch.int16)
     return torch.where(blocks.isnan(), torch.tensor(CANONICAL_NAN, dtype=torch.int16, device=bits.device), bits).view(
         torch.bfloat16

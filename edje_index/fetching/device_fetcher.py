@@ -65,10 +65,7 @@ class DeviceFetcher:
         return out
 
     def _copy_records(self, ids: np.ndarray[tuple[int], np.dtype[np.integer]], buffer: int) -> torch.Tensor:
-        """Copy the records of `ids` to the device through one of the two host buffers.
-
-        First wait until the previous copy from this buffer is done.
-        """
+        """Copy the records to the device, after the previous copy from the same host buffer is done."""
         if self._copied:
             self._copied[buffer].synchronize()
         host = self._buffers[buffer][: len(ids)]
@@ -80,10 +77,7 @@ class DeviceFetcher:
 
     @contextlib.contextmanager
     def _side_stream(self, out: torch.Tensor) -> Iterator[None]:
-        """Context that runs its body on a side stream of the GPU; at the end, the current stream waits for that stream.
-
-        On a CPU the context does nothing.
-        """
+        """Context that runs its body on a side stream of the GPU. On a CPU it does nothing."""
         if self._stream is None:
             yield
             return

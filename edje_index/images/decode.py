@@ -124,7 +124,7 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
 
 
 def _decode_with_any_text(data: bytes, name: str, max_pixels: int) -> Image.Image:
-    """Decode an image. If a PNG has more text than Pillow accepts, decode the PNG without its text."""
+    """Decode an image. If a PNG has more text than Pillow accepts, decode it without its text."""
     try:
         return _decode(data, name, max_pixels)
     except ValueError as error:
@@ -145,10 +145,8 @@ def _decode(data: bytes, name: str, max_pixels: int) -> Image.Image:
 
 
 def _load(image: Image.Image) -> None:
-    """Decode the pixels. Raise MemoryError if there is too little memory.
-
-    Without memory, some decoders report a damaged file.
-    """
+    """Decode the pixels. Raise MemoryError if there is too little memory."""
+    # Without memory, some decoders report a damaged file.
     try:
         image.load()
     except Exception as error:
@@ -173,7 +171,7 @@ def _check_tile(image: Any, max_pixels: int) -> None:
 
 
 def _orientation(image: ImageFile.ImageFile) -> int:
-    """Return the EXIF (or XMP) orientation, 1 to 8; 1 if the orientation is missing, damaged or out of range."""
+    """Return the EXIF (or XMP) orientation, 1 to 8; 1 if it is missing or invalid."""
     try:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
         return value if value in _TRANSPOSE else 1
@@ -187,10 +185,8 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def _without_text(png: bytes) -> bytes:
-    """Return a PNG without its text and colour-profile chunks.
-
-    Pillow rejects a PNG with more than a few megabytes of these.
-    """
+    """Return a PNG without its text and colour-profile chunks."""
+    # Pillow rejects a PNG with more than a few megabytes of these.
     kept = [png[:8]]
     offset = 8
     while offset < len(png):
@@ -204,7 +200,6 @@ def _without_text(png: bytes) -> bytes:
 
 
 def _unsupported(data: bytes, name: str | None) -> ImageError:
-    """Return the error for a file in a format that is not decoded."""
     format_name = name or undecoded_format(data[:HEAD_BYTES])
     if format_name:
         return ImageError("unsupported-image", f"the image format {format_name} is not supported")
@@ -212,7 +207,6 @@ def _unsupported(data: bytes, name: str | None) -> ImageError:
 
 
 def _damaged(error: Exception, name: str) -> ImageError:
-    """Return the error for a file that its decoder failed on."""
     message = f"{error}" or type(error).__name__
     matching = (reason for pattern, reason in _REASONS_OF_MESSAGES if re.search(pattern, message, re.IGNORECASE))
     return ImageError(next(matching, "corrupt"), f"{name}: {message}")

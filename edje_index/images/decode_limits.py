@@ -97,10 +97,7 @@ def _check_scans(jpeg: bytes, pixels: int, max_pixels: int) -> None:
 
 
 def _scan_offsets(jpeg: bytes) -> Iterator[int]:
-    """Yield the offsets of the scan headers of a JPEG, up to the end of the first image.
-
-    Whole segments are skipped, as in libjpeg, so that the scans of a thumbnail inside a segment do not count.
-    """
+    """Yield the offsets of the scan headers of a JPEG, without the scans of its thumbnails."""
     offset = 2
     for _ in range(_MAX_SEGMENTS):
         marker = _MARKER.search(jpeg, offset)

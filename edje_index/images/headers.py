@@ -91,10 +91,8 @@ def canvas_size(data: bytes, name: str) -> tuple[int, int] | None:
 
 
 def _webp_canvas(data: bytes) -> tuple[int, int] | None:
-    """Return the canvas size of a WebP file (RFC 9649).
-
-    VP8X stores size - 1 in 24 bits, VP8L stores size - 1 in 14 bits, and VP8 stores the size in 14 bits.
-    """
+    """Return the canvas size of a WebP file (RFC 9649)."""
+    # VP8X stores size - 1 in 24 bits, VP8L stores size - 1 in 14 bits, and VP8 stores the size in 14 bits.
     kind = data[12:16]
     if kind == b"VP8X":
         return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
@@ -108,10 +106,7 @@ def _webp_canvas(data: bytes) -> tuple[int, int] | None:
 
 
 def _gif_canvas(data: bytes) -> tuple[int, int]:
-    """Return the logical screen of a GIF, extended to the first frame (GIF89a sections 18 and 20).
-
-    Extension blocks before the first frame are skipped.
-    """
+    """Return the logical screen of a GIF, extended to the first frame (GIF89a sections 18 and 20)."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     offset = 13 + ((2 << (flags & 7)) * 3 if flags & 0x80 else 0)
     while data[offset] != 0x2C:
@@ -123,10 +118,8 @@ def _gif_canvas(data: bytes) -> tuple[int, int]:
 
 
 def _end_of_sub_blocks(data: bytes, offset: int) -> int:
-    """Return the offset after the chain of sub-blocks at `offset`.
-
-    Each sub-block is a length byte followed by that many bytes. A length of 0 ends the chain.
-    """
+    """Return the offset after the chain of sub-blocks at `offset`."""
+    # Each sub-block is a length byte followed by that many bytes. A length of 0 ends the chain.
     while data[offset]:
         offset += 1 + data[offset]
     return offset + 1

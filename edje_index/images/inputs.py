@@ -95,7 +95,7 @@ def _open_and_read(ref: InputRef) -> bytes:
 
 
 def _directory_vanished(path: bytes) -> bool:
-    """Whether the directory of `path` is missing or empty. This happens if its file system is not mounted."""
+    """Return True if the directory of `path` is missing or empty, as after an unmount."""
     try:
         with os.scandir(os.path.dirname(path)) as entries:
             return next(entries, None) is None
@@ -123,10 +123,7 @@ def _read(fd: int, ref: InputRef) -> bytes:
 
 
 def _read_range(fd: int, offset: int, size: int) -> bytes:
-    """Return the bytes [offset, offset + size) of a file, or fewer bytes if the file ends before.
-
-    A single `os.pread` may return only a part of the bytes.
-    """
+    """Return the bytes [offset, offset + size) of a file, or fewer if the file ends earlier."""
     data = os.pread(fd, size, offset)
     while 0 < len(data) < size:
         part = os.pread(fd, size - len(data), offset + len(data))

@@ -42,10 +42,8 @@ def ignore_warnings() -> None:
 
 
 def _silence_libtiff() -> None:
-    """Remove libtiff's default error and warning handlers, which print messages.
-
-    Pillow has no function for this, so the library is looked up in /proc. Without /proc nothing changes.
-    """
+    """Remove libtiff's default error and warning handlers, which print messages."""
+    # Pillow has no function for this, so the library is looked up in /proc. Without /proc nothing changes.
     with contextlib.suppress(OSError, AttributeError):
         for path in {
             line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libtiff" in line

@@ -80,7 +80,7 @@ def iter_members(fd: int) -> Iterator[TarMember]:
 
 
 class _HeaderFile:
-    """Unbuffered file from which `tarfile` reads headers. Rejects long reads, which damaged sizes cause."""
+    """File from which `tarfile` reads headers. Rejects long reads, which damaged sizes cause."""
 
     name = None
     mode = "rb"
@@ -106,7 +106,7 @@ class _HeaderFile:
 
 
 def _archive_members(fd: int, start: int) -> Generator[TarMember, None, int]:
-    """Yield the members of the archive that begins at byte `start`; return the offset after the last one."""
+    """Yield the members of the archive at byte `start`. Return the offset after the last member."""
     file = _HeaderFile(fd, start)
     end = start
     try:
@@ -145,10 +145,8 @@ def _kind(info: tarfile.TarInfo) -> Kind:
 
 
 def _next_archive(fd: int, end: int) -> int | None:
-    """Return the offset of the archive that follows the end-of-archive marker at byte `end`; None if there is none.
-
-    `tarfile` takes a damaged header for the marker, so this function checks that the bytes at `end` are the marker.
-    """
+    """Return the offset of the archive that follows the end-of-archive marker; None if there is none."""
+    # `tarfile` takes a damaged header for the marker, so this function checks that the bytes at `end` are the marker.
     marker = os.pread(fd, tarfile.BLOCKSIZE, end)
     if len(marker) < tarfile.BLOCKSIZE:
         raise TarDamage("truncated-archive", f"the file ends at byte {end + len(marker)} without an end marker")

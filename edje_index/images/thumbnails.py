@@ -137,10 +137,7 @@ def _offset_in_archive(archive: bytes, member: bytes, size: int) -> int:
 
 @functools.lru_cache(maxsize=4)
 def _archive_offsets(archive: bytes, _modified: int, _size: int) -> dict[tuple[bytes, int], int]:
-    """Return the data offset of each regular member, by name and size. Reads headers only.
-
-    Of several members with the same name and size, the first counts.
-    """
+    """Return the data offset of each regular member, by name and size. The first of equal members counts."""
     offsets: dict[tuple[bytes, int], int] = {}
     fd = os.open(archive, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

@@ -38,10 +38,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _over_white(image: Image.Image) -> Image.Image:
-    """Composite alpha, palette transparency or a transparent colour over white.
-
-    An opaque image only loses its alpha.
-    """
+    """Composite transparent parts over white. An opaque image only loses its alpha."""
     key = image.info.get("transparency")
     if isinstance(key, tuple) and max(key) > 255:  # 16-bit colour, decoded to its high bytes
         image.info["transparency"] = tuple(value >> 8 for value in key)
@@ -57,10 +54,7 @@ def _over_white(image: Image.Image) -> Image.Image:
 
 
 def _from_16_bits(image: Image.Image) -> Image.Image:
-    """Convert grey of 9 to 16 bits per sample to 8 bits by keeping the high bits.
-
-    TIFF's variants with 12 bits and with white as zero are handled too.
-    """
+    """Convert grey of 9 to 16 bits per sample to 8 bits by keeping the high bits."""
     tags: Any = getattr(image, "tag_v2", {})
     bits = max(tags.get(_TIFF_BITS, (16,)))
     white_is_zero = tags.get(_TIFF_PHOTOMETRIC) == 0
@@ -78,7 +72,7 @@ def _from_16_bits(image: Image.Image) -> Image.Image:
 
 
 def _from_bands(image: Image.Image, to_bytes: _ToBytes) -> Image.Image:
-    """Convert a grey image band by band. `to_bytes` converts the samples of a band [h, w] to bytes."""
+    """Convert a grey image band by band. `to_bytes` converts the samples of a band [h, w]."""
     grey = Image.new("L", image.size)
     top = 0
     for band in _bands(image):
@@ -95,14 +89,10 @@ def _bands(image: Image.Image) -> Iterator[NDArray[Any]]:
 
 
 def _to_bytes(image: Image.Image) -> _ToBytes:
-    """Return the function that converts the 32-bit integers or floats of `image` to bytes.
-
-    Integers between 0 and 65535 are 16-bit samples, because Pillow opens 16-bit PGM files in this mode. In a TIFF, they
-    are 8-bit samples if all of them fit in a byte. Floats between 0 and 1 are fractions of white.
-
-    All other values are scaled linearly. The minimum becomes black, or 0 if the minimum is above 0. The maximum becomes
-    white. NaN becomes black, and an infinity becomes the nearest end of the finite range.
-    """
+    """Return the function that converts the 32-bit samples of `image` to bytes."""
+    # Integers between 0 and 65535 are 16-bit samples, because Pillow opens 16-bit PGM files in this mode. In a TIFF,
+    # they are 8-bit samples if all of them fit in a byte. Floats between 0 and 1 are fractions of white. All other
+    # values are scaled linearly: the minimum, or 0 if the minimum is above 0, becomes black, the maximum white.
     low, high = _finite_range(image)
     if image.mode == "I" and low >= 0 and high <= 0xFFFF:
         bits = 8 if image.format == "PPM" or high > 0xFF else 0
@@ -120,7 +110,7 @@ def _to_bytes(image: Image.Image) -> _ToBytes:
 
 
 def _finite_range(image: Image.Image) -> tuple[float, float]:
-    """Return the smaller of 0 and the minimum, and the larger of 0 and the maximum, of the finite samples."""
+    """Return (smaller of 0 and the minimum, larger of 0 and the maximum) of the finite samples."""
     low = high = 0.0
     for band in _bands(image):
         finite = band[np.isfinite(band)]

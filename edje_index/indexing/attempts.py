@@ -82,7 +82,7 @@ def begin_attempt(layout: Layout, shard: int) -> Iterator[Attempt]:
 
 
 def _attempt_after(path: Path) -> Attempt:
-    """Return the attempt that follows the one whose file is at `path`; a first attempt if there is no file."""
+    """Return the attempt that follows the one stored at `path`."""
     try:
         content = json.loads(path.read_text())
         deaths = Counter({int(position): int(count) for position, count in content["deaths"].items()})

@@ -70,7 +70,6 @@ class _Fields:
         return struct.unpack(f"<{form}", self._read(struct.calcsize(f"<{form}")))[0]
 
     def array(self, count: int) -> NDArray[np.int64]:
-        """Read `count` 64-bit integers."""
         return np.frombuffer(self._read(8 * count), dtype="<i8")
 
     def tag(self, *accepted: str) -> str:
@@ -124,7 +123,7 @@ def _check_flat(fields: _Fields, dimensions: int, vectors: int) -> None:
 
 
 def _check_inverted_lists(fields: _Fields, shape: FaissShape) -> None:
-    """Check the rest of an `IndexIVFFlat`: header, centroids, an empty direct map, and the inverted lists."""
+    """Check the rest of an `IndexIVFFlat`: header, centroids, and the inverted lists."""
     fields.header(shape.dimensions, shape.vectors)
     lists, probes = fields.number("Q"), fields.number("Q")
     if not probes:
@@ -145,10 +144,8 @@ def _check_inverted_lists(fields: _Fields, shape: FaissShape) -> None:
 
 
 def _list_lengths(fields: _Fields, lists: int) -> list[int]:
-    """Read the length of each inverted list.
-
-    FAISS stores all lengths, or (list, length) pairs if most lists are empty.
-    """
+    """Read the length of each inverted list."""
+    # FAISS stores all lengths, or (list, length) pairs if most lists are empty.
     if fields.tag("full", "sprs") == "full":
         fields.expect("number of list lengths", fields.number("Q"), lists)
         return [int(length) for length in fields.array(lists)]

@@ -113,10 +113,7 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str
 
 
 def _write_part(layout: Layout, spec: IndexSpec, shards: Sequence[int], path: Path | None = None) -> dict[str, Any]:
-    """Write the FAISS index of the shards `shards` to `path`, and return the entry of this file in the manifest.
-
-    If `path` is None, the file is named after its checksum.
-    """
+    """Write the FAISS index of `shards`, and return the entry of this file in the manifest."""
     import faiss
 
     rows = sum(len(spec.shard_rows(shard)) for shard in shards)
@@ -186,10 +183,7 @@ class AnnIndex:
         return [(rows[query][filled[query]], scores[query][filled[query]]) for query in range(len(queries))]
 
     def _search(self, part: Any, queries: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return scores and row ids [q, min(k, vectors)] of one FAISS index, best first.
-
-        The row id is -1 where FAISS finds fewer rows.
-        """
+        """Return scores and row ids [q, k], best first. Missing results have row id -1."""
         k = min(k, int(part.ntotal))
         if self._live is None:
             scores, rows = part.search(queries, k)
@@ -208,7 +202,6 @@ class AnnIndex:
 
 
 def _open_part(index: CommittedIndex, file: dict[str, Any]) -> Any:
-    """Check and load one FAISS file."""
     manifest, entry = index.manifest, FileEntry.from_json(file)
     path, vectors = index.root / entry.path, int(file.get("vectors", manifest.counts.indexed))
     try:
@@ -225,7 +218,7 @@ def _open_part(index: CommittedIndex, file: dict[str, Any]) -> Any:
 
 
 def _live_bitmap(index: CommittedIndex) -> NDArray[np.uint8] | None:
-    """Return a bitmap of the rows that are not deleted, one bit per row, lowest first; None if no row is deleted."""
+    """Return a bitmap of the rows that are not deleted, lowest bit first. None if no row is deleted."""
     deleted = index.deleted
     if not len(deleted):
         return None
@@ -235,7 +228,6 @@ def _live_bitmap(index: CommittedIndex) -> NDArray[np.uint8] | None:
 
 
 def _check_bytes(file: BinaryIO, entry: FileEntry) -> None:
-    """Raise FaissFileError unless `file` has the length and checksum that were committed."""
     length = os.fstat(file.fileno()).st_size
     if length != entry.bytes:
         raise FaissFileError(f"the file has {length} bytes instead of the {entry.bytes} in index.json")
@@ -254,10 +246,8 @@ def _read(file: BinaryIO) -> Any:
 
 
 def _write(index: Any, path: Path) -> None:
-    """Write a FAISS index to `path`.
-
-    Python writes the file, because FAISS reports no error if the disk is full when it closes a file.
-    """
+    """Write a FAISS index to `path`."""
+    # Python writes the file, because FAISS reports no error if the disk is full when it closes a file.
     import faiss
 
     module: Any = faiss  # its stubs lack this class
@@ -272,7 +262,7 @@ def _write(index: Any, path: Path) -> None:
 
 
 def _empty_index(embeddings: IndexedEmbeddings, rows: int) -> Any:
-    """Return an index without vectors for `rows` rows. Inverted lists are trained on a sample of `embeddings`."""
+    """Return an index without vectors. Inverted lists are trained on a sample of `embeddings`."""
     import faiss
 
     width = embeddings.spec.embed_dim
@@ -287,5 +277,4 @@ def _empty_index(embeddings: IndexedEmbeddings, rows: int) -> Any:
 
 
 def _training_sample(embeddings: IndexedEmbeddings, step: int) -> NDArray[np.float32]:
-    """Return the vectors of every `step`-th row. Rows from all parts of the index are in the sample."""
     return np.concatenate([vectors[rows % max(1, step) == 0] for rows, vectors in embeddings])

@@ -153,7 +153,7 @@ def encode_shard(
 
 
 def _restore(pieces: ShardPieces, writer: ShardWriter, entries: list[RowEntry]) -> int:
-    """Restore the rows that an earlier attempt stored. Return the number of these rows, which are whole batches."""
+    """Restore the rows that an earlier attempt stored, and return their number."""
     done = 0
     for piece in pieces.read():
         writer.put(piece.positions, piece.tokens, piece.embeddings)
@@ -163,7 +163,6 @@ def _restore(pieces: ShardPieces, writer: ShardWriter, entries: list[RowEntry]) 
 
 
 def _no_blocks(spec: IndexSpec) -> tuple[Blocks, NDArray[np.float32]]:
-    """Return empty tokens [0, m, d] and empty embeddings [0, embed_dim]."""
     import ml_dtypes
 
     return np.empty((0, *spec.block_shape), ml_dtypes.bfloat16), np.empty((0, spec.embed_dim), np.float32)
@@ -171,7 +170,7 @@ def _no_blocks(spec: IndexSpec) -> tuple[Blocks, NDArray[np.float32]]:
 
 @contextlib.contextmanager
 def _decode_pool(threads: int, *, one_at_a_time: bool) -> Iterator[Executor]:
-    """Provide the threads that read and decode. After an exception, images that still wait for a thread are dropped."""
+    """Provide the threads that read and decode. After an exception, waiting images are dropped."""
     with OneAtATime() if one_at_a_time else ThreadPoolExecutor(threads, "edje-decode") as pool:
         try:
             yield pool
@@ -199,10 +198,7 @@ def _row_entry(row_id: int, ref: InputRef) -> RowEntry:
 
 
 def _raw_name(ref: InputRef) -> bytes | None:
-    """Return the path of the input as bytes if the path is not UTF-8, otherwise None.
-
-    `ref.uri` holds a path that is not UTF-8 in escaped form.
-    """
+    """Return the path of the input as bytes if the path is not UTF-8, otherwise None."""
     try:
         ref.path.decode()
     except UnicodeDecodeError:
@@ -213,7 +209,7 @@ def _raw_name(ref: InputRef) -> bytes | None:
 def _batches_ahead(
     task: ShardTask, images: list[_Image], prepare: Callable[[_Image], _Image], pool: Executor
 ) -> Iterator[list[Future[_Image]]]:
-    """Yield the batches in row order. Each batch is submitted to `pool` up to `_BATCHES_AHEAD` batches early."""
+    """Yield the batches in row order. Threads prepare a few batches ahead."""
     pending: deque[list[Future[_Image]]] = deque()
     for start in range(0, len(images), task.batch_size):
         pending.append([pool.submit(prepare, image) for image in images[start : start + task.batch_size]])
@@ -223,7 +219,7 @@ def _batches_ahead(
 
 
 def _prepare_watched(attempt: Attempt, first_row: int, encoder: Encoder, max_pixels: int, image: _Image) -> _Image:
-    """Call `_prepare`. If the image has ended too many worker processes before, make it a failed row instead."""
+    """Prepare an image, or fail its row if the image has ended too many worker processes."""
     position = image.entry.row_id - first_row
     if attempt.ended_workers(position):
         image.entry.fail("worker-died", f"{DEATHS} worker processes died or hung while they read or decoded the image")
@@ -233,7 +229,7 @@ def _prepare_watched(attempt: Attempt, first_row: int, encoder: Encoder, max_pix
 
 
 def _prepare(encoder: Encoder, max_pixels: int, image: _Image) -> _Image:
-    """Read, decode and preprocess one image. A failure of the image is stored as status and reason of its row."""
+    """Read, decode and preprocess one image. A failure is stored as status and reason of its row."""
     entry = image.entry
     if entry.status != INDEXED:
         return image
@@ -255,16 +251,12 @@ def _prepare(encoder: Encoder, max_pixels: int, image: _Image) -> _Image:
 
 
 def _decode(encoder: Encoder, data: bytes, max_pixels: int) -> tuple[tuple[int, int], torch.Tensor]:
-    """Return the (width, height) of an image and its preprocessed pixels, float32 [3, h, w]."""
     rgb = decode_rgb(data, max_pixels)
     return rgb.size, encoder.preprocess(rgb)
 
 
 def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.float32]]:
-    """Run the model on `images`.
-
-    An image with a non-finite output becomes a failed row and is removed from `images`.
-    """
+    """Run the model on `images`. Removes images with a non-finite output, whose rows fail."""
     import torch
 
     started = time.perf_counter()
@@ -280,10 +272,7 @@ def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.
 
 
 def _has_non_finite(tokens: Blocks) -> NDArray[np.bool_]:
-    """Return which blocks of bfloat16 `tokens` [b, m, d] hold a NaN or an infinity, bool [b].
-
-    All exponent bits of such a value are set.
-    """
+    """Return which blocks hold a NaN or an infinity, bool [b]."""
     bits = tokens.view(np.uint16).reshape(len(tokens), -1)
     return np.asarray(((bits & 0x7F80) == 0x7F80).any(axis=1))
 

@@ -78,10 +78,7 @@ class _Norm:
 
 @dataclass(frozen=True)
 class _Layer:
-    """The weights of one layer.
-
-    Projections that read the same tokens are joined into one matrix, because one product is faster than several.
-    """
+    """The weights of one layer. Projections of the same tokens are joined, because one product is faster."""
 
     query: Linear | None  # None: the query projection is part of `key_value`, before the keys
     key_value: Linear
@@ -196,10 +193,7 @@ class Bert:
     def _run(
         self, layer: _Layer, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None = None
     ) -> torch.Tensor:
-        """Return the output of a layer for the first `outputs` tokens, float32 [b, outputs, d].
-
-        If `outputs` is None, all tokens are computed.
-        """
+        """Return the output of a layer for the first `outputs` tokens; for all tokens if None."""
         low = x.to(self._dtype)
         attended = self._attend(layer, low, mask, outputs)
         x = layer.output_norm(x[:, :outputs] + layer.output(attended))
@@ -207,7 +201,7 @@ class Bert:
         return layer.feed_forward_norm(x + second(self._activation(first(x.to(self._dtype)))))
 
     def _attend(self, layer: _Layer, x: torch.Tensor, mask: torch.Tensor | None, outputs: int | None) -> torch.Tensor:
-        """Return the result of the attention of the first `outputs` tokens to all tokens, [b, outputs, d]."""
+        """Return the attention of the first `outputs` tokens to all tokens, [b, outputs, d]."""
         if layer.query is None:
             query, key, value = layer.key_value(x).chunk(3, dim=2)
             query = query[:, :outputs]

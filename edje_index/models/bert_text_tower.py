@@ -51,7 +51,7 @@ class BertTextTower(TextEncoder):
     """A BERT text tower: the embedding of a text is the projected mean of its last hidden states."""
 
     def __init__(self, bert: Bert, inputs: _TextInputs, projection: list[torch.Tensor]) -> None:
-        """Private: call `load_bert_text_tower`. `projection` is one matrix, or two with a GELU between them."""
+        """Internal: call `load_bert_text_tower` instead."""
         self._bert, self._inputs, self._projection = bert, inputs, projection
 
     def embed(self, texts: list[str]) -> torch.Tensor:
@@ -107,7 +107,7 @@ def _is_supported(text: Mapping[str, Any]) -> bool:
 
 
 def _text_inputs(folder: Path, text: Mapping[str, Any], bert_config: Mapping[str, Any]) -> _TextInputs | None:
-    """Load the tokenizer from `folder`. Return None unless it is a supported BERT tokenizer in one file."""
+    """Load the tokenizer from `folder`. Return None unless it is a supported BERT tokenizer."""
     settings_file, file = folder / TOKENIZER_SETTINGS, folder / TOKENIZER_FILE
     if not settings_file.is_file() or not file.is_file():
         return None

@@ -31,5 +31,5 @@ def as_tensor(array: torch.Tensor | np.ndarray[Any, np.dtype[Any]]) -> torch.Ten
 
 
 def _writable(array: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return `array` itself if it is writable, else a copy, because torch warns about read-only memory."""
+    """Return `array` if it is writable, else a copy, because torch warns about read-only memory."""
     return np.require(array, requirements=["C", "W"])

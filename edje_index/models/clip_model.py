@@ -68,7 +68,7 @@ def eval_transform(config: ClipConfig) -> Any:
 
 
 def _without_downloads(config: ClipConfig) -> dict[str, Any]:
-    """Return a copy of open_clip's model configuration that downloads no pretrained weights."""
+    """Return a copy of the configuration that downloads no pretrained weights."""
     arguments = copy.deepcopy(config.model)
     arguments["vision_cfg"]["timm_model_pretrained"] = False
     if config.hf_text_name:
@@ -77,7 +77,7 @@ def _without_downloads(config: ClipConfig) -> dict[str, Any]:
 
 
 def _resize_trunk(visual: Any) -> None:
-    """Resize a timm ViT to the configured image size, because open_clip builds it at the ViT's default image size."""
+    """Resize a timm ViT to the configured image size, because open_clip uses the default size."""
     if not isinstance(visual, TimmModel):
         return
     patches = getattr(visual.trunk, "patch_embed", None)
@@ -87,7 +87,7 @@ def _resize_trunk(visual: Any) -> None:
 
 
 def _check_hf_text(name: str, folder: Path | None) -> None:
-    """Check that the folder of a Hugging Face text tower describes a model that open_clip supports."""
+    """Check that open_clip supports the Hugging Face text tower in `folder`."""
     if folder is None or not (folder / HF_CONFIG_FILE).is_file():
         raise ModelError(f"the text tower of {name} needs the file {HF_CONFIG_FILE}, which is not in {folder}")
     model_type = read_configuration(folder / HF_CONFIG_FILE).get("model_type")

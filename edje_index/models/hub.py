@@ -67,10 +67,7 @@ def loading_error(name: str, error: Exception) -> ModelError:
 
 
 def _answers(endpoint: str) -> bool:
-    """Return whether the hub at `endpoint` accepts a connection.
-
-    If a proxy is configured, return True without a test, because a direct connection says nothing about the proxy.
-    """
+    """Return True if the hub accepts a connection. Behind a proxy, return True without a test."""
     if any(os.environ.get(name) for name in PROXY_VARIABLES):
         return True
     address = urlsplit(endpoint)

@@ -127,7 +127,7 @@ class JointEncoder(nn.Module):
         return hidden
 
     def _positions(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the positions 0, 1, 2, ... of `ids`. Positions beyond the position table repeat its last entry."""
+        """Return the positions 0, 1, 2, ... of `ids`, limited to the last entry of the position table."""
         table = self.language_model.bert.embeddings.position_embeddings.num_embeddings
         return torch.arange(ids.shape[1], device=ids.device).clamp(max=table - 1)[None]
 

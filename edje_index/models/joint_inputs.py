@@ -164,10 +164,7 @@ def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointToken
 
 
 def _own_tokenizer(folder: Path, canonical: bool) -> JointTokenizer | None:
-    """Read a tokenizer that `JointTokenizer.save` wrote, without importing transformers.
-
-    Return None if the files in `folder` were not written by `JointTokenizer.save`.
-    """
+    """Read a tokenizer without transformers. Return None unless `JointTokenizer.save` wrote it."""
     if not (folder / TOKENIZER_FILE).is_file() or not (folder / TOKENIZER_SETTINGS).is_file():
         return None
     settings = read_configuration(folder / TOKENIZER_SETTINGS)

@@ -50,11 +50,11 @@ class JointScorer:
         Args:
             tokenizer: tokenizer of captions.
             shape: settings of the language model.
-            tensors: weights, with the names of published checkpoints. The scorer may share memory with tensors on
-                `device`, so do not change those afterwards.
+            tensors: weights, with the names of published checkpoints. Do not change them afterwards: the scorer may
+                share their memory.
             source: file or model that the weights come from, for error messages.
             dtype: see `compute_dtype`.
-            device: device to compute on; by default the CPU.
+            device: device to compute on. The default is the CPU.
 
         Raises:
             ModelError: a tensor is missing or has the wrong shape.
@@ -130,7 +130,7 @@ class JointScorer:
         return None if bool(inputs.attention_mask.all()) else inputs.attention_mask.to(self.device, torch.bool)
 
     def _score_by_length(self, captions: list[list[int]], tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits of pairs, given the token ids of the captions. Pairs of similar length share a batch."""
+        """Return the logits of pairs. Pairs of similar length share a batch."""
         lengths = torch.tensor([len(ids) for ids in captions])
         logits = torch.zeros(len(captions))
         size = _CPU_BATCH if self.device.type == "cpu" else SCORE_BATCH

@@ -63,10 +63,8 @@ def load_clip(vision: str, pretrained: str | None, *, untrained: bool = False) -
 
 
 def _load_folder(folder: Path) -> tuple[torch.nn.Module, ClipConfig]:
-    """Load a model from a folder that also holds the configuration of its Hugging Face text tower.
-
-    open_clip cannot load such a folder offline, because it requests that configuration from the hub.
-    """
+    """Load a model whose folder holds the configuration of its Hugging Face text tower."""
+    # open_clip cannot load such a folder offline, because it requests that configuration from the hub.
     config = read_clip_config(folder, folder.name)
     model = build_clip(config, folder / HF_TEXT_FOLDER)
     assign_weights(model, read_weights(folder / WEIGHTS_FILE), str(folder / WEIGHTS_FILE))
@@ -74,7 +72,7 @@ def _load_folder(folder: Path) -> tuple[torch.nn.Module, ClipConfig]:
 
 
 def _split_name(vision: str, pretrained: str | None) -> tuple[str, str | None]:
-    """Return the model name, and the tag or weights file that one of the arguments names (None if none does)."""
+    """Return the model name, and the tag or weights file (None if no argument names one)."""
     if vision.startswith(SCHEMAS):
         if pretrained:
             raise ModelError(f"{vision} has weights of its own: leave out the tag or weights file {pretrained!r}")
@@ -117,11 +115,8 @@ def _resolve_tag(name: str, tag: str | None) -> str:
 
 
 def _preprocess_for_file(name: str, tag: str | None) -> dict[str, Any] | None:
-    """Return the preprocessing for weights from a file: the preprocessing of the model's first tag.
-
-    Return None if `tag` is not a file, because open_clip knows the preprocessing of each tag. For every file open_clip
-    would use OpenAI's preprocessing, which is wrong for SigLIP.
-    """
+    """Return the preprocessing for weights from a file. None if `tag` is not a file."""
+    # For every file open_clip would use OpenAI's preprocessing, which is wrong for SigLIP.
     tags = open_clip.list_pretrained_tags_by_model(name)
     if tag is None or tag in tags or not tags:
         return None

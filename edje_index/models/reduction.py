@@ -69,11 +69,7 @@ def cluster_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _seed_centroids(points: torch.Tensor, count: int) -> torch.Tensor:
-    """Draw the initial centroids [b, count, d] with k-means++ seeding.
-
-    A point becomes the next centroid with a probability proportional to its squared distance to the nearest centroid
-    drawn before.
-    """
+    """Draw the initial centroids [b, count, d] with k-means++ seeding."""
     b, n, _ = points.shape
     generator = torch.Generator().manual_seed(CLUSTER_SEED)
     draws = torch.rand(count, generator=generator).to(points.device)
@@ -95,10 +91,7 @@ def _squared_distance(points: torch.Tensor, centre: torch.Tensor) -> torch.Tenso
 
 
 def _nearest(points: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Return the index of the nearest centroid of each point, int64 [b, n].
-
-    The distance omits the squared norm of the point, which is the same for all centroids.
-    """
+    """Return the index of the nearest centroid of each point, int64 [b, n]."""
     scores = centroids.square().sum(dim=2)[:, None] - 2 * points @ centroids.transpose(1, 2)
     return scores.argmin(dim=2)
 

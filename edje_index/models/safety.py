@@ -55,7 +55,7 @@ def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
 
 
 def _check_kind(file: Path) -> None:
-    """Refuse FIFOs and devices, because reading them may never end, and large files that are not weights."""
+    """Refuse FIFOs and devices, because reading them may never end, and large files without weights."""
     try:
         status = file.stat()
     except OSError as error:

@@ -77,7 +77,7 @@ class _Budget(TorchFunctionMode):
 
 
 def _elements(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> int:
-    """Return the number of elements that a call of `func` would allocate, without allocating them."""
+    """Return the number of elements that a call would allocate, without allocating them."""
     if any(isinstance(value, torch.Tensor) for value in args):
         return max(value.numel() for value in args if isinstance(value, torch.Tensor))
     shape = options.get("size", args[0] if args and isinstance(args[0], Sequence) else None)

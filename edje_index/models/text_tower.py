@@ -48,10 +48,7 @@ class TextTower(TextEncoder):
         return embeddings
 
     def _without_padding(self, ids: torch.Tensor) -> torch.Tensor:
-        """Cut token ids [b, t] to the length of the longest row if the tower masks padding.
-
-        open_clip's own towers do not mask padding; their token ids are returned unchanged.
-        """
+        """Cut token ids to the length of the longest row, if the tower masks padding."""
         text = getattr(self.clip, "text", None)
         if not isinstance(text, HFTextEncoder):
             return ids

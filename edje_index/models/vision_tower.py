@@ -161,9 +161,7 @@ class ClipTower(VisionTower):
         return patches, embedding, received[:, prefix.shape[1] :]
 
     def _forward(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return patch features [b, n, d], class token [b, 1, d] and L2-normalised embedding [b, e].
-
-        Patch features and class token are outputs of the last but one layer."""
+        """Return patch features [b, n, d], class token [b, 1, d] and L2-normalised embedding [b, e]."""
         output = self.visual.forward_intermediates(
             pixels, indices=[self._penultimate], output_fmt="NLC", output_extra_tokens=True
         )
@@ -205,7 +203,7 @@ def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.
 
 
 def _queries_and_keys(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the queries and the keys [b, h, t, c] of the joint query-key-value projection [b, t, 3 h c]."""
+    """Return queries and keys, [b, h, t, c] each, from the joint projection [b, t, 3 h c]."""
     q, k, _ = qkv.reshape(*qkv.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4)
     return q, k
 

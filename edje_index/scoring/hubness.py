@@ -168,5 +168,4 @@ class _Int8Rows(nn.Module):
             self.codes = (values / self.scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
 
     def dense(self) -> torch.Tensor:
-        """Return the decoded vectors, float32 [n, k]."""
         return self.codes * self.scales[:, None]

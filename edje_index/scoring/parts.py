@@ -175,7 +175,7 @@ def reads_tokens(parts: Sequence[str], direction: str) -> bool:
 
 
 def _in_batches(pairs: Pairs, score: Callable[[Sequence[str], torch.Tensor], torch.Tensor]) -> Floats:
-    """Apply `score` to at most `SCORE_BATCH` pairs at a time, to bound memory. Return the scores, float32 [b]."""
+    """Apply `score` to at most `SCORE_BATCH` pairs at a time, to bound memory."""
     values = np.zeros(len(pairs.captions), dtype=np.float32)
     for start in range(0, len(values), SCORE_BATCH):
         batch = slice(start, start + SCORE_BATCH)

@@ -83,7 +83,7 @@ class Hits(list[Hit]):
         return str(template.render(hits=shown, pictures=self._pictures(shown), more=len(self) - len(shown)))
 
     def _pictures(self, hits: list[Hit]) -> dict[int, str]:
-        """Return the data URIs of the thumbnails of `hits`, by row id. Images that cannot be read are left out."""
+        """Return data URIs of thumbnails by row id. Images that cannot be read are left out."""
         from edje_index.images.thumbnails import read_thumbnails
 
         try:

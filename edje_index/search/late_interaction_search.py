@@ -59,7 +59,7 @@ class LateInteractionSearch:
     """
 
     def __init__(self, index: CommittedIndex, store: TokenStore) -> None:
-        """Search `index` with the tokens of `store`. `LateInteractionSearch.open` opens both."""
+        """Internal: call `LateInteractionSearch.open` instead."""
         self._index = index
         self._ann: AnnIndex | None = None
         self.store = store
@@ -133,7 +133,7 @@ class LateInteractionSearch:
 
     @name_missing_extra("search")
     def _nearest(self, embedding: ArrayLike | None, pool: int) -> NDArray[np.int64]:
-        """Return the ids of the `pool` rows whose embeddings are nearest to `embedding` [embed_dim], int64 [pool]."""
+        """Return the ids of the `pool` rows whose embeddings are nearest to `embedding`."""
         if self._ann is None:
             self._ann = AnnIndex(self._index)
         vector = np.asarray(embedding, dtype=np.float32)

@@ -55,7 +55,6 @@ def _rows_of_uris(index: CommittedIndex, uris: Sequence[str]) -> Mapping[str, in
 
 
 def _check_indexed(index: CommittedIndex, row_ids: NDArray[np.int64]) -> None:
-    """Raise UsageError if one of `row_ids` is a hole."""
     table = read_index_rows(index, row_ids, ["row_id", "status", "reason", "duplicate_of"])
     holes = table.filter(pc.not_equal(table["status"], INDEXED)).to_pylist()
     if not holes:

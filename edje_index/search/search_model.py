@@ -47,8 +47,7 @@ class SearchModel:
             dtype: data type of the joint encoder's matrix products, see `devices.resolve_dtype`.
 
         Raises:
-            ModelError: a file of the bundle is missing, was changed or does not fit the other files. Also raised if
-                `device` or `dtype` is not available.
+            ModelError: a file of the bundle is missing or damaged, or `device` or `dtype` is not available.
         """
         self.info = info
         self._device = resolve_device(device)

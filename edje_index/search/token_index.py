@@ -304,7 +304,7 @@ class TokenIndex:
         return Reranker(self.root, self.manifest.spec, self.model, score=chosen)
 
     def _candidates(self, query: NDArray[np.float32], row_ids: NDArray[np.int64]) -> Candidates:
-        """Return `row_ids` as candidates, with the similarity of each embedding to `query`, float32 [embed_dim]."""
+        """Return `row_ids` as candidates, with the similarity of each embedding to `query`."""
         return Candidates(row_ids, read_embeddings(self.root, self.manifest.spec, row_ids) @ query)
 
     def _plain_hits(self, nearest: Sequence[Candidates], k: int) -> list[list[Hit]]:
@@ -325,7 +325,7 @@ class TokenIndex:
         return hits
 
     def _fetch_sound(self, candidates: Sequence[Candidates]) -> tuple[list[Candidates], Blocks]:
-        """Return the candidates whose blocks are intact, and their blocks. Warn about candidates that are left out."""
+        """Return the candidates with intact blocks, and the blocks. Warn about the other candidates."""
         sound = list(candidates)
         while True:
             try:

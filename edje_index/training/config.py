@@ -273,7 +273,7 @@ def _describe(model: type[Settings], problem: Any) -> str:
 
 
 def _suggestion(model: type[Settings], name: str) -> str:
-    """Return "; did you mean ...?" with settings of the same key or a similar name; empty if there are none."""
+    """Return "; did you mean ...?" with similar settings, or an empty string."""
     names = setting_names(model)
     same_key = [other for other in names if other.split(".")[-1] == name.split(".")[-1]]
     alike = difflib.get_close_matches(name, [*names, *model.model_fields], n=1)
@@ -292,7 +292,6 @@ def groups(model: type[Settings]) -> dict[str, type[Settings]]:
 
 
 def _contradictions(config: TrainConfig) -> list[str]:
-    """Return one message for each pair of settings in `config` that contradict each other."""
     lines = []
     if config.loop.steps is not None and config.loop.epochs is not None:
         lines.append(f"loop.steps is {config.loop.steps} and loop.epochs is {config.loop.epochs:g}; set one of them")

@@ -166,7 +166,7 @@ def _show(result: Evaluation, report: Path | None, *, as_json: bool) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Create the report directory before the evaluation. Raises UsageError if the directory is not writable."""
+    """Create the report directory before the evaluation."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

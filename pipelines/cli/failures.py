@@ -51,7 +51,7 @@ def failed_rows(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _tables(root: Path, columns: list[str]) -> Iterator[Any]:
-    """Yield one Arrow table of rows per shard. For an unfinished index, yield the tables of finished shards only."""
+    """Yield one Arrow table of rows per finished shard."""
     from pipelines.planning.plan import read_plan
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.receipts import read_receipts

@@ -66,7 +66,7 @@ class LazyGroup(click.Group):
 
 
 def _spelling(parameter: click.Parameter) -> str:
-    """Return how users write a parameter: the long option, or the name of the argument in the usage line."""
+    """Return how users write a parameter: the long option, or the name of the argument."""
     if isinstance(parameter, click.Argument):
         return parameter.metavar or (parameter.name or "").upper()
     return max(parameter.opts, key=len)

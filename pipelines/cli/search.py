@@ -134,7 +134,7 @@ def search(
 
 
 def _batches(queries: Path | None) -> Iterable[list[str]]:
-    """Return batches of queries: large batches from a file, which is faster, or single queries from the prompt."""
+    """Return batches of queries: large batches from a file, or single queries from the prompt."""
     if queries is None:
         return ([query] for query in prompt_for_queries())
     texts = read_queries(queries)
@@ -142,7 +142,6 @@ def _batches(queries: Path | None) -> Iterable[list[str]]:
 
 
 def _answer(opened: TokenIndex, texts: list[str], request: _Request, loading: float, *, heading: bool) -> None:
-    """Search for each of `texts` and print its hits."""
     for text in texts:
         hint_at_image(text)
     started = time.perf_counter()
@@ -165,7 +164,7 @@ def _show(query: str, hits: list[Hit], request: _Request, *, heading: bool) -> N
 
 
 def _check_query(request: _Request, *, text: str | None, queries: Path | None, image: Path | None) -> None:
-    """Raise UsageError for several kinds of query at once, and for options that do not apply to the kind of query."""
+    """Raise UsageError if several kinds of query are given, or an option does not apply to the query."""
     if sum(query is not None for query in (text, queries, image)) > 1:
         raise UsageError("give only one of TEXT, --queries and --image")
     if request.html is not None and text is None:
@@ -175,7 +174,6 @@ def _check_query(request: _Request, *, text: str | None, queries: Path | None, i
 
 
 def _check(request: _Request) -> None:
-    """Raise UsageError for options that contradict each other."""
     if request.rerank and request.pool < request.k:
         raise UsageError(
             f"--pool {request.pool} is smaller than -k {request.k}: only candidates in the pool can become hits"
@@ -197,7 +195,7 @@ def _write_page(
     query: str,
     timings: dict[str, float],
 ) -> None:
-    """Write the page of --html to `path`. Open the page in the browser if --open is given."""
+    """Write the HTML page to `path`, and open it in the browser if requested."""
     from pipelines.pages.search_page import SearchContext, search_page
     from storage_formats.atomic import write_bytes_atomic
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _TrainCommand(click.Command):
-    """Command that reports options of earlier versions, with the settings that replace these options."""
+    """Command that names the replacement of each option of earlier versions."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)  # the parser empties `args`
@@ -152,7 +152,7 @@ def describe_result(result: TrainResult) -> list[str]:
 
 
 def _describe_choice(candidates: str, choice: dict[str, Any]) -> str:
-    """Describe the recall of `candidates` ("images" or "captions") with the fitted weights, in one line."""
+    """Describe the recall of `candidates` ("images" or "captions") with the fitted weights."""
     queries = "images" if candidates == "captions" else "captions"
     held_out = choice["held_out_recall"]
     cross_validated = "" if held_out is None else f"final {held_out:.1%} with weights fitted to other images, "

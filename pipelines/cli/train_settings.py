@@ -87,12 +87,11 @@ def read_settings(
 
 
 def _is_given(value: Any) -> bool:
-    """Whether an option was given on the command line. The value 0 counts as given."""
+    """Return True if an option was given on the command line. The value 0 counts as given."""
     return value is not None and value is not False and value != ()
 
 
 def _grouped(settings: Iterable[tuple[str, Any]]) -> Values:
-    """Group the values of (`group.key`, value) pairs."""
     values: Values = {}
     for name, value in settings:
         group, _, key = name.partition(".")
@@ -200,7 +199,6 @@ def _holds_path(kind: type[Settings], key: str) -> bool:
 
 
 def _located(folder: Path, value: Any) -> Any:
-    """Resolve a path, or each path of a list, against `folder`. Return other values unchanged."""
     if isinstance(value, list):
         return [_located(folder, part) for part in value]
     return folder / value if isinstance(value, str) else value

@@ -143,10 +143,7 @@ def _start(stack: contextlib.ExitStack, cpus: int, gpus: int) -> RayCluster:
 
 @functools.cache
 def _check_importable_privately() -> None:
-    """Raise EngineUnavailableError if Ray was imported without the settings that keep a local Ray private.
-
-    Only the first call can check this, because this module imports Ray afterwards.
-    """
+    """Raise EngineUnavailableError if Ray was imported without the settings that keep a local Ray private."""
     missing = [f"{name}={value}" for name, value in _PRIVATE_ENVIRONMENT.items() if os.environ.get(name) != value]
     if "ray" in sys.modules and missing:
         raise EngineUnavailableError(
@@ -171,17 +168,14 @@ def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
 
 
 def _probe(address: str) -> None:
-    """Raise OSError unless a server listens at `address`.
-
-    Without this check, Ray would retry for minutes and then end this process.
-    """
+    """Raise OSError unless a server listens at `address`."""
+    # Without this check, Ray would retry for minutes and then end this process.
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
 
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables within the context."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -194,18 +188,12 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @functools.cache
 def _token() -> str:
-    """Return the token for local Ray instances.
-
-    The token is the same within a process, because Ray reads it only once.
-    """
+    """Return the token for local Ray instances. It never changes, because Ray reads it only once."""
     return secrets.token_hex(32)
 
 
 def _python_path() -> str:
-    """Return a PYTHONPATH with which workers can import this package from any working directory.
-
-    This also works if the package is not installed.
-    """
+    """Return a PYTHONPATH with which workers can import this package from any working directory."""
     root = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
@@ -222,13 +210,8 @@ for _ in 1 2 3 4 5; do rm -rf "$folder" && exit; sleep 1; done
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[tuple[str, IO[str]]]:
-    """Create a folder that only this user can enter.
-
-    Yields the folder and a stream for Ray's process ids, one per line.
-
-    When the context ends or this process is killed, the Ray processes whose ids were written to the stream are killed,
-    and the folder is removed.
-    """
+    """Create a folder that only this user can enter. Yield it and a stream for Ray's process ids."""
+    # When the context ends or this process is killed, the processes in the stream are killed and the folder is removed.
     short = "/tmp" if os.access("/tmp", os.W_OK) else None  # a path to a Unix socket has at most 107 bytes
     folder = tempfile.mkdtemp(prefix=f"edje-ray-{os.getpid()}-", dir=os.environ.get("RAY_TMPDIR", short))
     with subprocess.Popen(

@@ -95,7 +95,7 @@ class RayEngine:
 
 
 class _WorkerActor:
-    """The actor in a worker's process: one thread runs tasks, another thread answers calls of `exchange`."""
+    """The actor in a worker's process. One thread runs tasks, another answers calls of `exchange`."""
 
     def __init__(self, make_worker: WorkerFactory) -> None:
         self._make_worker = make_worker
@@ -112,7 +112,7 @@ class _WorkerActor:
         return outcome and dataclasses.replace(outcome, task=None)  # the driver has the task already
 
     def exchange(self, stop: bool) -> Any:
-        """Tell the running task to stop if `stop` is true. Returns the latest progress of the task, or None."""
+        """Return the latest progress of the running task, or None. If `stop` is true, stop the task."""
         if stop:
             self._stop.set()
         return self._progress
@@ -140,7 +140,7 @@ class _Assignment:
 
 
 class _Pool:
-    """Gives each actor one task at a time, and never holds more unfinished tasks than there are actors."""
+    """Gives each actor one task at a time."""
 
     def __init__(
         self, cluster: RayCluster, start_actor: Callable[[], Any], tasks: Iterable[Task], stall_seconds: float
@@ -194,10 +194,7 @@ class _Pool:
             self._ray.kill(self._idle.pop())
 
     def _admit(self, answer: Any) -> Iterator[Outcome]:
-        """Mark a started actor as idle.
-
-        If the actor died during its start, a waiting task counts this as a lost worker.
-        """
+        """Mark a started actor as idle. If it died during its start, count a lost worker."""
         actor = self._starting.pop(answer)
         try:
             self._ray.get(answer)
@@ -208,7 +205,7 @@ class _Pool:
             self._idle.append(actor)
 
     def _exchange(self, assignment: _Assignment, on_progress: Callable[[Any], None], *, stop: bool) -> None:
-        """Pass the progress of a task to `on_progress`, and tell the task's worker whether to stop."""
+        """Pass the progress of a task to `on_progress`, and tell the worker whether to stop."""
         if assignment.question is None:
             assignment.question = assignment.actor.exchange.remote(stop)
         elif self._ray.wait([assignment.question], timeout=0)[0]:
@@ -220,7 +217,7 @@ class _Pool:
                     on_progress(progress)
 
     def _end(self, reply: Any) -> Iterator[Outcome]:
-        """Yield the outcome of a task that has ended. Yields nothing if the task was interrupted or will run again."""
+        """Yield the outcome of a task that has ended, unless the task will run again."""
         assignment = self._running.pop(reply)
         errors = self._ray.exceptions
         try:

@@ -70,7 +70,6 @@ def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Ca
 
 
 def _gpus(task: TrainTask) -> int:
-    """Return the number of GPUs per worker."""
     from pipelines.planning.machine import cuda_devices
 
     device = task.runtime.device
@@ -102,11 +101,7 @@ def _make_trainer(task: TrainTask, *, cpus: int, gpus: int) -> TorchTrainer:
 
 
 class _Fit(threading.Thread):
-    """Thread that runs `trainer.fit()`, which returns only when the training run ends.
-
-    Attributes:
-        error: exception that `trainer.fit()` raised; None if it raised none.
-    """
+    """Thread that runs `trainer.fit()`. The attribute `error` holds its exception, or None."""
 
     def __init__(self, trainer: TorchTrainer) -> None:
         super().__init__(daemon=True)
@@ -133,10 +128,7 @@ def _worker_loop(config: dict[str, Any]) -> None:
 
 
 def _show_new_record(run_dir: Path, records_shown: int, on_record: Callable[[dict[str, Any]], None]) -> int:
-    """Pass the newest record of the log to `on_record` unless it was already shown.
-
-    Returns the number of records in the log.
-    """
+    """Pass the newest record of the log to `on_record`. Return the number of records in the log."""
     from edje_index.training.loop.log import read_log
 
     records = read_log(run_dir)
@@ -146,7 +138,7 @@ def _show_new_record(run_dir: Path, records_shown: int, on_record: Callable[[dic
 
 
 def _cause(error: BaseException) -> str:
-    """Describe the error of the worker itself in one line, without the errors that Ray wraps around it."""
+    """Describe the error of the worker in one line, without the errors that Ray wraps around it."""
     failures = getattr(error, "worker_failures", None)
     inner = next(iter(failures.values())) if failures else error
     while (cause := getattr(inner, "cause", None) or inner.__cause__) is not None:

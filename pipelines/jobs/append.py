@@ -110,7 +110,7 @@ def _remove_build(config: AppendConfig) -> None:
 def _publish(
     prepared: PreparedAppend, plan: BuildPlan, index: CommittedIndex, receipts: list[ShardReceipt], on_event: OnEvent
 ) -> Manifest:
-    """Extend the nearest-neighbour index, commit the snapshot and return its manifest."""
+    """Extend the nearest-neighbour index, and commit the snapshot."""
     from edje_index.indexing.faiss_index import extend_ann
     from storage_formats.format.shard_table import write_shard_table
     from storage_formats.writing.publish import add_counts, check_receipts, total_counts

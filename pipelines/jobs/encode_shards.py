@@ -78,10 +78,8 @@ def _shard_task(prepared: PreparedBuild, shard: int) -> ShardTask:
 
 
 def _decode_threads(prepared: PreparedBuild) -> int:
-    """Return the number of decoding threads per worker, at most 16.
-
-    If the model runs on the CPU, this is the number of threads of the model. Otherwise the workers share all CPUs.
-    """
+    """Return the number of decoding threads per worker, at most 16."""
+    # If the model runs on the CPU, this is the number of threads of the model. Otherwise the workers share all CPUs.
     settings = prepared.plan.settings
     threads = settings.threads if settings.device == "cpu" else usable_cpus() // (prepared.workers or 1)
     return min(max(1, threads), _MAX_DECODE_THREADS)

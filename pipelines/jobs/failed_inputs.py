@@ -100,7 +100,7 @@ def _reasons(failed: Counter[str]) -> str:
 
 
 def _first_failures(plan: BuildPlan, receipts: list[ShardReceipt]) -> str:
-    """Return the uris and reasons of the first inputs that failed, as text for a message."""
+    """Return the uris and reasons of the first failed inputs, for a message."""
     from storage_formats.format.rows import FAILED, read_shard_rows
 
     layout, columns = Layout(plan.root), ["uri", "status", "reason"]

@@ -160,10 +160,7 @@ def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
 
 
 def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]]:
-    """Check the Parquet file at `path`, then return an iterator over consecutive parts of the index to write.
-
-    Each item is (number of rows, columns of these rows). The columns are None if `path` is None.
-    """
+    """Yield (number of rows, columns of these rows) for consecutive parts of the index."""
     if path is None:
         return ((min(_CHUNK_ROWS, rows - start), None) for start in range(0, rows, _CHUNK_ROWS))
     import pyarrow as pa

@@ -158,7 +158,7 @@ def measure_index(root: Path, queries: Sequence[str], k: int, on_progress: OnPro
 
 
 def _read_row_facts(root: Path, manifest: Manifest, on_progress: OnProgress) -> RowFacts:
-    """Read the facts from the rows table in one pass, with one shard in memory at a time."""
+    """Read the facts from the rows table, with one shard in memory at a time."""
     facts, spec = RowFacts(), manifest.spec
     shards = sum(len(spec.segment_shards(segment)) for segment in spec.used_segments)
     for done, table in enumerate(iter_rows(CommittedIndex(root, manifest), _ROW_COLUMNS)):
@@ -187,7 +187,7 @@ def _add_row(facts: RowFacts, row: dict[str, Any]) -> None:
 
 
 def _bytes_by_folder(root: Path, manifest: Manifest) -> dict[str, int]:
-    """Return the total size in bytes of the committed files, by folder such as "tokens/fp8"."""
+    """Return the bytes of the committed files by folder, such as "tokens/fp8"."""
     sizes: Counter[str] = Counter()
     for _, file in read_shard_tables(root, manifest.shard_tables):
         sizes[file.path.rpartition("/")[0]] += file.bytes
@@ -221,7 +221,7 @@ def _precisions(
 
 
 def _token_error(reference: Blocks, other: Blocks) -> tuple[float | None, float | None]:
-    """Return (median relative error, lowest cosine similarity) of the tokens; (None, None) if every token is zero."""
+    """Return (median relative error, lowest cosine similarity), or (None, None) if every token is zero."""
     from edje_index.evaluation.quantization_report.token_errors import compare_tokens
 
     errors, cosines = compare_tokens(reference, other)
@@ -240,7 +240,7 @@ def _fetch_seconds(store: TokenStore, row_ids: np.ndarray[Any, np.dtype[np.int64
 def _sample_searches(
     root: Path, queries: Sequence[str], k: int, on_progress: OnProgress
 ) -> tuple[list[SampleSearch], str]:
-    """Run the sample searches. Return them, and the reason if the index cannot be searched (else empty)."""
+    """Return the sample searches, and the reason if the index cannot be searched."""
     from edje_index.search.token_index import TokenIndex
 
     on_progress("sample searches", 0, len(queries))

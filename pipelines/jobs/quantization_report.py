@@ -198,11 +198,7 @@ def _queries(config: ReportConfig) -> tuple[list[str], str]:
 
 
 def _subjects(config: ReportConfig, spec: IndexSpec, reference: str) -> tuple[dict[str, Subject], dict[str, str]]:
-    """Return (functions, reasons), each by precision.
-
-    A function takes row ids and the reference blocks of these rows. It returns the blocks of the rows in its precision.
-    A reason says why a precision cannot be measured.
-    """
+    """Return a function per precision that fetches blocks, and a reason per precision that cannot be measured."""
     from storage_formats.codecs import codec, precisions
 
     subjects: dict[str, Subject] = {}
@@ -234,10 +230,7 @@ def _reader(root: Path, precision: str) -> ReadBlocks:
 def _token_errors(
     config: ReportConfig, spec: IndexSpec, read: ReadBlocks, subjects: dict[str, Subject], on_event: OnEvent
 ) -> tuple[Sample, dict[str, TokenErrors | None]]:
-    """Sample rows, and compare the tokens of each precision with the reference.
-
-    Only one batch of rows is in memory at a time. The result is None for a precision if the sample holds no tokens.
-    """
+    """Sample rows, and compare the tokens of each precision with the reference."""
     import numpy as np
 
     from edje_index.evaluation.quantization_report.token_errors import TokenErrorMeter
@@ -265,7 +258,7 @@ def _batches(rows: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
 
 
 def _ranking_model(config: ReportConfig, manifest: Manifest) -> tuple[SearchModel | None, str | None]:
-    """Return (model, None), or (None, reason) if there is no model that can re-rank."""
+    """Return (model, None), or (None, reason) if no model can re-rank."""
     if config.model is None:
         bundle = manifest.model.get("bundle")
         if bundle is None:
@@ -292,10 +285,7 @@ def _rankings(
     queries: list[str],
     on_event: OnEvent,
 ) -> dict[str, RankingChange]:
-    """Re-rank the candidates of each query at every precision and return how the ranking changes, by precision.
-
-    Queries with fewer than two candidates are skipped. The result is empty if all queries are skipped.
-    """
+    """Re-rank the candidates of each query at every precision. Return the changes by precision."""
     from edje_index.evaluation.quantization_report.query_candidates import query_candidates
     from edje_index.evaluation.quantization_report.rankings import compare_rankings
     from edje_index.search.reranking import Reranker

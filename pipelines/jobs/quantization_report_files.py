@@ -126,7 +126,7 @@ def _quality(cost: PrecisionCost, *, ranked: bool) -> Distribution:
 
 
 def _apart(ticks: Sequence[float]) -> list[float]:
-    """Return the ascending `ticks` without ticks that are too close to the previous tick on a log scale."""
+    """Return `ticks` without ticks that are too close to the previous tick on a log scale."""
     kept: list[float] = []
     for tick in ticks:
         if not kept or tick / kept[-1] > 1.15:

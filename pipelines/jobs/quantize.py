@@ -97,7 +97,7 @@ class _Conversion:
 
     @property
     def plan(self) -> str:
-        """Fingerprint of the conversion. It tells receipts of this conversion from receipts of others."""
+        """Return the fingerprint of the conversion, which its receipts hold."""
         text = f"convert {self.spec} {self.source} {self.targets} {self.source_digest}"
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -179,12 +179,12 @@ def _origin(manifest: Manifest, name: str) -> tuple[str, ...]:
 
 
 def _least_accurate(manifest: Manifest, name: str) -> str:
-    """Return the least accurate precision among `name` and the precisions that its blocks were converted from."""
+    """Return the least accurate precision among `name` and the precisions that `name` was converted from."""
     return max((name, *_origin(manifest, name)), key=_rank)
 
 
 def _rank(name: str) -> int:
-    """Return the rank of a precision by accuracy: 0 is the most accurate, and an unknown precision comes last."""
+    """Return the rank of a precision. 0 is the most accurate, and unknown precisions come last."""
     from storage_formats.codecs import precisions
 
     names = precisions()
@@ -192,7 +192,7 @@ def _rank(name: str) -> int:
 
 
 def _refuse_higher_fidelity(root: Path, manifest: Manifest, source: str, targets: tuple[str, ...]) -> None:
-    """Raise UsageError if a target has a higher fidelity than the blocks that it would be converted from."""
+    """Raise UsageError if a target has a higher fidelity than its source."""
     lossy = _least_accurate(manifest, source)
     for name in targets:
         if _rank(name) < _rank(lossy):
@@ -204,10 +204,7 @@ def _refuse_higher_fidelity(root: Path, manifest: Manifest, source: str, targets
 
 
 def _source_digest(root: Path, manifest: Manifest, source: str) -> str:
-    """Return the SHA-256 of the lengths and checksums of the files of `source`.
-
-    The digest differs between indexes of the same shape with different tokens.
-    """
+    """Return the SHA-256 of the lengths and checksums of the files of `source`."""
     from storage_formats.format.shard_table import read_shard_tables
 
     folders = (f"tokens/{source}/", f"checksums/{source}/")
@@ -222,7 +219,7 @@ def open_converter() -> Worker:
 
 
 def _check_names(config: QuantizeConfig, available: tuple[str, ...]) -> None:
-    """Raise UsageError if a precision is unknown, or both added and dropped, or if no precision would be left."""
+    """Raise UsageError if the precisions to add and to drop are invalid."""
     from storage_formats.codecs import codec
 
     for name in (*config.to, *config.drop, *filter(None, [config.source])):
@@ -237,7 +234,7 @@ def _check_names(config: QuantizeConfig, available: tuple[str, ...]) -> None:
 
 
 def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_stop: ShouldStop) -> Manifest:
-    """Convert the shards that earlier runs did not finish, publish the new precisions and return the manifest."""
+    """Convert the shards that earlier runs did not finish, and publish the new precisions."""
     from storage_formats.format.receipts import read_receipts
     from storage_formats.writing.begin import clear_staging
     from storage_formats.writing.conversion import add_precisions

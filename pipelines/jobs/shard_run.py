@@ -107,7 +107,7 @@ def run_shards(
 
 @contextlib.contextmanager
 def _stopped_by_errors(job: ShardJob, receipts: Receipts) -> Iterator[None]:
-    """Turn errors that a second run might avoid into JobStopped. The message says how many rows are kept."""
+    """Turn errors that a second run might avoid into JobStopped."""
     try:
         yield
     except (UsageError, EngineUnavailableError, FailedInputsError):

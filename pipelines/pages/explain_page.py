@@ -38,8 +38,6 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Page:
-    """The values of the template."""
-
     index: str
     against: str
     precision: str
@@ -75,7 +73,7 @@ def explain_page(explanation: Explanation) -> str:
 
 
 def _cloud(counts: WordCounts) -> list[_Word]:
-    """Words whose size grows with the root of their frequency, so that their area grows with it."""
+    """Return words whose area grows with their frequency."""
     most = counts.words[0][1]
     return [
         _Word(text, count, counts.tokens, _SMALLEST + _SPAN * ((count - 1) / max(1, most - 1)) ** 0.5)
@@ -84,7 +82,7 @@ def _cloud(counts: WordCounts) -> list[_Word]:
 
 
 def _bars(alignment: Alignment | None) -> list[list[float]]:
-    """Height of each bin, between 0 and 100, of one or two histograms."""
+    """Return the height of each bin, between 0 and 100, of one or two histograms."""
     if alignment is None:
         return []
     counts = [alignment.first.counts] + ([alignment.second.counts] if alignment.second else [])

@@ -42,8 +42,6 @@ class SearchContext:
 
 @dataclass(frozen=True)
 class _Page:
-    """The values of the template."""
-
     index: str
     query: str
     precision: str

@@ -100,7 +100,7 @@ def _bundle_of(config: AppendConfig, index: CommittedIndex) -> BundleInfo:
 
 
 def _settings(config: AppendConfig, index: CommittedIndex) -> BuildSettings:
-    """Return the settings of an append: the settings of the index, with the new sources and with `dedupe`."""
+    """Return the settings of the index, with the new sources and with `dedupe`."""
     from edje_index.images.inputs import display_path
 
     built = plan_of_manifest(config.root, index.manifest).settings
@@ -149,10 +149,7 @@ def _new_plan(
     on_event: OnEvent,
     should_stop: ShouldStop,
 ) -> BuildPlan:
-    """Write the lists of new inputs to `build/inputs/`, and return the plan.
-
-    If the sources hold no new inputs, `input_checksums` of the plan is empty.
-    """
+    """Write the lists of new inputs, and return the plan."""
     from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
 
     manifest, spec = index.manifest, index.manifest.spec
@@ -175,7 +172,7 @@ def _new_plan(
 
 
 def _without_known(index: CommittedIndex, refs: list[InputRef]) -> list[InputRef]:
-    """Return the inputs of `refs` whose content no row of `index` has. Memory does not depend on the number of rows."""
+    """Return the inputs whose content no row of `index` has."""
     from storage_formats.format.rows import iter_rows
 
     hashes = {ref.content_hash for ref in refs if ref.content_hash is not None}

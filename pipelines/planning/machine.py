@@ -44,7 +44,7 @@ def cuda_devices() -> int:
 
 
 def _file_cache() -> int:
-    """Return the bytes of the container's page cache. They count as used, but are released when memory is short."""
+    """Return the bytes of the container's page cache, which are released when memory is short."""
     fields = dict(line.split() for line in _read_cgroup("memory.stat").splitlines())
     return sum(int(fields.get(name, 0)) for name in ("inactive_file", "active_file"))
 

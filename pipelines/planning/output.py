@@ -29,10 +29,8 @@ def check_output(config: BuildConfig) -> None:
 
 
 def _foreign_entries(layout: Layout) -> set[str]:
-    """Return the names of entries that no build wrote.
-
-    A build that was stopped while it listed its sources leaves `build/` without a plan. This `build/` is not returned.
-    """
+    """Return the names of entries that no build wrote."""
+    # A build that was stopped while it listed its sources leaves `build/` without a plan.
     names = {entry.name for entry in layout.root.iterdir()} - {layout.build.name}
     if layout.build.is_dir():
         names |= {entry.name for entry in layout.build.iterdir()} - {layout.lock.name, layout.inputs(0).parent.name}

@@ -70,7 +70,7 @@ def describe_progress(progress: Progress, *, speed: float | None = None, seconds
 
 
 class _Tracker:
-    """Tracks the current activity with `rich`, which measures the activity's speed and estimates the time left."""
+    """Measures the speed of the current activity with `rich`, and estimates the time left."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
         from rich import progress
@@ -97,10 +97,7 @@ class _Tracker:
         return line
 
     def _task_of(self, event: Progress) -> Task:
-        """Return the `rich` task of the event's activity.
-
-        Work that was done before the first event of the activity does not count towards its speed.
-        """
+        """Return the `rich` task of the activity. Earlier work does not count towards its speed."""
         for task in self.bar.tasks:
             if task.description == event.activity:
                 return task
@@ -110,8 +107,6 @@ class _Tracker:
 
 
 class _Display(ABC):
-    """Base class of displays. Passes each event to the method that shows it."""
-
     def __call__(self, event: Event) -> None:
         match event:
             case StatusMessage(text):
@@ -148,7 +143,7 @@ class LogDisplay(_Display):
             self._print(line)
 
     def _interval(self, event: Progress) -> float:
-        """Return the minimum number of seconds between the last printed line of progress and the line of `event`."""
+        """Return the minimum number of seconds between two printed lines of progress."""
         shards = event.shards
         if event.done == event.total and (shards is None or shards.finished == shards.total):
             return 0.0

@@ -136,7 +136,7 @@ class Batcher:
             )
 
     def _estimated_seconds(self, work: Work) -> float:
-        """Estimate the seconds until `work` is finished from the rate of recent batches; 0 before the first batch."""
+        """Estimate the seconds until `work` is finished; 0 before the first batch."""
         if self._tokens_per_second is None:
             return 0.0
         cost = work.cost + self._running_cost + sum(job.work.cost for job in self._jobs)
@@ -153,11 +153,9 @@ class Batcher:
             await asyncio.shield(self._current)  # the thread cannot be interrupted: `stop` waits for it
 
     def _next_batch(self) -> list[_Job]:
-        """Take the next batch from the queue.
-
-        The batch is the first job that is neither cancelled nor late, and later jobs of the same kind within the
-        budget. Late jobs fail with status 504.
-        """
+        """Take the next batch from the queue."""
+        # The batch is the first job that is neither cancelled nor late, and later jobs of the same kind within the
+        # budget. Late jobs fail with status 504.
         batch: list[_Job] = []
         rest: deque[_Job] = deque()
         cost, now = 0, time.monotonic()
@@ -202,10 +200,7 @@ class Batcher:
 
 
 def _run(works: Sequence[Work]) -> list[Any]:
-    """Run the items as one batch. Return the result of each item, or the exception that it raised.
-
-    If the batch fails, each item is run alone, so that an error of one item does not fail the others.
-    """
+    """Run the items as one batch. If the batch fails, run each item alone."""
     try:
         return list(works[0].run([work.payload for work in works]))
     except Exception as error:

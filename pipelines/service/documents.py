@@ -73,10 +73,7 @@ def _value(document: Document, position: int) -> int | str | bytes:
 
 
 def _text_value(text: str) -> int | str | bytes:
-    """Return the document that a text stands for: bytes of an image for a data URI, a row id for digits, else a uri.
-
-    Row ids are accepted as digits for clients that can send only texts.
-    """
+    """Return an image for a data URI, a row id for digits, else the text as a uri."""
     if is_data_uri(text):
         return picture_bytes(text)
     if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS:

@@ -106,7 +106,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _describe(error: RequestValidationError) -> str:
-    """Return where the request is invalid and why. The message does not repeat values that the client sent."""
+    """Describe why the request is invalid, without the values that the client sent."""
     problems = [
         f"{'.'.join(str(part) for part in problem['loc'][1:]) or 'body'}: {problem['msg']}"[:300]
         for problem in error.errors()

@@ -89,22 +89,13 @@ class Guard:
             )
 
     def _has_key(self, headers: Headers) -> bool:
-        """Return whether the request has a valid API key.
-
-        The comparison takes a time that does not depend on which characters match.
-        """
+        """Return True if the request has a valid API key. Compares in constant time."""
         scheme, _, sent = headers.get("authorization", "").partition(" ")
         matches = [hmac.compare_digest(sent.strip().encode(), key.encode()) for key in self._settings.api_keys]
         return scheme.lower() == "bearer" and any(matches)
 
     def _reserve(self, headers: Headers) -> int:
-        """Reserve memory for the body and return the number of reserved bytes.
-
-        For a body of unknown length, the largest allowed length is reserved.
-
-        Raises:
-            ServiceError: status 413 if the body is too large, 429 if all bodies together are too large.
-        """
+        """Reserve memory for the body, and return the number of reserved bytes."""
         limits = self._settings.limits
         length, chunked = headers.get("content-length"), "transfer-encoding" in headers
         size = limits.body_bytes if chunked else int(length) if length and length.isdecimal() else 0
@@ -143,7 +134,7 @@ class Guard:
 
 
 class _Exchange:
-    """Sends one response with the security headers. Raises TimeoutError if the client does not read the response."""
+    """Sends one response. Raises TimeoutError if the client does not read the response."""
 
     def __init__(self, send_seconds: float, send: Send) -> None:
         self._send = send
@@ -162,7 +153,7 @@ class _Exchange:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI `receive` function whose first message holds `body`. Later messages come from `receive`."""
+    """Return a `receive` function that yields `body` first, then the messages of `receive`."""
     messages: Iterable[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replay() -> Message:
@@ -174,7 +165,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _host_name(header: str) -> str:
-    """Return the host name in a Host header, lower-case and without the port; empty if the header is invalid."""
+    """Return the lower-case host name in a Host header; empty if the header is invalid."""
     try:
         return (urlsplit(f"//{header}").hostname or "").lower()
     except ValueError:

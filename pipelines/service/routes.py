@@ -142,7 +142,7 @@ async def rerank(request: Request, body: TeiRerankRequest | CohereRerankRequest)
 async def _rerank(
     state: ServiceState, served: ServedIndex, query: str, documents: list[Document]
 ) -> list[tuple[int, float]]:
-    """Return (position, score) of each document, best first. If scores are equal, the earlier document comes first."""
+    """Return (position, score) of each document, best first."""
     _check_query(state, query)
     index = served.at(None)
     parsed: Documents = await _in_thread(state, read_documents, documents, state.limits)
@@ -229,11 +229,7 @@ def _check_query(state: ServiceState, text: str) -> None:
 
 
 async def _in_thread(state: ServiceState, function: Any, *arguments: Any) -> Any:
-    """Call `function`, which reads files, on one of a few threads, and return its result.
-
-    Raises:
-        ServiceError: status 429 if too many requests wait for a thread, 504 if no thread is free before the deadline.
-    """
+    """Call `function`, which reads files, on one of a few threads."""
     limiter: CapacityLimiter = state.file_threads
     if limiter.statistics().tasks_waiting >= state.limits.waiting:
         raise overloaded("too many requests are reading files; try again later", 1)

@@ -78,10 +78,8 @@ def run_service(
 
 @contextmanager
 def _signals_end_quietly() -> Iterator[None]:
-    """Ignore SIGTERM and SIGINT inside the context, except while uvicorn handles them.
-
-    Uvicorn raises a signal again after it has stopped. Without this context, a requested stop looks like a failure.
-    """
+    """Ignore SIGTERM and SIGINT, except while uvicorn handles them."""
+    # Uvicorn raises a signal again after it has stopped. Without this context, a requested stop looks like a failure.
     stops = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, lambda *_: None) for number in stops}
     try:

@@ -30,7 +30,7 @@ async def follow_changes(state: ServiceState) -> None:
 
 
 def _refresh(index: ServedIndex) -> str:
-    """Open the index again if it has changed. Return why it cannot be opened, or an empty text."""
+    """Open the index again if it has changed. Return why this failed, or an empty text."""
     try:
         index.refresh()
     except (EdjeError, OSError, MemoryError) as error:

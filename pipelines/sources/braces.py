@@ -42,10 +42,7 @@ def _expand(text: str) -> Iterator[str]:
 
 
 def _group(text: str, start: int) -> tuple[list[str], int]:
-    """Return the comma-separated parts of the group that opens at `start`, and the position after the group.
-
-    If the group is not closed, the parts are empty.
-    """
+    """Return the parts of the group at `start`, and the position after it. No parts if it is not closed."""
     parts, depth, part_start = [], 0, start + 1
     for position in range(start, len(text)):
         letter = text[position]

@@ -32,7 +32,7 @@ def mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
 
 
 def _hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
-    """Yield `refs` in order with their content hashes. Threads read and hash a bounded number of inputs ahead."""
+    """Yield `refs` with their content hashes. Threads read a bounded number of inputs ahead."""
     threads = min(_MAX_THREADS, 2 * (os.cpu_count() or 1))
     pending: deque[Future[InputRef]] = deque()
     with ThreadPoolExecutor(threads, "edje-hash") as pool:

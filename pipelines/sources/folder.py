@@ -168,10 +168,7 @@ class _Walk:
         return None
 
     def _leads_to_file(self, link: bytes, name: bytes, entries: _Entries) -> bool:
-        """Whether a link leads to a file, or is a broken link with an image suffix.
-
-        If the link leads to a directory, its name is added to `entries.directories`.
-        """
+        """Return True if a link leads to a file, or is a broken link with an image suffix."""
         if name.startswith(b"."):
             self._ignored.count("(hidden)")
             return False
@@ -189,7 +186,7 @@ class _Walk:
         return stat.S_ISREG(mode)
 
     def _is_new_target(self, link: bytes) -> bool:
-        """Record the target of a link. Return False if the target was used before, directly or through another link."""
+        """Record the target of a link. Return False if the target was recorded before."""
         directory, name = os.path.split(os.path.realpath(link))
         try:
             home = _directory_id(directory)

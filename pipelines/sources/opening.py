@@ -140,10 +140,7 @@ def _head(spec: str) -> bytes:
 
 
 def _refuse_overlaps(sources: Sequence[Source]) -> None:
-    """Raise UsageError if two sources are the same, or one source lies inside another.
-
-    The paths in lists are not compared: a list may name a file any number of times.
-    """
+    """Raise UsageError if two sources are the same, or one source lies inside another."""
     source_of_path: dict[bytes, Source] = {}
     for source in sources:
         other = source_of_path.setdefault(os.path.realpath(source.path), source)

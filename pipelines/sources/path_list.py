@@ -93,7 +93,7 @@ class PathListSource:
 
 
 def _listed_input(value: Any, directory: bytes) -> InputRef | None:
-    """Return the input that the value of a list entry names; None if the value is not a path."""
+    """Return the input that a list entry names; None if the value is not a path."""
     if isinstance(value, str):
         scheme = _SCHEME.match(value)
         if scheme and scheme[1].lower() != "file":
@@ -108,13 +108,13 @@ def _listed_input(value: Any, directory: bytes) -> InputRef | None:
 
 
 def _json_objects(path: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the line number and the object of each line. The object is empty if the line holds no JSON object."""
+    """Yield the line number and the object of each line; an empty object for an invalid line."""
     for line in read_json_lines(path, decode_errors="surrogateescape"):  # file names need not be UTF-8
         yield line.number, line.value if isinstance(line.value, dict) else {}
 
 
 def _csv_rows(path: bytes) -> Iterator[tuple[int, list[str] | None]]:
-    """Yield the line number and the fields of each row, starting with the header. Invalid rows have the fields None."""
+    """Yield the line number and the fields of each row, starting with the header; None for invalid rows."""
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.reader(file)
         while True:
@@ -157,7 +157,7 @@ def _parquet_values(path: bytes, column: str, spec: str) -> Iterator[tuple[int, 
 
 
 def _to_python(column: Any) -> Iterable[Any]:
-    """Return the values of an Arrow column as Python objects. If a text is not UTF-8, all texts become bytes."""
+    """Return the values of an Arrow column. If a text is not UTF-8, all texts become bytes."""
     import pyarrow as pa
 
     try:

@@ -197,10 +197,7 @@ class _Opened:
     def nearest(
         self, vocabulary: Vocabulary, rows: NDArray[np.int64], on_progress: OnProgress
     ) -> list[NDArray[np.int64]]:
-        """Return the token ids of the nearest words of the rows `rows` [k].
-
-        Each batch of b rows gives an int64 array [b, m].
-        """
+        """Return the token ids of the nearest words, one int64 array [b, m] per batch of rows."""
         parts = []
         for start in range(0, len(rows), _BATCH):
             on_progress("looking up nearest words, images", start, len(rows))
@@ -208,7 +205,7 @@ class _Opened:
         return parts
 
     def matched(self, items: Sequence[CaptionedImage]) -> NDArray[np.int64]:
-        """Return the row id of each of `items`, int64 [n]; -1 for an image without tokens in the index."""
+        """Return the row id of each item, or -1 for an image without tokens."""
         return match_items(self.index.root, read_all_rows(self.index, NAME_COLUMNS), items).rows
 
     def scores(

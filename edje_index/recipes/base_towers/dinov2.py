@@ -61,10 +61,7 @@ def timm_state(onnx_graph: bytes) -> State:
 
 
 def _named_arrays(onnx_graph: bytes) -> _Arrays:
-    """Return every constant tensor by name.
-
-    An unnamed tensor gets the name of its linear layer, or else the name of the node that uses the tensor.
-    """
+    """Return every constant tensor by name. An unnamed tensor gets the name of its linear layer."""
     import onnx
     from onnx import numpy_helper
 

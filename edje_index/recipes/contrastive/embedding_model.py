@@ -109,7 +109,7 @@ def _check_tuned_layers(model: ContrastiveModel, tune_text: int) -> None:
 def _pair_features(
     model: ContrastiveModel, items: Sequence[CaptionedImage], request: EmbeddingRequest, on_progress: OnProgress
 ) -> tuple[PairFeatures, int]:
-    """Return the features of the readable images and of their captions, and the number of unreadable images."""
+    """Return the features of readable images and their captions, and the number of unreadable images."""
     paths = [_plain_file(item) for item in items]
     images = image_features(PooledTower(model.clip.visual.trunk, model.config), paths, request.cache, on_progress)
     readable = np.asarray(np.isfinite(images).all(axis=1))

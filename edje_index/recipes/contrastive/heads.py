@@ -93,12 +93,7 @@ class Heads(nn.Module):
                 handle.remove()
 
     def _pooled(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Run the tuned layers on hidden states [b, t, d], then average the tokens where ``mask`` is true, to [b, d].
-
-        Args:
-            hidden: hidden states below the tuned layers [b, t, d].
-            mask: true for tokens and false for padding, bool [b, t].
-        """
+        """Run the tuned layers, then average the tokens where `mask` is true: [b, t, d] to [b, d]."""
         bias = torch.zeros(mask.shape, dtype=hidden.dtype).masked_fill(~mask, torch.finfo(hidden.dtype).min)
         for layer in self.layers:
             hidden = layer(hidden, bias[:, None, None, :])

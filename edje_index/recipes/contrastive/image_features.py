@@ -85,12 +85,12 @@ def image_features(tower: PooledTower, images: Sequence[Path], cache: Path, on_p
 
 
 def _mapped(path: Path, dtype: type[Any], shape: tuple[int, int]) -> np.memmap[Any, Any]:
-    """Map the array in the file ``path`` into memory. A missing file is created with zeros."""
+    """Map the array in the file `path` into memory. A missing file is created with zeros."""
     return np.memmap(path, dtype, mode="r+" if path.exists() else "w+", shape=shape)
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Return the modification time of a file in nanoseconds and its size in bytes; (0, 0) if the file is missing."""
+    """Return (modification time in nanoseconds, size in bytes) of a file; (0, 0) if it is missing."""
     try:
         status = path.stat()
     except OSError:

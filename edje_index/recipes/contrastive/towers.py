@@ -149,7 +149,7 @@ def _load_image_weights(trunk: Any, path: Path) -> None:
 
 
 def _load_text_weights(transformer: torch.nn.Module, path: Path) -> None:
-    """Load all weights except those of the pooler. The model averages tokens and does not use the pooler."""
+    """Load all weights except those of the pooler, which the model does not use."""
     state = {name.removeprefix("bert."): tensor.float() for name, tensor in _read(path).items()}
     unused = ("pooler.", "cls.", "embeddings.position_ids")
     used = {name: tensor for name, tensor in state.items() if not name.startswith(unused)}

@@ -120,7 +120,7 @@ def recall(heads: Heads, data: PairFeatures) -> dict[str, dict[str, float]]:
 
 
 def _epoch(heads: Heads, data: PairFeatures, config: ContrastiveConfig, schedule: _Schedule) -> float:
-    """Train on all captions once, in random order, and return the mean loss. The last incomplete batch is left out."""
+    """Train on all captions once, and return the mean loss. The last incomplete batch is left out."""
     heads.train()
     losses = []
     order = torch.randperm(len(data.captions))
@@ -141,7 +141,7 @@ def _epoch(heads: Heads, data: PairFeatures, config: ContrastiveConfig, schedule
 
 
 class _Schedule:
-    """Steps an optimiser with a learning-rate schedule: a linear warm-up to each group's peak, then a cosine to 0."""
+    """Learning-rate schedule: a linear warm-up to each group's peak, then a cosine to 0."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self.optimizer = optimizer

@@ -66,7 +66,7 @@ class BaseTowers:
 
 
 def _fits(base: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether ``shape`` equals ``base``, or is the shape of a matrix with more rows than ``base``."""
+    """Return True if `shape` equals `base`, or is a matrix with more rows than `base`."""
     if len(base) != len(shape) or not shape:
         return False
     return base == shape or (len(shape) == 2 and base[1:] == shape[1:] and base[0] < shape[0])

@@ -113,10 +113,7 @@ def _description(tensors: PackedTensors, bases: BaseTowers) -> dict[str, Any]:
 
 
 def _copy_other_files(info: BundleInfo, tensors: PackedTensors, bases: BaseTowers, folder: Path) -> BundleInfo:
-    """Copy the files without weights to ``folder``, and return the description of the unpacked bundle.
-
-    The function also writes this description to ``bundle.json`` in ``folder``.
-    """
+    """Copy the files without weights, write `bundle.json`, and return its content."""
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch) / "bundle"
         for name in info.files:

@@ -81,7 +81,7 @@ def _rows(tensor: Array) -> Array:
 
 
 def _extended(base: Array, shape: tuple[int, ...]) -> Array:
-    """Return a copy of ``base``, extended to ``shape`` with rows of zeros."""
+    """Return a copy of `base`, extended to `shape` with rows of zeros."""
     if base.shape[1:] != shape[1:] or len(base) > shape[0]:
         raise ValueError(f"a base of shape {list(base.shape)} does not fit a tensor of shape {list(shape)}")
     result = np.zeros(shape, base.dtype)

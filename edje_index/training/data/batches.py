@@ -211,10 +211,7 @@ class BatchSource:
     def _pairs(
         self, number: int, images: NDArray[np.int64], captions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return image positions and caption positions of this worker's pairs, int64 [b (1 + 2 k)] each.
-
-        Positive pairs come first, then pairs with negative images, then pairs with negative texts.
-        """
+        """Return image and caption positions: positive pairs, then negative images, then negative texts."""
         part = len(images) // self.world_size
         local = slice(self.rank * part, (self.rank + 1) * part)
         other_images, other_texts = (drawn[local] for drawn in self.negatives(number, images, captions))
@@ -280,7 +277,7 @@ class BatchSource:
         return batch
 
     def _patches(self, images: NDArray[np.int64], phase: int, number: int) -> torch.Tensor:
-        """Read the features of each of the k `images`, or of a random view of the image, bfloat16 [k, n, d_v]."""
+        """Read the features of each image, or of a random view of it, bfloat16 [k, n, d_v]."""
         rows = self.data.rows[images]
         if self.views is None:
             return self.features.fetch(rows)

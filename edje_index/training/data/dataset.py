@@ -181,7 +181,7 @@ def _token_ids(tokenizer: JointTokenizer, texts: Sequence[str]) -> list[list[int
 
 
 def _words(text: str, tokenizer: JointTokenizer) -> str:
-    """Return the normalised caption; captions with the same words give the same string."""
+    """Return the normalised caption. Captions with the same words give the same string."""
     return clean_canonicalize(text) if tokenizer.canonical else " ".join(text.lower().split()).rstrip(" .")
 
 

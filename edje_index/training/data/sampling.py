@@ -64,7 +64,7 @@ class Sampler:
         return images, starts[images] + (first + np.arange(count)[:, None]) % counts
 
     def _members(self, batch: int, count: int) -> tuple[NDArray[np.int64], int]:
-        """Return the positions below `count` that batch `batch` visits, int64 [batch_size], and the epoch number."""
+        """Return the positions that batch `batch` visits, int64 [batch_size], and the epoch number."""
         epoch, batch_of_epoch = divmod(batch, count // self.batch_size)
         order = _permutation(count, self.seed, epoch)
         return order[batch_of_epoch * self.batch_size : (batch_of_epoch + 1) * self.batch_size], epoch

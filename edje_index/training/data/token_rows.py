@@ -98,7 +98,7 @@ def mask_captions(
 def _padded(
     captions: Sequence[TokenIds], extra: int, special_tokens: SpecialTokens
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return rows ``[CLS] caption [SEP]`` with at least `extra` tokens of padding, and caption lengths [b, 1]."""
+    """Return rows ``[CLS] caption [SEP]`` with at least `extra` padding tokens, and caption lengths [b, 1]."""
     lengths = np.array([[len(caption)] for caption in captions])
     ids = np.full((len(captions), lengths.max() + 2 + extra), special_tokens.pad, dtype=np.int64)
     position = np.arange(ids.shape[1])

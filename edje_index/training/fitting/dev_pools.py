@@ -106,7 +106,7 @@ def dev_recalls(bundle: ModelBundle, dev: DevSet, features: Features, config: Fi
 
 
 def _queries(dev: DevSet, config: FittingConfig) -> dict[str, NDArray[np.int64]]:
-    """Return the positions of the queries by direction: among the captions for t2i, among the images for i2t."""
+    """Return the positions of the queries by direction: captions for t2i, images for i2t."""
     return {
         TEXT_TO_IMAGE: np.sort(stream(0, DEV, 0).permutation(len(dev.captions))[: config.dev_captions]),
         IMAGE_TO_TEXT: np.sort(stream(0, DEV, 1).permutation(len(dev.rows))[: config.dev_captions]),
@@ -119,7 +119,7 @@ def _report(on_progress: OnProgress, before: int, total: int, done: int) -> None
 
 @dataclass(frozen=True)
 class _DevScorer:
-    """Scores pools of dev queries in one direction, by the named `parts`. Parts that `bundle` lacks are left out."""
+    """Scores pools of dev queries in one direction. Parts that `bundle` lacks are left out."""
 
     bundle: ModelBundle
     dev: DevSet
@@ -128,10 +128,7 @@ class _DevScorer:
     parts: tuple[str, ...] = JOINT_PARTS
 
     def pools(self, queries: NDArray[np.int64], size: int, on_query: Callable[[int], None]) -> DevPools:
-        """Return the scored pools of the `size` candidates with the highest embedding similarity to each query.
-
-        `queries` are positions among the captions (t2i) or among the images (i2t), int64 [q].
-        """
+        """Return the scored pools: the `size` candidates most similar to each query."""
         dev, text_queries = self.dev, self.direction == TEXT_TO_IMAGE
         embeddings = (dev.text_embeddings, dev.image_embeddings)
         query_embeddings, candidate_embeddings = embeddings if text_queries else embeddings[::-1]
@@ -155,10 +152,7 @@ class _DevScorer:
         tokens: _DevTokens,
         on_query: Callable[[int], None],
     ) -> dict[str, Scores]:
-        """Compute the parts that read tokens, float32 [q, p] each, by name.
-
-        `captions` and `images` are the positions of each pair's caption and image in the dev set, int64 [q, p].
-        """
+        """Compute the parts that read tokens, float32 [q, p] each, by name."""
         available = self.bundle.parts(self.direction, ScoreWeights())
         parts = {name: available[name] for name in self.parts if name in available}
         scores: dict[str, list[NDArray[np.float32]]] = {name: [] for name in parts}
@@ -192,7 +186,7 @@ class _DevScorer:
 
 @dataclass(frozen=True)
 class _DevTokens:
-    """Tokens of some images of a dev set, rounded to bfloat16 like tokens in an index.
+    """Tokens of some images of a dev set, rounded to bfloat16 as in an index.
 
     Attributes:
         images: positions of the images in the dev set, ascending, int64 [n].
@@ -205,7 +199,7 @@ class _DevTokens:
     @classmethod
     @torch.inference_mode()
     def of(cls, bundle: ModelBundle, dev: DevSet, features: Features, positions: NDArray[np.int64]) -> _DevTokens:
-        """Compute the tokens of the images at `positions` in `dev`, an array of any shape that may hold repeats."""
+        """Compute the tokens of the images at `positions`, which may repeat."""
         adapter = trained_part(bundle.adapter)
         images, blocks = np.unique(positions), []
         for start in range(0, len(images), _ADAPTER_BATCH):
@@ -214,5 +208,5 @@ class _DevTokens:
         return cls(images, torch.cat(blocks))
 
     def at(self, positions: NDArray[np.int64]) -> torch.Tensor:
-        """Return the blocks of the images at `positions` in the dev set, bfloat16 [*positions.shape, m, d]."""
+        """Return the blocks of the images at `positions`, bfloat16 [*positions.shape, m, d]."""
         return self.blocks[torch.from_numpy(np.searchsorted(self.images, positions))]

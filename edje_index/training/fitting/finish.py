@@ -83,7 +83,7 @@ def finish_model(task: TrainTask, step: int | None, on_progress: OnProgress) -> 
 
 
 def _score_of_settings(fitting: FittingConfig) -> DirectionWeights:
-    """Return the weights in the settings, the same for both directions. A weight that is None becomes 0."""
+    """Return the weights in the settings. A weight that is None becomes 0."""
     weights = ScoreWeights(
         late=fitting.late_weight or 0.0,
         pooled=(fitting.pooled_weight or 0.0) if fitting.pooled_dim else 0.0,

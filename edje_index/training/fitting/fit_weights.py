@@ -170,10 +170,7 @@ def fit_weights(pools: DevPools, given: Given) -> ScoreWeights:
 
 
 def _weights(weights: Mapping[str, Any], temperature: float) -> ScoreWeights:
-    """Return `weights`, given by part, as `ScoreWeights`.
-
-    The embedding and pooled weights are also those of the hubness similarity.
-    """
+    """Return `ScoreWeights` for the weights of the parts, also as weights of the hubness similarity."""
     by_part = {part: _number(weight) for part, weight in weights.items()}
     similarity = HubnessSimilarity(by_part.get(EMBEDDING, 0.0), by_part.get(POOLED, 0.0), temperature)
     return ScoreWeights.of_parts(by_part, similarity)
@@ -184,10 +181,7 @@ def _number(value: float | torch.Tensor) -> float:
 
 
 def _fit_without_hubness(pools: DevPools, given: Given, answered: NDArray[np.bool_]) -> dict[str, float]:
-    """Return the weight of each part in `given`, fitted where it is None. The logit has weight 1.
-
-    `answered` says which queries have a relevant candidate in their pool, bool [q].
-    """
+    """Return the weight of each part in `given`, fitted where it is None."""
     fixed = {part: weight for part, weight in given.items() if weight is not None}
     free = [part for part in given if part not in fixed]
     if not free or not answered.any() or pools.right.shape[1] == 1:
@@ -204,7 +198,7 @@ def _fit_without_hubness(pools: DevPools, given: Given, answered: NDArray[np.boo
 
 
 def _likeliest_factors(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the factor of each column [q, p] that minimises the loss. A factor that would be negative is 0."""
+    """Return the factor of each column that minimises the loss. Negative factors become 0."""
     factors = {part: torch.zeros((), dtype=torch.float64) for part in columns}
     kept = dict(columns)
     while kept:
@@ -216,10 +210,8 @@ def _likeliest_factors(columns: Columns, right: torch.Tensor) -> dict[str, torch
 
 
 def _minimise(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the factors that minimise the loss with weak regularisation; they may be negative.
-
-    If each query has one relevant candidate, the problem is convex.
-    """
+    """Return the factors that minimise the loss with weak regularisation. They may be negative."""
+    # If each query has one relevant candidate, the problem is convex.
     factors = torch.ones(len(columns), dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([factors], max_iter=200, line_search_fn="strong_wolfe")
 
@@ -236,7 +228,7 @@ def _minimise(columns: Columns, right: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _HubnessFit:
-    """Fits the weights together with the hubness correction, starting at weights that were fitted without it.
+    """Fits the weights together with the hubness correction.
 
     Attributes:
         columns: values of the parts by name, without the hubness correction, float64 [q, p] each.
@@ -244,8 +236,7 @@ class _HubnessFit:
         products: inner products of the candidates with the hubness bank.
         start: weights that were fitted without the hubness correction.
         free: names of the parts whose weights are fitted again.
-        scale: initial values of three parameters: the factor of the whole score, the weight of the hubness correction
-            and the temperature of the hubness correction, float64 [3].
+        scale: initial factor of the score, and weight and temperature of the hubness correction, float64 [3].
     """
 
     columns: Columns
@@ -271,7 +262,7 @@ class _HubnessFit:
         return cls(columns, right, products, start, free, scale)
 
     def solve(self) -> ScoreWeights | None:
-        """Return the maximum-likelihood weights; None if their loss is not lower than the loss of `start`."""
+        """Return the fitted weights; None if their loss is not lower than the loss of `start`."""
         limit = float(_mean_loss(self.scale[0] * FinalScore.of(self.start).sum(self.columns), self.right)) - _LEAST_GAIN
         best: ScoreWeights | None = None
         moves = torch.zeros(3 + len(self.free), dtype=torch.float64, requires_grad=True)
@@ -292,10 +283,8 @@ class _HubnessFit:
         return best
 
     def _point(self, moves: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
-        """Return (factor of the whole score, weights by part, temperature) at the point `moves` of the search.
-
-        Each fitted value is its initial value times a factor between 1/100 and 100; at `moves` 0 the factor is 1.
-        """
+        """Return (factor of the score, weights by part, temperature) at the point `moves`."""
+        # Each fitted value is its initial value times a factor between 1/100 and 100. At `moves` 0 the factor is 1.
         times = (_LOG_RANGE * torch.tanh(moves / _LOG_RANGE)).exp()
         factor, correction, temperature = self.scale * times[:3]
         weights: dict[str, Any] = {
@@ -322,5 +311,5 @@ class _HubnessFit:
 
 
 def _mean_loss(scores: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the mean over queries of -log P, where P is the softmax probability of all relevant candidates."""
+    """Return the mean of -log P, where P is the softmax probability of all relevant candidates."""
     return (scores.logsumexp(dim=1) - scores.masked_fill(~right, -math.inf).logsumexp(dim=1)).mean()

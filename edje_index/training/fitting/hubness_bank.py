@@ -52,7 +52,7 @@ def make_hubness_bank(
 
 @dataclass
 class _Sample:
-    """Computes the pooled vectors of training captions and images. Without a pooled similarity their width is 0."""
+    """Computes pooled vectors of training captions and images. Without a pooled similarity their width is 0."""
 
     adapter: nn.Module
     vectors: PooledVectors

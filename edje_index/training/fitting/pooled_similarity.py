@@ -82,7 +82,7 @@ def fit_pooled_similarity(
 
 @dataclass(frozen=True)
 class _Captions:
-    """c captions of n images as numeric columns.
+    """The captions of n images as numeric columns.
 
     Attributes:
         columns: hidden state [d] and bag of words [w] of each caption, centred and scaled, float64 [c, d + w].
@@ -104,7 +104,7 @@ class _Captions:
 
     @classmethod
     def of(cls, joint: JointEncoder, data: TrainingData, images: NDArray[np.int64]) -> Self:
-        """Compute the columns of all captions of `images`, given as positions in `data`, int64 [n]."""
+        """Compute the columns of all captions of the images at positions `images`, int64 [n]."""
         captions = np.concatenate([np.arange(*data.caption_starts[[image, image + 1]]) for image in images])
         image_of_caption = np.repeat(np.arange(len(images)), np.diff(data.caption_starts)[images])
         word_ids, word_weights = _counted_words(data, captions)
@@ -124,7 +124,7 @@ class _Captions:
 
 @dataclass(frozen=True)
 class _PooledImages:
-    """Statistics of r images and views of images, one row each.
+    """Statistics of images and of views of images, one row each.
 
     Attributes:
         patches: mean and standard deviation over the patch features of each row, float64 [r, 2 d_v].
@@ -141,10 +141,7 @@ class _PooledImages:
 def _pool_images(
     adapter: nn.Module, source: BatchSource, chosen: NDArray[np.int64], device: torch.device, on_progress: OnProgress
 ) -> _PooledImages:
-    """Compute statistics of the images at positions `chosen` of the training data, then of the views of these images.
-
-    Missing views, whose row is -1, are left out.
-    """
+    """Compute statistics of the images at positions `chosen`, then of the views of these images."""
     parts: list[tuple[Features, NDArray[np.int64]]] = [(source.features, source.data.rows[chosen])]
     if (views := source.views) is not None:
         parts += [(views.features, views.rows[chosen, view]) for view in range(views.rows.shape[1])]
@@ -165,10 +162,7 @@ def _pool_images(
 
 
 def _counted_words(data: TrainingData, captions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token ids used in bags of words, ascending [w], and their inverse document frequencies [w].
-
-    These are the most frequent token ids, at most `MAX_WORDS`, that at least `MIN_CAPTIONS` of `captions` contain.
-    """
+    """Return the most frequent token ids, ascending [w], and their inverse document frequencies [w]."""
     distinct = np.concatenate([np.unique(data.caption(caption)) for caption in captions])
     token_ids, counts = np.unique(distinct, return_counts=True)
     kept = np.flatnonzero(counts >= MIN_CAPTIONS)
@@ -178,7 +172,7 @@ def _counted_words(data: TrainingData, captions: NDArray[np.int64]) -> tuple[tor
 
 
 def _sentence_vectors(joint: JointEncoder, data: TrainingData, captions: NDArray[np.int64]) -> torch.Tensor:
-    """Compute the mean hidden state of each caption, float64 [c, d]. Captions of similar length share a batch."""
+    """Compute the mean hidden state of each caption, float64 [c, d]."""
     special_tokens = SpecialTokens.of(joint.tokenizer)
     order = np.argsort(np.diff(data.token_starts)[captions], kind="stable")
     vectors = torch.empty(len(captions), joint.width, dtype=torch.float64)

@@ -46,7 +46,7 @@ class TrainState:
 
 
 class _UnreadableError(Exception):
-    """One checkpoint cannot be read; other checkpoints may be readable."""
+    """One checkpoint cannot be read. Other checkpoints may be readable."""
 
 
 class Checkpoints:

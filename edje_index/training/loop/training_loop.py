@@ -189,7 +189,7 @@ class Trainer:
         self._count_skipped(finite, phase, step)
 
     def _count_skipped(self, finite: bool, phase: Phase, step: int) -> None:
-        """Count steps without a finite gradient. Raises ModelError after `max_bad_steps` such steps in a row."""
+        """Count steps without a finite gradient. Raise ModelError after too many in a row."""
         total, consecutive = self._skipped
         self._skipped = (total, 0) if finite else (total + 1, consecutive + 1)
         if self._skipped[1] >= self._loop.max_bad_steps:
@@ -215,14 +215,14 @@ class Trainer:
         self._group.barrier()
 
     def _is_kept(self) -> Callable[[int, int], bool]:
-        """Return a function of stage and step: whether to keep this checkpoint in addition to the last two."""
+        """Return a function of stage and step that is true for checkpoints to keep besides the last two."""
         if self._runtime.keep_all:
             return lambda stage, step: True
         best = best_steps(read_log(self._runtime.run_dir), self._runtime.keep_best)
         return lambda stage, step: (stage, step) in best
 
     def _evaluate(self, phase: Phase, log: TrainLog | None, step: int) -> None:
-        """Measure and log recall on the worker with rank 0; the other workers wait."""
+        """Measure and log recall on the worker with rank 0. The other workers wait."""
         if phase.evaluation is not None and log is not None:
             record = dev_record(phase.stage, step, phase.steps, phase.evaluation.recalls())
             log.write(record)
@@ -251,13 +251,13 @@ class Trainer:
         self._on_record({**record, "tensorboard": log.has_tensorboard})
 
     def _seed(self, stage: int, number: int) -> None:
-        """Seed dropout from the stage, the batch number and the rank, so that a resumed run draws the same numbers."""
+        """Seed dropout, so that a resumed run draws the same numbers."""
         rng = stream(self._loop.seed, DROPOUT, stage, number, self._group.rank)
         torch.manual_seed(int(rng.integers(2**63)))
 
 
 def _restore(optimizer: torch.optim.Optimizer, state: TrainState) -> None:
-    """Load the optimiser state. Raises ModelError if it does not fit the parameters, for example of another version."""
+    """Load the optimiser state. Raise ModelError if it does not fit the parameters."""
     try:
         optimizer.load_state_dict(state.optimizer)
     except ValueError as error:
@@ -268,7 +268,7 @@ def _restore(optimizer: torch.optim.Optimizer, state: TrainState) -> None:
 
 
 def _limited_norm(module: nn.Module, limit: float) -> torch.Tensor:
-    """Return the norm of the gradient, and then scale a gradient above `limit` down to `limit`; 0 is no limit."""
+    """Return the norm of the gradient, and scale a larger gradient down to `limit`; 0 is no limit."""
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])  # type: ignore[misc]
     if limit:

@@ -46,7 +46,7 @@ def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
 
 
 def _read(folder: Path) -> State:
-    """Read the weights in `folder` as float32 tensors, by their names in a Hugging Face BERT model."""
+    """Read the weights in `folder` as float32, by their names in a Hugging Face BERT model."""
     path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if path is None:
         raise ModelError(f"no weights in {folder}: the folder holds neither {' nor '.join(WEIGHTS)}")

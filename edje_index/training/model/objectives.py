@@ -87,7 +87,7 @@ class JointObjective(nn.Module):
         return recovery_loss(self.joint.text_projection(hidden[:, 0]).float(), embeddings)
 
     def _freeze_unused(self) -> None:
-        """Freeze heads without a loss, to exclude them from weight decay and from the exchange of gradients."""
+        """Freeze heads without a loss, to exclude them from weight decay."""
         head = self.joint.language_model.cls.predictions
         if not self._config.mlm_weight:
             for part in (head.transform, head.bias):

@@ -64,7 +64,7 @@ def _first_problem(error: OSError | ValidationError) -> str:
 
 
 def _bundle_fingerprint(bundle: Path) -> str | None:
-    """Return the fingerprint of the bundle in the directory `bundle`; None if it holds no bundle."""
+    """Return the fingerprint of the bundle, or None if there is no bundle."""
     from edje_index.bundles.info import read_bundle_info
     from edje_index.errors import ModelError
 

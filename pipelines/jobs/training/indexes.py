@@ -166,7 +166,7 @@ def further_indexes(
 def _mining_index(
     miner: Path, given: CommittedIndex | None, items: Sequence[CaptionedImage], builder: IndexBuilder
 ) -> CommittedIndex:
-    """Return an index with embeddings of the images `items` by the bundle `miner`: `given`, or a new index."""
+    """Return an index with embeddings of `items` by the bundle `miner`: `given`, or a new index."""
     from edje_index.bundles.info import read_bundle_info
 
     if given is not None:
@@ -176,7 +176,7 @@ def _mining_index(
 
 
 def _teacher_index(teacher: Path, index: CommittedIndex, start: StartModel) -> CommittedIndex:
-    """Return `index`. Raise UsageError unless it holds tokens of the bundle `teacher` or features for its adapter."""
+    """Return `index`. Raise UsageError unless the teacher can score the rows of the index."""
     from edje_index.bundles.info import read_bundle_info
     from edje_index.models.adapter import AdapterConfig
     from edje_index.training.model.start_bundle import feature_fingerprints
@@ -195,7 +195,7 @@ def _view_index(
     photos: Sequence[CaptionedImage],
     builder: IndexBuilder,
 ) -> ViewIndex:
-    """Return an index with features of `augmentation.views` views of each photo: `given`, or a new index."""
+    """Return an index with features of the views of each photo: `given`, or a new index."""
     from storage_formats.format.layout import Layout
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.rows import read_shard_rows
@@ -216,10 +216,7 @@ def _view_index(
 def _crop(
     photos: Sequence[CaptionedImage], files: Path, config: TrainConfig, start: StartModel, builder: IndexBuilder
 ) -> Path:
-    """Write the views of the photos to the folder `files` and return the file that lists them.
-
-    If this is stopped, the next run crops all photos again.
-    """
+    """Write the views of the photos to the folder `files`, and return the file that lists them."""
     from pipelines.sources import iter_all, open_sources
 
     views, names = config.augmentation.views, {display_path(os.fsencode(photo.path)) for photo in photos}
@@ -230,7 +227,7 @@ def _crop(
 
 
 def _feature_model(folder: Path, start: StartModel) -> Path:
-    """Return the path of the bundle in the run folder that computes features. A missing bundle is made."""
+    """Return the bundle in the run folder that computes features. A missing bundle is made."""
     from edje_index.models.adapter import build_adapter
 
     model = folder / "features-model"
@@ -242,11 +239,8 @@ def _feature_model(folder: Path, start: StartModel) -> Path:
 
 
 def _image_sources(list_file: Path, items: Sequence[CaptionedImage]) -> tuple[str, ...]:
-    """Return the sources to build an index of the images `items` from.
-
-    The sources are the archives that hold images, then `list_file`. The paths of images outside archives are written to
-    `list_file`. Without such images, `list_file` is left out.
-    """
+    """Return the sources to build an index of `items` from."""
+    # These are the archives that hold images, then `list_file` with the paths of images outside archives, if any.
     paths = list(dict.fromkeys(str(item.path) for item in items))
     archives = {path.partition("!")[0]: None for path in paths if ".tar!" in path}
     files = [path for path in paths if ".tar!" not in path]
@@ -259,7 +253,7 @@ def _image_sources(list_file: Path, items: Sequence[CaptionedImage]) -> tuple[st
 
 
 def _path_column(sources: Sequence[str]) -> str | None:
-    """Return the name of the column of paths in the sources that `_image_sources` returned; None without a list."""
+    """Return the name of the column of paths, or None if the sources hold no list."""
     return "path" if sources[-1].endswith(".jsonl") else None
 
 

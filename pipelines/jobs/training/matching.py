@@ -81,10 +81,7 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
 def _caption_set(
     matched: MatchedRows, items: Sequence[CaptionedImage], setting: str
 ) -> tuple[list[CaptionedImage], CaptionSet]:
-    """Return the images of `items` that have features, and a `CaptionSet` with the rows and captions of these images.
-
-    `setting` is the name of the setting that gave the images, for the error message.
-    """
+    """Return the images that have features, and their rows and captions."""
     from edje_index.training.data.dataset import CaptionSet
 
     kept, rows = matched.indexed(items)
@@ -155,7 +152,7 @@ def further_rows(
 
 
 def _rows(index: CommittedIndex, matched: MatchedCaptions) -> NDArray[np.int64]:
-    """Return the row in `index` of each image to train on, int64 [n]. Raise UsageError if `index` lacks an image."""
+    """Return the row in `index` of each image to train on, int64 [n]."""
     if index is matched.features:
         return matched.captions.rows
     rows = _match(index, matched.items).rows
@@ -165,11 +162,7 @@ def _rows(index: CommittedIndex, matched: MatchedCaptions) -> NDArray[np.int64]:
 
 
 def _view_rows(views: ViewIndex, photos: Sequence[CaptionedImage], count: int) -> NDArray[np.int64]:
-    """Return the row of each view in the index of views, int64 [n, count], for `count` views per photo.
-
-    The row is -1 for a view that is not in an index built by this run. If a given index lacks a view, UsageError is
-    raised.
-    """
+    """Return the row of each view, int64 [n, count], or -1 for a view that could not be indexed."""
     view_items = [
         replace(photo, path=view_path(views.files, display_path(os.fsencode(photo.path)), view))
         for photo in photos
