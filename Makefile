@@ -24,8 +24,7 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 demo: $(VENV)/.demo
-	test -d $(DEMO)/towers || $(BIN)/edje-index model fetch-towers $(DEMO)/towers
-	test -d $(DEMO)/model || $(BIN)/edje-index model unpack models/flickr8k-dinov2-small $(DEMO)/model --towers $(DEMO)/towers
+	test -d $(DEMO)/model || $(BIN)/edje-index model get --out $(DEMO)/model
 	$(BIN)/edje-index build $(PHOTOS) --out $(DEMO)/photos.edje --model $(DEMO)/model --shard-size 16
 	$(BIN)/edje-index quantize $(DEMO)/photos.edje --to fp8 --to nvfp4
 	$(BIN)/edje-index info $(DEMO)/photos.edje

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -15,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import skimage
 
 import edje_index
 from tests.conftest import REPO
@@ -89,6 +91,34 @@ def test_light_install_reads_and_verifies(clean, tmp_path):
     assert names >= LIGHT
     assert not names & HEAVY
     assert told["bytes"] < LIGHT_MEGABYTES * 1e6
+
+
+@pytest.fixture
+def borrowing(built: tuple[Path, Path], tmp_path: Path) -> Path:
+    """The `bin` folder of an environment that holds the wheel. Other packages come from this process's environment."""
+    folder = tmp_path / "environment"
+    venv.create(folder, with_pip=True)
+    run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", built[1], folder=tmp_path)
+    own = next((folder / "lib").glob("python*/site-packages"))
+    (own / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin"
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_a_trained_model_that_searches(borrowing, tmp_path):
+    wheels = ["--wheels", os.environ["EDJE_WHEELS"]] if "EDJE_WHEELS" in os.environ else []
+    run(borrowing / "edje-index", "model", "get", *wheels, folder=tmp_path)
+    shown = json.loads(run(borrowing / "edje-index", "model", "show", "model", "--json", folder=tmp_path).stdout)
+    assert shown["trained"]
+    assert shown["fingerprint"] in (REPO / "models/flickr8k-dinov2-small/MODEL_CARD.md").read_text()
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for name in ("coffee.png", "motorcycle_left.png", "astronaut.png", "chelsea.png"):
+        shutil.copy(Path(skimage.__file__).parent / "data" / name, photos)
+    build = ["build", photos, "--out", "photos.edje", "--model", "model", "--engine", "inline"]
+    run(borrowing / "edje-index", *build, folder=tmp_path)
+    found = run(borrowing / "edje-index", "search", "photos.edje", "a motorcycle", "--json", folder=tmp_path).stdout
+    assert Path(json.loads(found)["hits"][0]["uri"]).name == "motorcycle_left.png"
 
 
 @pytest.mark.slow

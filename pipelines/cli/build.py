@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.build_result import BuildResult
 
 _NO_MODEL = (
-    "no model: give a bundle with --model. 'edje-index model init DIR' writes one with random weights, "
+    "no model: give a bundle with --model. 'edje-index model get' writes a small trained one, "
     "'edje-index model import' converts a trained checkpoint"
 )
 

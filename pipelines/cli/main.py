@@ -92,7 +92,7 @@ def cli() -> None:
 
     \b
     First steps:
-      edje-index model init model             write a model with random weights, to try the commands
+      edje-index model get                    write the trained model of this package to the directory model
       edje-index build photos --out photos.edje --model model
       edje-index search photos.edje "a dog on a beach"
 

@@ -67,6 +67,7 @@ max_failed_option = click.option(
 images_option = click.option(
     "--images", type=PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]"
 )
+wheels_option = click.option("--wheels", type=PATH, help="Directory with both wheels, to avoid the download.")
 new_bundle_option = click.option("--out", required=True, type=PATH, help="New directory for the bundle.")
 text_tokenizer_option = click.option(
     "--text-tokenizer", type=PATH, help="Directory of the text tower's tokenizer, instead of a download."

