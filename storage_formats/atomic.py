@@ -14,10 +14,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context manager that adds the file name `path` to an OSError that has none.
-
-    An OSError has no file name if, for example, a write to a file descriptor failed.
-    """
+    """Context manager that adds the file name `path` to an OSError without a file name."""
     try:
         yield
     except OSError as error:
@@ -37,7 +34,8 @@ def fsync_path(path: Path) -> None:
 
 
 def fsync_paths(paths: Iterable[Path]) -> None:
-    """Flush each distinct path once. Flushes run in parallel, so a journalling file system can commit them together."""
+    """Flush each distinct path once, in parallel."""
+    # In parallel, a journalling file system can commit the flushes together.
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(fsync_path, set(paths)))
 
@@ -57,9 +55,9 @@ def fsync_parent(path: Path) -> None:
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Write `data` to the file at `path`. After a crash, the file is either the complete old or the complete new one.
+    """Replace the contents of the file at `path` by `data`, or create the file.
 
-    The parent directory is created if it does not exist.
+    After a crash, the file holds either the old or the new contents. Missing parent directories are created.
 
     Raises:
         OSError: the operating system cannot write the file.
@@ -80,6 +78,6 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Write `value` with `write_bytes_atomic`, as JSON in UTF-8 with sorted keys and an indentation of two spaces."""
+    """Write `value` as JSON to the file at `path`, see `write_bytes_atomic`."""
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     write_bytes_atomic(path, text.encode())

@@ -1,8 +1,7 @@
 """Helper threads that share a task with the calling thread.
 
-`concurrent.futures` is not used because an exception from a signal handler can leave its locks taken; see `interrupts`.
-For the same reason, `_thread` is used instead of `threading.Thread`, whose `start` waits on such a lock. Helper threads
-do not keep the process alive.
+`concurrent.futures` is not used, because an exception from a signal handler can leave its locks taken; see
+`interrupts`. Helper threads do not keep the process alive.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class CorruptIndexError(EdjeError):
 def remedy(error: Exception, otherwise: str) -> str:
     """Return what the user can do about `error`, as the last part of an error message.
 
-    If file descriptors or memory ran out, the text tells how to get more. For all other errors, return `otherwise`.
+    This is `otherwise`, except if file descriptors or memory ran out.
     """
     number = error.errno if isinstance(error, OSError) else None
     if number in _NO_DESCRIPTORS:

@@ -49,7 +49,7 @@ class MissingExtraError(EdjeError, ImportError):
 
 
 def missing_extra(error: BaseException, preferred: str = "") -> MissingExtraError | None:
-    """Return the error to raise instead of `error` if `error` is a failed import of an optional module, else None.
+    """Return the error that names the extra to install; None if `error` has another cause.
 
     Args:
         error: any exception.

@@ -51,10 +51,10 @@ def unsettled() -> Unsettled:
 
 
 def settle(pending: Unsettled) -> None:
-    """Call each function in `pending` until it returns, then remove the function from `pending`.
+    """Call each function in `pending` until it returns, then remove it from `pending`.
 
-    A function that an exception interrupts is called again. The last exception is raised at the end. After 10,000
-    exceptions, `settle` gives up and leaves the remaining functions in `pending` for the next call.
+    A function that an exception interrupts is called again, and the last exception is raised at the end. After 10,000
+    exceptions, the remaining functions stay in `pending` for the next call.
     """
     interruption: BaseException | None = None
     attempts = 0

@@ -1,7 +1,6 @@
 """Entry point of the installed command `edje-index`.
 
-`pipelines` and `benchmarks` are common names: a directory on PYTHONPATH with a module of that name would hide the
-package of this project. The entry point makes sure that Python imports the packages of this project.
+It ensures that Python imports this project's `pipelines` and `benchmarks`, not other modules with these names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A quick check that every file of an index exists with the committed length. No data file is read."""
+"""A quick check that every file of an index exists with the committed length."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def check_row_ids(row_ids: RowIds, rows: int) -> NDArray[np.int64]:
 def as_indices(values: Sequence[int] | NDArray[np.integer], name: str) -> NDArray[np.integer]:
     """Return `values` as a flat array of integers.
 
-    Raises UsageError if `values` is not a flat sequence of integers. The message refers to the argument as `name`.
+    Raises UsageError, whose message calls the argument `name`, if `values` is not a flat sequence of integers.
     """
     try:
         indices = np.asarray(values)

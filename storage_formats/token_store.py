@@ -38,8 +38,8 @@ __all__ = ["RowIds", "TokenStore"]
 class TokenStore:
     """Reads the token blocks of an index in one precision. Thread-safe.
 
-    Opening a store reads only `index.json` and the lengths of two files. The time and memory to open a store therefore
-    do not depend on the number of rows. A store is also a context manager that closes the store.
+    The time and memory to open a store do not depend on the number of rows. A store is also a context manager that
+    closes the store.
 
     Args:
         index: an open index. To open a store by the path of an index, use `TokenStore.open`.
@@ -139,7 +139,7 @@ class TokenStore:
 
     @property
     def record_bytes(self) -> int:
-        """Length of a stored block in bytes."""
+        """Length of a record in bytes."""
         return self._view.codec.record_bytes
 
     @property
@@ -236,8 +236,7 @@ class TokenStore:
     def empty(self, count: int) -> Blocks:
         """Return an uninitialised array for `count` blocks, bfloat16 [count, m, d], to pass to `fetch` as `out`.
 
-        The array starts at a page boundary, so `bf16` blocks are read directly into it. Other arrays may need an extra
-        copy. The same array can be used for many calls of `fetch`.
+        The array starts at a page boundary, so `bf16` blocks are read into it without an extra copy.
 
         Example:
             >>> from storage_formats import TokenStore
@@ -250,9 +249,8 @@ class TokenStore:
     def prefetch(self, row_ids: RowIds) -> None:
         """Ask the kernel to read blocks into the page cache for a later `fetch`. Does not wait for the reads.
 
-        Use this method for a few hundred rows that are needed soon. If the request queue of the device is full, the
-        call blocks. To read large batches ahead, use `iter_fetch`. On systems without such requests, for example
-        macOS, this method does nothing.
+        Use it for a few hundred rows that are needed soon. For large batches, use `iter_fetch`. On systems without such
+        requests, for example macOS, it does nothing.
 
         Args:
             row_ids: [k], see `fetch`.
@@ -272,8 +270,7 @@ class TokenStore:
     def iter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> Iterator[Blocks]:
         """Yield the blocks of each batch of row ids, while a background thread reads the next batches.
 
-        The background thread ends when the iteration ends, even if the caller stops early. If reading a batch fails,
-        the error is raised when the iteration reaches that batch.
+        If reading a batch fails, the error is raised when the iteration reaches that batch.
 
         Args:
             batches: row ids of each batch, see `fetch`.
@@ -297,7 +294,7 @@ class TokenStore:
                 yield future.result()
 
     async def aiter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> AsyncIterator[Blocks]:
-        """Do the same as `iter_fetch`, for `async for`. The event loop continues to run while blocks are read.
+        """Do the same as `iter_fetch`, for `async for`, without blocking the event loop.
 
         Example:
             >>> import asyncio
@@ -315,9 +312,6 @@ class TokenStore:
 
     def holes(self, blocks: Blocks) -> NDArray[np.bool_]:
         """Return which of the fetched `blocks` [k, m, d] are holes, bool [k].
-
-        A block that is not a hole contains no NaN, so only the first element of each block is checked (SPEC.md
-        section 6).
 
         Example:
             >>> from storage_formats import TokenStore

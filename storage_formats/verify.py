@@ -1,7 +1,4 @@
-"""Verification of an index: all files, checksums and rows.
-
-If zarr-python is installed, verification also checks that zarr-python opens the arrays.
-"""
+"""Verification of an index: all files, checksums and rows."""
 
 from __future__ import annotations
 

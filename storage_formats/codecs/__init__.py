@@ -39,7 +39,7 @@ def precisions() -> tuple[str, ...]:
 
 
 def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Codec:
-    """Return the codec of a precision. A codec encodes bfloat16 blocks to records and decodes records to blocks.
+    """Return the codec of a precision, which encodes bfloat16 blocks to records and decodes them again.
 
     Args:
         name: one of `precisions()`.
@@ -70,7 +70,7 @@ def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Code
 
 
 def fill_record(codec: Codec) -> Records:
-    """Return the record of a hole, uint8 [1, record_bytes]: the fill value repeated."""
+    """Return the record of a hole, uint8 [1, record_bytes]."""
     value = np.array(codec.fill_value, dtype=np.dtype(codec.zarr_dtype).newbyteorder("<"))
     count = codec.record_bytes // value.itemsize
     return np.full((1, count), value).view(np.uint8)

@@ -31,12 +31,12 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 class Codec(Protocol):
     """Encodes and decodes blocks of one shape in one precision. Thread-safe.
 
-    A codec accepts any values. Finite values decode to finite values. If a value is NaN or infinite, that value and
-    all values that share its scale are stored as NaN. A block of NaN is therefore stored as the bytes of a hole.
-    `bf16` is the exception: it keeps every bit.
+    A codec accepts any values, and finite values decode to finite values. If a value is NaN or infinite, all values
+    that
+    share its scale are stored as NaN. Only `bf16` keeps every bit.
 
-    `threads` is the maximum number of threads of a conversion, by default `threads.default_threads()`. The result
-    does not depend on the number of threads.
+    `threads` is the maximum number of threads, by default `threads.default_threads()`. The result does not depend on
+    it.
 
     Attributes:
         name: name of the precision and of its directory under `tokens/`.
@@ -68,7 +68,9 @@ class Codec(Protocol):
     fill_value: int
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
-        """Encode blocks, bf16 [k, m, d], to records, uint8 [k, record_bytes]. The two may share memory."""
+        """Encode blocks, bf16 [k, m, d], to records, uint8 [k, record_bytes]. The records may share memory with the
+        blocks.
+        """
         ...
 
     def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
@@ -134,7 +136,7 @@ def check_records(records: Records, record_bytes: int) -> Records:
 
 
 def check_contiguous_records(records: Records, record_bytes: int) -> Records:
-    """Do the same as `check_records`, but raise UsageError if `records` is not contiguous, instead of copying."""
+    """Return `records`. Raises UsageError unless `records` is contiguous uint8 [k, record_bytes]."""
     if not records.flags.c_contiguous:
         raise UsageError("records must be C-contiguous; pass numpy.ascontiguousarray(records)")
     return np.asarray(check_records(records, record_bytes))
@@ -153,8 +155,7 @@ def check_moves(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return copies of `offsets` and `indices`, int64 [k].
 
-    Raises UsageError unless each record that starts at one of `offsets` lies within `memory` and each of `indices` is
-    in 0..count - 1.
+    Raises UsageError if a record at one of `offsets` does not lie within `memory`, or an index is not in 0..count - 1.
     """
     if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
         raise UsageError(f"memory must be contiguous uint8 [bytes], got {memory.dtype} {list(memory.shape)}")

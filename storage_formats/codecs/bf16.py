@@ -50,12 +50,10 @@ class BF16Codec:
         self.record_bytes = 2 * block_shape[0] * block_shape[1]
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
-        """Return the blocks, bf16 [k, m, d], as uint8 [k, record_bytes]. Copies only if `blocks` is not contiguous."""
         blocks = check_blocks(blocks, self.block_shape)
         return blocks.view("u1").reshape(len(blocks), self.record_bytes)
 
     def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
-        """Copy the records, uint8 [k, record_bytes], to bf16 [k, m, d]."""
         records = check_records(records, self.record_bytes)
         out = check_out(out, len(records), self.block_shape)
         out[...] = records.view(BF16).reshape(out.shape)
@@ -64,7 +62,6 @@ class BF16Codec:
     def decode_rows(
         self, records: Records, rows: Indices, out: Blocks | None = None, threads: int | None = None
     ) -> Blocks:
-        """Copy `records[rows]` to bf16 [k, m, d]. See `storage_formats.codecs.base.Codec`."""
         indices = check_indices(rows, len(records))
         records = check_contiguous_records(records, self.record_bytes)
         out = check_out(out, len(indices), self.block_shape)
@@ -86,7 +83,6 @@ class BF16Codec:
         threads: int | None = None,
         check: Check | None = None,
     ) -> None:
-        """Copy the record at byte `offsets[i]` of `memory` to `out[indices[i]]`. See `codecs.base.Codec`."""
         record_offsets, block_indices = check_moves(memory, self.record_bytes, offsets, len(out), indices)
         copies = check_out(out, len(out), self.block_shape).view(np.uint8).reshape(-1, self.record_bytes)
         if check is not None:

@@ -1,7 +1,4 @@
-"""Base class of the compiled codecs.
-
-It checks the arguments, makes flat views of the arrays, and calls the encoder or decoder kernel on several threads.
-"""
+"""Base class of the compiled codecs."""
 
 from __future__ import annotations
 
@@ -37,9 +34,9 @@ Span: TypeAlias = tuple[int, int]
 
 
 class CompiledCodec(ABC):
-    """Base class of codecs with compiled kernels. See `storage_formats.codecs.base.Codec`.
+    """Base class of codecs with compiled kernels. Checks the arguments and splits the work between threads.
 
-    Subclasses import `storage_formats.codecs.kernels`, and with it Numba, at the first conversion.
+    Subclasses import Numba at the first conversion, not before.
     """
 
     name: str
@@ -62,7 +59,6 @@ class CompiledCodec(ABC):
         """Decode the items of `moves` from index `span[0]` up to, but not including, `span[1]`."""
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
-        """Encode bf16 [k, m, d] to uint8 [k, record_bytes]."""
         blocks = check_blocks(blocks, self.block_shape)
         records = np.empty((len(blocks), self.record_bytes), dtype=np.uint8)
         bits, flat = blocks.view(np.uint16).reshape(-1), records.reshape(-1)
@@ -74,14 +70,12 @@ class CompiledCodec(ABC):
         return records
 
     def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
-        """Decode records, uint8 [k, record_bytes], to blocks, bf16 [k, m, d], in `out` or in a new array."""
         records = check_records(records, self.record_bytes)
         return self.decode_rows(records, np.arange(len(records)), out, threads)
 
     def decode_rows(
         self, records: Records, rows: Indices, out: Blocks | None = None, threads: int | None = None
     ) -> Blocks:
-        """Decode `records[rows]` to bf16 [k, m, d], into `out` if given. See `storage_formats.codecs.base.Codec`."""
         indices = check_indices(rows, len(records))
         out = check_out(out, len(indices), self.block_shape)
         flat = check_contiguous_records(records, self.record_bytes).reshape(-1)
@@ -97,7 +91,6 @@ class CompiledCodec(ABC):
         threads: int | None = None,
         check: Check | None = None,
     ) -> None:
-        """Decode the record at byte `offsets[i]` of `memory` into `out[indices[i]]`. See `codecs.base.Codec`."""
         moves = check_moves(memory, self.record_bytes, offsets, len(out), indices)
         self._convert(memory, moves, check_out(out, len(out), self.block_shape), threads, check=check)
 

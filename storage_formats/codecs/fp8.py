@@ -50,10 +50,5 @@ class FP8Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Return the E8M0 code of the smallest scale 2 ** e with largest / 2 ** e <= 448, uint8.
-
-        Args:
-            largest: largest magnitude of each token, float32, finite.
-        """
         fraction, exponent = np.frexp(largest.astype(np.float64) / E4M3.largest)  # fraction in [0.5, 1)
         return e8m0_codes(np.where(largest > 0, exponent - (fraction == 0.5), -127))

@@ -1,7 +1,6 @@
-"""Codecs in which a group of values shares a one-byte scale: fp8, mxfp8, mxfp4, nvfp4.
+"""Codecs in which a group of values shares a one-byte scale: `fp8`, `mxfp8`, `mxfp4`, `nvfp4`.
 
-A value is code x scale. The product of an E4M3 or E2M1 code and an E8M0 or E4M3 scale has at most 8 significant
-bits, so bfloat16 holds the product exactly unless the product is subnormal.
+A value is code x scale. bfloat16 holds the product exactly unless the product is subnormal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Compilation of Numba kernels, with a cache on disk. Importing this module imports Numba.
 
-Each kernel has exactly one signature. Several processes may therefore fill Numba's cache at the same time: they write
-the same files.
+Each kernel has exactly one signature. Processes that fill Numba's cache at the same time therefore write equal files.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ _njit: Any = functools.partial(numba.njit, nogil=True, error_model="numpy")
 
 
 class Kernel:
-    """A function that is compiled for one signature when it is first called. The compiled code releases the GIL.
+    """A function that Numba compiles for one signature at its first call. It runs without the GIL.
 
-    Compiled code is cached on disk if the installation or the home directory is writeable.
+    The compiled code is cached on disk if the installation or the home directory is writeable.
 
     Args:
         function: Python function to compile. It returns None.
@@ -46,12 +45,12 @@ class Kernel:
 
 
 def kernel(*arguments: Any) -> Callable[[Callable[..., None]], Kernel]:
-    """Return a decorator that turns a function into a `Kernel` whose arguments have the given Numba types."""
+    """Return a decorator that turns a function into a `Kernel` with the given Numba argument types."""
     return lambda function: Kernel(function, arguments)
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a helper function that kernels call. Use this as a decorator."""
+    """Decorator that compiles a helper function of kernels."""
     compiled: Callable[..., Any] = _njit(function)
     return compiled
 

@@ -185,9 +185,13 @@ _GROUP_ENCODER = (
 def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, geometry: Geometry, span: Span) -> None:
     """Encode bfloat16 values to E4M3 codes and E8M0 scales.
 
-    `scale_codes` [32768] maps the bits of a group's largest magnitude to the scale code of the group.
-    `inverse_scales` [256] holds the inverse of each scale. Tokens without subnormal codes take a faster path with
-    integer arithmetic only, which gives the same result.
+    Args:
+        bits: bits of the bfloat16 values, flat.
+        scale_codes: scale code of a group, by the bits of its largest magnitude, [32768].
+        inverse_scales: inverse of each scale, [256].
+        records: output.
+        geometry: see the module.
+        span: blocks to encode, [start, stop).
     """
     values, width, group = geometry
     exponents = np.empty(width, dtype=np.uint16)
@@ -216,10 +220,7 @@ def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, ge
 def encode_e4m3_tokens(
     bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, geometry: Geometry, span: Span
 ) -> None:
-    """Do the same as `encode_e4m3`, faster, if each group is a whole token.
-
-    One pass over the token finds both the scale and whether a code is subnormal.
-    """
+    """Do the same as `encode_e4m3`, faster, if each group is a whole token."""
     values, width, group = geometry
     start, stop = span
     for block in range(start, stop):
@@ -248,7 +249,7 @@ def encode_e4m3_tokens(
 def encode_e2m1(bits: U16, scale_codes: U8, scale_values: F32, records: U8, geometry: Geometry, span: Span) -> None:
     """Encode bfloat16 values to E2M1 codes, two per byte, and one-byte scales.
 
-    `scale_values` [256] holds the value of each scale code. `scale_codes` [32768] is as in `encode_e4m3`.
+    `scale_values` [256] holds the value of each scale code. For the other arguments, see `encode_e4m3`.
     """
     values, width, group = geometry
     half = width >> np.uint64(1)
@@ -296,8 +297,7 @@ def _rescaled(code: np.uint8, exponent: np.uint16) -> Any:
 def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geometry, span: Span) -> None:
     """Decode E4M3 codes and E8M0 scales to bfloat16 values.
 
-    `table` [256 scales x 256 codes] holds the bfloat16 bits of each product. Tokens without subnormal codes and NaN
-    take a faster path without the table, which gives the same result.
+    `table` [256 scales x 256 codes] holds the bfloat16 bits of each product.
     """
     values, width, group = geometry
     exponents = np.empty(width, dtype=np.uint16)
@@ -325,7 +325,7 @@ def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geom
 def decode_e2m1(records: U8, moves: Moves, table: U32, pairs: U32, geometry: Geometry, span: Span) -> None:
     """Decode E2M1 codes and one-byte scales to pairs of bfloat16 values.
 
-    `table` [256 scales x 256 bytes] holds the bits of the two values of each byte of two codes.
+    `table` [256 scales x 256 bytes] holds the bits of both values of a byte.
     """
     codes, group = geometry[0] >> np.uint64(1), geometry[2] >> np.uint64(1)
     offsets, blocks = moves
@@ -356,7 +356,7 @@ def _read_word(records: U8, at: Index) -> Any:
 
 @kernel(input_array(types.uint8), _MOVES, input_array(types.uint16), output_array(types.uint16), types.uint64, _SPAN)
 def translate(records: U8, moves: Moves, table: U16, out: U16, values: Index, span: Span) -> None:
-    """Replace each 16-bit word w of the records by `table[w]`. A record has `values` words; `table` has 65,536."""
+    """Replace each 16-bit word w of the records by `table[w]`, where `table` has 65,536 entries."""
     offsets, blocks = moves
     start, stop = span
     for move in range(start, stop):
@@ -393,10 +393,7 @@ def encode_int8(bits: U16, scale_bits: U16, records: U8, geometry: Geometry, spa
 
 @kernel(input_array(types.uint8), _MOVES, output_array(types.uint16), _GEOMETRY, _SPAN)
 def decode_int8(records: U8, moves: Moves, bits: U16, geometry: Geometry, span: Span) -> None:
-    """Decode integers and bfloat16 scales to bfloat16 values.
-
-    A product has at most 16 significant bits and is exact in float32, so it is rounded only once.
-    """
+    """Decode integers and bfloat16 scales to bfloat16 values."""
     values, width, _ = geometry
     offsets, blocks = moves
     start, stop = span
@@ -414,10 +411,7 @@ def decode_int8(records: U8, moves: Moves, bits: U16, geometry: Geometry, span: 
 
 @kernel(input_array(types.uint16), output_array(types.uint8), _GEOMETRY, _SPAN)
 def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None:
-    """Encode bfloat16 values to sign bits and one bfloat16 scale per token, the mean magnitude of the token.
-
-    A byte holds eight signs, the first one in the lowest bit.
-    """
+    """Encode bfloat16 values to sign bits and one bfloat16 scale per token."""
     values, width, _ = geometry
     size = width >> np.uint64(3)
     start, stop = span
@@ -447,8 +441,7 @@ def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None
 def decode_sign1(records: U8, moves: Moves, table: U64, quads: U64, geometry: Geometry, span: Span) -> None:
     """Decode sign bits and bfloat16 scales to words of four bfloat16 values.
 
-    `table` [256 bytes x 2 words] holds, for each byte of eight signs, two words of four values with only the sign bits
-    set.
+    `table` [256 x 2] holds two words of four signs for each byte of eight sign bits.
     """
     values, width, _ = geometry
     size = width >> np.uint64(3)

@@ -1,9 +1,8 @@
-"""The small floating-point formats that records use, implemented directly from the definitions of the formats.
+"""The small floating-point formats of records, implemented from their definitions.
 
-E4M3 is the variant without infinities of Micikevicius et al., "FP8 Formats for Deep Learning" (2022), which the OCP
-8-bit Floating Point Specification (OFP8) 1.0 also defines. The OCP Microscaling Formats (MX) Specification 1.0 defines
-E2M1 in section 5.3 and E8M0 in section 5.4. The tables of the compiled
-kernels come from this module, and tests compare the kernels with it.
+- E4M3: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), and OCP OFP8 1.0.
+- E2M1: OCP Microscaling Formats (MX) 1.0, section 5.3.
+- E8M0: OCP Microscaling Formats (MX) 1.0, section 5.4.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class MiniFloat:
-    """A floating-point format: sign bit, exponent field and fraction field, with subnormals and without infinities.
+    """A floating-point format with sign, exponent and fraction, with subnormals and without infinities.
 
     Attributes:
         exponent_bits, fraction_bits: number of bits of each field.
@@ -56,10 +55,7 @@ class MiniFloat:
         return float(self.magnitudes[-1])
 
     def encode(self, numbers: NDArray[np.floating]) -> NDArray[np.uint8]:
-        """Return the codes of finite `numbers`, uint8, rounded to nearest and saturated at `largest`.
-
-        Ties are rounded to the even code. The sign of -0 is kept.
-        """
+        """Return the codes of finite `numbers`, uint8, rounded to nearest and saturated at `largest`."""
         middles = (self.magnitudes[1:] + self.magnitudes[:-1]) / 2
         below = np.searchsorted(middles, np.abs(numbers), side="left")  # a tie goes down
         above = np.searchsorted(middles, np.abs(numbers), side="right")  # a tie goes up
@@ -91,10 +87,9 @@ def e8m0_codes(exponents: NDArray[np.integer]) -> NDArray[np.uint8]:
 
 
 def mx_scale_codes(largest: NDArray[np.float32], element_exponent: int) -> NDArray[np.uint8]:
-    """Return the E8M0 scale code of each group, uint8, in the shape of `largest` (OCP MX 1.0, section 6.3).
+    """Return the E8M0 scale code of each group, uint8, by the rule of OCP MX 1.0, section 6.3.
 
-    The scale is the largest power of two that does not exceed the group's largest magnitude, divided by
-    2 ** `element_exponent`. A group of zeros has the smallest scale.
+    The scale is the largest power of two that does not exceed `largest` / 2 ** `element_exponent`.
 
     Args:
         largest: largest magnitude of each group, float32, finite.

@@ -48,5 +48,4 @@ class MXFP4Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Return the E8M0 scale codes of OCP MX 1.0, section 6.3. The largest power of two of E2M1 is 2 ** 2."""
         return mx_scale_codes(largest, 2)

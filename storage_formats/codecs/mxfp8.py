@@ -45,5 +45,4 @@ class MXFP8Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Return the E8M0 scale codes of OCP MX 1.0, section 6.3. The largest power of two of E4M3 is 2 ** 8."""
         return mx_scale_codes(largest, 8)

@@ -54,9 +54,5 @@ class NVFP4Codec(GroupScaledCodec):
 
     @staticmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Return the code of the E4M3 number nearest to largest / (6 x SECOND_LEVEL_SCALE), saturated at 448.
-
-        A code is never zero: the smallest is 1, which stands for 2 ** -9.
-        """
         scales = largest.astype(np.float64) / (E2M1.largest * SECOND_LEVEL_SCALE)
         return np.maximum(E4M3.encode(scales), np.uint8(1))

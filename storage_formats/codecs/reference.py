@@ -1,8 +1,4 @@
-"""The record formats in plain NumPy. Tests compare the compiled kernels with this module bit for bit.
-
-Other implementations can be tested against this module too. This module uses the definitions of the small formats
-(`minifloat`) and the scale rules of the codecs, but no conversion code of the codecs.
-"""
+"""The record formats in plain NumPy, to test compiled kernels and other implementations against."""
 
 from __future__ import annotations
 

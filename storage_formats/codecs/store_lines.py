@@ -18,10 +18,10 @@ _LINE = ir.VectorType(_WORD, LINE_BYTES // 8)
 def store_lines(_: Any, target: Any, source: Any, size: Any) -> Any:
     """Copy `size` bytes from address `source` to address `target` with non-temporal stores.
 
-    `size` and `target` must be multiples of `LINE_BYTES`. A fence at the end keeps later stores of the
-    same thread from overtaking these stores (LLVM Language Reference, "fence").
+    `size` and `target` must be multiples of `LINE_BYTES`.
     """
 
+    # A fence keeps later stores of the same thread from overtaking these stores (LLVM Language Reference, "fence").
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         target, source, size = arguments
         before = builder.block

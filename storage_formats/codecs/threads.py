@@ -1,7 +1,6 @@
-"""Python threads for conversions. They run in parallel because the kernels release the GIL.
+"""Threads for conversions, which run in parallel because the kernels release the GIL.
 
-Numba's own thread pools are not used, because token stores are read from many threads in processes that fork. The
-workqueue pool aborts the process if two threads use it at once; the OpenMP pool aborts a forked process.
+Numba's own thread pools are not used, because they abort processes that fork or use two threads.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ _CHUNK_BYTES = 2 << 20  # of bfloat16: about 0.3 ms of work, much longer than ha
 
 
 def default_threads() -> int:
-    """Return the number of CPUs that this process may use, limited to OMP_NUM_THREADS if that variable is set.
-
-    Ray sets OMP_NUM_THREADS to the number of CPUs of each worker.
-    """
+    """Return the number of CPUs that this process may use, limited to OMP_NUM_THREADS if that variable is set."""
     cpus = usable_cpus()
     limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return max(1, min(cpus, int(limit))) if limit.isdigit() else cpus
@@ -29,8 +25,7 @@ def default_threads() -> int:
 def run_chunks(work: Callable[[int, int], None], count: int, block_bytes: int, threads: int | None) -> None:
     """Split range(count) into consecutive parts and call `work(start, stop)` for each part.
 
-    If a call of `work` raises, the first exception is raised. When this function returns or raises, no thread calls
-    `work` any more.
+    If a call raises, the first exception is raised after all calls have ended.
 
     Args:
         work: converts blocks [start, stop).

@@ -21,10 +21,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 def crc32c(data: bytes | NDArray[np.uint8], seed: int = 0) -> int:
-    """Return the CRC-32C of `data`. `seed` is the CRC-32C of the bytes before `data`, 0 if there are none.
-
-    A contiguous uint8 array is not copied.
-    """
+    """Return the CRC-32C of `data`. `seed` is the CRC-32C of the bytes before `data`, 0 if there are none."""
     return int(google_crc32c.extend(seed, data))
 
 
@@ -74,10 +71,7 @@ def to_hex(crc: int) -> str:
 
 
 def json_checksum(value: dict[str, Any]) -> str:
-    """Return the CRC-32C, in hexadecimal, of all members of `value` except `crc32c` (SPEC.md section 4).
-
-    The members are written as JSON on one line with sorted keys.
-    """
+    """Return the CRC-32C of all members of `value` except `crc32c`, in hexadecimal (SPEC.md section 4)."""
     members = {name: member for name, member in value.items() if name != "crc32c"}
     text = json.dumps(members, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return to_hex(crc32c(text.encode()))

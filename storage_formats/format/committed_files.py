@@ -1,4 +1,4 @@
-"""Lookup of committed files in the shard table (SPEC.md section 5) without reading the whole table."""
+"""Lookup of committed files in the shard table, without reading the whole table (SPEC.md section 5)."""
 
 from __future__ import annotations
 

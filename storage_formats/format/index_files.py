@@ -1,8 +1,4 @@
-"""Functions that open the files of an index safely, because an index may come from an untrusted source.
-
-Only regular files inside the index are opened. Reading a FIFO or a device might never end, and a symbolic link could
-lead to any file that the user can read.
-"""
+"""Functions that open only regular files inside the index, because an index may come from an untrusted source."""
 
 from __future__ import annotations
 

@@ -230,5 +230,5 @@ class Layout:
         return self.build / "pieces" / f"{shard:08d}"
 
     def relative(self, path: Path) -> str:
-        """Return `path` relative to the root, with forward slashes, the form in which manifests store paths."""
+        """Return `path` relative to the root, with forward slashes."""
         return path.relative_to(self.root).as_posix()

@@ -24,9 +24,8 @@ _MAX_SHARDS = 1 << 31  # the shard table has 32 bits for a shard
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of inputs. `failed` holds the number of failed inputs for each reason.
-
-    `inputs` is the sum of `indexed`, `duplicates` and all numbers in `failed`.
+    """Numbers of inputs: `inputs` = `indexed` + `duplicates` + all numbers in `failed`, which holds one number per
+    reason.
     """
 
     inputs: int
@@ -39,7 +38,7 @@ class Counts:
         return sum(self.failed.values())
 
     def check(self) -> None:
-        """Raise CorruptIndexError unless the other numbers add up to `inputs`."""
+        """Raise CorruptIndexError unless the numbers add up to `inputs`."""
         total = self.indexed + self.duplicates + self.failed_total
         if total != self.inputs:
             raise CorruptIndexError(
@@ -68,7 +67,7 @@ class Snapshot:
     deleted_rows: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the members that `index.json` holds for the snapshot; an empty dict for the snapshot of a build."""
+        """Return the members of `index.json` that describe the snapshot."""
         if not self.number:
             return {}
         value = {"snapshot": self.number, "change": self.change, "next_shard": self.next_shard}
@@ -99,9 +98,8 @@ class Snapshot:
 class Manifest:
     """The contents of `index.json`. SPEC.md section 4 describes the fields.
 
-    `encoded_from` maps a precision to the precisions in which its blocks were stored before, in the order of the
-    conversions. A precision without an entry holds blocks that the model wrote, or blocks of unknown origin.
-    `shard_table` is the shard table of the first segment. `further_tables` are the shard tables of the other segments.
+    `encoded_from` maps a precision to the earlier precisions of its blocks, in the order of the conversions.
+    `shard_table` is the shard table of the first segment, and `further_tables` are those of the other segments.
 
     Example:
         >>> from storage_formats import Manifest
@@ -205,7 +203,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class CommittedIndex:
-    """An index whose build has finished. Functions take a `CommittedIndex`, so that the manifest is read only once.
+    """An index whose build has finished, with its manifest.
 
     Attributes:
         root: absolute path of the index.

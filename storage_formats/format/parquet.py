@@ -1,6 +1,6 @@
 """Functions that read Parquet files in the calling thread only.
 
-Threads that pyarrow starts for a read can outlive the read and then abort the interpreter at exit.
+Threads that pyarrow starts can outlive a read, and then abort the interpreter at exit.
 """
 
 from __future__ import annotations

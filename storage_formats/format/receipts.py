@@ -61,10 +61,7 @@ class ShardReceipt:
 
 
 def read_receipts(layout: Layout, shards: Iterable[int], plan: str) -> dict[int, ShardReceipt]:
-    """Return the valid receipts of `shards` for the plan with fingerprint `plan`, by shard number.
-
-    Shards without a valid receipt are left out; see `read_receipt`.
-    """
+    """Return the valid receipts of `shards`, by shard number. See `read_receipt`."""
     receipts = ((shard, read_receipt(layout, shard, plan)) for shard in shards)
     return {shard: receipt for shard, receipt in receipts if receipt is not None}
 
@@ -72,8 +69,8 @@ def read_receipts(layout: Layout, shards: Iterable[int], plan: str) -> dict[int,
 def read_receipt(layout: Layout, shard: int, plan: str) -> ShardReceipt | None:
     """Read the receipt of a shard for the plan with fingerprint `plan`.
 
-    Returns None if the receipt is missing, is damaged or belongs to another plan, or if a file of the shard is missing
-    or differs in length.
+    Returns None if the receipt is missing or damaged, belongs to another plan, or lists a file that is missing or has
+    another length.
     """
     try:
         receipt = ShardReceipt.from_json(json.loads(read_index_file(layout.root, layout.receipt(shard))))

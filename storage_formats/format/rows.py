@@ -78,7 +78,7 @@ def rows_table(entries: Sequence[RowEntry]) -> pa.Table:
 
 
 def write_rows(path: Path, table: pa.Table) -> None:
-    """Write the rows of one shard as a Parquet file, compressed with zstd because there may be millions of paths."""
+    """Write the rows of one shard as a Parquet file, compressed with zstd."""
     with naming(path):
         pq.write_table(table, path, compression="zstd")
 

@@ -1,7 +1,6 @@
-"""The `zarr.json` documents of an index, which follow the Zarr v3 core specification and its sharding codec (ZEP 2).
+"""The `zarr.json` documents of an index, which follow Zarr v3 and its sharding codec (ZEP 2).
 
-SPEC.md prescribes the contents of the documents, so this module builds the documents itself and does not rely on the
-defaults of a library. `verify` opens the arrays with zarr-python. The tests also open the arrays with TensorStore.
+SPEC.md prescribes the contents of the documents, so this module does not rely on the defaults of a library.
 """
 
 from __future__ import annotations

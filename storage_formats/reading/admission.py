@@ -1,8 +1,7 @@
-"""Decides when a shard that is read repeatedly should be read through the page cache instead of directly.
+"""Decides when shards are read through the page cache instead of directly.
 
-Direct reads are the fastest for blocks that are read once, but they leave nothing in the page cache. From memory, later
-reads would be several times faster than from a disk. Ski-rental rule: admit a shard to the page cache after direct
-reads of twice its length.
+Direct reads are the fastest for blocks that are read once, but they leave nothing in the page cache. Ski-rental
+rule: admit a shard to the page cache after direct reads of twice its length.
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ class Admission:
         self._lock = threading.Lock()
 
     def through_cache(self, shard: int, position: int, size: int, is_resident: Callable[[int, int], bool]) -> bool:
-        """Record the next read of a shard, and return whether this read should go through the page cache.
+        """Record the next read of a shard. Return True if it should go through the page cache.
 
-        If the page cache has evicted a record of an admitted shard, memory is short. The shard is then admitted again
-        only after twice as many bytes of direct reads as before.
+        If an admitted shard was evicted, it is admitted again after twice as many bytes of direct reads as before.
 
         Args:
             shard: shard number.

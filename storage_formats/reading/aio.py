@@ -1,7 +1,6 @@
-"""Linux AIO through its system calls: many direct reads in flight from one thread, for sandboxes without io_uring.
+"""Linux AIO through its system calls: many direct reads in flight from one thread, without io_uring.
 
-The interface is defined in `linux/aio_abi.h`. For a file that is not open for direct I/O, the kernel reads the data
-within the system call that submits the request.
+The interface is defined in `linux/aio_abi.h`. The files must be open for direct I/O.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class AioQueue:
         self._refused: list[tuple[int, int]] = []
 
     def put(self, fds: Ints, offsets: Ints, addresses: Ints, lengths: Ints, tags: Ints) -> None:
-        """Start reads; see `queues.Queue`."""
         requests = np.zeros(len(fds), dtype=_REQUEST)  # the kernel copies them
         columns = (("fd", fds), ("offset", offsets), ("address", addresses), ("length", lengths), ("tag", tags))
         for name, column in columns:
@@ -64,7 +62,6 @@ class AioQueue:
         self.in_flight += len(fds)
 
     def wait(self, minimum: int) -> tuple[Ints, Ints]:
-        """Wait for completions; see `queues.Queue`."""
         refused, self._refused = np.array(self._refused, dtype=np.int64).reshape(-1, 2), []
         self.in_flight -= len(refused)
         minimum, count = min(minimum - len(refused), self.in_flight, self.entries), 0
@@ -82,7 +79,7 @@ class AioQueue:
         return np.concatenate([refused[:, 0], tags]), np.concatenate([refused[:, 1], results])
 
     def close(self) -> None:
-        """Destroy the context; see `queues.Queue`. The kernel waits for the requests while it destroys a context."""
+        """Destroy the context. The kernel waits for the requests while it destroys a context."""
         if self._at_end.alive:
             with contextlib.suppress(OSError):  # an interrupted call has destroyed it
                 _destroy(self._destroy, self._context, self._owner)
@@ -96,7 +93,7 @@ def _destroy(number: int, context: int, owner: int) -> None:
 
 @functools.cache
 def aio_works() -> bool:
-    """Whether this process can use Linux AIO."""
+    """Return True if this process can use Linux AIO."""
     if sys.platform != "linux" or platform.machine() not in _NUMBERS:
         return False
     try:

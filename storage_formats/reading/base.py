@@ -1,4 +1,4 @@
-"""Types that the read engines share: the records to read, their destination, and the interface of an engine."""
+"""Types that the read engines share: records to read, destinations, and engines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Batch:
 
     @functools.cached_property
     def shard_spans(self) -> list[tuple[int, int, int]]:
-        """(shard, start, stop) of each shard in the batch: records [start, stop) of the batch belong to this shard.
+        """Return (shard, start, stop) of each shard: its records are [start, stop) of the batch.
 
         The batch must not be empty.
         """
@@ -52,7 +52,7 @@ class Batch:
         return list(zip(self.shards[edges[:-1]].tolist(), edges, edges[1:], strict=False))
 
     def per_record(self, values: list[int]) -> Ints:
-        """Expand one value per shard of the batch to one value per record, int64 [n]."""
+        """Repeat the value of each shard for each of its records, int64 [n]."""
         counts = [stop - start for _, start, stop in self.shard_spans]
         return np.repeat(np.array(values, dtype=np.int64), counts)
 
@@ -64,8 +64,8 @@ class Batch:
 class Destination(Protocol):
     """Receives the records of one piece, which is a part of a batch.
 
-    An engine has two options. It may read each record i into `records[record_indices[i]]` and then call `finish`. Or
-    it may read all records into its own memory and pass them to `take`.
+    An engine reads each record i into `records[record_indices[i]]`, and then calls `finish`. Or it reads all records
+    into its own memory, and passes them to `take`.
     """
 
     direct: bool
@@ -80,13 +80,12 @@ class Destination(Protocol):
     def take(self, memory: Records, offsets: Ints, part: slice, threads: int | None) -> None:
         """Process the records `piece[part]`, which start at bytes `offsets` [k] of `memory`.
 
-        The engine may call this once for the whole piece, or several times for parts that together cover the piece. The
-        engine reuses `memory` afterwards. `threads` is the maximum number of threads; None uses `default_threads()`.
+        An engine may call this several times, for parts that together cover the piece. It reuses `memory` afterwards.
         """
         ...
 
     def finish(self, threads: int | None) -> None:
-        """Process the records after the engine has read all of them into `records`. `threads` is as for `take`."""
+        """Process the records after the engine has read all of them into `records`."""
         ...
 
 
@@ -135,14 +134,13 @@ class Reader(Protocol):
 
     @property
     def ahead(self) -> int:
-        """Maximum number of pieces to keep in flight. Depends on the pieces that are in flight now."""
+        """Return the maximum number of pieces to keep in flight."""
         ...
 
     def start(self, batch: Batch, destination: Destination) -> Finish:
         """Start to read the piece `batch` into `destination`.
 
-        Returns a function that waits until all records are read and then calls the destination to process them. Both
-        `start` and the returned function may raise CorruptIndexError.
+        Returns a function that waits for the records and then calls the destination. Both may raise CorruptIndexError.
         """
         ...
 

@@ -33,7 +33,7 @@ class Request:
 
 
 class BufferedEngine:
-    """Asks the kernel to prefetch several pieces (POSIX_FADV_WILLNEED), then copies the records on one thread."""
+    """Asks the kernel to prefetch several pieces (POSIX_FADV_WILLNEED), then copies the records."""
 
     name = "buffered"
 
@@ -89,7 +89,7 @@ class _BufferedReader:
 
 
 class PortableEngine:
-    """Reads on several threads, one read at a time per thread. Uses no Linux system calls."""
+    """Reads on several threads, without Linux system calls."""
 
     name = "portable"
 
@@ -177,7 +177,7 @@ def cannot_read(file: ShardFile, error: OSError) -> CorruptIndexError:
 
 
 def read_fully(request: Request, records: Records, record_bytes: int) -> None:
-    """Read all records of a request into `records`. Repeats the system call if it returns only a part.
+    """Read all records of a request into `records`.
 
     Raises:
         CorruptIndexError: the file ends early or cannot be read.

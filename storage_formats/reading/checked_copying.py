@@ -1,8 +1,7 @@
 """Compiled loops that compute CRC-32C checksums of records, optionally while copying the records.
 
-Importing this module imports Numba. The processor's CRC-32C instruction (SSE 4.2) takes eight bytes per cycle and
-returns its result three cycles later, so the loops process three records at a time. On processors without this
-instruction, google-crc32c computes the checksum of one record after another.
+The processor's CRC-32C instruction (SSE 4.2) takes eight bytes per cycle and returns its result three cycles later,
+so the loops process three records at a time. Importing this module imports Numba.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ONES = np.uint64(0xFFFFFFFF)
 
 
 def has_crc_instruction() -> bool:
-    """Whether compiled kernels may use the processor's CRC-32C instruction."""
+    """Return True if compiled kernels may use the processor's CRC-32C instruction."""
     if config.CPU_NAME or config.CPU_FEATURES:  # type: ignore[attr-defined]  # compiled for another processor
         return False
     return bool(binding.get_host_cpu_features().get("sse4.2"))

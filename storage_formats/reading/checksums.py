@@ -1,7 +1,4 @@
-"""Loads the stored checksums of blocks, and compares them with the checksums of the data read (SPEC.md section 8).
-
-The checksums of a shard are loaded when a read needs them.
-"""
+"""Comparison of the blocks read with their stored checksums (SPEC.md section 8)."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class BlockCheck:
     path: Callable[[int], Path]
 
     def compare(self, actual: Checksums, start: int, stop: int) -> None:
-        """Compare the computed checksums `actual[start:stop]` with the stored checksums `expected[start:stop]`.
+        """Compare `actual[start:stop]` with `expected[start:stop]`.
 
         Raises:
             CorruptIndexError: a computed checksum differs from the stored one.
@@ -66,7 +63,7 @@ class BlockCheck:
 
 
 class BlockChecksums:
-    """The stored checksums of one precision. Keeps the checksums of the most recently loaded shards. Thread-safe.
+    """The stored checksums of one precision, loaded when a read needs them. Thread-safe.
 
     Args:
         index: the index.
@@ -99,7 +96,7 @@ class BlockChecksums:
         )
 
     def close(self) -> None:
-        """Free the loaded checksums. They are loaded again when needed."""
+        """Free the loaded checksums."""
         with self._lock:
             self._kept.clear()
 

@@ -79,7 +79,7 @@ class RecordDestination:
 
 
 class DecodedDestination:
-    """Decodes records into blocks of `out`. `records` is a buffer for encoded records. See `base.Destination`."""
+    """Decodes records into blocks of `out`. See `base.Destination`."""
 
     direct = False
 
@@ -116,8 +116,7 @@ class DecodedDestination:
 def read_batch(engine: ReadEngine, batch: Batch, destinations: DestinationFactory) -> None:
     """Read all records of `batch`, with several pieces in flight.
 
-    When this function returns or raises, nothing writes to a destination any more. This also holds if a signal handler
-    raises during the read.
+    When this function returns or raises, nothing writes to a destination any more.
 
     Raises:
         CorruptIndexError: a file cannot be read, or a record is damaged.

@@ -1,7 +1,6 @@
-"""Selects the engine that reads each record.
+"""Selects the engine that reads each record, by name or by the state of the page cache.
 
-The caller names an engine, or `auto` selects one by the state of the page cache. docs/lab/storage-io.md holds the
-measurements behind the thresholds of `auto`.
+docs/lab/storage-io.md holds the measurements behind the thresholds.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class StoreFiles:
     def check_lengths(self) -> None:
         """Check that the first and the last token file have the lengths that follow from `index.json`.
 
-        The sizes in `index.json` decide how much memory is allocated for blocks. This check ensures that files of the
-        same sizes exist.
+        `index.json` decides how much memory is allocated, so a false size must be noticed first.
 
         Raises:
             CorruptIndexError: a file is missing or has another length.
@@ -79,7 +77,7 @@ class StoreFiles:
 
 @functools.cache
 def engines() -> tuple[str, ...]:
-    """Return the names of the engines that work on this machine. `auto` selects among these engines."""
+    """Return the names of the engines that work on this machine."""
     linux = sys.platform == "linux"
     queued = io_uring_works() or aio_works()
     available = {
@@ -134,7 +132,7 @@ class ReadEngines:
         self._admission = Admission(files.spec.shard_size * files.record_bytes) if fits else None
 
     def split(self, batch: Batch) -> list[tuple[ReadEngine, Batch]]:
-        """Split `batch` into parts, and return the engine that reads each part together with the part."""
+        """Split `batch` into parts, each with the engine that reads it."""
         if self._name not in ("auto", "mapped"):
             return [(self._engines[self._name], batch)]
         codes = self._engine_codes(batch)
@@ -144,10 +142,7 @@ class ReadEngines:
         return [(self._engines[_NAMES[code]], batch[codes == code]) for code in np.unique(codes).tolist()]
 
     def announce(self, batch: Batch) -> None:
-        """Ask the kernel to start reading `batch` into the page cache.
-
-        Returns before the kernel has read the records.
-        """
+        """Ask the kernel to start reading `batch` into the page cache. Returns at once."""
         BufferedEngine(self._cached_files).announce(batch)
 
     def close(self) -> None:

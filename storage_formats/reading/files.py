@@ -1,4 +1,4 @@
-"""Keeps shard files open: at most a few hundred, regardless of the number of shards in the index."""
+"""Keeps at most a few hundred shard files open, regardless of the number of shards."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ class ShardFile:
     def mapped_at(self) -> int:
         """Return the address of the file's memory map. The first call maps the file.
 
-        Reading a mapped page beyond the end of the file kills the process (SIGBUS). Callers must therefore call this
-        right before each read. If the file is shortened during the read, the process is still killed.
+        Call this right before each read: reading beyond the end of a shortened file kills the process (SIGBUS).
 
         Raises:
             CorruptIndexError: the file has become shorter since it was opened.
@@ -74,7 +73,7 @@ class ShardFile:
 
 @functools.cache
 def open_files() -> int:
-    """Return how many files each `ShardFiles` may keep open: a share of this process's limit on open files."""
+    """Return how many files each `ShardFiles` may keep open."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -109,7 +108,7 @@ class ShardFiles:
 
     @property
     def past_cache(self) -> bool:
-        """Whether reads bypass the page cache. Becomes False if a file turns out not to support direct I/O."""
+        """Return True if reads bypass the page cache."""
         return bool(self._direct)
 
     def acquire(self, batch: Batch) -> dict[int, ShardFile]:
@@ -133,7 +132,7 @@ class ShardFiles:
     def peek(self, shard: int) -> ShardFile | None:
         """Return the file of a shard, or None if the file is not open.
 
-        The caller must not read from the file, because another thread may close it at any time.
+        Do not read from the file, because another thread may close it at any time.
         """
         return self._open.get(shard)
 

@@ -1,7 +1,6 @@
 """Reads records from memory maps, on several threads and without a system call per record.
 
-Only for records that are in the page cache. The kernel reads each missing page of a map in a page fault of its own,
-which is far slower than the disk.
+Use it only for records in the page cache: each missing page costs a page fault, which is slower than the disk.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Memory for blocks: page-aligned, in huge pages if large, and copied without the GIL.
 
-Direct I/O requires aligned memory. Each page of new memory costs a page fault at the first access. In a large fetch
-from the page cache, these page faults take longer than copying the blocks. With huge pages, there is only one page
-fault per 2 MiB.
+Direct I/O requires aligned memory. Huge pages reduce the page faults of new memory to one per 2 MiB.
 """
 
 from __future__ import annotations
@@ -45,21 +43,15 @@ def aligned_bytes(size: int) -> Bytes:
 
 
 def memory_at(address: int, size: int) -> Bytes:
-    """Return a read-only view of the memory at `address`, uint8 [size].
-
-    Parts of the view may be unmapped. The caller must not read these parts.
-    """
+    """Return a read-only view of the memory at `address`, uint8 [size]. Do not read unmapped parts."""
     interface = {"version": 3, "data": (address, True), "shape": (size,), "typestr": "|u1"}
     memory: Bytes = np.asarray(SimpleNamespace(__array_interface__=interface))
     return memory
 
 
 def touch(records: Bytes, rows: NDArray[np.int64]) -> None:
-    """Write to every page of `records[rows]`, so that the pages exist before the kernel writes to them.
-
-    The contents of `records[rows]` are lost. Without this call, io_uring would pass requests for missing pages to a
-    slow worker thread.
-    """
+    """Write to every page of `records[rows]`, which destroys the contents."""
+    # io_uring would pass requests for missing pages to a slow worker thread.
     size = records.shape[1]
     records[rows[:, None], np.arange(0, size + PAGE_BYTES, PAGE_BYTES).clip(max=size - 1)] = 0
 
@@ -115,9 +107,6 @@ def copy_memory(
 ) -> None:
     """Copy `size` bytes from each address in `sources` to the address in `targets`, on several threads.
 
-    Large copies use a compiled loop. Copies that exceed the processor's cache also use non-temporal stores. Small
-    copies use ctypes, which also releases the GIL, because importing Numba takes half a second.
-
     Args:
         sources: [k], addresses to read.
         targets: [k], addresses to write.
@@ -129,6 +118,7 @@ def copy_memory(
     Raises:
         CorruptIndexError: a checksum differs from the stored one.
     """
+    # Small copies use ctypes, which also releases the GIL, because importing Numba takes half a second.
     sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
     total = len(sources) * size if total is None else total
     nontemporal = use_nontemporal(total, size, targets)
@@ -147,7 +137,7 @@ def check_memory(
 ) -> None:
     """Compare the checksum of the `size` bytes at each address in `sources` [k] with the stored checksum.
 
-    The other arguments are those of `copy_memory`.
+    See `copy_memory` for the other arguments.
 
     Raises:
         CorruptIndexError: a checksum differs from the stored one.
@@ -160,7 +150,7 @@ def memory_check(
 ) -> Callable[[int, int], None]:
     """Return a function `(start, stop)` that checks the bytes at `sources[start:stop]` on the calling thread.
 
-    The arguments are those of `check_memory`.
+    See `check_memory` for the arguments.
     """
     sources = np.ascontiguousarray(sources)
     compiled = use_compiled(len(sources) * size if total is None else total)
@@ -175,10 +165,7 @@ def memory_check(
 
 
 def use_compiled(total: int) -> bool:
-    """Whether to use compiled loops for `total` bytes.
-
-    True if Numba is imported or this many bytes justify importing it.
-    """
+    """Return True if compiled loops pay for `total` bytes, or Numba is already imported."""
     return "numba" in sys.modules or total >= _COMPILED_COPY_FROM
 
 

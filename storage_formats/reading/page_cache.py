@@ -1,4 +1,4 @@
-"""Queries the page cache: which parts of a file it holds, and how much more data it can take."""
+"""Queries the page cache: what it holds, and how much more it can take."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ _Words5 = ctypes.c_uint64 * 5
 
 
 def resident_share(file: ShardFile, start: int, stop: int) -> float | None:
-    """Return the share (0 to 1) of the pages of bytes [start, stop) that are cached or being read into the page cache.
-
-    Return None if the kernel cannot tell, or does not tell this user because another user owns the file.
-    """
+    """Return the share (0 to 1) of the bytes [start, stop) in the page cache. None if the kernel cannot tell."""
     start -= start % mmap.PAGESIZE
     pages = -(-(stop - start) // mmap.PAGESIZE)
     if sys.platform != "linux":
@@ -40,10 +37,7 @@ def resident_share(file: ShardFile, start: int, stop: int) -> float | None:
 
 
 def resident_records(file: ShardFile, record_bytes: int) -> NDArray[np.bool_]:
-    """Which records of a file have all their pages in the page cache, bool [file length // record_bytes].
-
-    All False if the kernel cannot tell.
-    """
+    """Return which records are in the page cache, bool [n]. All False if the kernel cannot tell."""
     count = file.size // record_bytes
     if sys.platform != "linux":
         return np.zeros(count, dtype=np.bool_)
@@ -87,10 +81,10 @@ def _mincore(file: ShardFile, start: int, pages: int) -> NDArray[np.bool_] | Non
 
 
 def cache_room() -> int:
-    """Return how many bytes the page cache can take without displacing other data; 0 if the system does not tell.
+    """Return how many bytes the page cache can take without displacing other data.
 
-    This is half of the machine's available memory, or half of the memory limit of this process's control group if that
-    is less.
+    This is half of the available memory, limited to half of the control group's limit. It is 0 if the system does not
+    tell.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

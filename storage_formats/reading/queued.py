@@ -1,13 +1,8 @@
 """Engines that bypass the page cache through a queue of requests: `io_uring`, `direct` and `sequential`.
 
-Direct I/O takes less processor time than buffered reads, because nothing is copied and no page cache is maintained. It
-also keeps as many requests in flight as the device accepts. Offsets, lengths and memory addresses must be multiples of
-the sector size.
-
-Records whose length is a multiple of the sector size are read directly into their destination. Otherwise, the whole
-sectors around the records are read into a buffer, and the records are copied from there. If two records are close, one
-request reads both records and the gap between them, because this costs the device less than a second request. Records
-that must be decoded are always read into a buffer and decoded from there.
+Direct I/O copies nothing and keeps the device busy. Offsets, lengths and memory addresses must be multiples of the
+sector size. Records of another length are read into a buffer, together with the rest of their sectors. Records that
+must be decoded are read into a buffer too.
 """
 
 from __future__ import annotations

@@ -37,23 +37,20 @@ class Queue(Protocol):
         ...
 
     def wait(self, minimum: int) -> tuple[Ints, NDArray[np.int64]]:
-        """Wait for at least `minimum` completions. Returns (tags, results) of all completed requests.
+        """Wait for at least `minimum` completions. Return (tags, results) of all completed requests.
 
         A result is the number of bytes read or a negative errno.
         """
         ...
 
     def close(self) -> None:
-        """Wait until the kernel serves no request of the queue any more, and free the queue.
-
-        May be called again after an interrupted call. Must not rely on `in_flight`, because an exception may have come
-        before a request was counted.
-        """
+        """Wait until the kernel serves no request of the queue, and free the queue. May be called again."""
+        # It must not rely on `in_flight`, because an exception may have come before a request was counted.
         ...
 
 
 class QueuePool:
-    """A pool of queues, so that not every fetch creates a queue. Empty in a forked process. Thread-safe."""
+    """A pool of queues, which saves creating a queue per fetch. Empty in a forked process. Thread-safe."""
 
     def __init__(self, make: Callable[[int], Queue]) -> None:
         self._make = make

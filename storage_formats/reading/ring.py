@@ -1,11 +1,8 @@
-"""io_uring through its system calls: many reads in flight from one thread, one NumPy row per request.
+"""io_uring through its system calls: many reads in flight from one thread.
 
-The kernel's interface consists of two rings in shared memory and one system call (Axboe, "Efficient IO with io_uring",
-2019; `linux/io_uring.h`). This module writes many requests at once as columns of a structured array. This costs less
-than calling a library once per request (docs/lab/storage-io.md).
-
-No memory barrier is needed. Without a polling kernel thread, the kernel reads requests within the system call of the
-thread that wrote them. This module reads completions only after a system call that waited for them.
+The kernel's interface is two rings in shared memory and one system call (Axboe, "Efficient IO with io_uring", 2019;
+`linux/io_uring.h`). This module writes many requests at once as rows of a structured array, because calling a
+library once per request costs more (docs/lab/storage-io.md).
 """
 
 from __future__ import annotations
@@ -56,6 +53,8 @@ class Ring:
     Raises OSError if the kernel has no io_uring or a sandbox refuses it.
     """
 
+    # No memory barrier is needed. Without a polling kernel thread, the kernel reads requests within the system call of
+    # the thread that wrote them. This class reads completions only after a system call that waited for them.
     def __init__(self, entries: int) -> None:
         self._fd, parameters = _set_up(entries)
         self._close_fd = weakref.finalize(self, os.close, self._fd)
@@ -80,7 +79,6 @@ class Ring:
         self._unsubmitted = 0
 
     def put(self, fds: Ints, offsets: Ints, addresses: Ints, lengths: Ints, tags: Ints) -> None:
-        """Start reads; see `queues.Queue`."""
         tail = int(self._sq_tail[0])
         request_indices = np.arange(tail, tail + len(fds)) & (self.entries - 1)
         columns = (("fd", fds), ("offset", offsets), ("address", addresses), ("length", lengths), ("tag", tags))
@@ -92,7 +90,6 @@ class Ring:
         self._enter(0)
 
     def wait(self, minimum: int) -> tuple[Ints, Ints]:
-        """Wait for completions; see `queues.Queue`."""
         minimum = min(minimum, self.in_flight, len(self._completions))
         while self._completed() < minimum:
             self._enter(minimum)
@@ -103,10 +100,6 @@ class Ring:
         return done["tag"].astype(np.int64), done["result"].astype(np.int64)
 
     def close(self) -> None:
-        """Wait for the requests and free the ring; see `queues.Queue`.
-
-        Uses the kernel's counters instead of `in_flight`.
-        """
         while self._close_fd.alive and self._sq_head[0] != self._cq_tail[0]:
             to_take = (int(self._sq_head[0]) - int(self._cq_head[0])) & 0xFFFFFFFF
             with contextlib.suppress(InterruptedError):  # a signal came, and its handler has run
@@ -142,7 +135,7 @@ def _set_up(entries: int) -> tuple[int, NDArray[np.void]]:
 
 @functools.cache
 def io_uring_works() -> bool:
-    """Whether this process can use io_uring. Containers often forbid it."""
+    """Return True if this process can use io_uring. Containers often forbid it."""
     if sys.platform != "linux":
         return False
     try:

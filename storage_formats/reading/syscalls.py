@@ -25,10 +25,7 @@ def system_call(number: int, *arguments: int) -> int:
 
 
 def sector_bytes(path: Path) -> int:
-    """Return the alignment in bytes that direct reads of a file need for offsets, lengths and memory addresses.
-
-    The value comes from statx(2), or is the page size if statx does not tell.
-    """
+    """Return the alignment in bytes that direct reads of a file need."""
     status = ctypes.create_string_buffer(256)
     statx = getattr(ctypes.CDLL(None), "statx", None)  # glibc 2.28
     if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, status):

@@ -38,10 +38,7 @@ def clear_staging(root: str | Path) -> None:
 
 
 def remove_unfinished(layout: Layout) -> None:
-    """Remove temporary files of manifests and metadata that a killed process left behind.
-
-    These are the files of interrupted calls of `atomic.write_bytes_atomic`.
-    """
+    """Remove temporary files of manifests and metadata that a killed process left behind."""
     for pattern in _UNFINISHED:
         for path in layout.root.glob(pattern):
             path.unlink()

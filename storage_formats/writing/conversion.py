@@ -1,7 +1,6 @@
 """Adding precisions to a finished index, shard by shard and without the model (SPEC.md section 11).
 
-The index stays readable throughout. The shards of a new precision are committed like the shards of a build, with
-receipts in `build/`. The new precision becomes visible once `index.json` names it.
+The index stays readable throughout. A new precision becomes visible when `index.json` names it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Piece: TypeAlias = tuple[int, Blocks]
 
 
 class ConversionInterrupted(EdjeError):
-    """The caller stopped the conversion of a shard. The unfinished files of this shard were removed."""
+    """The caller stopped the conversion of a shard, whose unfinished files were removed."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def convert_shard(
     on_progress: Callable[[int], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> ShardReceipt:
-    """Convert one shard: read and check each block, encode it in each target precision, and commit the new files.
+    """Convert one shard to the target precisions, and commit the new files.
 
     Args:
         task: the shard and the precisions.
@@ -230,12 +229,10 @@ def drop_precision(root: str | Path, name: str) -> Manifest:
 
 
 def remove_leftovers(root: str | Path) -> None:
-    """Delete files that no snapshot names: files of dropped precisions and abandoned conversions, and `build/`.
+    """Delete files of dropped precisions and abandoned conversions, and `build/`.
 
-    Earlier shard tables stay, because readers that already have the index open need them.
-
-    If a process dies between a commit and this call, the files only take space until the next call. The caller must
-    hold the lock of the index, and must have no conversion to resume.
+    The caller must hold the lock of the index, and must have no conversion to resume. Earlier shard tables stay,
+    because readers that already have the index open need them.
     """
     index = CommittedIndex.open(root)
     layout = Layout(index.root)

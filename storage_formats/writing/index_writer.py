@@ -1,9 +1,8 @@
 """Writing a whole index from arrays, for callers with their own encoder.
 
-The writer buffers the rows of one shard, and commits each full shard with the protocol of SPEC.md section 11. It writes
-`index.json` last, so that a reader sees either the whole index or no index. Until then, the file `build/writer` marks
-the index as unfinished. The writer locks this file. If the writer dies, the kernel releases the lock, and the next
-writer removes the unfinished index and starts again.
+The writer commits each full shard, and writes `index.json` last, so that a reader sees the whole index or no index.
+Until then, the file `build/writer` marks the index as unfinished. The writer locks this file. If the writer dies,
+the next writer removes the unfinished index and starts again.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class IndexWriter:
     """Writes an index of token blocks and embeddings that the caller computed. Not thread-safe.
 
     Use it as a context manager: leaving the block commits the index, and an exception removes everything that was
-    written. The writer holds at most one shard in memory. The index has no nearest-neighbour index;
-    `edje_index.add_ann` adds one.
+    written. The writer holds at most one shard in memory. Add a nearest-neighbour index with `edje_index.add_ann`.
 
     Example:
         >>> import numpy as np
@@ -123,10 +121,11 @@ class IndexWriter:
         return len(self._receipts) * self._spec.shard_size + self._held
 
     def append(self, blocks: NDArray[Any], embeddings: NDArray[Any], rows: Rows | None = None) -> range:
-        """Append k rows and return the range of their row ids; k may be any number.
+        """Append k rows and return their row ids; k may be any number.
 
         Arrays are copied one shard at a time, so they may be memory maps of any length. The writer stays usable after
-        an error; `len(writer)` is the number of rows that it holds.
+        an
+        error; `len(writer)` is the number of rows that it holds.
 
         Args:
             blocks: [k, m, d], float32, float16 or bfloat16, finite; rounded to bfloat16, to nearest even.
@@ -155,8 +154,6 @@ class IndexWriter:
 
     def finish(self, build_ann: BuildAnn | None = None) -> Manifest:
         """Commit the index and close the writer. Leaving the context without an exception calls this.
-
-        If the commit fails, `abort` is called.
 
         Args:
             build_ann: function that writes the nearest-neighbour index and returns the description of this index for

@@ -1,8 +1,7 @@
-"""Pieces of an unfinished shard. Finished rows are stored every minute, so that a new attempt can resume after them.
+"""Pieces of an unfinished shard, stored every minute, so that a new attempt can resume after them.
 
-A shard that is finished within a minute has no pieces. Pieces are private to the build. Each piece is a Parquet file
-with a CRC-32C appended, stored in `build/pieces/<shard>/` and named after its positions [start, stop). It has the
-columns of the rows table, the blocks and the embeddings. Blocks are stored in bfloat16, as the model returns them.
+Each piece is a Parquet file with a CRC-32C appended, in `build/pieces/<shard>/`, named after its positions
+[start, stop). It holds the columns of the rows table, the bfloat16 blocks and the embeddings.
 """
 
 from __future__ import annotations
@@ -75,10 +74,7 @@ class ShardPieces:
         self._saved_at = time.monotonic()
 
     def read(self) -> Iterator[Piece]:
-        """Yield the stored pieces in order from position 0, up to the first missing or damaged piece.
-
-        Then remove all pieces after the last yielded piece.
-        """
+        """Yield the stored pieces from position 0 up to the first missing or damaged piece. Remove the rest."""
         rows, stop = len(self._spec.shard_rows(self._shard)), 0
         files = _piece_files(self._layout, self._shard)
         paths = {_positions_of(path)[0]: path for path in files}
@@ -93,10 +89,8 @@ class ShardPieces:
                 path.unlink(missing_ok=True)
 
     def add(self, piece: Piece) -> None:
-        """Add the next batch of finished rows.
-
-        If the last save was over a minute ago or the unsaved batches take much memory, save all of them.
-        """
+        """Add the next batch of finished rows, and save all unsaved batches about once a minute."""
+        # They are saved earlier if they take much memory.
         self._pending.append(piece)
         due = time.monotonic() - self._saved_at >= PIECE_SECONDS
         if due or sum(piece.tokens.nbytes for piece in self._pending) > _MAX_BYTES:

@@ -75,7 +75,7 @@ def finish_index(
     provenance: Provenance,
     ann: dict[str, Any],
 ) -> Manifest:
-    """Commit the index: write the shard table, then `index.json`. Then remove `build/` except for the lock file.
+    """Commit the index: write the shard table, then `index.json`. Then remove `build/`.
 
     Args:
         root: directory of the index.
@@ -107,11 +107,8 @@ def finish_index(
 
 
 def remove_build(layout: Layout) -> None:
-    """Remove `build/` except for the lock file, which belongs to the caller or to a later process.
-
-    `plan.json` is removed last, and only if all other files are gone. If a crash or an error leaves files behind,
-    `plan.json` shows that these files come from a build (`has_build_leftovers`).
-    """
+    """Remove `build/` except for the lock file, which belongs to the caller or to a later process."""
+    # `plan.json` is removed last. If files stay behind, it shows that they come from a build (`has_build_leftovers`).
     if not layout.build.is_dir():
         return
     kept = {layout.lock, layout.plan}
@@ -128,10 +125,7 @@ def remove_build(layout: Layout) -> None:
 
 
 def has_build_leftovers(layout: Layout) -> bool:
-    """Whether the `build/` of a finished index is a leftover of its build.
-
-    False for a conversion that can be resumed.
-    """
+    """Return True if the `build/` of a finished index is left from its build, not from a conversion."""
     if not layout.build.is_dir():
         return False
     return layout.plan.exists() or {path.name for path in layout.build.iterdir()} <= {layout.lock.name}

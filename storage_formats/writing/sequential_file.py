@@ -1,8 +1,7 @@
 """Writing a large file from front to back at the speed of the device.
 
-Uses direct I/O if the file system supports it. Direct I/O avoids a copy into the page cache and evicts no data that
-readers keep there. The device writes one of two aligned buffers while the caller fills the other. Space is reserved in
-advance only for direct I/O, because reserving slows buffered writes (docs/lab/storage-io.md).
+Direct I/O, if supported, avoids a copy into the page cache. The device writes one of two buffers while the caller
+fills the other.
 """
 
 from __future__ import annotations

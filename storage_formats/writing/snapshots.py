@@ -1,4 +1,4 @@
-"""Changes to a finished index. Each change commits a new snapshot and keeps the previous one (SPEC.md section 12).
+"""Changes to a finished index, each of which commits a new snapshot (SPEC.md section 12).
 
 The caller must hold the lock of the index.
 """
@@ -138,7 +138,7 @@ def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
 
 @dataclass(frozen=True)
 class Removal:
-    """What `remove_snapshots` removed.
+    """Numbers of the snapshots and files that `remove_snapshots` removed.
 
     Attributes:
         snapshots: numbers of the snapshots.
@@ -178,9 +178,7 @@ def remove_snapshots(index: CommittedIndex, keep: int) -> Removal:
 
 
 def remove_unnamed_files(layout: Layout, manifests: Sequence[Manifest], *, tables: bool = False) -> list[int]:
-    """Remove the data files of an index that none of `manifests` names, and return their lengths in bytes.
-
-    Other files in the directory stay.
+    """Remove the data files that none of `manifests` names, and return their lengths in bytes.
 
     Args:
         layout: layout of the index.
@@ -204,7 +202,7 @@ def remove_unnamed_files(layout: Layout, manifests: Sequence[Manifest], *, table
 
 
 def named_files(layout: Layout, manifests: Iterable[Manifest]) -> set[str]:
-    """Return the paths, relative to the index, of all data files that at least one of `manifests` names."""
+    """Return the relative paths of all data files that at least one of `manifests` names."""
     names: set[str] = set()
     tables: set[FileEntry] = set()
     for manifest in manifests:

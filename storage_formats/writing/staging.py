@@ -36,23 +36,20 @@ class StagedFiles:
     def add(self, name: str, final: Path, length: int | None = None, crc: int | None = None) -> None:
         """Stage the complete private file `name`, so that `commit` renames it to `final`.
 
-        If the length or the CRC-32C is not given, both are computed from the file.
+        A length or CRC-32C that is None is computed from the file.
         """
         if length is None or crc is None:
             length, crc = crc32c_file(self.path(name))
         self._files.append(_StagedFile(self.path(name), final, FileEntry(self._layout.relative(final), length, crc)))
 
     def add_bytes(self, name: str, final: Path, data: bytes) -> None:
-        """Write `data` to the private file `name`, and stage it so that `commit` renames it to `final`."""
+        """Write `data` to the private file `name`, and stage it; see `add`."""
         with naming(self.path(name)):
             self.path(name).write_bytes(data)
         self.add(name, final, len(data), crc32c(data))
 
     def commit(self) -> tuple[FileEntry, ...]:
-        """Flush all files, rename them to their final paths and flush the directories.
-
-        Returns the files' entries in the shard table.
-        """
+        """Flush all files, rename them to their final paths, and return their entries in the shard table."""
         fsync_paths(file.path for file in self._files)
         for file in self._files:
             file.final.parent.mkdir(parents=True, exist_ok=True)

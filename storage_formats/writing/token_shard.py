@@ -1,4 +1,4 @@
-"""Writes one file of a token array: records in order, padding, and the Zarr shard index (SPEC.md section 6)."""
+"""Writes one file of a token array: records, padding, and the Zarr shard index (SPEC.md section 6)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ABSENT = np.uint64(2**64 - 1)
 
 
 def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
-    """Encode the shard index: one (offset, length) pair per position, uint64, followed by the CRC-32C of the pairs.
+    """Encode the shard index: (offset, length) of each position as uint64, then the CRC-32C of these pairs.
 
     Args:
         present: which positions hold a record, bool [shard_size].
@@ -32,9 +32,9 @@ def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
 
 
 class TokenShardFile:
-    """Writes a shard file from front to back and computes the checksums of its records and of the file.
+    """Writes a shard file from front to back and computes its checksums. Not thread-safe.
 
-    Not thread-safe. The caller must move the file into the index (`ShardWriter.commit`).
+    The caller must move the file into the index (`ShardWriter.commit`).
 
     Args:
         path: path of the file, which must not exist.
