@@ -1,7 +1,6 @@
 """The EDJE feature index: models, indexing, search, evaluation, and fetching of token blocks.
 
-The names in `__all__` are the public interface. Importing this package loads none of torch, FAISS, PyArrow and Zarr.
-The module of each name is loaded when the name is first used.
+The names in `__all__` are the public interface. Heavy libraries are imported when a name that needs them is first used.
 """
 
 from __future__ import annotations

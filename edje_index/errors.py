@@ -19,9 +19,7 @@ class ModelError(EdjeError):
 
 
 class BundleNotFoundError(ModelError):
-    """The path at which an index looks for its model bundle is relative or no longer exists.
-
-    The caller must give the path of the bundle.
+    """The index records a path of its model bundle that is relative or no longer exists.
 
     Example:
         >>> from edje_index.errors import BundleNotFoundError, ModelError

@@ -1,4 +1,4 @@
-"""Reads and writes JSON and JSON Lines files, and creates folders that appear only when they are complete."""
+"""Reads and writes JSON and JSON Lines files, and creates folders that appear only when complete."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class JsonLine:
 
 
 def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") -> Iterator[JsonLine]:
-    """Yield the lines of a JSON Lines file in UTF-8, with or without byte-order mark. Blank lines are skipped.
+    """Yield the lines of a JSON Lines file in UTF-8. Blank lines are skipped.
 
     Args:
         path: path of the file.
@@ -55,7 +55,7 @@ def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") 
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` to `path` as indented JSON with sorted keys and a final newline."""
+    """Write `content` to `path` as indented JSON with sorted keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -93,9 +93,7 @@ def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Context with a temporary folder, which the body fills.
-
-    If the body succeeds, the folder is renamed to ``out``. If the body raises an exception, the folder is removed.
+    """Context with a temporary folder, which is renamed to ``out`` if the body succeeds.
 
     Raises:
         ModelError: ``out`` exists.

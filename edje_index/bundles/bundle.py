@@ -1,4 +1,4 @@
-"""Model bundles in memory. The module `bundles.info` describes the files of a bundle."""
+"""Model bundles in memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from edje_index.scoring.weights import BUNDLE_SCORE, DirectionWeights, ScoreWeig
 
 @dataclass
 class ModelBundle:
-    """A model bundle in memory: vision and text tower, adapter, joint encoder and the other parts of the final score.
+    """A model bundle in memory: towers, adapter, joint encoder and the other parts of the final score.
 
     Attributes:
         clip: the open_clip model that holds both towers.
@@ -79,12 +79,10 @@ class ModelBundle:
 
     @cached_property
     def vision(self) -> VisionTower:
-        """The frozen vision tower."""
         return vision_tower(self.clip.visual)  # type: ignore[arg-type]
 
     @cached_property
     def text(self) -> TextTower:
-        """The frozen text tower."""
         return TextTower(self.clip, self.text_tokenizer)
 
     @property
@@ -94,7 +92,7 @@ class ModelBundle:
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """(m, d) of one image's stored tokens."""
+        """(m, d), tokens per block and values per token."""
         return self.adapter.config.num_tokens, self.adapter.config.language_dim
 
     @property
@@ -106,7 +104,7 @@ class ModelBundle:
     def fingerprint(self) -> str:
         """SHA-256 of everything in the loaded directory that affects an output.
 
-        Changes in memory do not change this value; saving the bundle computes a new fingerprint.
+        Changes in memory do not change it.
 
         Raises:
             ModelError: the bundle was made in memory.
@@ -124,7 +122,7 @@ class ModelBundle:
 
     @property
     def score_models(self) -> ScoreModels:
-        """The models that compute the parts of the final score, with the current weights of this bundle."""
+        """The models that compute the parts of the final score."""
         return ScoreModels(self.joint.scorer(), self.pooled, self.hubness_bank)
 
     @property

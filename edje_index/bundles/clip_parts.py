@@ -22,6 +22,6 @@ def load_clip(info: BundleInfo, config: ClipConfig) -> torch.nn.Module:
 
 
 def load_clip_text_tower(info: BundleInfo, config: ClipConfig, device: torch.device) -> TextTower:
-    """Load the text tower of a bundle onto `device`. Every kind of text tower that open_clip supports is loaded."""
+    """Load the text tower of a bundle onto `device`."""
     tokenizer = text_tokenizer(config, info.path / VISION_FOLDER)
     return TextTower(load_clip(info, config).to(device), tokenizer)

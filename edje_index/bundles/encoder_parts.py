@@ -13,7 +13,7 @@ from edje_index.models.weights import assign_weights, read_weights
 
 
 def load_visual(info: BundleInfo) -> tuple[VisionTower, ClipConfig]:
-    """Load the vision tower of a bundle, and its configuration. The weights of the text tower are not read."""
+    """Load the vision tower of a bundle, and its configuration. Does not read the text tower."""
     config = read_clip_config(info.path / VISION_FOLDER, info.vision_name)
     weights = info.path / VISION_WEIGHTS
     with limited_by(weights):

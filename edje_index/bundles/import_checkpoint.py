@@ -29,7 +29,7 @@ def import_checkpoint(
 ) -> BundleInfo:
     """Make a bundle from a published checkpoint and the open_clip model that it was trained with.
 
-    As published, the final score of the bundle is the logit of the joint encoder alone, and captions are canonicalised.
+    The final score of the bundle is the logit of the joint encoder alone, as published.
 
     Args:
         checkpoint: the ``.pth`` file.

@@ -2,17 +2,15 @@
 
 A bundle is one directory:
 
-    bundle.json                        this file: sizes, score weights, hash of every other file, fingerprints
-    vision/open_clip_config.json       open_clip's model and preprocessing configuration
-    vision/open_clip_model.safetensors weights of the vision and text tower
-    vision/...                         tokenizer of the text tower, unless it is open_clip's own
-    adapter.safetensors                weights of the adapter
-    joint/config.json                  BERT configuration of the joint encoder
-    joint/model.safetensors            weights of the joint encoder and, named ``pooled.*``, of the pooled similarity
-    joint/...                          tokenizer of the joint encoder
-    bank.safetensors                   the bank of the hubness correction, if the bundle has one
-
-open_clip itself can open ``vision/`` as ``local-dir:BUNDLE/vision``.
+    bundle.json                         sizes, score weights, file hashes, fingerprints
+    vision/open_clip_config.json        open_clip's model and preprocessing configuration
+    vision/open_clip_model.safetensors  weights of the vision and text tower
+    vision/...                          tokenizer of the text tower, unless it is open_clip's own
+    adapter.safetensors                 weights of the adapter
+    joint/config.json                   BERT configuration of the joint encoder
+    joint/model.safetensors             weights of the joint encoder and of the pooled similarity
+    joint/...                           tokenizer of the joint encoder
+    bank.safetensors                    bank of the hubness correction, if there is one
 """
 
 from __future__ import annotations
@@ -73,12 +71,12 @@ class BundleDescription:
 
     @property
     def vision_name(self) -> str:
-        """open_clip's name of the model that holds the towers."""
+        """Name of the model that holds the towers, in open_clip."""
         return str(self.vision["name"])
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """(m, d) of one image's stored tokens."""
+        """(m, d), tokens per block and values per token."""
         return int(self.adapter["num_tokens"]), int(self.adapter["language_dim"])
 
     @property
@@ -88,7 +86,7 @@ class BundleDescription:
 
     @property
     def canonical_captions(self) -> bool:
-        """Whether the joint encoder reads canonicalised captions. False for old bundles, which do not record this."""
+        """True if the joint encoder reads canonicalised captions. False for bundles of old versions."""
         return bool(self.joint.get("canonical_captions", False))
 
     @property
@@ -130,10 +128,7 @@ class BundleInfo(BundleDescription):
 
     @property
     def encoder_weights_bytes(self) -> int:
-        """Size of the weights of both towers and the adapter, in bytes.
-
-        This is an upper bound for the weights in the memory of an encoder process.
-        """
+        """Size of the weights of both towers and the adapter, in bytes."""
         return sum(int(self.files[name]["bytes"]) for name in (VISION_WEIGHTS, ADAPTER_WEIGHTS))
 
     def to_json(self) -> dict[str, Any]:
@@ -173,7 +168,7 @@ def describe_bundle(path: Path, description: BundleDescription) -> BundleInfo:
 
 
 def read_bundle_info(path: str | Path) -> BundleInfo:
-    """Read ``bundle.json`` of a bundle. Weights are not read; :func:`verify_files` checks them.
+    """Read ``bundle.json`` of a bundle, without the weights.
 
     Raises:
         ModelError: the directory is not a bundle, has an unsupported format version, holds code, or has a

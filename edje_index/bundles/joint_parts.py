@@ -1,4 +1,4 @@
-"""Loads and saves the joint encoder of a model bundle for training. For searches, use `scorer_parts`."""
+"""Loads and saves the joint encoder of a model bundle, for training."""
 
 from __future__ import annotations
 

@@ -13,10 +13,8 @@ _RENAMED_SIZES = {"pooled": "pooled_similarity", "bank": "hubness_bank"}
 def migrate_version_1(joint: Mapping[str, Any]) -> tuple[dict[str, Any], DirectionWeights]:
     """Convert the ``joint`` entry of version 1 to the ``joint`` and ``score`` entries of version 2.
 
-    In version 1, ``joint`` also holds the weights of the final score. The weights of text-to-image search are
-    ``embedding_weight``, ``late_weight``, ``pooled_weight``, ``prior_weight`` and ``prior_temperature``; a weight
-    without effect is left out. The weights of image-to-text search are in ``caption_weights``, which is left out if
-    they equal the weights of text-to-image search.
+    In version 1, ``joint`` also holds the weights of the final score: those of image-to-text search in
+    ``caption_weights``, and those of text-to-image search directly. Weights without effect are left out.
 
     Raises:
         KeyError, TypeError, ValueError: ``joint`` is damaged.

@@ -1,8 +1,7 @@
-"""Makes bundles from plain open_clip towers. Their indexes are searched by embedding similarity alone.
+"""Makes bundles from plain open_clip towers, for search by embedding similarity alone.
 
-Such bundles serve as the embedding-only baseline of an evaluation and for mining hard negatives for another model. A
-bundle always has an adapter and a joint encoder. Here the adapter stores one patch per image unchanged, and the joint
-encoder is a tiny model that no score uses.
+A bundle always has an adapter and a joint encoder. Here the adapter stores one patch per image, and no score uses the
+joint encoder.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Reads checkpoints in the format of the published EDJE training code.
 
-A checkpoint is a dict with the keys ``model`` (the weights by name), ``optimizer``, ``config``, ``epoch`` and
-``global_step``. This module reads the weights of the adapter (``vision_projection.*``) and of the joint encoder
-(``language_model.*``, ``text_embeddings.*``, ``classification_head.*``, ``text_projection.*``). The checkpoint also
-holds frozen towers (``vision_encoder.*``, ``clip.*``). Bundles take their towers from open_clip instead;
-`published_towers` checks that both are equal.
+A bundle takes adapter and joint encoder from the checkpoint, and the frozen towers from open_clip. `published_towers`
+checks that the towers of both are equal.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Compares the frozen SigLIP towers in a checkpoint of the published training code with the towers of open_clip.
+"""Compares the frozen SigLIP towers in a published checkpoint with the towers of open_clip.
 
-The published training code saves its towers in the format of transformers. The tower ``vision_encoder.*`` feeds the
-adapter; the towers ``clip.*`` compute embeddings for hard-negative mining. A bundle takes its towers from open_clip
-instead. So the towers in the checkpoint must have the same sizes and, up to the rounding of the file, the same weights
-as the towers of open_clip.
+Both must have the same sizes and, up to the rounding of the file, the same weights.
 """
 
 from __future__ import annotations
@@ -58,7 +55,7 @@ _TEXT_NAMES: _Renames = (
 
 
 def check_tower_size(tower: VisionTower, name: str, siglip_path: str | None, positions: int, *, local: bool) -> None:
-    """Refuse an open_clip tower whose number of patches differs from that of the checkpoint's tower.
+    """Raise ModelError if the tower has another number of patches than the tower of the checkpoint.
 
     Args:
         tower: the vision tower of open_clip.
@@ -88,7 +85,7 @@ def check_tower_size(tower: VisionTower, name: str, siglip_path: str | None, pos
 
 
 def check_same_towers(state: State, clip: nn.Module, name: str) -> None:
-    """Refuse a checkpoint whose towers differ from the towers of `clip`, for example because they were fine-tuned.
+    """Raise ModelError if the towers of a checkpoint differ from the towers of `clip`.
 
     Args:
         state: weights of the checkpoint by name. A checkpoint without towers is accepted.

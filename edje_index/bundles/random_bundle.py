@@ -1,7 +1,6 @@
-"""Makes bundles of random weights, to try every command without a trained model.
+"""Makes bundles with random weights, to try every command without a trained model.
 
-No trained EDJE weights are published, and many machines cannot reach a model hub. With random weights every step takes
-as long as with trained weights, but the order of search results has no meaning. Equal seeds give equal weights.
+Every step takes as long as with trained weights, but the order of search results has no meaning.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ MAX_POSITIONS = 512
 class UntrainedSizes:
     """Sizes of the models in an untrained bundle.
 
-    The defaults are the sizes of a ViT-S/16 tower and a MiniLM-L6-H384 language model, with 64 x 384 blocks. By default
-    ``adapter_hidden`` is 4 times the width of the vision tower. With the value 8192 of the EDJE paper, the adapter
-    would be nearly as slow as such a small tower.
+    The defaults are those of a ViT-S/16 tower and a MiniLM-L6-H384 language model, with 64 x 384 blocks.
+    ``adapter_hidden`` is 4 times the width of the vision tower by default.
     """
 
+    # With 8192, as in the EDJE paper, the adapter would be nearly as slow as such a small tower.
     image_size: int = 224
     patch_size: int = 16
     vision_width: int = 384

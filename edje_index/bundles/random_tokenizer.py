@@ -1,9 +1,4 @@
-"""A BERT tokenizer that needs no download, because its vocabulary comes from the open_clip package.
-
-open_clip contains CLIP's byte-pair vocabulary, most frequent entries first. Entries that end a word (``</w>``) become
-words. Other entries become pieces that continue a word (``##``). Only entries that consist of lower-case ASCII letters
-and digits are used. All single letters and digits are added, so that no word made of them is unknown.
-"""
+"""A BERT tokenizer that needs no download, because its vocabulary comes from the open_clip package."""
 
 from __future__ import annotations
 
@@ -25,7 +20,12 @@ WORD_END = "</w>"
 
 
 def untrained_tokenizer(words: int) -> JointTokenizer:
-    """Make a WordPiece tokenizer with ``words`` entries of open_clip's vocabulary; ``<image>`` is the last entry."""
+    """Make a WordPiece tokenizer with ``words`` entries of open_clip's vocabulary.
+
+    ``<image>`` is the last entry.
+    """
+    # Entries that end a word (``</w>``) become words, other entries become pieces (``##``). Single letters and digits
+    # are added, so that no lower-case ASCII word is unknown.
     vocabulary = {piece: token_id for token_id, piece in enumerate((*_pieces(words), IMAGE_TOKEN))}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)

@@ -1,7 +1,4 @@
-"""Loads the parts of a model bundle that score pairs: joint encoder, pooled similarity and hubness bank.
-
-``joint/model.safetensors`` holds the joint encoder and, under the prefix ``pooled.``, the pooled similarity.
-"""
+"""Loads the parts of a model bundle that score pairs."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ POOLED = "pooled."
 
 
 def load_scorer(info: BundleInfo, dtype: torch.dtype, device: torch.device) -> JointScorer:
-    """Load the joint encoder of a bundle onto `device` as a scorer, which cannot be trained."""
+    """Load the joint encoder of a bundle onto `device`, for scoring only."""
     tokenizer = load_joint_tokenizer(info.path / JOINT_FOLDER, canonical=info.canonical_captions)
     source = info.path / JOINT_CONFIG
     shape = BertShape.parse(read_configuration(source), str(source))
@@ -31,9 +28,9 @@ def load_scorer(info: BundleInfo, dtype: torch.dtype, device: torch.device) -> J
 
 
 def load_pooled_similarity(info: BundleInfo, width: int) -> PooledSimilarity | None:
-    """Load the pooled similarity of a bundle; `width` is the width of the joint encoder.
+    """Load the pooled similarity of a bundle. Return None if the bundle has none.
 
-    Return None if the bundle has no pooled similarity.
+    `width` is the width of the joint encoder.
     """
     sizes = info.pooled_similarity
     if sizes is None:
@@ -46,7 +43,7 @@ def load_pooled_similarity(info: BundleInfo, width: int) -> PooledSimilarity | N
 
 
 def load_hubness_bank(info: BundleInfo) -> HubnessBank | None:
-    """Load the bank of the hubness correction. Return None if the bundle has no hubness bank."""
+    """Load the bank of the hubness correction. Return None if the bundle has none."""
     sizes = info.hubness_bank
     if sizes is None:
         return None

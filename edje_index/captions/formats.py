@@ -1,4 +1,4 @@
-"""Readers of caption files, one per format. The module `edje_index.captions.reading` describes the formats."""
+"""Readers of caption files, one per format."""
 
 from __future__ import annotations
 

@@ -32,9 +32,8 @@ class MatchedRows:
 
     Attributes:
         rows: row id of each item, int64 [n]; -1 for an item without a row.
-        reasons: for each item, the reason why the item has no row; None if the item has a row. A reason is
-            "not-in-index", the reason for which the image failed in the build, or "deleted" if the image is a duplicate
-            of a deleted image.
+        reasons: why each item has no row: "not-in-index", "deleted" or the reason of the failed image. None if it
+            has a row.
     """
 
     rows: NDArray[np.int64]
@@ -60,8 +59,8 @@ def match_items(
 ) -> MatchedRows:
     """Find the rows of `items` by the names of their images.
 
-    An image that is a duplicate gets the row of its original. If two rows have the same name, the first row is used. If
-    a name is not in the index, the function resolves symbolic links in the folders of the name and looks it up again.
+    A duplicate gets the row of its original. If two rows share a name, the first wins. If a name is not in the index,
+    the name is looked up again after symbolic links in its folders are resolved.
 
     Args:
         root: path of the index, for error messages.

@@ -1,15 +1,12 @@
 """Captions of images, read from files in common formats.
 
-    *.jsonl, *.ndjson   one object per line: {"image": name, "captions": [...]}, optionally with "split" and "image_id".
-                        Instead of "captions", an object with one caption may have "caption": "..."
-    *.json              one of three forms: a list of the objects described above; a Karpathy split file of COCO,
-                        Flickr8k or Flickr30k ("images" with "sentences"); a COCO caption file ("images" and
-                        "annotations")
-    *.parquet           columns with the names of the fields described above
-    *.tar               a WebDataset shard: KEY.jpg with KEY.txt (one caption per line) or KEY.json (an object as
-                        described above, without "image")
+- ``*.jsonl``, ``*.ndjson``: one object per line: {"image": name, "captions": [...]}, optionally with "split" and
+  "image_id". An object with one caption may have "caption": "..." instead.
+- ``*.json``: a list of such objects, a Karpathy split file, or a COCO caption file.
+- ``*.parquet``: columns with the names of these fields.
+- ``*.tar``: a WebDataset shard: KEY.jpg with KEY.txt (one caption per line) or KEY.json (an object without "image").
 
-Records about the same image in the same split become one item. Blank captions are left out and counted.
+Records about the same image in the same split become one item.
 """
 
 from __future__ import annotations
@@ -61,7 +58,7 @@ class CaptionFile:
 
 
 def read_captions(path: str | Path, images: str | Path | None = None, split: str | None = None) -> list[CaptionedImage]:
-    """Return the items of `read_caption_file`. Give a `RuntimeWarning` if blank captions were left out."""
+    """Return the items of `read_caption_file`. Warn if blank captions were left out."""
     content = read_caption_file(path, images, split)
     if content.blank:
         warnings.warn(f"{path}: blank captions are left out: {content.blank:,}", RuntimeWarning, stacklevel=2)
@@ -128,8 +125,6 @@ def _of_split(items: list[CaptionedImage], parts: frozenset[str], split: str, fi
 
 def check_apart(train: Iterable[CaptionedImage], dev: Iterable[CaptionedImage]) -> None:
     """Check that no image is in both the training set and the development set.
-
-    Selecting a model on training images would reward overfitting.
 
     Raises:
         UsageError: an image is in both sets.

@@ -36,7 +36,7 @@ class CaptionRecord:
 
 
 class RecordError(Exception):
-    """A record is malformed. The function that reads the file adds the position of the record to the message."""
+    """A record is malformed. The reader of the file adds the position of the record to the message."""
 
 
 def caption_record(value: Any) -> CaptionRecord:
@@ -55,10 +55,7 @@ def caption_record(value: Any) -> CaptionRecord:
 
 
 def karpathy_record(value: Any) -> CaptionRecord:
-    """Convert an element of "images" in a Karpathy split file.
-
-    Format: https://cs.stanford.edu/people/karpathy/deepimagesent/.
-    """
+    """Convert an element of "images" in a Karpathy split file."""
     name = file_name(value, "filename")
     sentences = value.get("sentences")
     if not isinstance(sentences, list):
@@ -97,7 +94,7 @@ def caption_value(value: Mapping[str, Any]) -> Any:
 def captions(value: Any) -> tuple[tuple[str, ...], int]:
     """Check one caption or a list of captions.
 
-    Return the captions that are not blank, without surrounding whitespace, and the number of blank captions.
+    Return (captions that are not blank, stripped of whitespace; number of blank captions).
     """
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts:
@@ -114,7 +111,7 @@ def captions(value: Any) -> tuple[tuple[str, ...], int]:
 
 
 def file_name(value: Any, key: str) -> str:
-    """Return ``value[key]`` after a check that this value is a possible file name."""
+    """Return ``value[key]`` if it is a possible file name."""
     text = value.get(key) if isinstance(value, dict) else None
     if not isinstance(text, str) or not text:
         raise RecordError(f"the record has no '{key}' with a file name")

@@ -1,8 +1,8 @@
-"""Bootstrap confidence intervals. Whole clusters are resampled, because captions of one image are not independent.
+"""Bootstrap confidence intervals, from resamples of whole clusters.
 
-The method is the percentile bootstrap of B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, chapter
-13. All statistics are measured on the same resamples, so that differences between statistics have intervals too (paired
-bootstrap).
+Clusters are resampled because captions of one image are not independent. The method is the percentile bootstrap (Efron
+and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13). All statistics share the resamples, so that
+differences between them have intervals too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ _CHUNK_DRAWS = 1 << 22  # draws in memory at a time
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with the lower and upper bound of its 95 % confidence interval.
-
-    Without resamples, both bounds are None.
-    """
+    """A mean with the lower and upper bound of its 95 % confidence interval; None without resamples."""
 
     value: float
     low: float | None = None
@@ -53,7 +50,7 @@ class ClusterBootstrap:
         return [Estimate(*map(float, triple)) for triple in zip(means, low, high, strict=True)]
 
     def means(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return the mean of each column of `values` [q, s] in each resample of the queries, float64 [resamples, s]."""
+        """Return the mean of each column of `values` [q, s] in each resample, float64 [resamples, s]."""
         cluster_of_query, multiplicities = self._resampled
         sums = np.zeros((multiplicities.shape[1], values.shape[1] + 1))
         np.add.at(sums, cluster_of_query, np.column_stack([values, np.ones(len(values))]))

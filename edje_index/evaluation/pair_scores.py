@@ -1,8 +1,4 @@
-"""Computes one part of the score for many (caption, image) pairs.
-
-Each distinct pair is scored once. Captions of similar length are scored together, which saves padding. An interrupted
-run resumes from the score cache.
-"""
+"""Computes one part of the score for many (caption, image) pairs, each distinct pair once."""
 
 from __future__ import annotations
 
@@ -83,7 +79,7 @@ class PairScorer:
 
 
 def pack(captions: Ints, rows: Ints) -> Ints:
-    """Pack each pair into one integer: caption position in the high bits, row id in the low 40 bits."""
+    """Pack each pair into one integer: caption position, and row id in the low 40 bits."""
     packed: Ints = (captions << _KEY_SHIFT) | rows
     return packed
 

@@ -1,4 +1,4 @@
-"""Common style of all plots: size, grid, colours and point labels. Matplotlib's Agg canvas needs no display."""
+"""Common style of all plots: size, grid, colours and point labels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DPI = 144
 
 
 def new_figure(title: str, xlabel: str, ylabel: str, *, size: tuple[float, float] = (7.0, 4.3)) -> tuple[Figure, Axes]:
-    """Create a figure with one set of axes; `size` is (width, height) in inches. Save the figure with `save_figure`."""
+    """Create a figure with one set of axes. `size` is (width, height) in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -32,7 +32,7 @@ def new_figure(title: str, xlabel: str, ylabel: str, *, size: tuple[float, float
 
 
 def style_axes(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
-    """Set the title, labels, colours and grid of `axes`. Call it for subplots, which `new_figure` does not create."""
+    """Set the title, labels, colours and grid of `axes`."""
     axes.set_title(title, loc="left", fontsize=11, color=_INK, fontweight="bold")
     axes.set_xlabel(xlabel, color=_INK)
     axes.set_ylabel(ylabel, color=_INK)
@@ -56,8 +56,7 @@ def label_points(
 ) -> None:
     """Write each name beside its point, without covering another name, a point or a position in `avoid`.
 
-    Call this function last: the limits of the axes must not change afterwards. Each name is tried in eight directions,
-    close to its point first and then further away. A line joins a name that is further away to its point.
+    Call this last: the limits of the axes must not change afterwards. A line joins a distant name to its point.
     """
     axes.get_figure(root=True).canvas.draw()  # type: ignore[union-attr]  # fixes the scale of pixel positions
     taken = [_mark(axes, point) for point in (*points, *avoid)]

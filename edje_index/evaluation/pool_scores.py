@@ -60,12 +60,12 @@ class PoolScorer:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the final score of any direction needs the tokens."""
+        """True if the final score of a direction needs the tokens."""
         return any(reads_tokens(FinalScore.of(w).parts, direction) for direction, w in self.weights.items())
 
     @property
     def joint_parts(self) -> list[str]:
-        """Names of the score parts that depend on both caption and image and have a weight in any direction."""
+        """Names of the parts that depend on both caption and image and have a weight."""
         used = {part for weights in self.weights.values() for part in FinalScore.of(weights).parts}
         return [part for part in JOINT_PARTS if part in used]
 

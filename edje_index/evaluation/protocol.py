@@ -1,9 +1,8 @@
-"""Queries and candidates of an evaluation. A candidate is relevant to a query if both belong to the same image.
+"""Queries and candidates of an evaluation. A candidate is relevant to a query of the same image.
 
-There are two protocols. The split protocol is the usual one: queries and candidates are the images and captions of one
-split. In the full-dataset protocol, the queries are the same, but the candidates are all images of the index and the
-captions of all splits. The full-dataset protocol is described in LightningDOT (Sun et al., NAACL 2021) and in the EDJE
-paper's appendix on full-dataset retrieval.
+- Split protocol: queries and candidates are the images and captions of one split.
+- Full-dataset protocol: the queries are the same, but the candidates are all images of the index and the captions of
+  all splits (LightningDOT, Sun et al., NAACL 2021, and the appendix of the EDJE paper).
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class EvaluationSet:
     query_rows: Ints
 
     def subsampled(self, queries: int, seed: int) -> EvaluationSet:
-        """Return a copy with at most `queries` queries per direction.
+        """Return a copy with at most `queries` random queries per direction.
 
-        The queries are drawn at random. With the same seed, a larger sample contains a smaller one.
+        With the same seed, a larger sample contains a smaller one.
         """
         rng = np.random.default_rng(seed)
         captions, rows = (rng.permutation(every)[:queries] for every in (self.query_captions, self.query_rows))
@@ -55,10 +54,9 @@ class EvaluationSet:
 
 
 def split_set(items: Sequence[CaptionedImage], rows: Ints) -> EvaluationSet:
-    """Return the queries and candidates of the split protocol. The images of `items` [n] have the row ids `rows` [n].
+    """Return the queries and candidates of the split protocol.
 
-    Items with the same row id are one image with all captions of these items. The row ids are the same if an image is
-    listed under two names, or if two images are byte-identical.
+    The images of `items` [n] have the row ids `rows` [n]. Items with the same row id are one image.
     """
     captions = tuple(caption for item in items for caption in item.captions)
     about = np.repeat(rows, [len(item.captions) for item in items])
@@ -71,12 +69,9 @@ def full_set(
 ) -> EvaluationSet:
     """Return the queries and candidates of the full-dataset protocol.
 
-    The queries are those of `split`. The candidates are all images of the index and all captions. A caption of `others`
-    is left out if `split` has the same caption for the same image.
-
-    The captions of `others` precede those of `split`. If two captions have the same text, the irrelevant one ranks
-    first, so that ties never raise the recall.
+    The queries are those of `split`. A caption of `others` is left out if `split` has it for the same image.
     """
+    # The captions of `others` come first, so that ties with equal texts never raise the recall.
     split_captions = set(zip(split.caption_rows.tolist(), split.captions, strict=True))
     added = [
         (caption, int(row))
@@ -94,10 +89,7 @@ def full_set(
 
 
 def indexed_rows(root: str | Path) -> Ints:
-    """Return the row ids of all images of an index, ascending, int64.
-
-    Holes, duplicates and deleted rows are excluded.
-    """
+    """Return the row ids of all indexed images that are not deleted, ascending, int64."""
     table = read_all_rows(CommittedIndex.open(root), ["row_id", "status"])
     rows: Ints = table.filter(pc.equal(table["status"], INDEXED))["row_id"].to_numpy()
     return rows

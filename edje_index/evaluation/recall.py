@@ -1,7 +1,7 @@
 """Ranks and recall.
 
-Shape letters: q queries, c candidates, p candidates in a pool. Ranks count from 0. The rank of a query is the rank of
-its best relevant candidate. Candidates with equal similarities or equal scores keep their order.
+Shape letters: q queries, c candidates, p candidates in a pool. The rank of a query is the rank of its best relevant
+candidate, counted from 0. Ties keep their order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Bools = NDArray[np.bool_]
 
 
 def nearest(similarities: Floats, count: int) -> Ints:
-    """Return the positions of the `count` highest values in each row of `similarities` [q, c], highest first.
+    """Return the positions of the highest values in each row of `similarities` [q, c], highest first.
 
-    The result is int64 [q, min(count, c)]. Equal values keep their order.
+    The result is int64 [q, min(count, c)].
     """
     count = min(count, similarities.shape[1])
     kept = np.empty((len(similarities), count), dtype=np.int64)

@@ -19,7 +19,7 @@ _CANDIDATES = {TEXT_TO_IMAGE: "images", IMAGE_TO_TEXT: "captions"}
 
 
 def to_json(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the evaluation as plain JSON values. Recall is in percent; cutoffs are strings."""
+    """Return the evaluation as plain JSON values. Recall is in percent."""
     value = asdict(evaluation)
     value["unit"] = "percent"
     value["results"] = [

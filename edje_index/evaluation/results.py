@@ -10,7 +10,7 @@ from edje_index.evaluation.bootstrap import Estimate
 
 @dataclass(frozen=True)
 class Inputs:
-    """Numbers of captioned images and of captions. ``missing`` counts the images that are not used, by reason."""
+    """Numbers of captioned images and of captions. ``missing`` counts unused images by reason."""
 
     images: int
     used: int
@@ -60,12 +60,10 @@ class Result:
         simulated_from: stored precision that was converted to `precision` in memory; None if `precision` is stored.
         bytes_per_image: length of one record in bytes.
         pool: number of candidates that were re-ranked.
-        in_pool: percentage of queries with a relevant candidate in the pool, the upper limit of R@k for k <= `pool`.
-        gain: R@k minus R@k of the embeddings alone, by cutoff k. Intervals come from the paired bootstrap.
-        change: R@k minus R@k of the precision `change_from` with the same pool, by cutoff k. Intervals come from the
-            paired bootstrap. None for the precision that the others are compared with.
-        change_from: precision that `change` compares with: "bf16" if it was measured, otherwise the highest-fidelity
-            precision. None for this precision itself.
+        in_pool: percentage of queries with a relevant candidate in the pool.
+        gain: R@k minus R@k of the embeddings alone, by cutoff k.
+        change: R@k minus R@k of the precision `change_from`, by cutoff k.
+        change_from: precision that `change` compares with; None for this precision itself.
     """
 
     system: str

@@ -26,10 +26,9 @@ SAVE_SECONDS = 20.0
 
 @dataclass
 class ScoreCache:
-    """Scores of pairs in the directory `folder`, one subdirectory per `key`. If `folder` is None, nothing is stored.
+    """Scores of pairs in the directory `folder`, one subdirectory per `key`. None stores nothing.
 
-    `key` holds everything that determines a score apart from the caption and the row: bundle, index, precision,
-    captions, data type and part of the score.
+    `key` holds everything else that determines a score: bundle, index, precision, captions, data type and part.
     """
 
     folder: Path | None
@@ -49,7 +48,7 @@ class ScoreCache:
             raise UsageError(f"cannot write the score cache {self.folder}: {error.strerror}") from error
 
     def load(self) -> tuple[Ints, Floats]:
-        """Return the stored pairs, ascending, int64 [k], and the scores of these pairs, float32 [k]."""
+        """Return the stored pairs, ascending, int64 [k], and their scores, float32 [k]."""
         parts = [(np.empty(0, np.int64), np.empty(0, np.float32))]
         if self.folder is not None:
             paths = sorted(self._key_folder.glob("*.npz"))
@@ -59,10 +58,7 @@ class ScoreCache:
         return distinct, np.concatenate([scores for _, scores in parts])[first]
 
     def add(self, pairs: Ints, scores: Floats) -> None:
-        """Add new scores.
-
-        They are written to disk if the last `save` was over `SAVE_SECONDS` ago, otherwise at the next `save`.
-        """
+        """Add new scores, and write them to disk every `SAVE_SECONDS`."""
         if self.folder is not None:
             self._unsaved.append((pairs, scores))
             if time.monotonic() - self._saved_at > SAVE_SECONDS:

@@ -31,12 +31,11 @@ class TokenSource:
 
     @property
     def precision(self) -> str:
-        """Name of the precision."""
         return self.codec.name
 
     @property
     def simulated_from(self) -> str | None:
-        """Stored precision that blocks are converted from; None if the precision itself is stored."""
+        """Precision that blocks are converted from; None if the precision itself is stored."""
         return self.store.precision if self.simulated else None
 
     @property
@@ -45,7 +44,7 @@ class TokenSource:
         return self.codec.record_bytes
 
     def fetch(self, rows: NDArray[np.int64]) -> Blocks:
-        """Return the blocks [k, m, d] of `rows` [k]. A row that occurs several times is read and converted once."""
+        """Return the blocks [k, m, d] of `rows` [k]."""
         distinct, which = np.unique(rows, return_inverse=True)
         blocks = self.store.fetch(distinct)
         if self.simulated:

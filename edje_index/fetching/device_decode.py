@@ -1,8 +1,7 @@
 """Decoding of stored records with PyTorch, on the device that holds the records.
 
-The decoded values equal those of the NumPy codecs bit by bit. SPEC.md section 6.1 defines the records. Precisions with
-one-byte scales are decoded through a table of all products of scale and code, because devices differ in how they treat
-subnormal numbers.
+The values equal those of the NumPy codecs bit by bit. SPEC.md section 6.1 defines the records. Tables of products are
+used because devices treat subnormal numbers differently.
 """
 
 from __future__ import annotations

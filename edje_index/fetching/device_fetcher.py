@@ -1,7 +1,6 @@
 """Fetching of token blocks from disk to a GPU, which decodes the stored records.
 
-Compared with copying decoded bfloat16 blocks, this copies about half of the bytes with FP8 and a quarter with NVFP4.
-Decoding takes no CPU time. There are two pinned buffers: one is filled from disk while the other is copied and decoded.
+This copies about half of the bytes with FP8, and a quarter with NVFP4, compared with bfloat16 blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _BUFFER_BYTES = 16 << 20  # takes about 10 ms to read, much longer than starting
 
 
 class DeviceFetcher:
-    """Fetches blocks from a store to a device. A fetcher is not thread-safe, but several fetchers may share a store.
+    """Fetches blocks from a store to a device. Not thread-safe, but several fetchers may share a store.
 
     Args:
         store: the store to read from.
@@ -50,10 +49,10 @@ class DeviceFetcher:
         self._copied = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
 
     def fetch(self, row_ids: RowIds) -> torch.Tensor:
-        """Fetch the blocks of `row_ids`, bfloat16 [k, m, d] on the device; errors as for `TokenStore.fetch`.
+        """Fetch the blocks of `row_ids`, bfloat16 [k, m, d] on the device.
 
-        On a GPU, this function returns when all records are read from disk. Copying and decoding may still be running;
-        the current CUDA stream waits for them.
+        On a GPU, copying and decoding may still be running; the current CUDA stream waits for them. Errors are those of
+        `TokenStore.fetch`.
         """
         ids = np.asarray(row_ids)
         out = torch.empty((len(ids), *self._store.block_shape), dtype=torch.bfloat16, device=self.device)

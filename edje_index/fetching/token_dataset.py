@@ -16,8 +16,7 @@ from storage_formats.token_store import TokenStore
 class TokenDataset(Dataset[torch.Tensor]):
     """A dataset of the blocks of an index by row id, bfloat16 [m, d] each. The values of a hole are NaN.
 
-    Worker processes may be forked or spawned, because each process opens its own store. A batch is read by one call, so
-    pass a `batch_size` or a `batch_sampler` to the `DataLoader`.
+    A batch is read by one call, so pass a `batch_size` or a `batch_sampler` to the `DataLoader`.
 
     Args:
         root, precision, engine: arguments of `TokenStore.open`. The constructor opens the store and raises the errors

@@ -1,8 +1,6 @@
-"""Decodes image files: from bytes to an upright 8-bit RGB image, or to the reason for a failure.
+"""Decodes image files to upright 8-bit RGB images.
 
-- EXIF orientation is applied. Damaged metadata never makes decoding fail.
-- Only the first frame of an animation or a multi-page file is decoded.
-- `edje_index.images.to_rgb` converts colours, transparency and sample widths.
+EXIF orientation is applied. Only the first frame of an animation or a multi-page file is decoded.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ class ImageError(Exception):
 
 
 def content_hash(data: bytes) -> str:
-    """Return the SHA-256 of the bytes of an input, 64 hex digits."""
+    """Return the SHA-256 of `data`, 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -99,13 +97,11 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
 
     Args:
         data: content of the file.
-        max_pixels: limit on the number of pixels. An image whose header declares more fails before memory is allocated.
+        max_pixels: maximum number of pixels. The header is checked before memory is allocated.
 
     Raises:
         ImageError: the image cannot be decoded.
         MemoryError: there is too little memory.
-
-    No other exception is raised, whatever `data` holds.
     """
     if not data:
         raise ImageError("empty", "0 bytes")

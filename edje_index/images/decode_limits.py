@@ -1,7 +1,6 @@
 """Limits on the work of decoding one image, so that a small file cannot occupy a decoder for minutes.
 
-The limits count scans, reads and pixels instead of seconds, so that a file fails on every machine or on none. The limit
-on the number of pixels, which bounds the memory, is checked in `edje_index.images.decode`.
+The limits count scans, reads and pixels instead of seconds, so that a file fails on every machine or on none.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
 
 
 def can_allocate(size: int) -> bool:
-    """Whether this process can allocate `size` more bytes of memory at this moment."""
+    """Return True if this process can allocate `size` more bytes of memory now."""
     try:
         np.empty(size, np.uint8)
     except MemoryError:

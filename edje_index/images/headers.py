@@ -1,6 +1,6 @@
-"""Detects image formats by their first bytes, and reads the sizes that decoders allocate when they open a file.
+"""Detects image formats by their first bytes, and reads the sizes that decoders allocate.
 
-This module uses no imaging library, so that no decoder sees an unknown format or a file that declares too many pixels.
+No imaging library is used, so that no decoder sees an unknown format or too many pixels.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NOT_DECODED = (
 
 
 def image_format(head: bytes) -> str | None:
-    """Return Pillow's name of the format of a file; None if this package does not decode the format.
+    """Return Pillow's name of the format; None if this package does not decode it.
 
     `head` holds the first `HEAD_BYTES` bytes of the file.
     """
@@ -62,7 +62,7 @@ def image_format(head: bytes) -> str | None:
 
 
 def undecoded_format(head: bytes) -> str | None:
-    """Return the name of a known image format that this package does not decode, for messages; None for other bytes."""
+    """Return the name of an image format that this package does not decode; None for other bytes."""
     if head[4:8] == b"ftyp":
         return f"ISO media of brand {head[8:12].decode('latin-1')!r} (HEIC?)"
     return next((name for magic, name in _NOT_DECODED if head.startswith(magic)), None)
@@ -71,9 +71,7 @@ def undecoded_format(head: bytes) -> str | None:
 def canvas_size(data: bytes, name: str) -> tuple[int, int] | None:
     """Return the (width, height) that the decoder of format `name` allocates when it opens a file.
 
-    For WebP, this is the canvas of the container (VP8X) or the size of the key frame. For GIF, this is the logical
-    screen, extended to the first frame, which may be larger. Other formats allocate nothing, so the result is None. A
-    damaged header gives None too, because opening the file fails anyway.
+    The result is None for formats that allocate nothing, and for damaged headers.
 
     Raises:
         TooExpensiveError: the first frame of a GIF starts too far into the file.

@@ -1,4 +1,4 @@
-"""Inputs of a build: where the bytes of an input are, how to read them, and the input lists that a plan stores."""
+"""Inputs of a build: where their bytes are, how to read them, and how a plan stores them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class InputRef:
 
 
 def display_path(path: bytes) -> str:
-    """Return a path as human-readable text: UTF-8, with other bytes as %XX. Two paths may give the same text."""
+    """Return a path as text. Bytes that are not UTF-8 are written as %XX."""
     try:
         return path.decode()
     except UnicodeDecodeError:
@@ -59,9 +59,7 @@ def display_path(path: bytes) -> str:
 
 
 def read_bytes(ref: InputRef) -> bytes:
-    """Read all bytes of an input. Never blocks on a pipe or device.
-
-    If storage fails, or if the directory has vanished since the plan was made, reading is tried again for some seconds.
+    """Read all bytes of an input. If storage fails, reading is tried again for some seconds.
 
     Raises:
         TransientInputError: reading still fails, for a reason that lies outside the input.
@@ -134,7 +132,7 @@ def _read_range(fd: int, offset: int, size: int) -> bytes:
 
 
 def input_schema() -> pa.Schema:
-    """Return the columns of a stored input list: the fields of `InputRef`, with the hash as 32 bytes."""
+    """Return the columns of a stored input list."""
     import pyarrow as pa
 
     return pa.schema(

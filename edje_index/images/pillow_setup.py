@@ -1,8 +1,4 @@
-"""One-time setup of Pillow for decoding untrusted files without output on the terminal.
-
-The row of an input records what failed. The warnings and log messages of Pillow, and the lines that libtiff prints
-about damaged files, would only clutter the terminal.
-"""
+"""One-time setup of Pillow for decoding untrusted files without output on the terminal."""
 
 from __future__ import annotations
 
@@ -22,10 +18,7 @@ _WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 
 @functools.cache
 def openers() -> dict[str, Any]:
-    """Return Pillow's opener of each format, by format name.
-
-    An opener reports what is wrong with a file; `Image.open` only reports "cannot identify".
-    """
+    """Return Pillow's opener of each format, by format name."""
     Image.init()
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # otherwise its errors go to stderr
     _silence_libtiff()
@@ -33,10 +26,8 @@ def openers() -> dict[str, Any]:
 
 
 def ignore_warnings() -> None:
-    """Suppress Pillow's warnings in the whole process. If other code has replaced the filter, set the filter again.
-
-    `warnings.catch_warnings` around each call would not be thread-safe.
-    """
+    """Suppress Pillow's warnings in the whole process."""
+    # `warnings.catch_warnings` around each call would not be thread-safe.
     if not warnings.filters or warnings.filters[0] != _WARNINGS:
         warnings.filterwarnings("ignore", module=r"PIL\.")
 

@@ -1,8 +1,7 @@
-"""Converts a decoded image to the input of the vision tower, with the same bits as open_clip's evaluation transform.
+"""Converts a decoded image to the input of the vision tower, with the same bits as open_clip.
 
-open_clip resizes and crops. The last two steps of its transform, division by 255 and normalisation, depend only on the
-channel and the byte. They are replaced by a table of 3 x 256 float32 values that the same steps compute. The table is
-faster and starts no torch threads in the decode threads.
+open_clip resizes and crops. A table of 3 x 256 values replaces its last steps, which depend only on channel and byte.
+The table is faster and starts no torch threads in the decode threads.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from edje_index.models.clip_model import eval_transform
 class Preprocessor:
     """Callable that converts a PIL image (RGB) to a float32 tensor [3, height, width]. Thread-safe.
 
-    The call raises ``ImageError`` for an image that is too narrow to be resized.
+    Raises ``ImageError`` for an image that is too narrow to be resized.
     """
 
     def __init__(self, config: ClipConfig) -> None:

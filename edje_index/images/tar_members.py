@@ -1,8 +1,7 @@
-"""Lists the members of an uncompressed tar archive: the name of each member, and where its data lies in the file.
+"""Lists the members of an uncompressed tar archive, with the position of their data.
 
-`TarInfo.fromtarfile` parses the headers. This module does not iterate over a `TarFile`, because `TarFile` ends without
-an error at a damaged header, follows negative sizes backwards, stops at the first of several archives joined end to
-end, and keeps every member in memory.
+`TarFile` is not used, because it ends without an error at a damaged header, follows negative sizes backwards, stops at
+the first of several joined archives, and keeps every member in memory.
 """
 
 from __future__ import annotations
@@ -31,15 +30,13 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """One member of an archive.
+    """One member of an archive. For a sparse member, the bytes in the archive are not its content.
 
     Attributes:
         name: name as stored in the archive.
         kind: kind of the member.
         offset: byte offset in the archive of the member's data.
         size: number of bytes of the member's data.
-
-    The content of a sparse member is not the bytes at `offset` and `size`.
     """
 
     name: bytes

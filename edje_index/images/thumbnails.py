@@ -1,7 +1,7 @@
 """Thumbnails of the photos that an index was built from.
 
-An index may come from an untrusted source. A photo is therefore shown only if its bytes have the hash that the index
-records, so that an index cannot reveal a file whose content its author did not know.
+A photo is shown only if its bytes have the hash that the index records. An index from an untrusted source therefore
+cannot reveal files whose content its author did not know.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class Thumbnail:
 
 
 def read_thumbnails(root: str | Path, row_ids: Sequence[int], side: int = DEFAULT_SIDE) -> list[Thumbnail]:
-    """Return the thumbnails of the rows `row_ids` of the index at `root`, in the order of `row_ids`.
-
-    A photo that is missing raises no error.
+    """Return the thumbnails of `row_ids`, in this order. A missing photo raises no error.
 
     Args:
         root: directory of the index.
@@ -73,7 +71,7 @@ def read_thumbnails(root: str | Path, row_ids: Sequence[int], side: int = DEFAUL
 
 
 def read_photo(row: dict[str, Any]) -> bytes:
-    """Read the photo that `row`, a row of the rows table, describes. The bytes are checked against the hash.
+    """Read the photo that a row of the rows table describes, and check its hash.
 
     Raises:
         ImageError: the photo cannot be read or checked, or has changed since it was indexed.

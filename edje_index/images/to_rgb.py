@@ -1,13 +1,9 @@
 """Conversion of a decoded image of any mode to 8-bit RGB.
 
-Where a format leaves a choice:
-
-- Transparency is composited over white. The towers were trained on collections downloaded with img2dataset, which
-  composites over white. The colours of transparent pixels are arbitrary.
-- ICC profiles are not applied: open_clip's transforms, with which the towers were trained, do not apply them either.
-- 16-bit samples, grey or colour, keep their high byte. Other wide samples (32-bit integers, floats) have no agreed
-  white level: see `_to_bytes`. These images are converted in bands of rows, to bound the memory.
-- CMYK in JPEG is read as inverted (Adobe's convention, which nearly every such file follows).
+- Transparency is composited over white, as in img2dataset, which made the towers' training data.
+- ICC profiles are not applied, as in open_clip's transforms.
+- 16-bit samples keep their high byte. For 32-bit integers and floats, see `_to_bytes`.
+- CMYK in JPEG is read as inverted (Adobe's convention).
 """
 
 from __future__ import annotations

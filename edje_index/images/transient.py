@@ -1,7 +1,7 @@
-"""Errors that are temporary and caused by the machine, not by an input: a failing disk or network, too few descriptors.
+"""Temporary errors of the machine, not of an input: a failing disk or network, too few descriptors.
 
-After such an error, the input is tried again after a pause. If the error persists, the caller gets a
-`TransientInputError` and must not record the input as failed.
+The input is tried again after a pause. If the error persists, the caller gets a `TransientInputError` and must not
+record the input as failed.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class TransientInputError(EdjeError):
 
 
 def is_transient(error: OSError) -> bool:
-    """Whether an error of the operating system may be temporary and says nothing about the file."""
+    """Return True if an error of the operating system may be temporary."""
     return any(error.errno in numbers for numbers, _ in _ADVICE)
 
 
 def transient_error(uri: str, error: OSError) -> TransientInputError:
-    """Return the user-facing error for the transient `error` at the input `uri`."""
+    """Return the error to raise for the transient `error` at the input `uri`."""
     advice = next(advice for numbers, advice in _ADVICE if error.errno in numbers)
     return TransientInputError(f"cannot read {uri}: {error.strerror}; {advice}")
 

@@ -1,9 +1,8 @@
-"""Finds the input at which a worker process dies or hangs. Engines kill a worker process that hangs.
+"""Finds the input at which a worker process dies or hangs.
 
-Every attempt at a shard has a file in `build/attempts/`, which is removed when the attempt ends. If the process dies,
-the file stays. The next attempt finds this file and is careful: it prepares one input at a time, and writes the
-position of the input into the file. If a careful attempt dies as well, the file tells the next attempt which input was
-being prepared. An input at which two careful attempts died becomes a failed row.
+Every attempt at a shard has a file in `build/attempts/`, which stays only if the process dies. The next attempt is
+careful: it prepares one input at a time, and writes the position of the input into the file. An input at which two
+careful attempts died becomes a failed row.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ class Attempt:
     deaths: Counter[int] = field(default_factory=Counter)
 
     def ended_workers(self, position: int) -> bool:
-        """Whether at least `DEATHS` careful attempts died at the input at `position`."""
+        """Return True if `DEATHS` careful attempts died at the input at `position`."""
         return self.deaths[position] >= DEATHS
 
     @contextmanager
     def preparing(self, position: int) -> Iterator[None]:
-        """In a careful attempt, record that the input at `position` is being prepared until the block ends."""
+        """In a careful attempt, record during the block that the input at `position` is being prepared."""
         if not self.careful:
             yield
             return
@@ -64,10 +63,8 @@ class Attempt:
 
 @contextmanager
 def begin_attempt(layout: Layout, shard: int) -> Iterator[Attempt]:
-    """Begin an attempt at `shard`, and remove the file of the attempt when the attempt ends.
-
-    The file stays if the process dies. It also stays if an exception ends the attempt and earlier deaths are recorded.
-    """
+    """Begin an attempt at `shard`, and remove the file of the attempt when it ends."""
+    # The file stays if the process dies, or if an exception ends the attempt and earlier deaths are recorded.
     path = layout.attempt(shard)
     attempt = _attempt_after(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +93,7 @@ def _attempt_after(path: Path) -> Attempt:
 
 
 class OneAtATime(Executor):
-    """Executor that runs each call when it is submitted, so that nothing else runs at the same time."""
+    """Executor that runs each call when it is submitted."""
 
     def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
         future: Future[_Result] = Future()

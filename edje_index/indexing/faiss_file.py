@@ -1,9 +1,7 @@
-"""Checks a FAISS file before FAISS reads it.
+"""Checks a FAISS file before FAISS reads it, because FAISS trusts its files.
 
-FAISS trusts its files. A crafted file can make FAISS open any file for writing (inverted lists on disk), take any
-amount of memory, or read outside its arrays. Only the structures that `build_ann` writes are accepted: an `IndexIDMap2`
-of an `IndexFlatIP`, or of an `IndexIVFFlat` whose inverted lists are in the file. The field order is defined in FAISS's
-`impl/index_write.cpp` and has not changed since version 1.5.
+A crafted file can make FAISS open any file for writing, take any amount of memory, or read outside its arrays. Only the
+structures that `build_ann` writes are accepted. FAISS's `impl/index_write.cpp` defines the order of the fields.
 """
 
 from __future__ import annotations

@@ -40,18 +40,14 @@ Neighbours: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 @name_missing_extra("search")
 def check_faiss() -> None:
-    """Raise MissingExtraError if FAISS is not installed.
-
-    A job that needs FAISS only after hours calls this function first.
-    """
+    """Raise MissingExtraError if FAISS is not installed."""
     import faiss  # noqa: F401
 
 
 def add_ann(root: str | Path) -> Manifest:
-    """Build the nearest-neighbour index of a finished index, and commit it with a new `index.json`.
+    """Build the nearest-neighbour index of a finished index, and commit it.
 
-    Use this function for an index that `IndexWriter` wrote, and to replace a damaged FAISS file. No other process may
-    change the index at the same time.
+    No other process may change the index at the same time.
 
     Example:
         >>> from edje_index import add_ann
@@ -76,10 +72,9 @@ def add_ann(root: str | Path) -> Manifest:
 
 
 def build_ann(root: str | Path, spec: IndexSpec, *, replace_file: bool = True) -> dict[str, Any]:
-    """Build the FAISS index of the committed embeddings and return its description for the manifest.
+    """Build the FAISS index of the committed embeddings, and return its description for the manifest.
 
-    Up to `FLAT_LIMIT` rows, the FAISS index is exact (flat). With more rows, the FAISS index has inverted lists of
-    exact vectors. The same embeddings give the same bytes.
+    The FAISS index is exact (flat) up to `FLAT_LIMIT` rows, and has inverted lists of exact vectors above.
 
     Args:
         root: directory of the index.
@@ -97,7 +92,7 @@ def build_ann(root: str | Path, spec: IndexSpec, *, replace_file: bool = True) -
 
 
 def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str, Any]:
-    """Add the last segment of `spec` to the nearest-neighbour index that `ann` describes, in a further FAISS file.
+    """Add the last segment of `spec` to the nearest-neighbour index, in a further FAISS file.
 
     Returns:
         The description of all FAISS files for the manifest; `ann` if the index has no nearest-neighbour index.

@@ -1,7 +1,6 @@
-"""The image encoder of an indexing worker: from pixels to the tokens and embeddings that the index stores.
+"""The image encoder of an indexing worker: from pixels to tokens and embeddings.
 
-Only the image half of a bundle is loaded. The same bundle, device type, dtype, number of threads and batch size give
-the same bits in every process. The number of threads and the batch size are therefore part of a build plan.
+The same bundle, device type, dtype, number of threads and batch size give the same bits in every process.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class ImageEncoder:
 
     @classmethod
     def of(cls, info: BundleInfo, *, device: str = "auto", dtype: str = "auto") -> ImageEncoder:
-        """Load the image half of a bundle whose files have been verified. `open` describes the arguments."""
+        """Load the image half of a bundle whose files have been verified. See `open` for the arguments."""
         target = resolve_device(device)
         vision, config = load_visual(info)
         adapter = load_adapter(info).to(target)
@@ -90,7 +89,7 @@ class ImageEncoder:
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """Shape (m, d) of a block: number of tokens per image, and width of a token."""
+        """(m, d), tokens per block and values per token."""
         return self.info.block_shape
 
     @property
@@ -119,7 +118,7 @@ class ImageEncoder:
 
 
 def image_tokens(vision: VisionTower, adapter: Adapter, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens [b, m, d] and unit-length embeddings [b, e] of `pixels`, from one pass of the vision tower."""
+    """Return the tokens [b, m, d] and unit-length embeddings [b, e] of `pixels`."""
     if adapter.needs_attention:
         patches, embeddings, received = vision.encode_with_attention(pixels)
         return adapter(patches, received), embeddings

@@ -1,8 +1,6 @@
 """Encodes one shard: from a `ShardTask` to a committed shard and its receipt.
 
-All engines call `encode_shard`, so their results cannot differ. The result depends only on the task, the planned inputs
-and the encoder, so the call can be repeated. Threads read and decode images ahead of the model. A batch never spans two
-shards, and batches always begin at the same rows.
+All engines call `encode_shard`, so their results cannot differ. The call can be repeated with the same result.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ _BATCHES_AHEAD = 2  # decoded batches that may wait for the model: one being dec
 
 
 class Encoder(Protocol):
-    """The methods of `edje_index.indexing.image_encoder.ImageEncoder` that are needed to encode a shard."""
+    """The methods of an image encoder that are needed to encode a shard."""
 
     def preprocess(self, image: Image) -> torch.Tensor:
         """Convert an RGB image to float32 [3, h, w]. Several threads call this method at once."""
@@ -78,10 +76,7 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class StageProgress:
-    """Numbers of finished and of failed rows of a shard, and seconds per stage.
-
-    `read` and `decode` are summed over threads.
-    """
+    """Numbers of finished and of failed rows of a shard, and seconds per stage."""
 
     shard: int
     done: int
@@ -94,7 +89,7 @@ class StageProgress:
 
 
 class EncodingInterrupted(EdjeError):
-    """Encoding stopped because `should_stop` returned True. A later call continues after the finished batches."""
+    """Encoding stopped on request. A later call continues after the finished batches."""
 
 
 def encode_shard(
@@ -103,7 +98,7 @@ def encode_shard(
     on_progress: Callable[[StageProgress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> ShardReceipt:
-    """Encode and commit one shard. An input that is damaged or gone raises no error, but becomes a failed row.
+    """Encode and commit one shard. A damaged or missing input becomes a failed row.
 
     Args:
         task: shard to encode.

@@ -1,12 +1,8 @@
 """Workaround that makes torchvision importable where its compiled operators do not load.
 
-Some package indexes serve torchvision 0.28 as a CUDA build only. With a CPU build of torch, the operator library of
-that build does not load. The Python code of torchvision then fails on import, because it registers fake (shape-only)
-versions of two operators that are undefined, ``nms`` and ``qnms``. open_clip and transformers import torchvision, so
-they fail too. This package uses neither operator, so it declares only their schemas, without an implementation.
-
-Every module that imports torchvision, open_clip, timm or transformers calls :func:`prepare_torchvision` first. If
-torchvision works or is not installed, the call changes nothing.
+This happens with a CUDA build of torchvision and a CPU build of torch. open_clip and transformers import torchvision,
+so they fail too. The workaround declares the schemas of the missing operators ``nms`` and ``qnms``. Call
+:func:`prepare_torchvision` before importing torchvision, open_clip, timm or transformers.
 """
 
 from __future__ import annotations
@@ -37,10 +33,7 @@ def prepare_torchvision() -> bool:
 
 
 def operators_load(package: Path) -> bool:
-    """Load the compiled operators of torchvision in `package`. Return False if they do not load.
-
-    torchvision loads the operators again when it is imported, which is harmless.
-    """
+    """Load the compiled operators of torchvision in `package`. Return False if they do not load."""
     import torch
 
     finder = FileFinder(str(package), (ExtensionFileLoader, EXTENSION_SUFFIXES))

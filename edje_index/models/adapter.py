@@ -1,8 +1,7 @@
-"""Adapters, which map the n patch features of the frozen vision tower to the m stored tokens of an image.
+"""Adapters, which map the n patch features of the vision tower to the m stored tokens of an image.
 
-Shape letters: b images, n patches, m stored tokens, d_v width of the tower, d width of the language model.
-Parameters have the same names as in published checkpoints (``vision_projection.*``), so published weights load
-unchanged.
+Shape letters: b images, n patches, m tokens, d_v width of the tower, d width of the language model. Parameters have the
+names of published checkpoints (``vision_projection.*``).
 """
 
 from __future__ import annotations
@@ -30,18 +29,16 @@ class AdapterConfig:
     """Everything that determines an adapter except its weights.
 
     Attributes:
-        kind: ``compressed`` (learned queries attend to the patches), ``local`` (an MLP on every patch), or one of
-            ``strided``, ``clustered`` and ``pruned`` (a training-free reduction, followed by an MLP on every kept
-            token). ``patches`` stores the patch features unchanged (d = d_v, hidden_dim 0), for training only.
-        num_tokens: m, stored tokens per image. For ``local`` and ``patches``, m is n.
+        kind: ``compressed`` (learned queries attend to the patches), ``local`` (an MLP on every patch),
+            ``strided``, ``clustered`` or ``pruned`` (a reduction, then an MLP), or ``patches`` (features unchanged,
+            for training).
+        num_tokens: m, tokens per image. For ``local`` and ``patches``, m is n.
         vision_dim: d_v.
         language_dim: d.
-        hidden_dim: hidden width of the MLP. 0 omits the MLP after a training-free reduction; d is then d_v.
-        num_heads: attention heads of a ``compressed`` adapter. Published adapters have as many heads as the tower.
-        activation: activation of the MLP, by its name in transformers. Published adapters use the activation of the
-            language model.
-        layer_norm_eps: epsilon of the layer norm of a ``compressed`` adapter. Published adapters use the epsilon of
-            the tower.
+        hidden_dim: hidden width of the MLP. 0 omits the MLP; d is then d_v.
+        num_heads: attention heads of a ``compressed`` adapter, as many as the tower has.
+        activation: activation of the MLP, by its name in transformers.
+        layer_norm_eps: epsilon of the layer norm of a ``compressed`` adapter, as in the tower.
     """
 
     kind: str
@@ -55,15 +52,12 @@ class AdapterConfig:
 
     @property
     def is_feature(self) -> bool:
-        """Whether the adapter has no weights. Its tokens are then features of the tower, stored for training."""
+        """True if the adapter has no weights, so that its tokens are features for training."""
         return self.hidden_dim == 0
 
     def features(self, patches: int) -> AdapterConfig:
-        """Return the configuration of the adapter without weights that stores the training input of this adapter.
-
-        The training input is the output of the training-free reduction if this adapter has one, else the features of
-        all `patches`.
-        """
+        """Return the configuration that stores the training input of this adapter."""
+        # This is the output of the training-free reduction if there is one, else the features of all patches.
         kind, tokens = (self.kind, self.num_tokens) if self.kind in REDUCTIONS else (PATCHES, patches)
         return AdapterConfig(kind, tokens, self.vision_dim, self.vision_dim, hidden_dim=0)
 
@@ -102,7 +96,7 @@ class CompressionAdapter(Adapter):
         self.projection = nn.Linear(width, config.language_dim)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """Map [b, n, d_v] to [b, m, d]."""
+        """Map patch features [b, n, d_v] to tokens [b, m, d]."""
         queries = self.query.expand(patches.shape[0], -1, -1)
         attended, _ = self.attention(queries, self.key(patches), self.value(patches), need_weights=False)
         result: torch.Tensor = self.projection(attended + self.mlp(self.layernorm(attended)))
@@ -110,7 +104,7 @@ class CompressionAdapter(Adapter):
 
 
 class LocalAdapter(Adapter):
-    """One MLP, applied to every patch: [b, n, d_v] to [b, n, d]."""
+    """One MLP, applied to every patch."""
 
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__(config)
@@ -120,7 +114,7 @@ class LocalAdapter(Adapter):
         self.add_module("2", nn.Linear(config.hidden_dim, config.language_dim))
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """Map [b, n, d_v] to [b, n, d]."""
+        """Map patch features [b, n, d_v] to tokens [b, n, d]."""
         for layer in self.children():
             patches = layer(patches)
         return patches
@@ -135,7 +129,7 @@ class ReducedAdapter(Adapter):
         self.local: nn.Module = LocalAdapter(config) if config.hidden_dim else nn.Identity()
 
     def forward(self, patches: torch.Tensor, received: torch.Tensor | None = None) -> torch.Tensor:
-        """Map `patches` [b, n, d_v] to tokens [b, m, d].
+        """Map patch features [b, n, d_v] to tokens [b, m, d].
 
         `received` is the attention that each patch receives [b, n]; only ``pruned`` adapters need it.
         """
@@ -155,7 +149,7 @@ class ReducedAdapter(Adapter):
 
 
 class PatchesAdapter(Adapter):
-    """The identity: the stored tokens are the patch features [b, n, d_v]. This adapter has no weights."""
+    """Adapter without weights: the tokens are the patch features [b, n, d_v]."""
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """Return `patches` [b, n, d_v] unchanged."""

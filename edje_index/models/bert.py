@@ -1,9 +1,7 @@
-"""A BERT encoder for inference, without training and dropout.
+"""A BERT encoder for inference, without transformers, whose import takes two seconds.
 
-It does not import transformers, because that import takes two seconds. Weights have the same names as in `BertModel`
-of transformers, and the results equal those of `BertModel` up to rounding.
-
-Shape letters: b rows, t tokens per row, d width of the model, h heads, c width of a head, v size of the vocabulary.
+Names of weights and results equal those of `BertModel` of transformers, up to rounding. Shape letters: b rows, t tokens
+per row, d width of the model, h heads, c width of a head, v size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -182,10 +180,7 @@ class Bert:
         return embedded
 
     def first_states(self, embedded: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the last hidden state of the first token, float32 [b, d]; arguments as for `hidden_states`.
-
-        This is faster than `hidden_states`, because the last layer computes the first token only.
-        """
+        """Return the last hidden state of the first token, float32 [b, d]. Faster than `hidden_states`."""
         for layer in self._layers[:-1]:
             embedded = self._run(layer, embedded, mask)
         return self._run(self._layers[-1], embedded, mask, outputs=1)[:, 0]

@@ -1,7 +1,6 @@
 """Text towers that are BERT models, computed without open_clip and transformers.
 
-Importing open_clip and transformers takes longer than a search. The embeddings equal those of open_clip up to
-rounding.
+Importing these libraries takes longer than a search. The embeddings equal those of open_clip up to rounding.
 """
 
 from __future__ import annotations
@@ -67,9 +66,7 @@ class BertTextTower(TextEncoder):
 
 
 def load_bert_text_tower(folder: Path, config: ClipConfig, device: torch.device) -> BertTextTower | None:
-    """Load the text tower from `folder`, the `vision/` folder of a bundle.
-
-    Return None if this module does not support the text tower, for example because it is not a BERT model.
+    """Load the text tower from the `vision/` folder of a bundle. Return None if it is not supported.
 
     Raises:
         ModelError: a file cannot be read or names code to run, or the weights do not fit the configuration.

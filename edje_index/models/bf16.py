@@ -13,16 +13,13 @@ import torch
 
 
 def to_bf16_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
-    """Round to bfloat16 (to nearest, ties to even) and return an ``ml_dtypes.bfloat16`` array.
-
-    The result shares memory with the rounded tensor; the input is not changed.
-    """
+    """Return the tensor as an ``ml_dtypes.bfloat16`` array, rounded to nearest, ties to even."""
     bits = tensor.detach().to(torch.bfloat16).cpu().contiguous().view(torch.int16)
     return bits.numpy().view(ml_dtypes.bfloat16)
 
 
 def as_tensor(array: torch.Tensor | np.ndarray[Any, np.dtype[Any]]) -> torch.Tensor:
-    """Return a torch tensor with the values and dtype of `array`, which may be an ``ml_dtypes.bfloat16`` array."""
+    """Return the array as a torch tensor of the same dtype, also if it is ``ml_dtypes.bfloat16``."""
     if isinstance(array, torch.Tensor):
         return array
     if array.dtype == ml_dtypes.bfloat16:

@@ -1,9 +1,4 @@
-"""Configuration of open_clip's image-text models, readable without open_clip.
-
-``ClipConfig.model`` is open_clip's model configuration (``embed_dim``, ``vision_cfg``, ``text_cfg``, ...) and
-``ClipConfig.preprocess`` is its preprocessing configuration. `ClipConfig.write` stores both in open_clip's format, so
-open_clip can open the folder as ``local-dir:FOLDER`` once the weights are in it.
-"""
+"""Configuration of open_clip's image-text models, readable without open_clip."""
 
 from __future__ import annotations
 
@@ -43,7 +38,7 @@ class ClipConfig:
 
     @property
     def text(self) -> dict[str, Any]:
-        """open_clip's ``text_cfg``."""
+        """The ``text_cfg`` of the model configuration."""
         text: dict[str, Any] = self.model["text_cfg"]
         return text
 

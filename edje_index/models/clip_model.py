@@ -1,4 +1,4 @@
-"""Builds open_clip's image-text models with random weights. The module `pretrained_clip` loads trained weights."""
+"""Builds open_clip's image-text models with random weights."""
 
 from __future__ import annotations
 
@@ -49,10 +49,7 @@ def build_clip(config: ClipConfig, hf_text: Path | None = None) -> torch.nn.Modu
 
 
 def build_visual(config: ClipConfig) -> torch.nn.Module:
-    """Build only the image tower, which equals ``build_clip(config).visual`` except for its random weights.
-
-    This saves the memory of the text tower: the word embedding of SigLIP2 alone has 256,000 rows.
-    """
+    """Build only the image tower with random weights, which saves the memory of the text tower."""
     arguments = _without_downloads(config)
     quick_gelu = bool(arguments.get("quick_gelu", False))
     visual = _build(

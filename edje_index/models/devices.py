@@ -47,7 +47,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def autocast(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which matrix products are computed in `dtype`. Weights keep their data type."""
+    """Return a context in which matrix products are computed in `dtype`."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
@@ -55,10 +55,8 @@ def autocast(dtype: torch.dtype, device: torch.device) -> contextlib.AbstractCon
 
 @contextlib.contextmanager
 def threads_kept() -> Iterator[None]:
-    """Context that restores torch's number of CPU threads when it ends.
-
-    An image encoder changes this number, and sums of floats depend on the number of threads.
-    """
+    """Context that restores torch's number of CPU threads when it ends."""
+    # An image encoder changes this number, and sums of floats depend on it.
     threads = torch.get_num_threads()
     try:
         yield

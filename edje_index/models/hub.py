@@ -1,7 +1,7 @@
-"""Access to the Hugging Face hub that fails quickly and without log output if the hub cannot be reached.
+"""Access to the Hugging Face hub that fails quickly if the hub cannot be reached.
 
-By default the hub's client retries for most of a minute and logs every attempt. This module first tries to connect
-once. If the connection fails, the client uses its local cache only.
+The hub's own client retries for most of a minute. This module tries one connection first, and otherwise lets the client
+use its local cache only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MESSAGE_LENGTH = 200
 
 @contextmanager
 def hub_access(*, local_only: bool = False) -> Iterator[None]:
-    """Context for calls that may download from the hub. Not thread-safe, because it changes process-wide settings.
+    """Context for calls that may download from the hub. Not thread-safe.
 
     Args:
         local_only: forbid downloads, for calls that need local files only.
@@ -51,10 +51,7 @@ def hub_access(*, local_only: bool = False) -> Iterator[None]:
 
 
 def loading_error(name: str, error: Exception) -> ModelError:
-    """Return the error to raise after loading the model `name` failed with `error`.
-
-    The result is a `HubUnreachableError` if `error` shows that the hub could not be reached, else a `ModelError`.
-    """
+    """Return the error to raise after loading the model `name` failed with `error`."""
     message = " ".join(str(error).split())
     excerpt = message[:_MESSAGE_LENGTH]
     if any(sign in message for sign in _OFFLINE_SIGNS) and not any(sign in message for sign in _REFUSED_SIGNS):

@@ -1,8 +1,7 @@
 """The joint encoder: a BERT model that scores how well a caption matches the stored tokens of an image.
 
-Shape letters: b pairs, m image tokens, t tokens per row, d width of the language model.
-Parameters have the same names as in published checkpoints. Besides the scoring head, the module keeps the
-language-model head and the text-embedding head (``text_projection``), because later training runs need them.
+Shape letters: b pairs, m image tokens, t tokens per row, d width of the language model. Parameters have the names of
+published checkpoints.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class JointEncoder(nn.Module):
         return self.text_projection.weight.device
 
     def scorer(self) -> JointScorer:
-        """Return a scorer with the current weights of this encoder. The scorer is faster than :meth:`forward`."""
+        """Return a scorer with the current weights, which is faster than :meth:`forward`."""
         shape = BertShape.parse(self.config.to_dict(), "the joint encoder")
         return JointScorer(
             self.tokenizer,
@@ -91,8 +90,7 @@ class JointEncoder(nn.Module):
 
         Args:
             captions: b captions, or one caption for all b blocks.
-            tokens: stored tokens [b, m, d] of any floating type: a tensor on any device, or a NumPy array
-                (``ml_dtypes.bfloat16`` included).
+            tokens: stored tokens [b, m, d], a tensor or NumPy array of any floating type.
 
         Raises:
             ModelError: there are neither 1 nor b captions, or the blocks have another width than d.
@@ -138,9 +136,7 @@ def _pooler(config: BertConfig) -> nn.Module:
 
 
 def bert_config(source: Path | dict[str, Any], **overrides: int) -> BertConfig:
-    """Read a BERT configuration from `source`, a path of ``config.json`` or the content of one.
-
-    The values in `overrides` replace values of the configuration.
+    """Read a BERT configuration from ``config.json`` or its content; `overrides` replace values.
 
     Raises:
         ModelError: the file cannot be read, or the configuration does not describe a BERT model.

@@ -1,10 +1,7 @@
 """The joint encoder's input: ``[CLS] caption [SEP] <image> x m [SEP]``, as in the published EDJE code.
 
-``[CLS]``, the caption and the first ``[SEP]`` have token type 0; the m image placeholders and the last ``[SEP]`` have
-type 1. Long captions are truncated, so that a row has at most 64 + m tokens. Image tokens are never truncated.
-
-The published training and evaluation code canonicalises captions before tokenising them. A tokenizer whose
-`canonical` is True does the same.
+Tokens up to the first ``[SEP]`` have token type 0, later tokens have type 1. Long captions are truncated, so that a row
+has at most 64 + m tokens.
 """
 
 from __future__ import annotations
@@ -101,11 +98,8 @@ class JointTokenizer:
         return self._special_ids[name]
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer's files into ``folder``.
-
-        The fingerprint of a bundle covers these files. So equal tokenizers give equal bytes: the bytes do not depend on
-        the file a tokenizer was read from, the texts it has tokenised, or the version of transformers.
-        """
+        """Write the tokenizer's files into ``folder``. Equal tokenizers give equal bytes."""
+        # The fingerprint of a bundle covers these files.
         self.tokenizer.save(str(folder / TOKENIZER_FILE))
         settings = {"tokenizer_class": OWN_CLASS, "truncation_side": self.truncation_side}
         write_json(folder / TOKENIZER_SETTINGS, {**self.special_tokens, **settings})
@@ -115,7 +109,7 @@ class JointTokenizer:
         return self.inputs_of_ids(self.caption_ids(captions), image_tokens)
 
     def inputs_of_ids(self, texts: Sequence[Sequence[int]], image_tokens: int) -> JointInputs:
-        """Return the same rows as `inputs`, given the token ids of each caption (see `caption_ids`)."""
+        """Return the same rows as `inputs`, given the token ids of each caption."""
         pad, start, separator = map(self.special_id, ("pad_token", "cls_token", "sep_token"))
         image = [self.image_token_id] * image_tokens
         length = max(map(len, texts)) + NUM_SPECIAL_TOKENS + image_tokens
@@ -130,10 +124,7 @@ class JointTokenizer:
         return JointInputs(ids, types, mask)
 
     def caption_ids(self, captions: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each caption, truncated and without special tokens.
-
-        The text "<image>" in a caption becomes the unknown token, not a placeholder.
-        """
+        """Return the token ids of each caption, truncated and without special tokens."""
         texts = [clean_canonicalize(caption) for caption in captions] if self.canonical else list(captions)
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         unknown = self.special_id("unk_token")

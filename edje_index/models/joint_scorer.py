@@ -30,8 +30,7 @@ class JointScorer:
 
     Attributes:
         tokenizer: tokenizer of captions.
-        compute_dtype: data type of the language model's matrix products. The head is always float32, because with the
-            8 significant bits of bfloat16 many candidates would have equal logits.
+        compute_dtype: data type of matrix products. The head is always float32, because bfloat16 logits often tie.
         device: device that holds the weights.
     """
 
@@ -86,7 +85,7 @@ class JointScorer:
 
     @torch.inference_mode()
     def score(self, captions: str | Sequence[str], tokens: torch.Tensor | Array) -> torch.Tensor:
-        """Return matching logits; arguments and errors as for `JointEncoder.score`."""
+        """Return matching logits, see `JointEncoder.score`."""
         tokens = as_tensor(tokens)
         captions = [captions] if isinstance(captions, str) else list(captions)
         self._check(captions, tokens)
@@ -112,10 +111,7 @@ class JointScorer:
 
     @torch.inference_mode()
     def sentence_vectors(self, inputs: JointInputs) -> torch.Tensor:
-        """Return the mean of the last hidden states of each row, float32 [b, d], computed in float32.
-
-        The rows have no image tokens.
-        """
+        """Return the mean of the last hidden states of each row, float32 [b, d]."""
         words = functional.embedding(inputs.input_ids.to(self.device), self.word_vectors)
         embedded = self._exact_bert.embed(words, inputs.token_type_ids.to(self.device))
         hidden = self._exact_bert.hidden_states(embedded, self._mask(inputs))

@@ -1,9 +1,7 @@
 """Linear layers for inference on a CPU, with the fastest float32 kernel that torch contains.
 
-By default torch computes float32 products with MKL, which uses half the vector width on processors that are not made
-by Intel. torch also contains oneDNN, which uses the full vector width. For float32, torch offers oneDNN only through
-the operators that torch.compile emits. The names of these operators are private; they are tested with torch 2.8 to
-2.13. If torch lacks them, this module uses the default product.
+That kernel is in oneDNN. For float32, torch offers oneDNN only through private operators, which are tested with torch
+2.8 to 2.13. Without them, this module uses the default product.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Training-free reductions of n patch features to m tokens.
+"""Training-free reductions of n patch features to m tokens, from the appendix of the EDJE paper.
 
-They come from the appendix "Token Compression Baselines" of the EDJE paper. The result for an image depends only on
-the features of that image, not on the other images of the batch, and is the same in every process.
-Shape letters: b images, n patches, m kept tokens, d width.
+The result for an image does not depend on the other images of the batch. Shape letters: b images, n patches, m kept
+tokens, d width.
 """
 
 from __future__ import annotations
@@ -14,13 +13,9 @@ CLUSTER_ITERATIONS = 25
 
 
 def stride_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Keep m tokens at equal distances: [b, n, d] to [b, m, d].
+    """Keep m tokens at equal distances, patch floor(i n / m) for token i: [b, n, d] to [b, m, d].
 
-    Token i of the result is patch floor(i n / m).
-
-    Args:
-        tokens: patch features [b, n, d].
-        count: m.
+    `count` is m.
     """
     _check(tokens, count)
     n = tokens.shape[1]
@@ -30,8 +25,6 @@ def stride_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
 
 def prune_tokens(tokens: torch.Tensor, received: torch.Tensor, count: int) -> torch.Tensor:
     """Keep the m patches that receive the most attention, in image order: [b, n, d] to [b, m, d].
-
-    Of patches that receive equal attention, the first is kept.
 
     Args:
         tokens: patch features [b, n, d].
@@ -45,16 +38,15 @@ def prune_tokens(tokens: torch.Tensor, received: torch.Tensor, count: int) -> to
 
 
 def cluster_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Group the n tokens of each image into m clusters and return the centroids: [b, n, d] to float32 [b, m, d].
+    """Group the n tokens of each image into m clusters, and return the centroids, float32 [b, m, d].
 
-    The clusters come from k-means in float32: k-means++ seeding (Arthur and Vassilvitskii, 2007), then at most 25 Lloyd
-    iterations. The seeding uses the same fixed random numbers for every image. A cluster that loses all its tokens
-    keeps its last centroid. Clusters are in the order of their seeds.
+    The method is k-means with k-means++ seeding (Arthur and Vassilvitskii, 2007) and at most 25 Lloyd iterations.
 
     Args:
         tokens: patch features [b, n, d].
         count: m.
     """
+    # Every image uses the same fixed random numbers. A cluster that loses all its tokens keeps its last centroid.
     _check(tokens, count)
     points = tokens.float()
     centroids = _seed_centroids(points, count)

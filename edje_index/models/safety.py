@@ -1,8 +1,7 @@
-"""Checks that the files of a model contain only data, so that loading an untrusted model runs no foreign code.
+"""Checks that the files of a model hold only data, so that loading them runs no foreign code.
 
-transformers runs Python files that a configuration names under ``auto_map``, and downloads kernels that a
-configuration names under ``attn_implementation``. timm downloads models with names like ``hf-hub:ORG/REPO``. A bundle
-needs none of these features, so this module refuses them.
+transformers runs Python files named under ``auto_map`` and downloads kernels named under ``attn_implementation``. timm
+downloads models with names like ``hf-hub:ORG/REPO``. This module refuses all of these.
 """
 
 from __future__ import annotations
@@ -28,15 +27,10 @@ TOKENIZER_CLASSES = frozenset({
 
 
 def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
-    """Refuse a bundle that holds code, names code in a configuration, or lists files outside the bundle.
+    """Raise ModelError if a bundle holds or names code, or lists files outside the bundle.
 
-    Args:
-        folder: directory of the bundle.
-        files: names of the bundle's files, as listed in ``bundle.json``.
-
-    Raises:
-        ModelError: the bundle is refused, or holds a file that cannot be read, a FIFO, a device, or a very large file
-            that is not a weights file.
+    `files` are the names of the files listed in ``bundle.json``. FIFOs, devices and very large files that hold no
+    weights are refused too.
     """
     for name in files:
         path = PurePosixPath(name)
@@ -93,11 +87,7 @@ def read_configuration(file: Path) -> dict[str, Any]:
 
 
 def check_tokenizer_folder(folder: Path) -> None:
-    """Refuse a tokenizer configuration that names code, or a tokenizer class not listed in `TOKENIZER_CLASSES`.
-
-    Raises:
-        ModelError: the configuration is refused.
-    """
+    """Raise ModelError if a tokenizer configuration names code or an unknown tokenizer class."""
     for name in ("tokenizer_config.json", "config.json"):
         file = folder / name
         if not file.is_file():
@@ -111,11 +101,7 @@ def check_tokenizer_folder(folder: Path) -> None:
 
 
 def check_options(options: Mapping[str, Any], accepted: Collection[str], source: str) -> None:
-    """Refuse tokenizer options whose names are not in `accepted`.
-
-    Raises:
-        ModelError: an option is not accepted; the message names it and `source`.
-    """
+    """Raise ModelError if a tokenizer option is not in `accepted`. `source` names the file."""
     refused = sorted(set(options) - set(accepted))
     if refused:
         raise ModelError(
@@ -125,11 +111,7 @@ def check_options(options: Mapping[str, Any], accepted: Collection[str], source:
 
 
 def check_local_name(name: str | None, source: str) -> None:
-    """Refuse a timm model name that refers to a hub or a folder instead of an architecture.
-
-    Raises:
-        ModelError: the name is refused; the message names `source`.
-    """
+    """Raise ModelError if a timm model name refers to a hub or a folder. `source` names the file."""
     if name is not None and (":" in name or "/" in name):
         raise ModelError(
             f"{source} names the timm model {name!r}, which is not an architecture of timm: use a name that "

@@ -1,4 +1,4 @@
-"""A limit on the memory that a model configuration can request, derived from the size of the weights file."""
+"""A limit on the memory that a model configuration can request: the size of the weights file."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ _SPARE_TENSORS = 10_000
 
 
 class ModelTooLargeError(ModelError):
-    """The model that a configuration describes is larger than its weights file can hold."""
+    """The model that a configuration describes is larger than its weights file."""
 
 
 @contextmanager
 def limited_by(weights: Path) -> Iterator[None]:
-    """Context in which a module cannot become larger than the weights file `weights` allows.
+    """Context in which a module cannot become larger than the weights file allows.
 
-    Without this limit, a configuration of a few bytes could request any amount of memory. Only tensors that the calling
-    thread allocates are counted.
+    Without this limit, a configuration of a few bytes could request any amount of memory.
 
     Raises:
         ModelTooLargeError: the module needs more elements or tensors than the file can hold.

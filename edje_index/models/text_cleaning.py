@@ -1,4 +1,4 @@
-"""The text cleaning that open_clip does before tokenising, without the import of open_clip, which takes a second."""
+"""The text cleaning that open_clip does before tokenising, without importing open_clip."""
 
 from __future__ import annotations
 

@@ -91,11 +91,8 @@ def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
 
 
 def save_text_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write the files of a Hugging Face tokenizer to `folder`.
-
-    The files do not depend on where the tokenizer was read from or on the texts that it has tokenised. open_clip's own
-    tokenizer has no files, so nothing is written for it.
-    """
+    """Write the files of a Hugging Face tokenizer to `folder`. Equal tokenizers give equal files."""
+    # open_clip's own tokenizer has no files.
     if not isinstance(tokenizer, HFTokenizer):
         return
     backend = getattr(tokenizer.tokenizer, "backend_tokenizer", None)

@@ -1,11 +1,8 @@
 """The frozen vision tower: patch features and the pooled embedding of an image in one pass.
 
 Shape letters: b images, n patches, t positions (class and register tokens, then n patches), h heads, c width of a head,
-d width of the tower, e width of the embedding.
-
-The patch features are the same as in the published EDJE code. For timm trunks (SigLIP, DINOv2, ...) they are the last
-hidden state after the final norm. For open_clip's own transformer (CLIP, OpenAI, DFN and MetaCLIP weights) they are the
-output of the last but one layer. Class and register tokens are omitted.
+d width of the tower, e width of the embedding. As in the published EDJE code, the patch features are the last hidden
+state of timm trunks, and the output of the last but one layer of open_clip's own transformer.
 """
 
 from __future__ import annotations
@@ -61,17 +58,15 @@ class VisionTower(torch.nn.Module):
         self.eval()
 
     def encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the patch features [b, n, d] and L2-normalised embeddings [b, e] of ``pixels`` [b, 3, height, width].
+        """Return the patch features [b, n, d] and L2-normalised embeddings [b, e] of ``pixels``.
 
-        The embeddings equal those of open_clip's ``encode_image(pixels, normalize=True)``.
+        ``pixels`` are [b, 3, height, width].
         """
         raise NotImplementedError
 
     def encode_with_attention(self, pixels: torch.Tensor) -> FeaturesAndAttention:
-        """Return the results of ``encode``, and the attention that each patch receives in the last layer [b, n].
-
-        This attention is the mean of the softmax weights over all heads and all queries, including the class token.
-        """
+        """Return the results of ``encode``, and the attention that each patch receives [b, n]."""
+        # It is the mean of the softmax weights of the last layer over all heads and queries, class token included.
         raise NotImplementedError
 
 
@@ -187,13 +182,12 @@ def vision_tower(visual: torch.nn.Module) -> VisionTower:
 def received_attention(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
     """Return the attention that each position receives, averaged over heads and queries, float32 [b, t].
 
-    The heads are computed one by one, which limits the memory to b x t x t values.
-
     Args:
         q: queries [b, h, t, c].
         k: keys [b, h, t, c].
         scale: factor by which the queries are multiplied.
     """
+    # The heads are computed one by one, which limits the memory to b x t x t values.
     heads = q.shape[1]
     total = torch.zeros(k.shape[0], k.shape[2], dtype=torch.float32, device=k.device)
     for head in range(heads):

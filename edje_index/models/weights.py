@@ -1,7 +1,4 @@
-"""Weights on disk: safetensors for this package's own files, ``weights_only`` loading for other checkpoints.
-
-If several names share one tensor (tied embeddings), the tensor is stored once, under the first name.
-"""
+"""Weights on disk: safetensors for this package's own files, ``weights_only`` loading for other checkpoints."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ State = dict[str, torch.Tensor]
 
 
 def save_weights(module: torch.nn.Module, path: Path) -> None:
-    """Write every distinct tensor of ``module`` to ``path`` in safetensors format."""
+    """Write the distinct tensors of ``module`` to ``path`` in safetensors format."""
     save_tensors(distinct_tensors(module), path)
 
 
 def distinct_tensors(module: torch.nn.Module) -> State:
-    """Return the tensors of ``module`` by name. If several names share a tensor, only the first name is returned."""
+    """Return the tensors of ``module`` by name. A shared tensor has only its first name."""
     aliases = tied_names(module)
     return {name: tensor for name, tensor in module.state_dict().items() if name not in aliases}
 
@@ -37,9 +34,7 @@ def save_tensors(state: State, path: Path) -> None:
 
 
 def read_weights(path: Path, prefix: str = "") -> State:
-    """Read the tensors of a safetensors file whose names begin with ``prefix``. Other tensors are not read.
-
-    The names in the result do not contain the prefix.
+    """Read the tensors of a safetensors file whose names begin with ``prefix``, by name without the prefix.
 
     Raises:
         ModelError: the file cannot be read, or is not a safetensors file.
@@ -60,10 +55,7 @@ def read_weights(path: Path, prefix: str = "") -> State:
 
 
 def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
-    """Copy the tensors in ``state`` into ``module``.
-
-    ``state`` must have exactly the names of the module's tensors. Only names that share the tensor of an earlier name
-    may be missing.
+    """Copy the tensors in ``state`` into ``module``. The names must be equal.
 
     Args:
         module: the module to fill.
@@ -73,6 +65,7 @@ def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], s
     Raises:
         ModelError: the names or shapes in ``state`` differ from those of the module.
     """
+    # Only names that share the tensor of an earlier name may be missing.
     try:
         result = module.load_state_dict(state, strict=False)
     except RuntimeError as error:
@@ -87,7 +80,7 @@ def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], s
 
 
 def tied_names(module: torch.nn.Module) -> set[str]:
-    """Return the names in the state of ``module`` that share the tensor of an earlier name."""
+    """Return the names that share the tensor of an earlier name."""
     seen: set[int] = set()
     tied = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -98,7 +91,7 @@ def tied_names(module: torch.nn.Module) -> set[str]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a ``torch.save`` file that holds a dict of tensors and plain values. No code in the file is executed.
+    """Read a ``torch.save`` file that holds a dict of tensors and plain values. Runs no code of the file.
 
     Raises:
         ModelError: the file is missing or damaged, is not a ``torch.save`` file of a dict, or holds other Python

@@ -1,10 +1,7 @@
-"""The alignment score S of a caption and an image, and a test that compares S between two representations of images.
+"""The alignment score S of a caption and an image, and a test that compares two representations of images.
 
-S is the "Image-Caption Token Alignment" of the EDJE paper. Each token of the caption's content words has a largest
-cosine similarity with a stored token of the image. S is the mean of these similarities.
-
-S uses word vectors and stored tokens unchanged. (The late interaction of the final score subtracts the mean word vector
-and uses a different list of stop words.)
+S is the "Image-Caption Token Alignment" of the EDJE paper: the mean, over the caption's content words, of the largest
+cosine similarity of a word with a stored token of the image.
 """
 
 from __future__ import annotations
@@ -28,13 +25,14 @@ BINS = 30
 
 @torch.inference_mode()
 def alignment_scores(joint: JointScorer, captions: Sequence[str], block: Blocks | torch.Tensor) -> NDArray[np.float64]:
-    """Return S of each of `captions` with one image, float64 [c]; NaN for a caption without content words.
+    """Return S of each of `captions` with one image, float64 [c]; NaN without content words.
 
     Args:
         joint: joint encoder, whose word embeddings represent the captions.
         captions: captions [c].
         block: stored tokens of the image [m, d].
     """
+    # The late interaction of the final score differs: it subtracts the mean word vector and has other stop words.
     ids = joint.tokenizer.caption_ids([content_words(caption) for caption in captions])
     distinct = sorted({token_id for caption in ids for token_id in caption})
     if not distinct:
@@ -70,9 +68,8 @@ class PairedTest:
     Attributes:
         difference: mean of (score with the second representation - score with the first representation).
         t: t statistic.
-        p: p-value, the probability of a mean difference at least this large if the true mean difference is 0. The value
-            may underflow to 0.0.
-        effect_size: Cohen's d of paired samples: mean difference divided by the standard deviation of the differences.
+        p: p-value. It may underflow to 0.0.
+        effect_size: Cohen's d of paired samples: mean difference / standard deviation of the differences.
     """
 
     difference: float

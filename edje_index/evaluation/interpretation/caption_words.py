@@ -1,4 +1,4 @@
-"""Content words of a caption, for the alignment score: lower case, without punctuation and English stop words."""
+"""Content words of a caption, for the alignment score."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGLISH_STOP_WORDS = frozenset(_STOP_WORDS.split())
 
 
 def content_words(caption: str) -> str:
-    """Return the content words of a caption, separated by spaces.
+    """Return the words of a caption without stop words and punctuation, in lower case, separated by spaces.
 
     Example:
         >>> from edje_index.evaluation.interpretation.caption_words import content_words

@@ -1,8 +1,7 @@
 """The nearest word of each stored token, as in "Emerging vision-token semantics" of the EDJE paper.
 
-A stored token is in the space of the joint encoder's word embeddings. The nearest word of a token is the vocabulary
-entry whose embedding has the highest cosine similarity with the token. The `<image>` placeholder is not a word and is
-left out.
+It is the vocabulary entry whose embedding has the highest cosine similarity with the token. The `<image>` placeholder
+is left out.
 """
 
 from __future__ import annotations
@@ -51,15 +50,14 @@ class Vocabulary:
         return ids
 
     def word(self, token_id: int) -> str:
-        """Return the word or word piece with the id `token_id`."""
         return self._words[token_id]
 
     def is_unused(self, token_id: int) -> bool:
-        """Whether `token_id` is an entry that BERT reserves and never trained, such as ``[unused0]``."""
+        """Return True if BERT reserves the entry and never trained it, such as ``[unused0]``."""
         return bool(_UNUSED.fullmatch(self.word(token_id)))
 
     def is_special(self, token_id: int) -> bool:
-        """Whether `token_id` is a special token such as ``[SEP]``."""
+        """Return True if the entry is a special token such as ``[SEP]``."""
         return token_id in self._special
 
 

@@ -12,7 +12,7 @@ PERCENTILES = (1, 5, 50, 95, 99)
 
 @dataclass(frozen=True)
 class Distribution:
-    """Mean, percentiles (linearly interpolated), smallest and largest of `count` numbers."""
+    """Mean, smallest, largest and linearly interpolated percentiles of `count` numbers."""
 
     count: int
     mean: float

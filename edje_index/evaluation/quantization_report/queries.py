@@ -1,4 +1,4 @@
-"""Queries for comparing rankings: from a file, or built-in general captions that suit most photo collections."""
+"""Queries for comparing rankings: from a file, or built-in captions."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ a GPU."""
 def read_queries(path: Path) -> list[str]:
     """Read the distinct queries of a file, in the order of the file.
 
-    The file has one query per line. If the file name ends in .jsonl, each line is a JSON value: a string, or an object
-    with a member `query`, `text`, `caption` or `captions` (a string or a list of strings).
+    The file has one query per line. In a .jsonl file, each line is a string, or an object with a member `query`,
+    `text`, `caption` or `captions`.
 
     Raises:
         UsageError: the file cannot be read, a line is invalid, or there is no query.

@@ -22,11 +22,10 @@ class RankingChange:
         queries: number of queries.
         top1_kept: share of queries whose best candidate stays the same.
         overlap_at_10: share of the ten best candidates that stay among the ten best, averaged over queries.
-        kendall_tau: distribution over queries of Kendall's tau-b between the reference scores and the other scores.
-        score_change: mean absolute difference between the other score and the reference score of a candidate.
-        score_change_relative: `score_change` divided by the standard deviation of the query's reference scores,
-            averaged over queries. Use this value to compare models. Queries whose reference scores are
-            all equal are left out.
+        kendall_tau: distribution over queries of Kendall's tau-b between both scores.
+        score_change: mean absolute difference between both scores of a candidate.
+        score_change_relative: `score_change` / standard deviation of the query's reference scores, averaged over
+            queries.
     """
 
     queries: int
@@ -64,10 +63,7 @@ def ranking(scores: Scores) -> NDArray[np.intp]:
 
 
 def overlap(left: Scores, right: Scores, k: int) -> float:
-    """Return the share of the `k` best candidates that is the same on both sides.
-
-    Fewer than `k` candidates all count.
-    """
+    """Return the share of the `k` best candidates that is the same on both sides."""
     k = min(k, len(left))
     return len(np.intersect1d(ranking(left)[:k], ranking(right)[:k])) / k
 
@@ -75,8 +71,8 @@ def overlap(left: Scores, right: Scores, k: int) -> float:
 def kendall_tau(left: Scores, right: Scores) -> float:
     """Return Kendall's tau-b of two arrays of scores [k], k >= 2.
 
-    Ties are treated as in M. G. Kendall, "Rank Correlation Methods". If all scores on one side are equal, the result is
-    1 if all scores on the other side are equal too, and 0 otherwise.
+    Ties are treated as in M. G. Kendall, "Rank Correlation Methods". If one side is constant, the result is 1 if the
+    other side is constant too, else 0.
     """
     above = np.triu_indices(len(left), 1)
     a, b = (np.sign(scores[:, None].astype(np.float64) - scores)[above] for scores in (left, right))

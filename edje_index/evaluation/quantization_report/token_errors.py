@@ -38,7 +38,7 @@ class TokenErrorMeter:
         self._tokens = 0
 
     def add(self, reference: Blocks, other: Blocks) -> None:
-        """Compare the blocks `other` [k, m, d] with the blocks `reference` [k, m, d], both without holes."""
+        """Compare the blocks `other` [k, m, d] with `reference` [k, m, d]. Neither may hold holes."""
         errors, cosines = compare_tokens(reference, other)
         self._tokens += reference.shape[0] * reference.shape[1]
         self._errors.append(errors)
@@ -53,11 +53,8 @@ class TokenErrorMeter:
 
 
 def compare_tokens(reference: Blocks, other: Blocks) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the relative errors, float32 [n], and the cosine similarities, float32 [n], of tokens.
-
-    n is the number of tokens whose reference is not zero. Sums are computed in float64, because squares of bfloat16
-    numbers overflow float32.
-    """
+    """Return relative errors and cosine similarities, float32 [n] each, of tokens with a nonzero reference."""
+    # Sums are computed in float64, because squares of bfloat16 numbers overflow float32.
     left = reference.astype(np.float64).reshape(-1, reference.shape[-1])
     right = other.astype(np.float64).reshape(left.shape)
     squares = np.einsum("td,td->t", left, left)
