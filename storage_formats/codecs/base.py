@@ -32,11 +32,9 @@ class Codec(Protocol):
     """Encodes and decodes blocks of one shape in one precision. Thread-safe.
 
     A codec accepts any values, and finite values decode to finite values. If a value is NaN or infinite, all values
-    that
-    share its scale are stored as NaN. Only `bf16` keeps every bit.
+    that share its scale are stored as NaN. Only `bf16` keeps every bit.
 
-    `threads` is the maximum number of threads, by default `threads.default_threads()`. The result does not depend on
-    it.
+    `threads` is the maximum number of threads. It does not change the result.
 
     Attributes:
         name: name of the precision and of its directory under `tokens/`.

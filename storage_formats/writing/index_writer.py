@@ -124,8 +124,7 @@ class IndexWriter:
         """Append k rows and return their row ids; k may be any number.
 
         Arrays are copied one shard at a time, so they may be memory maps of any length. The writer stays usable after
-        an
-        error; `len(writer)` is the number of rows that it holds.
+        an error; `len(writer)` is the number of rows that it holds.
 
         Args:
             blocks: [k, m, d], float32, float16 or bfloat16, finite; rounded to bfloat16, to nearest even.
