@@ -1,7 +1,6 @@
-"""Measures processor time and memory of an index build, compared with a loop that only decodes and runs the model.
+"""Measures processor time and memory of an index build, compared with a loop that only encodes.
 
-The bare loop (`benchmarks.bare_loop`) and `edje-index build` with each engine run alternately. Each run has its own
-process and uses the same images, model, threads and batch size. Costs cover the whole process tree.
+The loop (`benchmarks.bare_loop`) and the build with each engine run alternately, each in its own process.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class BuildBench:
 
 
 def bench_build(bench: BuildBench) -> dict[str, Any]:
-    """Measure all runs. Return the cost of each run, and medians that compare each engine with the bare loop."""
+    """Measure all runs, and compare each engine with the bare loop."""
     bench.folder.mkdir(parents=True, exist_ok=True)
     listing = bench.folder / "images.txt"
     images = [str(path.absolute()) for path in bench.images]  # paths of a list are relative to the list

@@ -1,11 +1,10 @@
-"""Measures the cost of checksum verification: fetches with and without verification, alternating in one process.
+"""Measures the cost of checksum verification in fetches.
 
     python -m benchmarks.checked_reads --scratch /mnt/nvme/scratch
     python -m benchmarks.checked_reads --scratch /mnt/nvme/scratch --cpu --states warm
 
-Prints a Markdown table. Before each cold fetch, the shard files are evicted from the page cache; cold fetches use the
-engine `io_uring`. Warm fetches use the engine `auto` and start after a few warm-up batches. The ratio is the median of
-unchecked seconds / checked seconds over the rounds.
+Fetches with and without verification alternate in one process. Before each cold fetch, the shard files are evicted from
+the page cache. The ratio is the median of unchecked seconds / checked seconds.
 """
 
 from __future__ import annotations

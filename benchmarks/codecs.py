@@ -1,9 +1,7 @@
-"""Measures encoding and decoding at every precision, and compares torch, torchao and ml_dtypes on the same tokens.
+"""Measures encoding and decoding at every precision, and compares torch, torchao and ml_dtypes.
 
-Rates are GB/s of bfloat16 tokens, independent of the record size. `ml_dtypes cast` and `torch cast` are single
-element-wise casts; they do less work than a codec because they compute no scales. `torch scaled` encodes and decodes
-fp8 with scales. torchao encodes and decodes the complete MX and NVFP4 formats. Decoders write into an existing array
-where their API allows it.
+Rates are GB/s of bfloat16 tokens. The casts of `ml_dtypes` and `torch` compute no scales, so they do less work than a
+codec. `torch scaled` encodes and decodes fp8 with scales.
 """
 
 from __future__ import annotations
@@ -30,10 +28,8 @@ _EDJE = "edje"
 def bench_codecs(folder: Path, blocks: int, repeats: int, threads: int | None = None) -> dict[str, Any]:
     """Convert `blocks` blocks `repeats` times with each codec and each compared library.
 
-    Returns the rates of all runs, their medians, and the median ratio of the codec to each library.
-
-    The task `gather` decodes random records of a memory-mapped file in `folder` in one pass. It is compared with a
-    gather of bfloat16 records, which need no decoding.
+    Returns rates, medians, and the median ratio of the codec to each library. The task `gather` decodes random records
+    of a memory-mapped file in `folder`.
     """
     rng = np.random.default_rng(0)
     tokens = rng.standard_normal((blocks, *BLOCK_SHAPE), dtype=np.float32).astype(BF16)

@@ -13,7 +13,7 @@ _PACKAGES = ("edje-index", "torch", "numpy", "zarr", "ray", "faiss-cpu", "pyarro
 
 
 def environment() -> dict[str, Any]:
-    """Return the date (UTC), processor, cores, memory in GiB, kernel, Python and versions of the main packages."""
+    """Return the date (UTC), hardware, kernel, Python and versions of the main packages."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "processor": _processor(),
@@ -26,7 +26,7 @@ def environment() -> dict[str, Any]:
 
 
 def storage(path: Path) -> dict[str, str | None]:
-    """Describe the disk of `path`: file system, mount options, device, model and scheduler; None for unknown values."""
+    """Describe the disk of `path`; None for unknown values."""
     number = os.stat(path).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     mount = {"file_system": None, "mount_options": None, **_mount(device)}
@@ -42,7 +42,7 @@ def storage(path: Path) -> dict[str, str | None]:
 
 
 def logical_block_bytes(path: Path) -> int | None:
-    """Return the logical block size of the disk that holds `path`, in bytes; None if `path` is not on a disk."""
+    """Return the logical block size in bytes of the disk of `path`; None if `path` is not on a disk."""
     number = os.stat(path).st_dev
     size = _text(_folders(f"{os.major(number)}:{os.minor(number)}")[1] / "queue/logical_block_size")
     return int(size) if size else None

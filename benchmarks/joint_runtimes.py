@@ -1,9 +1,8 @@
-"""Compares runtimes for the joint encoder on a CPU: processor time per pair, and agreement of the rankings.
-
-Run the program on an idle machine. Install the compared runtimes in the same environment (onnxruntime and onnxscript,
-openvino, torchao); runtimes that are not installed are skipped:
+"""Compares runtimes for the joint encoder on a CPU: time per pair, and agreement of the rankings.
 
     python -m benchmarks.joint_runtimes INDEX --model BUNDLE --queries captions.txt --threads 1
+
+Runtimes that are not installed (onnxruntime and onnxscript, openvino, torchao) are skipped.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ _PAIRS = 50  # per forward pass
 
 
 class PlainNet(nn.Module):
-    """The joint encoder from embedded rows [b, t, d] to logits [b], in modules that every runtime can convert.
-
-    As in `JointScorer`, the last layer computes only the first token.
-    """
+    """The joint encoder from embedded rows [b, t, d] to logits [b], in modules that every runtime can convert."""
 
     def __init__(self, joint: JointEncoder, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -149,7 +145,7 @@ def onnx_runtime(*, int8: bool) -> Callable[[JointEncoder, int], Run]:
 
 
 def torchao_int8(joint: JointEncoder, threads: int) -> Run:
-    """Return a function that runs torchao with int8 weights and dynamically quantized activations, compiled."""
+    """Return a function that runs torchao, compiled, with int8 weights and activations."""
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
     net = PlainNet(joint)
@@ -186,7 +182,7 @@ def embedded_rows(joint: JointEncoder, query: str, blocks: torch.Tensor) -> torc
 
 @dataclass(frozen=True)
 class Pools:
-    """The embedded rows of each query. Each iteration recomputes the rows, because storing all takes gigabytes."""
+    """The embedded rows of each query, recomputed in each iteration to save memory."""
 
     joint: JointEncoder
     store: TokenStore

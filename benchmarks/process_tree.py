@@ -1,8 +1,4 @@
-"""Measures processor time, memory and wall time of a command and all its descendants. Linux only.
-
-The measuring process becomes the "subreaper" of its descendants (prctl(2)). It can therefore wait for daemons that
-outlive their parent, such as those of Ray, and the kernel counts their processor time completely.
-"""
+"""Measures processor time, memory and wall time of a command and all its descendants. Linux only."""
 
 from __future__ import annotations
 
@@ -31,10 +27,9 @@ class Cost:
 
     Attributes:
         wall: seconds from start to exit of the command itself.
-        cpu: user and system seconds of the whole tree. This is the larger of the kernel's sum and the sum of sampled
-            values, because the kernel loses the time of children whose parent ignores SIGCHLD.
-        peak_pss: largest sampled sum of the proportional set sizes of all processes, in bytes; shared pages count once.
-        peak_largest_rss: largest resident set of any single process, in bytes, from the kernel.
+        cpu: user and system seconds of the whole tree.
+        peak_pss: largest sampled sum of the proportional set sizes of all processes, in bytes.
+        peak_largest_rss: largest resident set of any single process, in bytes.
         stdout: standard output of the command.
     """
 
@@ -48,8 +43,7 @@ class Cost:
 def measure(command: Sequence[str], env: dict[str, str] | None = None) -> Cost:
     """Run `command` to its end and return the cost of all processes that it started.
 
-    Call the function once, from a process without other children, because the kernel counts all children together.
-    Raises EdjeError with the end of standard error if the command fails.
+    Call it once, from a process without other children. Raises EdjeError if the command fails.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

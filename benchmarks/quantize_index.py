@@ -1,8 +1,7 @@
-"""Compares `quantize` of a whole index with `cp` on the same disk. Both run alternately, cold, with a final fsync.
+"""Compares `quantize` of a whole index with `cp` on the same disk, cold and with a final fsync.
 
-`cp` copies the token files that `quantize` reads. Rates count the bytes read and written, so `cp` shows the
-rate of a program that only moves bytes. `quantize` is timed in two ways: from opening the index to the last fsync, and
-with process start-up, which takes the same time for every index.
+`cp` copies the token files that `quantize` reads. Rates count the bytes read and written. `quantize` is timed with and
+without process start-up.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class QuantizeBench:
 
 
 def bench_quantize_index(bench: QuantizeBench, say: Say = lambda _: None) -> dict[str, Any]:
-    """Measure each run. Return seconds and GB/s, medians, and median ratios of `quantize` to `cp`.
+    """Measure each run. Return seconds, GB/s, medians, and median ratios of `quantize` to `cp`.
 
     Raises:
         UsageError: `to` is bf16, the precision that the index stores.

@@ -66,7 +66,7 @@ class RerankBench:
 
 
 def bench_rerank(bench: RerankBench) -> dict[str, Any]:
-    """Return pairs per second of each joint encoder by batch size and threads, and milliseconds of each query stage."""
+    """Return pairs per second of each joint encoder, and milliseconds of each query stage."""
     device = resolve_device(bench.device)
     dtype = resolve_dtype(bench.dtype, device)
     models = {}
@@ -100,7 +100,7 @@ def _rates(bench: RerankBench, joint: JointEncoder, block_shape: tuple[int, int]
 
 
 def needed_pairs_per_second(model: Path, device: str = "auto") -> dict[str, Any]:
-    """Return the highest speed of the bundle's joint encoder on this machine, and the batch size that reaches it."""
+    """Return the highest speed of the bundle's joint encoder, and the batch size that reaches it."""
     threads = (torch.get_num_threads(),)
     report = bench_rerank(RerankBench(model=model, batch_sizes=(32, 128), threads=threads, repeats=3, device=device))
     ((name, rates),) = report["joint_encoders"].items()
@@ -116,7 +116,7 @@ def needed_pairs_per_second(model: Path, device: str = "auto") -> dict[str, Any]
 def pairs_per_second(
     joint: JointEncoder, block_shape: tuple[int, int], bench: RerankBench, batch: int, threads: int
 ) -> list[float]:
-    """Return pairs per second of each repeat, including tokenisation and copies to and from the device."""
+    """Return pairs per second of each repeat, including tokenisation and copies."""
     rng = np.random.default_rng(0)
     blocks = torch.from_numpy(rng.standard_normal((batch, *block_shape), dtype=np.float32)).to(torch.bfloat16)
 

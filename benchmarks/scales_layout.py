@@ -1,12 +1,10 @@
 """Compares three layouts of FP4 records and their scales by cold random fetches.
 
-- `record`: the stored record of codes and scales, 13,824 bytes; it spans four or five pages.
+- `record`: the stored record of codes and scales, 13,824 bytes, in four or five pages.
 - `memory`: codes alone on disk, 12,288 bytes or three pages; all scales in memory, 1,536 bytes per row.
 - `padded`: the record padded to 16,384 bytes, four pages.
 
-All layouts are read in the same way: ascending rows, posix_fadvise(WILLNEED) 256 blocks ahead, one preadv per block.
-Each run ends with codes and scales of every block in memory. Nothing is decoded, because decoding takes the same time
-for all layouts.
+All layouts are read in the same way, and nothing is decoded.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Variant:
-    """One layout: bytes between record starts, bytes read per record, and bytes per row kept in memory."""
+    """One layout: distance of records, bytes read per record, and bytes per row in memory."""
 
     name: str
     stride: int

@@ -3,10 +3,9 @@
     python -m benchmarks.side_by_side OLD NEW --scratch /mnt/nvme/scratch
     python -m benchmarks.side_by_side OLD NEW --scratch /mnt/nvme/scratch --cold
 
-Each checkout runs in its own process. The two processes alternate task by task, so that a change in the load of the
-machine affects both. The memory layout of a process changes its speed by several percent, so both are restarted several
-times. Each start gives the ratio median old seconds / median new seconds. The ratio of a task is the median over all
-starts.
+The processes of both checkouts alternate task by task, so that other load affects both. They are restarted several
+times, because the memory layout of a process changes its speed by several percent. The ratio of a task is the median
+over all starts of old seconds / new seconds.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ class Options:
         blocks: number of blocks of 64 x 384 per conversion.
         words: text that the names of the measured tasks contain; empty for all tasks.
         clock: function of `time`: `perf_counter`, or `process_time` on a machine with other load.
-        cold: whether to measure only fetches, each with an empty page cache. No process may map the files meanwhile,
-            because mapped pages cannot be evicted.
+        cold: whether to measure only fetches, each with an empty page cache.
     """
 
     starts: int

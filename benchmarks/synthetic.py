@@ -22,10 +22,9 @@ _BATCH = 128
 
 
 def make_synthetic(out: Path, spec: IndexSpec, seed: int = 0, on_progress: OnProgress | None = None) -> Manifest:
-    """Write a finished index of standard normal tokens. Equal `spec` and `seed` give equal tokens.
+    """Write a finished index of random tokens. Equal `spec` and `seed` give equal tokens.
 
-    Every row is indexed. The index has no model and no nearest-neighbour index. You can fetch from, quantize
-    and verify the index, but not search it.
+    The index has no model and no nearest-neighbour index, so it cannot be searched.
     """
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out} exists and is not empty; choose a new folder")

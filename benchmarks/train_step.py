@@ -1,11 +1,10 @@
-"""Compares a step of the training loop with the model's forward and backward passes on prepared tensors.
+"""Compares a step of the training loop with the model's forward and backward passes.
 
-The difference is the cost of data loading, optimiser and log. Three variants of a step alternate in one process, a few
-steps at a time:
+The difference is the cost of data loading, optimiser and log. The variants alternate in one process:
 
-    step        the training loop: prefetched batches from an index, forward, backward, clipping, AdamW, log
+    step        the training loop: prefetched batches, forward, backward, clipping, AdamW, log
     objective   forward and backward pass of adapter and joint encoder on one prepared batch
-    joint       forward and backward pass of the joint encoder alone, on prepared adapter tokens
+    joint       forward and backward pass of the joint encoder alone
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class TrainStepCase:
 
 
 def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
-    """Measure each variant. Return seconds per step by variant and turn, medians, and ratios to a step of the loop."""
+    """Measure each variant. Return seconds per step, medians, and ratios to a step of the loop."""
     config = make_config(
         {
             "architecture": {

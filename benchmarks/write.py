@@ -1,7 +1,6 @@
-"""Compares the shard writer with zarr-python and `dd`, alternately, with the same blocks on the same disk.
+"""Compares the shard writer with zarr-python and `dd` on the same blocks and disk.
 
-`dd` measures the speed of the disk, once with direct I/O and once through the page cache with a final fsync. Every
-measured time ends when all bytes are on the disk.
+Every measured time ends when all bytes are on the disk.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The application: sources of images, the build plan, execution engines, jobs, and the command line.
 
-The names in `__all__` are the interface for Python programs. The module of a name is imported when the name is first
-used.
+The names in `__all__` are the interface for Python programs.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BuildOptions(TypedDict, total=False):
-    """Optional settings of `build_index`, with the meanings and defaults of `pipelines.planning.config.BuildConfig`."""
+    """Optional settings of `build_index`, see `pipelines.planning.config.BuildConfig`."""
 
     engine: Literal["ray", "inline"]
     workers: int | None
@@ -97,7 +97,7 @@ def quantize_index(
     workers: int | None = None,
     on_event: OnEvent = _ignore,
 ) -> QuantizeResult:
-    """Store the tokens of an index in further precisions, as `edje-index quantize` does. The model is not needed.
+    """Store the tokens of an index in further precisions, as `edje-index quantize` does.
 
     Args:
         index: directory of the index. The index stays readable during the conversion.

@@ -84,7 +84,7 @@ def bench_fetch(bench: FetchBench, say: Say) -> dict[str, Any]:
 
 @dataclass
 class Session:
-    """What the measurements of all precisions have in common: settings, index, scratch folder and notes."""
+    """What the measurements of all precisions share: settings, index, scratch folder and notes."""
 
     bench: FetchBench
     root: Path
@@ -101,7 +101,6 @@ class Session:
         return f"fio is not installed; {DEVICE_DEPTH} threads of O_DIRECT reads instead"
 
     def measure(self, precision: str, peers: tuple[str, ...]) -> dict[str, Any]:
-        """Measure all sections of one precision; return their results."""
         source = StoredRecords(self.root, precision)
         copies = self.folder / "peers" / precision
         runner = Runner(source, copies, self.fio, self.bench.repeats, self.bench.seconds, self.say)

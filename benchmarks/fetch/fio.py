@@ -1,7 +1,6 @@
 """Measures the speed of the disk with fio (https://fio.readthedocs.io).
 
-fio reads the files of the index with O_DIRECT. For random rows, it reads one record, rounded up to whole sectors, per
-block. fio runs with --readonly and writes nothing but its report.
+fio reads the files of the index with O_DIRECT, one record per block, rounded up to whole sectors.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Fio:
 
 
 def find_fio(sample: Path) -> Fio | None:
-    """Find fio and test it on the file `sample`; None if fio is missing or cannot read `sample` asynchronously."""
+    """Find fio and test it on the file `sample`; None if fio is missing or cannot read `sample`."""
     if not shutil.which("fio"):
         return None
     version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False).stdout.strip()
@@ -55,11 +54,10 @@ def find_fio(sample: Path) -> Fio | None:
 
 
 def measure_with_fio(fio: Fio, source: StoredRecords, workload: Workload, depth: int, seed: int) -> dict[str, Any]:
-    """Measure fio reads of as many blocks as `workload` requests, in random order or in file order.
+    """Measure fio reads of as many blocks as `workload` requests, in random or file order.
 
-    Each call of the workload becomes one batch of `pool` reads, submitted at once. The latency of a
-    batch is the time from the start of its first read to the end of its last read. A workload of a single batch is
-    timed with a resolution of 1 ms.
+    Each call of the workload is one batch of `pool` reads. The latency of a batch is the time from the start of its
+    first read to the end of its last read.
     """
     pool = min(workload.pool, source.rows)
     calls = max(1, min(workload.blocks, source.rows) // pool)

@@ -1,7 +1,6 @@
-"""Limits the free memory: `python -m benchmarks.fetch.memory_pressure BYTES` holds BYTES until standard input ends.
+"""Limits the free memory: `python -m benchmarks.fetch.memory_pressure BYTES` holds BYTES of memory.
 
-A child process allocates and locks memory, so that the token store is larger than the remaining memory. If memory runs
-out, the kernel kills this child first. A cgroup would need privileges that few users have.
+The memory is held until standard input ends. If memory runs out, the kernel kills this process first.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def available_bytes() -> int:
 
 
 def check_memory_cap(left: int, needed: int) -> None:
-    """Raise UsageError unless `left` is at least the `needed` bytes of a run and less than the free bytes."""
+    """Raise UsageError unless `left` is at least `needed` bytes and less than the free memory."""
     if left < needed:
         raise UsageError(
             f"memory_cap {left / 2**30:.1f} GiB is less than a run needs ({needed / 2**30:.1f} GiB); "
@@ -45,7 +44,7 @@ def check_memory_cap(left: int, needed: int) -> None:
 
 @contextlib.contextmanager
 def memory_cap(left: int, needed: int) -> Iterator[str]:
-    """Context manager that leaves about `left` bytes of memory to other processes. Yields a description for reports.
+    """Context manager that leaves about `left` bytes of memory to other processes.
 
     Raises:
         UsageError: `left` is too small for a run or not less than the free memory.

@@ -1,4 +1,4 @@
-"""The page cache: evict files, load files, and count the pages that are resident. Linux only."""
+"""Evicts files from the page cache, loads them, and counts their pages in it. Linux only."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ class _Stat(ctypes.Structure):
 
 
 def evict(files: Iterable[Path]) -> float:
-    """Write back and drop the cached pages of `files`. Return the fraction of pages that is still in the page cache.
-
-    If posix_fadvise(2) leaves pages and the process has the permission, the function drops the whole page cache.
-    """
+    """Drop the cached pages of `files`. Return the fraction of pages that is still in the page cache."""
     paths = list(files)
     for attempt in range(_ATTEMPTS):
         for path in paths:
@@ -61,7 +58,7 @@ def load(files: Iterable[Path]) -> float:
 
 
 def resident(files: Iterable[Path]) -> float:
-    """Return the fraction of the pages of `files` in the page cache, from cachestat(2) or else from mincore(2)."""
+    """Return the fraction of the pages of `files` in the page cache."""
     resident_pages = pages = 0
     for path in files:
         with path.open("rb") as file:
@@ -84,10 +81,8 @@ def resident_by_cachestat(fd: int) -> int | None:
 
 
 def resident_by_mincore(fd: int) -> int:
-    """Return the number of pages of an open file in the page cache.
-
-    Since Linux 5.2, the caller must own the file or have write access.
-    """
+    """Return the number of pages of an open file in the page cache."""
+    # Since Linux 5.2, the caller must own the file or have write access.
     size = os.fstat(fd).st_size
     if not size:
         return 0

@@ -83,7 +83,7 @@ class TensorStorePeer(Subject):
 
 
 class ZarrPythonPeer(Subject):
-    """zarr-python with orthogonal indexing by ascending ids, the fastest order for zarr-python."""
+    """zarr-python with orthogonal indexing by ascending ids."""
 
     package = "zarr"
     setting = "oindex of sorted ids"
@@ -105,8 +105,9 @@ class ZarrPythonPeer(Subject):
 
 
 class ZarrsPeer(ZarrPythonPeer):
-    """zarr-python with the codec pipeline of zarrs, one row at a time, because zarrs accepts no index arrays."""
+    """zarr-python with the codec pipeline of zarrs, one row at a time."""
 
+    # zarrs accepts no index arrays.
     package = "zarrs"
     setting = "zarrs.ZarrsCodecPipeline, one basic index per row"
     _pipeline = "zarrs.ZarrsCodecPipeline"

@@ -1,4 +1,4 @@
-"""Settings of `bench fetch`, and the plan of measurements: sections of entries that are compared with each other."""
+"""Settings of `bench fetch`, and the plan of its measurements."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FetchBench:
 
 @dataclass(frozen=True)
 class Entry:
-    """One measurement of a section: a subject, its options and its workload. Labels are unique within a section."""
+    """One measurement of a section: a subject, its options and its workload."""
 
     label: str
     subject: str
@@ -83,7 +83,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Participants:
-    """What to measure: the disk (by the subject `device`), installed libraries, and engines of the reader."""
+    """What to measure: the disk, installed libraries, and engines of the reader."""
 
     device: str
     peers: tuple[str, ...]
@@ -114,12 +114,12 @@ class Participants:
 
 
 def same_size_label(primary: str, peer: str) -> str:
-    """Return the label of primary-reader runs that fetch only as many blocks as the slow library `peer`."""
+    """Return the label of runs of the primary reader with as few blocks as the library `peer`."""
     return f"{primary}, as many as {peer}"
 
 
 def blocks_of_large_fetch(bench: FetchBench, rows: int) -> int:
-    """Return the number of blocks of a large fetch: at most half of the rows, so that the rows are a random sample."""
+    """Return the number of blocks of a large fetch, at most half of the rows."""
     return max(1, min(bench.pool, rows // 2))
 
 

@@ -1,4 +1,4 @@
-"""Reads records of one precision of an index with plain file reads, to write copies and to check results."""
+"""Reads records of one precision with plain file reads, to write copies and to check results."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class StoredRecords:
 
     @cached_property
     def sector_bytes(self) -> int:
-        """Alignment of direct reads in bytes: the logical block size of the disk, or a page if this size is unknown."""
+        """Alignment of direct reads in bytes."""
         return logical_block_bytes(self.root) or PAGE_BYTES
 
     @property
     def direct_bytes(self) -> int:
-        """Bytes of a record, rounded up to whole sectors. Measurements of the disk read blocks of this size."""
+        """Bytes of a record, rounded up to whole sectors."""
         return -(-self.record_bytes // self.sector_bytes) * self.sector_bytes
 
     @property
@@ -70,7 +70,7 @@ class StoredRecords:
             yield rows.start, data.reshape(len(rows), self.record_bytes)
 
     def read(self, ids: Ids) -> Records:
-        """Return the records of `ids`, uint8 [k, record_bytes], with one plain file read per record."""
+        """Return the records of `ids`, uint8 [k, record_bytes], with one file read per record."""
         out = np.empty((len(ids), self.record_bytes), dtype=np.uint8)
         for row, (shard, position) in enumerate(zip(*np.divmod(ids, self.spec.shard_size), strict=True)):
             offset = int(position) * self.record_bytes
@@ -78,7 +78,7 @@ class StoredRecords:
         return out
 
     def requested_bytes(self, ids: Ids) -> tuple[int, int]:
-        """Return bytes of the records of `ids`, and bytes of their pages. Each record and page counts once."""
+        """Return (bytes of the records of `ids`, bytes of their pages)."""
         rows = np.unique(ids)
         first, last = self._pages(rows)
         seen = np.concatenate([[-1], last[:-1]])

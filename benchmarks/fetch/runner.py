@@ -1,7 +1,7 @@
-"""Runs the entries of a section alternately and keeps every run. A discarded run is kept with the reason.
+"""Runs the entries of a section alternately and keeps every run.
 
-A cold run is valid if at most 1 % of the subject's pages were in the page cache right before the run, and if the
-kernel counted nearly all requested bytes as read from the disk during the run.
+A cold run is valid if at most 1 % of the subject's pages were in the page cache before the run, and nearly all
+requested bytes were read from the disk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Runner:
     say: Say
 
     def prepare(self, name: str) -> None:
-        """Write a copy of the records for the library `name`, if the library needs one. Raises WorkerError."""
+        """Write a copy of the records for a library that needs one. Raises WorkerError."""
         folder = self._folder(name)
         if subject_class(name).copies and not folder.exists():
             self.say(f"{self.source.precision}: writing the copy for {name}")
@@ -48,11 +48,8 @@ class Runner:
                 worker.wait(3600)
 
     def within_time(self, section: Section, primary: str) -> Section:
-        """Return the section, with fewer blocks for compared libraries that would take too long.
-
-        For each such library, add an entry of the primary reader with the same number of blocks, because throughput
-        depends on the number of blocks per call.
-        """
+        """Return the section, with fewer blocks for compared libraries that would take too long."""
+        # Throughput depends on the number of blocks, so an entry of the primary reader with as few blocks is added.
         entries: list[Entry] = []
         primary_entry = next((entry for entry in section.entries if entry.label == primary), None)
         for entry in section.entries:

@@ -1,4 +1,4 @@
-"""The common interface of all subjects (readers and reference measurements), and their lookup by name."""
+"""The common interface of all subjects: readers and reference measurements."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Subject(ABC):
 
 
 class EdjeSubject(Subject):
-    """This project's reader: `TokenStore.fetch` into a touched buffer, decoded to bfloat16. Option: `engine`."""
+    """This project's reader: `TokenStore.fetch` into a reused buffer. Option: `engine`."""
 
     setting = "TokenStore.fetch into a buffer, decoded to bfloat16"
 
@@ -104,7 +104,7 @@ class EdjeSubject(Subject):
 
 
 class MemcpySubject(Subject):
-    """Upper limit of warm fetches: memmove(3) of as many bytes, on as many threads as the codecs use. Reads no file."""
+    """Upper limit of warm fetches: memmove(3) of as many bytes, without reading a file."""
 
     setting = "memmove(3) between touched buffers, one part per thread"
 
@@ -165,7 +165,10 @@ def subject_class(name: str) -> type[Subject]:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of the package that a subject needs; "" if it needs none, None if it is not installed."""
+    """Return the version of the package that a subject needs; None if it is not installed.
+
+    The result is "" for a subject that needs no package.
+    """
     package = subject_class(name).package
     if package is None:
         return ""

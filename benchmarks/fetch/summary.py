@@ -1,4 +1,4 @@
-"""Computes results from runs: medians of the valid runs, and median ratios of runs in the same repeat."""
+"""Computes medians of the valid runs, and median ratios of runs in the same repeat."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ def valid_runs(runs: Sequence[Measurement]) -> list[Measurement]:
 
 
 def summarise(runs: Sequence[Measurement], record_bytes: int) -> dict[str, Any]:
-    """Return medians of the valid runs. If no run is valid, return only the counts of valid and discarded runs.
+    """Return medians of the valid runs, or only the counts of runs if no run is valid.
 
-    `gb_per_s` counts the stored bytes of the requested blocks. If runs have several calls, `latency_ms` holds
-    percentiles over all calls of all runs.
+    `gb_per_s` counts the stored bytes of the requested blocks.
     """
     valid = valid_runs(runs)
     summary: dict[str, Any] = {"runs": len(valid), "discarded": len(runs) - len(valid)}
@@ -75,7 +74,10 @@ def summarise(runs: Sequence[Measurement], record_bytes: int) -> dict[str, Any]:
 
 
 def paired_ratio(left: Sequence[Measurement], right: Sequence[Measurement], measure: Measure) -> float | None:
-    """Return the median of `measure(left) / measure(right)` over repeats with two valid runs; None without any."""
+    """Return the median of `measure(left) / measure(right)` over repeats with two valid runs.
+
+    None if there are no such repeats.
+    """
     others = {run["repeat"]: run for run in valid_runs(right)}
     pairs = [(measure(run), measure(others[run["repeat"]])) for run in valid_runs(left) if run["repeat"] in others]
     ratios = [numerator / denominator for numerator, denominator in pairs if denominator > 0]

@@ -1,7 +1,4 @@
-"""The project's own targets for the reader, and whether a report meets them.
-
-A target is skipped if its compared library was not measured.
-"""
+"""The project's own targets for the reader, and whether a report meets them."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ TARGETS = (
 
 
 def judge(precision: str, sections: dict[str, Runs], primary: str) -> list[dict[str, Any]]:
-    """Return each target that applies to `precision`, with the measured value and whether the target is met."""
+    """Return each target that applies to `precision`, with the measured value and whether it is met."""
     return list(_judgements(precision, sections, primary))
 
 

@@ -1,8 +1,7 @@
 """Process for one run of one subject: `python -m benchmarks.fetch.worker`.
 
-The worker reads a job as one line of JSON from standard input, opens and warms up the subject, and reports that it is
-ready. The parent process then prepares the page cache and sends a line. The worker measures the run and prints the
-results as one line of JSON.
+The worker reads a job as a line of JSON, warms up the subject, and reports that it is ready. It starts the run when it
+receives another line, and prints the results as a line of JSON.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Run:
         self._pool = ThreadPoolExecutor(workload.threads)
 
     def warm_up(self) -> None:
-        """Import and compile what the first call needs. For a run that is not warm, leave no page mapped."""
+        """Import and compile what the first call needs."""
         self._subject.open()
         if self._workload.cache == "warm":
             self._run()

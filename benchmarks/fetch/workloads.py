@@ -1,4 +1,4 @@
-"""Draws the row ids of each call. Equal seeds give equal rows, so that every subject fetches the same rows."""
+"""Draws the row ids of each call. Equal seeds give equal rows for every subject."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ class Workload:
 
     Attributes:
         name: name in reports.
-        pattern: "random" rows, "contiguous" rows, or "listed" rows. A "listed" call reads rows of a few inverted lists
-            (FAISS IVF), as if the rows of each list were stored together. The simulated lists have equal length.
+        pattern: "random" rows, "contiguous" rows, or "listed" rows, as in a few inverted lists of FAISS.
         blocks: number of blocks in all calls; no row is requested twice.
         pool: blocks per call.
-        cache: state of the page cache before the run: "cold", "warm" or "capped". "capped" is the state after all files
-            were read with too little memory to hold them.
+        cache: state of the page cache before the run: "cold", "warm", or "capped" for too little memory to hold the
+            files.
         threads: number of reader threads; each makes a part of the calls.
     """
 

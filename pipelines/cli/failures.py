@@ -40,7 +40,7 @@ def failures(index: Path, reasons: tuple[str, ...], as_json: bool) -> None:
 
 
 def failed_rows(root: Path) -> Iterator[dict[str, Any]]:
-    """Yield row id, reason, URI and detail of each failed row, in row order. Raises EdjeError if there is no index."""
+    """Yield row id, reason, URI and detail of each failed row. Raises EdjeError if there is no index."""
     from storage_formats.format.rows import FAILED
 
     columns = ["row_id", "reason", "uri", "detail", "status"]

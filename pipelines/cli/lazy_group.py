@@ -53,7 +53,7 @@ class LazyGroup(click.Group):
                 formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. If a UsageError names a parameter, prefix the message with the option of that parameter."""
+        """Run the command. If a UsageError names a parameter, name its option in the message."""
         try:
             return super().invoke(ctx)
         except UsageError as error:

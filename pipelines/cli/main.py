@@ -1,4 +1,4 @@
-"""The command line: the list of commands, and the conversion of errors into a message and an exit code."""
+"""The command line: the list of commands, and the exit code and message of each error."""
 
 from __future__ import annotations
 

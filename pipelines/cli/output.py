@@ -1,4 +1,4 @@
-"""Functions that print the result of a command as text or JSON, and show the progress of a job."""
+"""Prints the result of a command as text or JSON, and shows the progress of a job."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ def this_command() -> str:
 def running_job(*, quiet: bool, can_resume: Callable[[], bool] = lambda: True) -> Iterator[tuple[OnEvent, ShouldStop]]:
     """Yield two callbacks for a job: one shows progress, the other returns True after a signal to stop.
 
-    If the job stops early and `can_resume()` returns True, the error message says how to resume the job. Standard
-    output carries only the result. Text that libraries print, such as Ray's messages about dead workers, goes to
-    standard error.
+    If the job stops early and `can_resume()` returns True, the error message says how to resume the job.
     """
+    # Standard output carries only the result, so text that libraries print goes to standard error.
     from pipelines.progress.display import progress_display
     from pipelines.progress.stopping import stop_on_signals
 

@@ -62,10 +62,7 @@ class ReportRequest:
 
 
 def report_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add `--report` and its options to a command.
-
-    The command receives their values as the argument `request`: a `ReportRequest`, or None without `--report`.
-    """
+    """Add `--report` and its options to a command, which receives them as the argument `request`."""
 
     @functools.wraps(function)
     def command(report: Path | None, **others: Any) -> None:

@@ -68,7 +68,7 @@ def _typed() -> str:
 
 
 def hint_at_image(text: str) -> None:
-    """If `text` is the path of an image file, print a note on standard error that suggests --image."""
+    """Suggest --image on standard error if `text` is the path of an image file."""
     from edje_index.images.headers import HEAD_BYTES, image_format
 
     try:

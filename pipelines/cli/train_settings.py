@@ -1,4 +1,4 @@
-"""Reads the settings of `train` from a preset, a TOML file, `--set` and other options, and lists the settings."""
+"""Reads the settings of `train` from a preset, a TOML file, `--set` and other options."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def make_request(values: Values) -> tuple[TrainRequest, TrainConfig]:
 
 
 def describe_settings(values: Values) -> str:
-    """Return a TOML settings file with all settings, each with its description, choices and default."""
+    """Return a TOML settings file with all settings and their descriptions."""
     lines = ["# Settings of edje-index train. Save them to a file and pass it with --config."]
     for group, kind in groups(TrainSettings).items():
         lines += ["", f"# {kind.__doc__}", f"[{group}]"]
@@ -125,7 +125,7 @@ def describe_settings(values: Values) -> str:
 
 
 def settings_json(values: Values) -> dict[str, Any]:
-    """Return all settings by group and key, each with its value, default and description."""
+    """Return all settings by group and key, each with value, default and description."""
     listing: dict[str, Any] = {}
     for group, kind in groups(TrainSettings).items():
         for key, field in kind.model_fields.items():
@@ -141,7 +141,7 @@ def settings_json(values: Values) -> dict[str, Any]:
 
 
 def removed_options(arguments: Sequence[str]) -> list[str]:
-    """Return one line for each option of an earlier version in `arguments`, with the replacement of the option."""
+    """Return one line for each option of an earlier version in `arguments`, with its replacement."""
     lines = []
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         option, equals, value = argument.removeprefix("--").partition("=")
@@ -154,7 +154,7 @@ def removed_options(arguments: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def options_named() -> Iterator[None]:
-    """Context manager: if a UsageError names a setting, add the option of the setting to the message."""
+    """Context manager that adds the option of a setting to the message of a UsageError."""
     try:
         yield
     except UsageError as error:

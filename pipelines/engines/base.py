@@ -1,7 +1,6 @@
-"""The interface of execution engines. An engine takes tasks and yields one outcome per task.
+"""The interface of execution engines, which take tasks and yield one outcome per task.
 
-Each worker process builds one worker, which then runs one task after another. Tasks must be safe to repeat: if a worker
-process dies, the engine runs its task again on another worker.
+Tasks must be safe to repeat: if a worker process dies, its task runs again on another worker.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ WorkerFactory = Callable[[], Worker]
 
 
 class TaskInterrupted(Exception):
-    """Raised by a worker that gives up a task because `should_stop()` returned true."""
+    """Raised by a worker that gives up a task because `should_stop()` returned True."""
 
 
 class EngineUnavailableError(EdjeError):
-    """The engine cannot start on this machine, or cannot reach its Ray cluster. Another engine may work."""
+    """The engine cannot start on this machine, or cannot reach its Ray cluster."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class TaskDone:
 
 @dataclass(frozen=True)
 class TaskFailure:
-    """The task raised an exception, or too many worker processes died or stalled while they ran the task.
+    """The task raised an exception, or too many workers died or stalled while they ran it.
 
     Attributes:
         message: what failed, in one line for the user.
@@ -69,8 +68,8 @@ class Engine(Protocol):
     ) -> Generator[Outcome, None, None]:
         """Run every task and yield the outcomes in order of completion.
 
-        Close the iterator to end early. Once `should_stop()` returns true, no further task starts, the running tasks
-        are told to stop, and the iterator ends. Tasks without an outcome are not finished.
+        Once `should_stop()` returns True, no further task starts, the running tasks are told to stop, and the iterator
+        ends.
 
         Args:
             make_worker: called once in each worker process; returns the worker.
@@ -96,7 +95,7 @@ def build_worker(make_worker: WorkerFactory) -> Worker:
 def run_task(
     worker: Worker, task: Task, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
 ) -> Outcome | None:
-    """Run `task` in this process. Returns None if the worker gave up the task because of a stop."""
+    """Run `task` in this process. Return None if the worker gave up the task because of a stop."""
     try:
         return TaskDone(task, worker(task, on_progress, should_stop))
     except TaskInterrupted:
@@ -106,7 +105,7 @@ def run_task(
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe `error` in one line: the operating system's reason and the file, or the error's own message."""
+    """Describe `error` in one line."""
     if isinstance(error, EdjeError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

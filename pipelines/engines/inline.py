@@ -9,7 +9,7 @@ from pipelines.engines.base import Outcome, Task, WorkerFactory, build_worker, r
 
 
 class InlineEngine:
-    """Runs tasks in the calling thread; see `pipelines.engines.base.Engine`."""
+    """Runs tasks in the calling thread. See `pipelines.engines.base.Engine`."""
 
     name = "inline"
 

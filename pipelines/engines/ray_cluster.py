@@ -1,16 +1,11 @@
 """Connecting to Ray: start a local Ray for one run, or join a cluster that is already running.
 
-A local Ray is private to the run. It listens on 127.0.0.1 only, requires a random token from every client, sends no
-usage statistics, and keeps its files in a folder that only this user can enter. When the run ends, the processes of the
-local Ray end and its folder is removed, even if this process is killed.
+A local Ray listens on 127.0.0.1 only, requires a random token, sends no usage statistics, and ends with the run. Ray
+reads the settings for this when it is first imported. A program that imports Ray earlier must first set
+RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0.
 
-Two settings keep a local Ray private. Ray reads them when it is first imported. A program that imports Ray before this
-module does must set RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before that import. Otherwise no local
-Ray is started.
-
-A cluster that is joined listens on the addresses that were set when it was started with `ray start`. This process opens
-ports to which the nodes of the cluster connect. Set RAY_AUTH_MODE=token on each node and in this process, and keep the
-ports behind a firewall.
+This process opens ports for the nodes of a cluster that it joins. Set RAY_AUTH_MODE=token on each node and in this
+process, and keep the ports behind a firewall.
 """
 
 from __future__ import annotations
@@ -70,7 +65,7 @@ class RayCluster:
     daemons: tuple[Any, ...] = ()
 
     def room(self, *, cpus: int, gpus: int) -> int:
-        """Return how many workers, with `cpus` CPUs and `gpus` GPUs each, the nodes of the cluster can hold at once.
+        """Return how many workers, with `cpus` CPUs and `gpus` GPUs each, the cluster can hold at once.
 
         Raises:
             UsageError: no node has room for even one worker.
@@ -88,10 +83,8 @@ class RayCluster:
         return room
 
     def check_alive(self) -> None:
-        """Raise RayDied if a process that the local Ray needs has ended.
-
-        Ray itself notices this only after 15 to 60 seconds.
-        """
+        """Raise RayDied if a process that the local Ray needs has ended."""
+        # Ray itself notices this only after 15 to 60 seconds.
         import psutil
 
         for daemon in self.daemons:
@@ -103,9 +96,10 @@ class RayCluster:
 
 @contextlib.contextmanager
 def connected_ray(address: str | None, *, cpus: int, gpus: int) -> Iterator[RayCluster]:
-    """Join the cluster at `address`, or start a local Ray with `cpus` CPUs and `gpus` GPUs if `address` is None.
+    """Join the cluster at `address`, or start a local Ray if `address` is None.
 
-    Leaving the context disconnects from the cluster, or ends the local Ray.
+    Leaving the context disconnects from the cluster, or ends the local Ray. `cpus` and `gpus` are the sizes of a local
+    Ray.
 
     Raises:
         EngineUnavailableError: the cluster cannot be joined, or Ray does not start.

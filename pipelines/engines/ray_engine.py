@@ -1,7 +1,4 @@
-"""The Ray engine: each worker is an actor, on this machine or in a cluster.
-
-`pipelines.engines.ray_cluster` describes the addresses on which Ray listens.
-"""
+"""The Ray engine: each worker is an actor, on this machine or in a cluster."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ _STOP_GRACE_SECONDS = 60.0
 
 
 class RayEngine:
-    """Runs tasks in Ray actors; see `pipelines.engines.base.Engine`.
+    """Runs tasks in Ray actors. See `pipelines.engines.base.Engine`.
 
     Args:
         workers: number of actors; None starts as many as the cluster has room for.

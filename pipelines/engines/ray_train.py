@@ -1,8 +1,6 @@
-"""Training on several workers with Ray Train: each worker runs the same function, in a process group that Ray sets up.
+"""Training on several workers with Ray Train.
 
-The workers and this process communicate through files in the run folder, so every node must have access to this folder.
-The files are the log that the first worker writes, the checkpoints from which a restarted group resumes, and a file
-that requests a stop.
+The workers and this process communicate through files in the run folder, so every node must have access to it.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _RESTARTS = 2  # if a worker dies, the whole group restarts from the last checkp
 
 
 def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Callable[[dict[str, Any]], None]) -> None:
-    """Train `task` on `runtime.workers` processes, which communicate by NCCL if each has a GPU, else by Gloo.
+    """Train `task` on `runtime.workers` processes, which communicate by NCCL or Gloo.
 
     Raises:
         JobStopped: `should_stop()` returned true, and the last checkpoint holds all finished steps. Also raised if the

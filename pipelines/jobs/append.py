@@ -59,7 +59,7 @@ class AppendResult:
 
 
 def run_append(config: AppendConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> AppendResult:
-    """Append the inputs of `config.sources` that the index does not hold. An append that stopped early is resumed.
+    """Append the inputs of `config.sources` that the index does not hold. Resumes a stopped append.
 
     Raises:
         UsageError: a setting of `config` is invalid, or the index was not made by a build.

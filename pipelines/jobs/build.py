@@ -1,4 +1,4 @@
-"""The build job: plans a build, encodes each shard, builds the nearest-neighbour index and commits the index."""
+"""The build job: plans a build, encodes each shard, and commits the index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from storage_formats.format.layout import Layout
 
 
 def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> BuildResult:
-    """Build the index that `config` describes. An unfinished build is resumed. A finished index is only checked.
+    """Build the index that `config` describes, resume its build, or check the finished index.
 
     Raises:
         UsageError: a setting of `config` is invalid, or does not fit the index in `config.out`.

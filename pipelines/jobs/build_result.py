@@ -53,7 +53,10 @@ class BuildResult:
 
 
 def build_result(manifest: Manifest, run: ShardRun | None, seconds: float) -> BuildResult:
-    """Return the result of the build that committed `manifest`; `run` is None if an earlier run finished the index."""
+    """Return the result of the build that committed `manifest`.
+
+    `run` is None if an earlier run finished the index.
+    """
     counts = manifest.counts
     stage_seconds: Counter[str] = Counter()
     for receipt in run.receipts if run else ():

@@ -1,4 +1,4 @@
-"""The part of a build that runs once per shard: encoding the images of the shard with the model."""
+"""The part of a build that encodes the images of each shard with the model."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _state_of_receipt(receipt: ShardReceipt) -> ShardState:
 
 @dataclass(frozen=True)
 class EncodeWorker:
-    """A worker of an engine, see `pipelines.engines.base`. Each call encodes one shard with the same encoder."""
+    """A worker of an engine that encodes one shard per call."""
 
     encoder: Any
 

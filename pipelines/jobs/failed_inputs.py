@@ -1,4 +1,4 @@
-"""The limit on the number of inputs that may fail in a build, and the error if more inputs fail."""
+"""The limit on the number of failed inputs of a build."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FailedInputsError(EdjeError):
 
 
 class FailureLimit:
-    """Counts the failed inputs of a build, shard by shard. Raises an error if too many inputs or all inputs failed.
+    """Counts the failed inputs of a build. Raises an error if too many inputs or all inputs failed.
 
     Args:
         plan: plan of the build.

@@ -73,10 +73,7 @@ class ArraysResult:
 
 
 def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> ArraysResult:
-    """Write the index that `config` describes.
-
-    After an error, the unfinished index is removed. If a killed run left an unfinished index in `out`, that index is
-    written anew.
+    """Write the index that `config` describes. After an error, the unfinished index is removed.
 
     Raises:
         UsageError: a file is not what `ArraysConfig` says, the files have different numbers of rows, `out` is in use,
@@ -122,7 +119,7 @@ def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldSt
 
 
 def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
-    """Open the array in a .npy file as a memory map. Arrays of uint16 or of raw 16-bit words are returned as bfloat16.
+    """Open the array in a .npy file as a memory map. Arrays of 16-bit words are returned as bfloat16.
 
     Args:
         path: the file.

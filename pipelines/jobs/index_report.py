@@ -1,4 +1,4 @@
-"""Measures what `edje-index report` shows: failures, sizes, precisions, timings, and sample searches of an index."""
+"""Measures what `edje-index report` shows: failures, sizes, precisions, timings, and searches."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class RowFacts:
     """The facts that the report takes from the rows table.
 
     Attributes:
-        samples: by reason of failure, the first inputs that failed for it.
+        samples: the first failed inputs by reason of failure.
         stages: time by stage of the build; empty if no times were recorded.
         timed: number of inputs with recorded times.
-        indexed: the first row ids that hold tokens. The rows to compare and to fetch are drawn from them.
+        indexed: the first row ids that hold tokens.
     """
 
     samples: dict[str, list[FailedInput]] = field(default_factory=dict)
@@ -78,10 +78,9 @@ class PrecisionFacts:
         name: name of the precision.
         record_bytes: bytes of one record.
         total_bytes: bytes of all shard files of the precision.
-        encoded_from: the precisions that the tokens were converted from, first to last; empty if encoded by the model.
-        error: median relative error of the tokens, compared with the reference; None for the reference itself, or if
-            all tokens are zero.
-        cosine: lowest cosine similarity of a token and the same token of the reference; None as for `error`.
+        encoded_from: precisions that the tokens were converted from, first to last; empty if encoded by the model.
+        error: median relative error of the tokens; None for the reference precision, or if all tokens are zero.
+        cosine: lowest cosine similarity of a token and the reference token; None as for `error`.
         fetch_seconds: median time to fetch `fetched` random blocks, most of them from the page cache.
         fetched: number of blocks per fetch.
     """

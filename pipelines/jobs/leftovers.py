@@ -11,10 +11,8 @@ from storage_formats.format.layout import Layout
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove `build/` from a finished index if the build was killed after its commit.
-
-    The directory stays if the index is read-only or another process is changing the index.
-    """
+    """Remove `build/` from a finished index if the build was killed after its commit."""
+    # The directory stays if the index is read-only or another process is changing the index.
     from storage_formats.writing.publish import has_build_leftovers, remove_build
 
     layout = Layout(root)

@@ -1,4 +1,4 @@
-"""A lock that lets only one process change an index. The kernel releases the lock when that process ends."""
+"""A lock that lets only one process change an index."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from storage_formats.format.layout import Layout
 @contextlib.contextmanager
 def locked_index(root: Path) -> Iterator[None]:
     """Hold the lock `build/lock` of the index at `root` inside the context.
-
-    Missing directories are created. Created directories that are still empty at the end are removed.
 
     Raises:
         EdjeError: another process holds the lock; the message names that process.

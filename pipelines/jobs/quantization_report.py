@@ -1,7 +1,6 @@
-"""Measures what each precision of an index costs: the errors of the tokens, and the changes of the ranking.
+"""Measures the token errors and the ranking changes of each precision of an index.
 
-No labels are needed: each precision is compared with a reference precision. Nothing is written to the index. Stored
-precisions are read; other precisions are encoded in memory from the reference.
+No labels are needed: each precision is compared with a reference precision. Nothing is written to the index.
 """
 
 from __future__ import annotations

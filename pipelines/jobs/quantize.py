@@ -107,12 +107,8 @@ def run_quantize(
 ) -> QuantizeResult:
     """Add the precisions in `config.to` that the index lacks, then remove those in `config.drop`.
 
-    A conversion that stopped early is resumed.
-
     Raises:
-        UsageError: there is no index. Or a precision is unknown, or both added and dropped. Or the index does not hold
-            the precision to convert from. Or `source` is None and a target has a higher fidelity than every stored
-            precision. Or no precision would be left. Or the disk is too small.
+        UsageError: there is no index, the precisions are invalid, or the disk is too small.
         CorruptIndexError: the index is damaged.
         JobStopped: the job ended early; the same call resumes the conversion.
         EdjeError: another process is changing the index, or an append to the index has not finished.
@@ -155,10 +151,9 @@ def run_quantize(
 
 
 def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> str:
-    """Return the precision to convert from: `requested`, or the highest-fidelity precision stored if that is None.
+    """Return the precision to convert from: `requested`, or the most accurate precision stored.
 
-    A precision is no more accurate than the precisions that its blocks were converted from. Among equally accurate
-    precisions, the precision with the fewest conversions wins.
+    Among equally accurate precisions, the one with the fewest conversions wins.
 
     Raises:
         UsageError: the index at `root` does not hold `requested`.
@@ -214,7 +209,7 @@ def _source_digest(root: Path, manifest: Manifest, source: str) -> str:
 
 
 def open_converter() -> Worker:
-    """Return a worker that converts one shard per call, see `pipelines.engines.base`."""
+    """Return a worker that converts one shard per call."""
     return _convert_shard
 
 

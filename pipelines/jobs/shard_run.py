@@ -1,6 +1,6 @@
-"""Runs one task per shard on an engine. Builds, appends and conversions use this module.
+"""Runs one task per shard on an engine, for builds, appends and conversions.
 
-A shard is finished once its receipt is stored. When a stopped job is resumed, only shards without a receipt are run.
+A shard is finished once its receipt is stored. A resumed job runs only shards without a receipt.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class ShardJob:
         shards: numbers of the shards, ascending.
         rows: number of rows in these shards.
         make_worker: returns the worker of a process; see `pipelines.engines.base`.
-        make_task: returns the task of the shard with a given number.
-        state_of_report: returns (number of the shard, state of the shard) for a progress report of a worker.
-        state_of_receipt: returns the state of a finished shard for its receipt.
+        make_task: returns the task of a shard, given its number.
+        state_of_report: returns (shard number, shard state) for a progress report of a worker.
+        state_of_receipt: returns the state of a finished shard, given its receipt.
         rows_in_pieces: returns the number of rows stored for unfinished shards, given the finished shards.
-        on_receipt: called with every receipt, including receipts of earlier runs; may raise FailedInputsError.
+        on_receipt: called with every receipt, including those of earlier runs; may raise FailedInputsError.
     """
 
     activity: str

@@ -1,4 +1,4 @@
-"""The jobs that work on snapshots: delete rows, list snapshots, roll back, and remove old snapshots."""
+"""Jobs on snapshots: delete rows, list snapshots, roll back, and remove old snapshots."""
 
 from __future__ import annotations
 
@@ -48,8 +48,6 @@ class DeleteResult:
 def run_delete(root: Path, rows: Sequence[int], uri: str | None, *, dry_run: bool = False) -> DeleteResult:
     """Delete the rows with the ids `rows`, and the rows whose uri matches the shell pattern `uri`.
 
-    With `dry_run`, nothing is changed.
-
     Raises:
         UsageError: there is no index at `root`, or neither `rows` nor `uri` is given.
         RowIdError: a row id is out of range or belongs to no input.
@@ -74,7 +72,10 @@ def run_delete(root: Path, rows: Sequence[int], uri: str | None, *, dry_run: boo
 
 
 def rows_of_uris(index: CommittedIndex, pattern: str) -> NDArray[np.int64]:
-    """Return the row ids of the inputs whose uri matches a shell pattern, int64 [n]. A `*` also matches slashes."""
+    """Return the row ids of the inputs whose uri matches a shell pattern, int64 [n].
+
+    A `*` also matches slashes.
+    """
     from storage_formats.format.rows import iter_rows
 
     matches = re.compile(fnmatch.translate(pattern)).match
@@ -106,7 +107,7 @@ class SnapshotEntry:
 
 
 def history(root: Path) -> list[SnapshotEntry]:
-    """Return the snapshots of the index at `root` that are kept, oldest first. The last entry is the current snapshot.
+    """Return the kept snapshots of the index at `root`, oldest first.
 
     Raises:
         UsageError: there is no index at `root`.
@@ -133,7 +134,7 @@ def _entry(manifest: Manifest) -> SnapshotEntry:
 
 
 def run_rollback(root: Path, snapshot: int) -> SnapshotEntry:
-    """Commit a new snapshot with the contents of the earlier snapshot number `snapshot`, and return its entry.
+    """Commit a new snapshot with the contents of the earlier snapshot `snapshot`.
 
     Raises:
         UsageError: there is no index at `root`, snapshot `snapshot` is not kept, or it is the current snapshot.
@@ -150,9 +151,7 @@ def run_rollback(root: Path, snapshot: int) -> SnapshotEntry:
 
 
 def run_gc(root: Path, keep: int) -> Removal:
-    """Remove old snapshots, unfinished changes, and files that no kept snapshot names.
-
-    The newest `keep` snapshots stay.
+    """Keep the newest `keep` snapshots, and remove earlier snapshots and files that no snapshot needs.
 
     Raises:
         UsageError: there is no index at `root`, or `keep` is less than 1.

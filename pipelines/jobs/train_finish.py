@@ -22,9 +22,6 @@ RESULT = "result.json"
 def finish_training(task: RunTask, on_event: OnEvent, should_stop: ShouldStop, started: float) -> TrainResult:
     """Fit the final score to a checkpoint, then write the bundle and `result.json`.
 
-    The checkpoint is the one of step `task.finish.step`, or the last checkpoint if that is None. An export writes no
-    `result.json`.
-
     Args:
         task: task of the training run.
         on_event: called with each progress event.

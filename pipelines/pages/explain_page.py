@@ -1,4 +1,4 @@
-"""The page of `explain`: pictures with the nearest words of their tokens, frequencies, and alignment with captions."""
+"""The page of `explain`: images with the nearest words of their tokens, frequencies, and alignment."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Page:
 
 
 def explain_page(explanation: Explanation) -> str:
-    """The HTML page of an explanation."""
+    """Return the HTML page of an explanation."""
     thumbnails = read_thumbnails(explanation.root, [row.row_id for row in explanation.rows])
     rows = [
         _Row(row.row_id, short_name(row.uri), thumbnail, row.words, _cloud(row.words))

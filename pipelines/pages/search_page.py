@@ -21,11 +21,11 @@ MAX_SHOWN = 100
 
 @dataclass(frozen=True)
 class SearchContext:
-    """What a page says about a search besides its hits.
+    """Facts about a search that its page shows besides the hits.
 
     Attributes:
-        root: the index.
-        query: the text.
+        root: directory of the index.
+        query: text of the query.
         precision: precision of the tokens.
         weights: weights of the final score.
         trained: False if the model has random weights.
@@ -59,12 +59,12 @@ class _Page:
 
 
 def search_page(pool: Sequence[Hit], k: int, context: SearchContext) -> str:
-    """The HTML page of a search.
+    """Return the HTML page of a search.
 
     Args:
         pool: every candidate of the search, best first.
         k: number of hits to show of each order, at most `MAX_SHOWN`.
-        context: the search.
+        context: facts about the search.
     """
     ranked = rank_hits(pool)
     shown = min(k, MAX_SHOWN)
@@ -90,7 +90,7 @@ def search_page(pool: Sequence[Hit], k: int, context: SearchContext) -> str:
 
 
 def movement_summary(by_score: Sequence[RankedHit], by_embedding: Sequence[RankedHit]) -> str:
-    """One or two sentences on what re-ranking changed among the hits that are shown."""
+    """Return one or two sentences on what re-ranking changed among the hits that are shown."""
     if not by_score:
         return "There are no hits."
     before = {ranked.hit.row_id for ranked in by_embedding}
@@ -105,5 +105,5 @@ def movement_summary(by_score: Sequence[RankedHit], by_embedding: Sequence[Ranke
 
 
 def short_name(uri: str) -> str:
-    """The last part of a path, or the member of an archive."""
+    """Return the last part of a path, or the member of an archive."""
     return PurePath(uri.rpartition("!")[2]).name or uri

@@ -1,7 +1,4 @@
-"""Prepares an append: lists the new inputs of the sources, and plans a segment for them (SPEC.md section 12).
-
-A stopped append resumes from its stored plan, as a build does.
-"""
+"""Prepares an append: lists the new inputs, and plans a segment for them (SPEC.md section 12)."""
 
 from __future__ import annotations
 
@@ -44,9 +41,7 @@ class PreparedAppend:
 def prepare_append(
     config: AppendConfig, index: CommittedIndex, on_event: OnEvent, should_stop: ShouldStop
 ) -> PreparedAppend:
-    """Read the plan of a stopped append to `index`. If there is none, make a plan and store it in `build/`.
-
-    The caller must hold the lock of the index.
+    """Read the plan of a stopped append to `index`, or make a plan and store it in `build/`.
 
     Raises:
         UsageError: a source cannot be used, the machine lacks the device, memory or disk space, or the index was not
@@ -79,7 +74,7 @@ def prepare_append(
 
 
 def is_committed(plan: BuildPlan, index: CommittedIndex) -> bool:
-    """Whether the index holds the segment of `plan`. True if the append was interrupted after its commit."""
+    """Return True if the index already holds the segment of `plan`."""
     return plan.spec.used_segments[-1] in index.manifest.spec.used_segments
 
 

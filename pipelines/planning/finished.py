@@ -1,4 +1,4 @@
-"""Checks that a finished index is complete and that the sources have not changed since the build."""
+"""Checks that a finished index is complete and that its sources have not changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_finished(config: BuildConfig, index: CommittedIndex, inputs_digest: str, should_stop: ShouldStop) -> None:
-    """Check that no file of `index` is missing, and that the sources hold the inputs that `index` was built from.
+    """Check that no file of `index` is missing, and that the sources have not changed.
 
     Args:
         config: request with the sources.

@@ -1,7 +1,4 @@
-"""The lists of inputs of a build.
-
-A build makes the lists once from the sources. The workers then read `build/inputs/`, which has one list per shard.
-"""
+"""The lists of inputs of a build, one file per shard in `build/inputs/`."""
 
 from __future__ import annotations
 
@@ -80,7 +77,7 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
 
 @dataclass(frozen=True)
 class InputLists:
-    """A summary of the files that `write_input_lists` wrote. `FrozenInputs` describes the attributes."""
+    """A summary of the files that `write_input_lists` wrote. See `FrozenInputs`."""
 
     rows: int
     duplicates: int
@@ -88,7 +85,7 @@ class InputLists:
 
 
 def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int, *, first_shard: int = 0) -> InputLists:
-    """Write `refs` to `build/inputs/`, one file per shard. Older files in `build/inputs/` are removed.
+    """Write `refs` to `build/inputs/`, one file per shard. Older files there are removed.
 
     Args:
         layout: paths of the index.
@@ -122,7 +119,7 @@ def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int,
 
 
 def check_frozen_inputs(plan: BuildPlan, finished_shards: Container[int]) -> None:
-    """Check that the lists in `build/inputs/` are unchanged since the plan was made. Finished shards are not checked.
+    """Check that the lists of unfinished shards in `build/inputs/` are unchanged.
 
     Raises:
         CorruptIndexError: a list of an unfinished shard is missing or was changed.

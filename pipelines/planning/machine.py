@@ -1,4 +1,4 @@
-"""Measures the free memory, free disk space and CUDA devices of this machine, without importing torch."""
+"""Measures free memory, free disk space and CUDA devices, without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROBE = "import torch; print(torch.cuda.device_count())"
 
 
 def available_memory() -> int:
-    """Return the bytes of memory available without swapping, within the memory limit of the container if it has one."""
+    """Return the bytes of memory available without swapping, within the limit of the container."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -31,11 +31,8 @@ def free_disk(path: Path) -> int:
 
 
 def cuda_devices() -> int:
-    """Return the number of CUDA devices that torch can use.
-
-    A separate process counts the devices, so that this process does not import torch. If the machine has no GPU device
-    file, the function returns 0 and starts no process.
-    """
+    """Return the number of CUDA devices that torch can use."""
+    # A separate process counts the devices, so that this process does not import torch.
     if not any(os.path.exists(node) for node in _GPU_NODES):
         return 0
     done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False)

@@ -1,7 +1,4 @@
-"""The build plan: everything that determines the bytes of an index.
-
-The plan is stored in `build/plan.json` until the build ends.
-"""
+"""The build plan: everything that determines the bytes of an index, stored in `build/plan.json`."""
 
 from __future__ import annotations
 
@@ -115,7 +112,7 @@ class BuildPlan:
 
     @property
     def is_append(self) -> bool:
-        """Whether the plan appends to a finished index. The new rows are the rows of the last segment."""
+        """True if the plan appends to a finished index."""
         return bool(self.spec.segments)
 
     @property
@@ -136,17 +133,14 @@ class BuildPlan:
 
     @property
     def restart(self) -> str:
-        """Advice for error messages: what to do if the build or append cannot resume from this plan."""
+        """Advice for error messages: what to do if the plan cannot be resumed."""
         if self.is_append:
             return f"discard the append with 'edje-index gc', which keeps the index, and append again to {self.root}"
         return f"remove {self.root} and build again"
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over everything that determines the stored bytes, in hexadecimal.
-
-        The number of workers and the engine do not affect the stored bytes.
-        """
+        """SHA-256 over everything that determines the stored bytes, in hexadecimal."""
         return plan_fingerprint(self.model, self.settings, self.inputs_digest)
 
     def write(self) -> None:
@@ -233,11 +227,7 @@ def plan_fingerprint(model: dict[str, Any], settings: BuildSettings, inputs_dige
 
 
 def model_record(info: BundleInfo) -> dict[str, Any]:
-    """Return the description of a model bundle that plans and manifests store.
-
-    The keys are `fingerprint` (of the encoder), `bundle` (absolute path of the bundle), `vision` (name of the vision
-    tower) and `trained` (False for random weights).
-    """
+    """Return the description of a model bundle that plans and manifests store."""
     return {
         "fingerprint": info.encoder_fingerprint,
         "bundle": str(info.path.resolve()),
@@ -247,7 +237,7 @@ def model_record(info: BundleInfo) -> dict[str, Any]:
 
 
 def settings_of_request(config: BuildConfig, info: BundleInfo, plan: BuildPlan | None) -> BuildSettings:
-    """Return the settings of `config`, after a check that model and settings match the stored `plan`, if there is one.
+    """Return the settings of `config`, after a check that they match the stored `plan`.
 
     Raises:
         UsageError: the requested model or settings differ from the model or settings of `plan`.

@@ -1,7 +1,6 @@
-"""Prepares a build: reads the plan that an earlier run left in the output directory, or makes a new plan.
+"""Prepares a build: reads the plan of an earlier run, or makes a new plan.
 
-Invalid requests are refused before a plan is stored. Once a plan is stored, an interrupted build resumes from the plan:
-the sources are not listed again, and the settings cannot change.
+Once a plan is stored, an interrupted build resumes from it, and the settings cannot change.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class PreparedBuild:
 def prepare_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> PreparedBuild:
     """Prepare the build of the index at `config.out`.
 
-    If the index is finished, check the index and the sources. If the index is unfinished, read the stored plan.
-    Otherwise, make a plan and store it in `build/`. The caller must hold the lock of an unfinished index.
+    A finished index is checked. For an unfinished index, the stored plan is read. Otherwise a plan is made and stored.
 
     Raises:
         UsageError: a source cannot be used, the machine lacks the device, memory or disk space, or the request differs

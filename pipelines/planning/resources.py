@@ -1,4 +1,4 @@
-"""Estimates the disk space and memory that a build needs, and compares them with this machine."""
+"""Compares the disk space and memory that a build needs with this machine."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def choose_workers(config: BuildConfig, settings: BuildSettings) -> int | None:
 
 
 def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo) -> int | None:
-    """Return the number of worker processes from `choose_workers`, after a check of device and memory.
-
-    The check does not apply to the machines of a joined Ray cluster.
+    """Return the number of worker processes, after a check of device and memory.
 
     Raises:
         UsageError: this machine lacks the device or the memory for the workers.
@@ -73,7 +71,7 @@ def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo
 
 
 def check_index_size(root: Path, spec: IndexSpec) -> None:
-    """Raise UsageError if the index does not fit on the disk, or the embeddings of the index do not fit in memory."""
+    """Raise UsageError if the index does not fit on the disk, or its embeddings do not fit in memory."""
     _check_memory(ann_memory_need(spec), "split the sources over several indexes", "sources")
     need, free = disk_need(spec), free_disk(root)
     if need.total > free:

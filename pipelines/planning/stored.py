@@ -1,4 +1,4 @@
-"""Reads the result of earlier runs of a build: a finished index, or the plan and receipts of an unfinished index."""
+"""Reads a finished index, or the plan and receipts of an unfinished index."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ _SHARD_LOG_SECONDS = 1.0
 
 @contextlib.contextmanager
 def progress_display(*, quiet: bool = False, stream: TextIO | None = None) -> Iterator[OnEvent]:
-    """Yield a callback that shows events on `stream` (default: standard error).
+    """Yield a callback that shows events on `stream`, by default standard error.
 
-    If `quiet` is true, the callback does nothing.
+    If `quiet` is True, the callback does nothing.
     """
     stream = stream or sys.stderr
     if quiet:
@@ -125,7 +125,7 @@ class _Display(ABC):
 
 
 class LogDisplay(_Display):
-    """Prints events as plain lines. Prints progress every ten seconds, when a shard ends, and when an activity ends."""
+    """Prints events as plain lines, and progress every ten seconds."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -154,7 +154,7 @@ class LogDisplay(_Display):
 
 
 class LiveDisplay(_Display):
-    """Redraws the line of the current activity and prints other lines above it. Use it as a context manager."""
+    """Redraws the line of the current activity and prints other lines above it. A context manager."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._tracker = _Tracker(stream, clock)

@@ -1,4 +1,4 @@
-"""Events that a job reports while it runs. They are plain values, so that any display can show them."""
+"""Events that a job reports while it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopping a job early: the callback that requests it, the exception that reports it, the signals that trigger it."""
+"""Stopping a job early, by a callback, an exception or a signal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class JobStopped(EdjeError):
-    """The job ended early, on request or because something failed. Finished work is kept and is reused on resume.
+    """The job ended early, on request or because something failed. Finished work is kept.
 
     Example:
         >>> from pipelines import JobStopped, build_index
@@ -40,7 +40,7 @@ class StopFlag:
         return self._requests > 0
 
     def set(self) -> int:
-        """Request a stop. Returns the number of requests so far, including this one."""
+        """Request a stop. Return the number of requests so far."""
         self._requests += 1
         return self._requests
 
@@ -49,10 +49,9 @@ class StopFlag:
 def stop_on_signals() -> Iterator[StopFlag]:
     """Yield a flag that SIGINT, SIGTERM and SIGHUP set.
 
-    The first signal sets the flag and prints a line on standard error. The second raises KeyboardInterrupt. The third
-    ends the process at once. Signals that were ignored before (by nohup, for example) stay ignored. Outside the main
-    thread no handlers are installed.
+    The second signal raises KeyboardInterrupt. The third ends the process at once.
     """
+    # Signals that were ignored before (by nohup, for example) stay ignored.
     flag = StopFlag()
 
     def handle(number: int, _frame: FrameType | None) -> None:

@@ -25,5 +25,5 @@ def duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape every non-printable character of `text`, so that a file name cannot control the terminal."""
+    """Escape every non-printable character, so that a file name cannot control the terminal."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

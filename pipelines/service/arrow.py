@@ -15,10 +15,9 @@ ARROW_TYPE = "application/vnd.apache.arrow.stream"
 
 
 def blocks_as_arrow(index: TokenIndex, row_ids: Sequence[int]) -> bytes:
-    """Return an Arrow IPC stream of the blocks of `row_ids`, in the order of `row_ids`.
+    """Return an Arrow IPC stream of the blocks of `row_ids`, in this order.
 
-    The columns are `row_id` (int64) and `block` (fixed-size binary: the values [m, d] as little-endian bfloat16; null
-    for a hole). The metadata of the schema has `block_shape`, `dtype` and `precision`.
+    The columns are `row_id` (int64) and `block` (the values [m, d] as little-endian bfloat16; null for a hole).
 
     Raises:
         RowIdError: a row id is out of range.

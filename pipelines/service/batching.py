@@ -1,7 +1,7 @@
-"""Dynamic batching: requests that arrive while the model is busy share the next batch of the model.
+"""Dynamic batching: requests that arrive while the model is busy share its next batch.
 
-One thread runs the model. Requests wait in a bounded queue, in the order of arrival. A batch takes the first request of
-the queue and later requests of the same kind, as long as the sum of their image tokens is within a budget.
+One thread runs the model. A batch takes the first request of the queue and later requests of the same kind, within a
+budget of image tokens.
 """
 
 from __future__ import annotations

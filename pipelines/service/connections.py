@@ -11,10 +11,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 def timed_protocol(seconds: float) -> type[H11Protocol]:
     """Return an HTTP protocol class for uvicorn that closes slow connections.
 
-    A connection is closed if the headers of its next request are not complete within `seconds`. Uvicorn itself limits
-    only the time between two requests. `guard.Guard` limits the time for the body of a request.
+    The headers of each request must be complete within `seconds`.
     """
 
+    # Uvicorn itself limits only the time between two requests. `guard.Guard` limits the time for a body.
     class TimedProtocol(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
 

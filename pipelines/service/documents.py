@@ -1,4 +1,4 @@
-"""The documents of a re-ranking request: rows of the index, or images that the request contains."""
+"""The documents of a re-ranking request: rows of the index, or images in the request."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ def read_documents(documents: Sequence[Document], limits: Limits) -> Documents:
 
 
 def resolve_rows(index: CommittedIndex, documents: Documents) -> dict[int, int]:
-    """Return the row ids of the documents that are rows, by position in the request.
-
-    Uris are looked up in the rows table, so this function reads files.
+    """Return the row ids of the documents that are rows, by position in the request. Reads files.
 
     Raises:
         ServiceError: status 422 if there is no such row, or if the row has no tokens.

@@ -1,4 +1,4 @@
-"""Errors of the service. The body of each is `{"error": {"code": ..., "message": ...}}`, without a traceback."""
+"""Errors of the service, with bodies of the form `{"error": {"code": ..., "message": ...}}`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ServiceError(Exception):
 
 
 def overloaded(message: str, retry_after: float) -> ServiceError:
-    """Return an error with status 429. The client may try again after `retry_after` seconds."""
+    """Return an error with status 429 and a time in seconds after which to try again."""
     return ServiceError(429, message, {"Retry-After": str(max(1, round(retry_after)))})
 
 
@@ -66,7 +66,7 @@ def error_response(error: ServiceError) -> JSONResponse:
 
 
 def as_service_error(error: Exception) -> ServiceError:
-    """Return the ServiceError to send for an exception. Details of internal errors are logged and not sent."""
+    """Return the ServiceError for an exception. Details of internal errors are only logged."""
     if isinstance(error, ServiceError):
         return error
     if isinstance(error, UsageError | RowIdError | ModelError):
@@ -83,7 +83,7 @@ def as_service_error(error: Exception) -> ServiceError:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Add handlers to `app`, so that the body of every error has the shape that this module describes."""
+    """Add handlers to `app` that give every error the same form."""
 
     async def handle(_: Request, error: Exception) -> JSONResponse:
         return error_response(as_service_error(error))

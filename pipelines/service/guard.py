@@ -1,7 +1,4 @@
-"""The outermost layer of the service: checks each request before the body is read.
-
-The layer checks the Host header and the API key, limits bodies and slow clients, and adds security headers.
-"""
+"""The outermost layer of the service: checks each request before the body is read."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ServedIndex:
             return self._by_precision[precision]
 
     def refresh(self) -> None:
-        """Open the index again if a change has been committed. Requests that have begun still use the earlier snapshot.
+        """Open the index again if a change has been committed.
 
         Raises:
             UsageError: the index was built again with another model, or it cannot be opened.
@@ -69,7 +69,7 @@ class ServedIndex:
             self._default.search("a photo of a dog on a beach", 1, _WARM_UP_POOL)
 
     def thumbnail(self, row_id: int) -> Thumbnail:
-        """Read the thumbnail of a row. If the row has no thumbnail, the result holds the reason.
+        """Read the thumbnail of a row.
 
         Raises:
             ServiceError: status 404 if there is no such row.
@@ -123,10 +123,8 @@ class ServedIndexes:
         return self._by_name[name]
 
     def named_or_default(self, name: str | None) -> ServedIndex:
-        """Return the index called `name`, or the default index if there is none.
-
-        Clients that were written for other services send the name of a model, which selects the default index.
-        """
+        """Return the index called `name`, or the default index if there is none."""
+        # Clients of other services send the name of a model, which selects the default index.
         return self._by_name.get(name or "", self.default)
 
 

@@ -35,18 +35,17 @@ class Metrics:
         )
 
     def watch_queue(self, length: Callable[[], int]) -> None:
-        """Register the function `length`, which returns the current length of the queue of requests."""
+        """Register a function that returns the current length of the queue."""
         self._waiting.set_function(length)
 
     def count_request(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count a response. Unknown paths and methods are counted as "other", so that clients cannot add labels."""
+        """Count a response. Unknown paths and methods are counted as "other"."""
         route = getattr(scope.get("route"), "path", "other")
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._requests.labels(route, method, str(status or "none")).inc()
         self._seconds.labels(route).observe(seconds)
 
     def count_batch(self, requests: int, tokens: int) -> None:
-        """Count a batch with this number of requests and this number of image tokens."""
         self._batches.observe(requests)
         self._tokens.inc(tokens)
 

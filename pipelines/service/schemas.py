@@ -98,8 +98,8 @@ class ContentPart(BaseModel):
 class DocumentObject(BaseModel):
     """A document as a JSON object.
 
-    If several members are set, the first in this order is used: row_id, uri, text, the text in content, image,
-    image_url, the image_url in content.
+    If several members are set, the first of these counts: row_id, uri, text, the text in content, image, image_url, the
+    image_url in content.
     """
 
     row_id: RowId | None = None
@@ -138,7 +138,7 @@ class CohereRerankRequest(BaseModel):
 
 
 class TeiResult(BaseModel):
-    """The score of one text in a `TeiRerankRequest`. `index` is the position of the text in the request."""
+    """The score of the text at position `index` of a `TeiRerankRequest`."""
 
     index: int
     score: float
@@ -146,7 +146,7 @@ class TeiResult(BaseModel):
 
 
 class CohereResult(BaseModel):
-    """The score of one document in a `CohereRerankRequest`. `index` is the position of the document in the request."""
+    """The score of the document at position `index` of a `CohereRerankRequest`."""
 
     index: int
     relevance_score: float

@@ -15,21 +15,21 @@ _MAX_KEYS_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits on the size and duration of requests. A request over a limit gets an error response.
+    """Upper limits on the size and duration of requests.
 
     Attributes:
         body_bytes: bytes in the body of a request.
         bodies_bytes: bytes in all bodies that are in memory at the same time.
-        body_seconds: seconds that a client may take to send the headers of a request, and then again to send the body.
+        body_seconds: seconds to receive the headers of a request, and again to receive the body.
         send_seconds: seconds that a client may take to receive each part of a response.
-        connections: number of open connections; further connections are refused.
+        connections: number of open connections.
         query_letters: characters in a text.
         documents: rows, images or texts in one request.
-        images: images in one request. The limit is low because each image takes one pass of the vision tower.
+        images: images in one request, each of which takes one pass of the vision tower.
         image_pixels: pixels of an image.
         pool: candidates of a search.
         blocks: token blocks in one response.
-        waiting: number of requests that wait for the model; further requests are refused with status 429.
+        waiting: number of requests that wait for the model.
         batch_tokens: image tokens of all requests in one batch.
         deadline_seconds: seconds from the arrival of a request to the response.
     """
@@ -56,18 +56,18 @@ class ServiceSettings:
 
     Attributes:
         limits: limits on the size and duration of requests.
-        api_keys: the accepted keys. A request must send one of them; empty for a service without keys.
-        allowed_hosts: host names that the Host header of a request may contain; empty for any. This protects a service
-            on loopback from DNS rebinding, in which another site's host name resolves to a loopback address.
+        api_keys: accepted keys, one of which each request must send; empty for a service without keys.
+        allowed_hosts: accepted host names in the Host header; empty for any.
     """
 
+    # Checking the Host header protects a service on loopback from DNS rebinding.
     limits: Limits = field(default_factory=Limits)
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address, which only programs on this machine reach."""
+    """Return True if only programs on this machine can reach `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -75,9 +75,10 @@ def is_loopback(host: str) -> bool:
 
 
 def hosts_to_answer(host: str, also: Sequence[str]) -> tuple[str, ...]:
-    """Return the host names to accept in the Host header: the loopback names, `host`, and the names in `also`.
+    """Return the host names to accept in the Host header, or an empty tuple to accept any name.
 
-    The result is empty, which accepts any name, if `host` is not a loopback address and `also` is empty.
+    These are the loopback names, `host`, and the names in `also`. Any name is accepted if `host` is not a loopback
+    address and `also` is empty.
     """
     if not is_loopback(host) and not also:
         return ()
@@ -85,9 +86,7 @@ def hosts_to_answer(host: str, also: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_api_keys(text: str, source: str) -> tuple[str, ...]:
-    """Read API keys from a text. Keys are on separate lines or separated by commas.
-
-    Empty lines and lines that begin with # are skipped.
+    """Read API keys from a text, on separate lines or separated by commas.
 
     Args:
         text: the text.

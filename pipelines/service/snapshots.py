@@ -1,4 +1,4 @@
-"""Opens the served indexes again when they change: appended or deleted rows, new precisions, rollbacks."""
+"""Opens the served indexes again when they change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WATCH_SECONDS = 2.0
 
 
 async def follow_changes(state: ServiceState) -> None:
-    """Open each index again when a change of that index has been committed. Runs until the task is cancelled."""
+    """Open each index again when a change of it has been committed. Runs until the task is cancelled."""
     reported: dict[str, str] = {}
     while True:
         await asyncio.sleep(WATCH_SECONDS)

@@ -36,10 +36,8 @@ class ServiceState:
 
     @property
     def description(self) -> dict[str, Any]:
-        """The response of `/info`.
-
-        The members from `model_id` to `tokenization_workers` are for clients of text-embeddings-inference.
-        """
+        """The response of `/info`."""
+        # The members from `model_id` to `tokenization_workers` are for clients of text-embeddings-inference.
         default, limits = self.indexes.default.describe(), self.limits
         return {
             "version": __version__,

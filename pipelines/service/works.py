@@ -1,4 +1,4 @@
-"""Functions that make the work for each kind of request. The batcher runs the work in the thread of the model."""
+"""Makes the work for each kind of request, which the batcher runs in the thread of the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ScoreOptions:
     Attributes:
         pool: number of candidates.
         rerank: False keeps the order by embedding.
-        score: the score to sort by; None for the score of the bundle.
+        score: final score to sort by; None for the score of the bundle.
     """
 
     pool: int
@@ -35,7 +35,7 @@ class ScoreOptions:
 
 
 def search_text(index: TokenIndex, text: str, k: int, options: ScoreOptions) -> Work:
-    """Return work whose result is the list of the `k` best hits for a text."""
+    """Return work that finds the `k` best hits for a text."""
     cost = options.pool * _tokens(index) if options.rerank else _tokens(index)
     return Work(("search", id(index), options), cost, (text, k), partial(_search_texts, index, options))
 
@@ -47,7 +47,7 @@ def _search_texts(index: TokenIndex, options: ScoreOptions, payloads: Sequence[t
 
 
 def search_picture(index: TokenIndex, data: bytes, k: int, max_pixels: int) -> Work:
-    """Return work whose result is the list of the `k` rows most similar to the image with the encoded bytes `data`."""
+    """Return work that finds the `k` rows most similar to an encoded image."""
 
     def run(payloads: Sequence[bytes]) -> list[list[Hit]]:
         return [index.search_image(decode_picture(payload, max_pixels), k) for payload in payloads]
@@ -56,12 +56,12 @@ def search_picture(index: TokenIndex, data: bytes, k: int, max_pixels: int) -> W
 
 
 def search_row(index: TokenIndex, row_id: int, k: int) -> Work:
-    """Return work whose result is the list of the `k` rows most similar to the row `row_id`."""
+    """Return work that finds the `k` rows most similar to the row `row_id`."""
     return Work(("row", id(index), k), _tokens(index), row_id, lambda rows: [index.search_row(row, k) for row in rows])
 
 
 def rerank_rows(index: TokenIndex, text: str, row_ids: Sequence[int]) -> Work:
-    """Return work that re-ranks the rows `row_ids` for a text. The result is the list of their hits, best first."""
+    """Return work that re-ranks the rows `row_ids` for a text, best first."""
 
     def run(payloads: Sequence[tuple[str, Sequence[int]]]) -> list[list[Hit]]:
         return index.rerank_each([text for text, _ in payloads], [rows for _, rows in payloads])
@@ -70,7 +70,7 @@ def rerank_rows(index: TokenIndex, text: str, row_ids: Sequence[int]) -> Work:
 
 
 def score_pictures(index: TokenIndex, text: str, pictures: Sequence[bytes], max_pixels: int) -> Work:
-    """Return work whose result is the list of the scores of the images for a text, in order."""
+    """Return work that computes the scores of encoded images for a text."""
 
     def run(payloads: Sequence[tuple[str, Sequence[bytes]]]) -> list[list[float]]:
         return [
@@ -83,7 +83,7 @@ def score_pictures(index: TokenIndex, text: str, pictures: Sequence[bytes], max_
 
 
 def embed_texts(index: TokenIndex, texts: Sequence[str]) -> Work:
-    """Return work whose result is the list of the embeddings of the texts, in order."""
+    """Return work that computes the embeddings of texts."""
 
     def run(payloads: Sequence[Sequence[str]]) -> list[Any]:
         every = iter(index.model.text.encode([text for texts in payloads for text in texts]).tolist())
@@ -93,7 +93,7 @@ def embed_texts(index: TokenIndex, texts: Sequence[str]) -> Work:
 
 
 def embed_pictures(index: TokenIndex, pictures: Sequence[bytes], max_pixels: int) -> Work:
-    """Return work whose result is the list of the embeddings of the images, in order."""
+    """Return work that computes the embeddings of encoded images."""
 
     def run(payloads: Sequence[Sequence[bytes]]) -> list[Any]:
         return [

@@ -27,8 +27,8 @@ class Source(Protocol):
     def ignored(self) -> Mapping[str, int]: ...
 
     def iter_inputs(self) -> Iterator[InputRef]:
-        """Yield every input once. The order is the same in every pass, unless the source changes.
+        """Yield every input once, always in the same order.
 
-        An entry that cannot be read does not raise an exception: it becomes an input with a `problem`.
+        An entry that cannot be read becomes an input with a `problem`.
         """
         ...

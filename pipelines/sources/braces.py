@@ -13,10 +13,10 @@ _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})")
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return all names that `pattern` expands to, in order; [pattern] if `pattern` has no braces to expand.
+    """Return all names that `pattern` expands to, in order.
 
-    Groups can be nested. A range can count down. If a bound of a range starts with 0, zeros pad all numbers of the
-    range to the width of the longer bound.
+    Groups can be nested. A range can count down. If a bound of a range starts with 0, its numbers are padded with
+    zeros.
 
     Raises:
         UsageError: the pattern expands to more than `MAX_EXPANSIONS` names.

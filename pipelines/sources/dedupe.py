@@ -1,4 +1,4 @@
-"""Finds byte-identical inputs before the build encodes any input, so that the result depends on the inputs alone."""
+"""Finds byte-identical inputs before the build encodes any input."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ _AHEAD = 4  # inputs per thread that are being hashed or wait for the caller
 
 
 def mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
-    """Yield the inputs in the same order with their content hashes, and set `duplicate_of` of each duplicate.
+    """Yield the inputs with their content hashes, and set `duplicate_of` of each duplicate.
 
-    The first of several identical inputs is the original. `duplicate_of` is the position of the original in `refs`. In
-    a build, this position is the row id of the original. An input that cannot be read gets a `problem` and is not a
-    duplicate. Memory use is about 200 bytes per distinct content.
+    `duplicate_of` is the position of the first identical input. An input that cannot be read gets a `problem`. Memory
+    use is about 200 bytes per distinct content.
     """
     first_row: dict[bytes, int] = {}
     for row, ref in enumerate(_hashed(refs)):

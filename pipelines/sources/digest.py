@@ -1,4 +1,4 @@
-"""Computes the digest of a list of inputs. If the digest changes, the sources have changed."""
+"""Computes the digest of a list of inputs, which shows whether the sources have changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources that list image files: a directory with all its subdirectories, and a single image file."""
+"""Sources that list image files: a directory tree, or a single image file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ _DirectoryId = tuple[int, int]  # device and inode: the same for every path to a
 class FolderSource:
     """The images in a directory and its subdirectories.
 
-    In each directory, the files come first, sorted by the bytes of their names. The subdirectories follow, sorted in
-    the same way. Symbolic links are followed, and each target is used once. A directory with several paths is listed at
-    the first of these paths. If the walk reaches both a file and a link to the file, only the first of the two is an
-    input. Hidden files and directories count as ignored. Memory use grows with the size of the largest directory, the
-    number of directories, and the number of links to files.
+    In each directory, the files come first and the subdirectories follow, both sorted by the bytes of their names.
+    Symbolic links are followed, and each target is used once, at the first path that leads to it. Hidden files and
+    directories are ignored.
     """
 
     spec: str
@@ -75,7 +73,7 @@ def file_input(path: bytes, uri: str | None = None) -> InputRef:
 
 
 def problem_of(error: Exception) -> str:
-    """Return the `problem` of an input for an error of the operating system: "missing" or "unreadable".
+    """Return the `problem` of an input for an error of the operating system.
 
     Raises:
         TransientInputError: the cause of the error is not the file, so a later attempt may succeed.

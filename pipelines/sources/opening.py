@@ -1,4 +1,4 @@
-"""Opens sources: finds the kind of each source, and refuses sources that cannot be read or that overlap."""
+"""Opens sources, and refuses sources that cannot be read or that overlap."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def open_sources(specs: Iterable[str], column: str | None = None) -> list[Source]:
-    """Open sources in order. A brace pattern opens one source per name that the pattern expands to.
+    """Open sources in order. A brace pattern opens one source per name.
 
     Args:
         specs: paths or brace patterns; `ACCEPTED` lists the kinds of sources.
@@ -56,10 +56,8 @@ def open_sources(specs: Iterable[str], column: str | None = None) -> list[Source
 
 
 def iter_all(sources: Sequence[Source]) -> Iterator[InputRef]:
-    """Yield the inputs of all sources in row order.
-
-    Consecutive tar archives are read in parallel, because reading the headers mostly waits for the disk.
-    """
+    """Yield the inputs of all sources in row order."""
+    # Consecutive tar archives are read in parallel, because reading the headers mostly waits for the disk.
     for are_tars, group in itertools.groupby(sources, lambda source: source.kind == "webdataset"):
         if are_tars:
             yield from _scan_ahead(list(group))

@@ -1,4 +1,4 @@
-"""A source that reads image paths from one column of a Parquet, CSV or JSON Lines file. The file is streamed."""
+"""A source that reads image paths from one column of a Parquet, CSV or JSON Lines file."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _LINES_WITH_COLUMNS = 1000  # lines of JSON Lines in which an object with column
 
 @dataclass
 class PathListSource:
-    """The files that a list of paths names, in the order of the list. A path that is listed twice gives two inputs.
+    """The files that a list of paths names, in the order of the list.
 
-    Relative paths start at the directory of the list. A path that does not exist gives an input with the problem
-    "missing". An entry without a usable path gives an input with the problem "bad-list-line" and the uri
-    "<list>#<number>". The number counts lines (CSV, JSON Lines) or rows (Parquet) from 1. Blank lines are skipped.
+    Relative paths start at the directory of the list. A missing file gives an input with the problem "missing". An
+    entry without a usable path gives an input with the problem "bad-list-line" and the uri "<list>#<number>", where the
+    number counts lines or Parquet rows from 1.
 
     Raises:
         UsageError: the list cannot be read or has no path column. `iter_inputs` also raises this error if a Parquet

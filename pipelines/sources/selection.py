@@ -1,4 +1,4 @@
-"""Decides which files of directories and tar archives are inputs, and counts the other files."""
+"""Decides which files of directories and tar archives are inputs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Ignored(dict[str, int]):
     """The number of entries that are not inputs. Keys are suffixes, or reasons in parentheses."""
 
     def count(self, key: str) -> None:
-        """Count one entry under `key`. Long suffixes, and new keys beyond a limit, count as "(other)"."""
+        """Count one entry under `key`. Unusual keys count as "(other)"."""
         if key not in self and ((len(key) > _LONGEST_SUFFIX and key[0] == ".") or len(self) >= _MAX_KEYS):
             key = "(other)"
         self[key] = self.get(key, 0) + 1
 
 
 def has_image_suffix(name: bytes) -> bool:
-    """Whether a file with this name is an input because of its suffix."""
+    """Return True if the suffix of the file name is that of an image."""
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def ignored_as(name: bytes, read_head: Callable[[], bytes]) -> str | None:
-    """Return the key to count a regular file under in `Ignored`; None if the file is an input.
+    """Return the key of `Ignored` for a regular file; None if the file is an input.
 
     Args:
         name: name of the file, without directories.

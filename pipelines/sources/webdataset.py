@@ -1,4 +1,4 @@
-"""A source that is a WebDataset shard: an uncompressed tar archive, whose images are read in place."""
+"""A source that is a WebDataset shard: an uncompressed tar archive, read in place."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from pipelines.sources.selection import Ignored, ignored_as
 
 @dataclass
 class WebDatasetSource:
-    """The images in one tar archive, in the order of the archive. Other members, such as captions, count as ignored.
+    """The images in one tar archive, in the order of the archive. Other members are ignored.
 
-    An input refers to the bytes of its member inside the archive, so nothing is unpacked. Links and sparse members have
-    no contiguous bytes of their own. Images of these kinds become inputs with the problem "unsupported-member". If the
-    archive is damaged, the members after the damage are replaced by one input with the problem "truncated-archive" or
-    "damaged-archive".
+    Links and sparse members become inputs with the problem "unsupported-member". The members after damage are replaced
+    by one input with the problem "truncated-archive" or "damaged-archive".
     """
 
     spec: str

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def report_bundle(info: BundleInfo, *, as_json: bool) -> None:
-    """Print path and vision tower of a new bundle, with the token shape as text or the fingerprint as JSON."""
+    """Print the path and the main facts of a new bundle, as text or JSON."""
     if as_json:
         print_json(
             {

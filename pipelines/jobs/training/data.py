@@ -22,7 +22,7 @@ class PreparedData:
 
     Attributes:
         folder: directory of the stored `TrainingData`.
-        temperature: temperature of the softmax that draws hard negatives; 0 takes the most similar negatives.
+        temperature: temperature of the softmax that draws hard negatives.
         dev: dev captions and the embeddings of the dev images; None without dev captions.
     """
 

@@ -1,4 +1,4 @@
-"""The indexes that a training run reads. Each is given in the request, or built from the captioned images."""
+"""The indexes that a training run reads, given in the request or built from the images."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class IndexBuilder:
 def feature_index(
     given: CommittedIndex | None, start: StartModel, items: Sequence[CaptionedImage], builder: IndexBuilder
 ) -> CommittedIndex:
-    """Return the index of the frozen tower's features of the images `items`: `given`, or a new index.
+    """Return the index of the features of the images `items`: `given`, or a new index.
 
     Raises:
         UsageError: `given` was built by another tower.

@@ -52,7 +52,7 @@ class MatchedCaptions:
 
 
 def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent) -> MatchedCaptions:
-    """Return the captions whose images have features in `index`. Images that could not be decoded are left out.
+    """Return the captions whose images have features in `index`.
 
     Raises:
         UsageError: an image is missing from the index. Or none of the images to train on, or none of the dev images,
@@ -125,8 +125,6 @@ def further_rows(
     inputs: TrainingInputs, config: TrainConfig, indexes: FurtherIndexes, matched: MatchedCaptions, run_folder: Path
 ) -> FurtherRows:
     """Find the rows of the images to train on in each further index.
-
-    The rows of the teacher and of the views are written to files in the run folder, for the workers.
 
     Raises:
         UsageError: an index lacks an image or a view.

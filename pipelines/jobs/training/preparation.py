@@ -1,4 +1,4 @@
-"""Makes the task of a training run from a request. Existing parts of the run folder are reused."""
+"""Makes the task of a training run from a request, and reuses existing parts of the run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports the progress of a training run: of the steps, and of the stages before and after them."""
+"""Reports the progress of a training run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _LOSSES = ("loss", "itm", "mlm", "recovery", "distillation", "accuracy")
 
 
 def stoppable_progress(on_event: OnEvent, should_stop: ShouldStop) -> OnProgress:
-    """Return a callback that reports progress and raises JobStopped once `should_stop()` returns True.
-
-    The next run repeats a stopped stage from its beginning.
-    """
+    """Return a callback that reports progress and raises JobStopped once `should_stop()` returns True."""
 
     def progress(activity: str, done: int, total: int) -> None:
         if should_stop():
@@ -31,10 +28,8 @@ def stoppable_progress(on_event: OnEvent, should_stop: ShouldStop) -> OnProgress
 
 
 def step_progress(on_event: OnEvent, clock: Callable[[], float] = time.monotonic) -> Callable[[dict[str, Any]], None]:
-    """Return a callback that shows log records of the steps.
-
-    The callback shows at most one record every five seconds, and always the last record of a phase.
-    """
+    """Return a callback that shows log records, at most one every five seconds."""
+    # The last record of a phase is always shown.
     last = -_REPORT_SECONDS
     warned = False
 

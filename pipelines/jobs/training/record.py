@@ -1,4 +1,4 @@
-"""Makes the record of a training run: settings and fingerprints of all inputs that determine the trained weights."""
+"""Makes the record of a training run: everything that determines the trained weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ _LANGUAGE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tok
 
 
 def training_record(inputs: TrainingInputs, given: ReadInputs, config: TrainConfig) -> dict[str, Any]:
-    """Return the record: all settings except the group `fitting`, and digests of all input files.
-
-    The settings in `fitting` do not change the trained weights: they are applied to the last checkpoint.
-    """
+    """Return all settings except the group `fitting`, and digests of all input files."""
+    # The settings in `fitting` are applied to the last checkpoint and do not change the trained weights.
     groups = config.model_dump(exclude={"fitting"})
     settings = {f"{group}.{key}": value for group, values in groups.items() for key, value in values.items()}
     inputs_record = {

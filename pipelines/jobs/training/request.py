@@ -1,4 +1,4 @@
-"""The request for a training run: inputs, output and hardware. `edje_index.training.config` has the other settings."""
+"""The request for a training run: inputs, output and hardware."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TrainingInputs(Settings):
 
 
 class RunSettings(Settings):
-    """Output, hardware and checkpoints. None of these settings changes the trained weights, except by rounding."""
+    """Output, hardware and checkpoints. They change the trained weights only by rounding."""
 
     out: SettingPath = Field(description="Directory of the bundle to write.")
     dir: SettingPath | None = Field(
@@ -102,7 +102,7 @@ class RunSettings(Settings):
 
     @property
     def distributed(self) -> bool:
-        """Whether the training run uses Ray."""
+        """True if the training run uses Ray."""
         return self.workers > 1 or self.address is not None
 
 
@@ -114,7 +114,7 @@ class TrainRequest(Settings):
 
 
 def check_request(request: TrainRequest, config: TrainConfig) -> None:
-    """Raise UsageError, with one line per problem, if settings conflict or a required setting is missing."""
+    """Raise UsageError, with one line per problem, if settings conflict or are missing."""
     inputs, objective, fitting, loop = request.inputs, config.objective, config.fitting, config.loop
     no_loss = inputs.teacher is None and not objective.itm_weight + objective.mlm_weight + objective.recovery_weight
     problems = {

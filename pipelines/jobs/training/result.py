@@ -61,7 +61,7 @@ class TrainResult:
 
 
 def training_result(task: RunTask, model: FinishedModel) -> TrainResult:
-    """Return the result of a training run that has just ended. The caller sets the fingerprint and the seconds."""
+    """Return the result of a training run that has just ended, without fingerprint and seconds."""
     from edje_index.training.loop.log import read_log
 
     train, finish, score = task.train, task.finish, model.bundle.score

@@ -1,4 +1,4 @@
-"""Runs the training job: prepares the run folder, trains from the last checkpoint on, and writes the bundle."""
+"""Runs the training job: prepares the run folder, trains, and writes the bundle."""
 
 from __future__ import annotations
 

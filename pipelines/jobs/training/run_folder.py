@@ -1,4 +1,4 @@
-"""Manages the run folder of a training run. Only a run with the same record can use an existing run folder."""
+"""Manages the run folder of a training run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ RUN_FILE = "run.json"
 
 
 def begin_run(folder: Path, record: dict[str, Any]) -> str:
-    """Write `record` to the run folder, or check it against the stored record. Return the fingerprint of the record.
+    """Write `record` to the run folder, or check it against the stored record. Return its fingerprint.
 
     Raises:
-        UsageError: the stored record differs (the message names the differences), or the folder holds other files and
-            no record.
+        UsageError: the stored record differs, or the folder holds other files and no record.
         EdjeError: the stored record is damaged.
     """
     path = folder / RUN_FILE

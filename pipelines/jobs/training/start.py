@@ -29,11 +29,11 @@ class StartModel:
 
     @property
     def feature_adapter(self) -> AdapterConfig:
-        """Settings of the adapter that turns the tower's output into the features that are stored for training."""
+        """Settings of the adapter that computes the stored features."""
         return self.bundle.adapter.config.features(self.bundle.vision.num_patches)
 
     def accepted_features(self) -> list[str]:
-        """Return the encoder fingerprints of indexes whose features this model can be trained on."""
+        """Return the encoder fingerprints of the indexes that this model can be trained on."""
         from edje_index.training.model.start_bundle import feature_fingerprints
 
         assert self.bundle.info is not None
@@ -41,7 +41,7 @@ class StartModel:
 
 
 def start_model(folder: Path, inputs: TrainingInputs, architecture: ArchitectureConfig, seed: int) -> StartModel:
-    """Load the bundle `start/` from the run folder `folder`. A missing bundle is made first."""
+    """Load the bundle `start/` from the run folder. A missing bundle is made first."""
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.bundles.info import read_bundle_info
     from edje_index.training.model.start_bundle import Origin, make_start

@@ -1,7 +1,6 @@
 """Augmented views of photos: random crops, half of them mirrored, written as files for the build job.
 
-The crops follow Szegedy et al. (2015), but the area is drawn from 35 % to 100 % of the photo, because a caption
-describes most of a photo.
+The crops follow Szegedy et al. (2015), with 35 % to 100 % of the area of the photo.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ def write_views(
     refs: Iterable[InputRef], folder: Path, views: int, size: tuple[int, int], seed: int, should_stop: ShouldStop
 ) -> Path:
     """Write the views of all photos and a list of their files. Return the path of the list.
-
-    If the list exists, nothing is written.
 
     Args:
         refs: the photos. A photo that cannot be decoded gets no views.
