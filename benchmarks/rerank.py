@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.environment import environment
 from edje_index.bundles.bundle import ModelBundle
+from edje_index.bundles.index_bundle import recorded_bundle
 from edje_index.bundles.info import read_bundle_info
 from edje_index.bundles.random_tokenizer import untrained_tokenizer
 from edje_index.indexing.faiss_index import AnnIndex
@@ -23,9 +24,8 @@ from edje_index.models.joint_encoder import JointEncoder, bert_config
 from edje_index.scoring.weights import BUNDLE_SCORE
 from edje_index.search.reranking import Candidates, Reranker
 from edje_index.search.search_model import SearchModel
-from edje_index.search.token_index import recorded_bundle
 from storage_formats.errors import UsageError
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.token_store import TokenStore
 
 CAPTION = "a brown dog runs over wet sand towards a red ball near the sea"
@@ -163,10 +163,11 @@ def random_joint_encoder(layers: int, width: int, words: int = _VOCABULARY) -> J
 
 def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
     """Return median milliseconds of each stage of a query, without the first run."""
-    manifest = Manifest.load(index)
+    committed = CommittedIndex.open(index)
+    manifest = committed.manifest
     if manifest.ann.get("kind") == "none":
         raise UsageError(f"{index} has no nearest-neighbour index, so it cannot be searched: build one from images")
-    path = bench.model or recorded_bundle(index, manifest)
+    path = bench.model or recorded_bundle(committed)
     model = SearchModel(read_bundle_info(path), device=bench.device, dtype=bench.dtype)
     ann, reranker = AnnIndex.open(index), Reranker(index, manifest.spec, model, score=bench.score)
     precision = manifest.spec.precisions[0]

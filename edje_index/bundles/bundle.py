@@ -25,7 +25,7 @@ from edje_index.bundles.info import (
     verify_files,
 )
 from edje_index.bundles.joint_parts import load_joint_encoder, save_joint_encoder
-from edje_index.bundles.scorer_parts import load_hubness_bank
+from edje_index.bundles.scorer_parts import check_scorer_fit, load_hubness_bank
 from edje_index.errors import ModelError
 from edje_index.filesystem import new_folder, write_json
 from edje_index.models.adapter import LOCAL, PATCHES, REDUCTIONS, Adapter, AdapterConfig
@@ -36,7 +36,7 @@ from edje_index.models.text_tower import TextTower, save_text_tokenizer, text_to
 from edje_index.models.vision_tower import VisionTower, vision_tower
 from edje_index.models.weights import save_weights
 from edje_index.scoring.hubness import HubnessBank
-from edje_index.scoring.parts import Part, ScoreModels, check_bank
+from edje_index.scoring.parts import Part, ScoreModels
 from edje_index.scoring.pooled_similarity import PooledSimilarity, PooledVectors
 from edje_index.scoring.weights import BUNDLE_SCORE, DirectionWeights, ScoreWeights, check_parts, parse_score
 
@@ -261,12 +261,11 @@ class ModelBundle:
 def _check_fit(bundle: ModelBundle) -> None:
     """Raise ModelError if connected parts differ in width, or if the score needs a missing part."""
     _check_adapter(bundle)
-    for direction_weights in (bundle.score.t2i, bundle.score.i2t):
-        check_parts(direction_weights, bundle.parts("t2i", direction_weights), "the bundle")
-    check_bank(bundle.score_models)
+    check_scorer_fit(bundle.adapter_config, bundle.score_models, bundle.score)
 
 
 def _check_adapter(bundle: ModelBundle) -> None:
+    """Raise ModelError if the adapter does not fit the vision tower."""
     adapter, vision = bundle.adapter.config, bundle.vision
     name = bundle.clip_config.name
     if adapter.vision_dim != vision.patch_dim:
@@ -283,9 +282,4 @@ def _check_adapter(bundle: ModelBundle) -> None:
         raise ModelError(
             f"a {adapter.kind} adapter cannot keep {adapter.num_tokens} patches: the vision tower {name} has only "
             f"{vision.num_patches}; use a smaller num_tokens"
-        )
-    if adapter.language_dim != bundle.joint.width and not adapter.is_feature:
-        raise ModelError(
-            f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads width "
-            f"{bundle.joint.width}: take the adapter and the joint encoder from the same training run"
         )

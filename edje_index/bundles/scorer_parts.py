@@ -1,4 +1,4 @@
-"""Loads the parts of a model bundle that score pairs."""
+"""Loads and checks the parts of a model bundle that score pairs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from edje_index.bundles.info import BANK_WEIGHTS, JOINT_CONFIG, JOINT_FOLDER, JOINT_WEIGHTS, BundleInfo
 from edje_index.errors import ModelError
+from edje_index.models.adapter import AdapterConfig
 from edje_index.models.bert import BertShape
 from edje_index.models.joint_inputs import load_joint_tokenizer
 from edje_index.models.joint_scorer import JointScorer
@@ -13,7 +14,9 @@ from edje_index.models.safety import read_configuration
 from edje_index.models.size_limit import limited_by
 from edje_index.models.weights import assign_weights, read_weights
 from edje_index.scoring.hubness import HubnessBank
+from edje_index.scoring.parts import ScoreModels, check_bank
 from edje_index.scoring.pooled_similarity import PooledSimilarity
+from edje_index.scoring.weights import DirectionWeights, check_parts
 
 POOLED = "pooled."
 
@@ -52,3 +55,25 @@ def load_hubness_bank(info: BundleInfo) -> HubnessBank | None:
             f"the bundle {info.path} lacks {BANK_WEIGHTS}: copy the whole bundle directory, or make the bundle again"
         )
     return HubnessBank.load(info.path / BANK_WEIGHTS, info.embed_dim, sizes)
+
+
+def check_scorer_fit(adapter: AdapterConfig, models: ScoreModels, score: DirectionWeights) -> None:
+    """Check that the parts of a bundle fit together.
+
+    Args:
+        adapter: configuration of the adapter, whose tokens the joint encoder reads.
+        models: the models that compute the parts of the final score.
+        score: weights of the final score.
+
+    Raises:
+        ModelError: the joint encoder reads tokens of another width, `score` needs a part that `models` lacks, or the
+            hubness bank does not fit the pooled similarity.
+    """
+    if adapter.language_dim != models.joint.width and not adapter.is_feature:
+        raise ModelError(
+            f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads tokens of width "
+            f"{models.joint.width}: take the adapter and the joint encoder from the same training run"
+        )
+    for weights in (score.t2i, score.i2t):
+        check_parts(weights, models.parts("t2i", weights.hubness_similarity), "the bundle")
+    check_bank(models)

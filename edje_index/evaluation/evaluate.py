@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,14 +24,11 @@ from edje_index.evaluation.token_sources import TokenSource, token_sources
 from edje_index.progress import OnProgress
 from edje_index.scoring.weights import BUNDLE_SCORE, DIRECTIONS, IMAGE_TO_TEXT, TEXT_TO_IMAGE, ScoreWeights, parse_score
 from edje_index.search.reranking import check_reranks
-from edje_index.search.token_index import load_search_model
+from edje_index.search.search_model import SearchModel
 from storage_formats.errors import UsageError
-from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_all_rows
 from storage_formats.reading.embeddings import read_embeddings
-
-if TYPE_CHECKING:
-    from edje_index.search.search_model import SearchModel
 
 NOT_IN_OTHER = "not-in-another-index"
 
@@ -43,7 +39,7 @@ class _OpenIndex:
 
     name: str
     root: Path
-    manifest: Manifest
+    committed: CommittedIndex
     model_path: Path | None
     sources: list[TokenSource]
     matched: MatchedRows
@@ -136,7 +132,7 @@ def _open(
     index = CommittedIndex.open(root)
     sources = token_sources(root, config.precisions, simulate=config.simulate) if config.rerank else []
     matched = match_items(root, read_all_rows(index, NAME_COLUMNS), items)
-    return _OpenIndex(name, root, index.manifest, model, sources, matched)
+    return _OpenIndex(name, root, index, model, sources, matched)
 
 
 def _count_inputs(items: Sequence[CaptionedImage], indexes: Sequence[_OpenIndex], used: Bools) -> Inputs:
@@ -170,11 +166,12 @@ def _evaluate_index(
     config: EvaluationConfig, index: _OpenIndex, eval_set: EvaluationSet, on_progress: OnProgress
 ) -> tuple[System, list[Result], int]:
     """Return the index as it was evaluated, its results, and the number of scored pairs."""
-    model = load_search_model(index.root, index.manifest, index.model_path, device=config.device, dtype=config.dtype)
+    model = SearchModel.of_index(index.committed, index.model_path, device=config.device, dtype=config.dtype)
     weights = {direction: model.weights(direction, config.score) for direction in config.directions}
     embeddings = _embeddings(config, index, eval_set, model, on_progress)
     pools = _pools(config, eval_set, embeddings)
-    index_key = [index.manifest.plan, index.manifest.model["fingerprint"], index.manifest.spec.rows]
+    manifest = index.committed.manifest
+    index_key = [manifest.plan, manifest.model["fingerprint"], manifest.spec.rows]
     scorer = PoolScorer(model, weights, eval_set, embeddings, pools, config.cache, index_key)
     if config.rerank and scorer.reads_tokens:
         check_reranks(model)
@@ -206,7 +203,7 @@ def _describe(
         bundle=str(model.info.path),
         fingerprint=model.fingerprint,
         trained=model.trained,
-        block_shape=index.manifest.spec.block_shape,
+        block_shape=index.committed.manifest.spec.block_shape,
         weights={direction: model.weights(direction, config.score).to_json() for direction in pools},
         candidates={direction: candidates[direction] for direction in pools},
         queries={direction: len(pool.ranks) for direction, pool in pools.items()},
@@ -231,7 +228,7 @@ def _embeddings(
     if IMAGE_TO_TEXT not in config.directions:
         captions = [eval_set.captions[position] for position in eval_set.query_captions]
     texts = embed_texts(model.text, captions, on_progress)
-    return Embeddings(texts, read_embeddings(index.root, index.manifest.spec, eval_set.rows))
+    return Embeddings(texts, read_embeddings(index.root, index.committed.manifest.spec, eval_set.rows))
 
 
 def _pools(config: EvaluationConfig, eval_set: EvaluationSet, embeddings: Embeddings) -> dict[str, Pools]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from edje_index.bundles.index_bundle import matching_bundle
 from edje_index.bundles.info import (
     ADAPTER_WEIGHTS,
     INFO_FILE,
@@ -13,18 +14,21 @@ from edje_index.bundles.info import (
     BundleInfo,
     verify_files,
 )
-from edje_index.bundles.scorer_parts import load_hubness_bank, load_pooled_similarity, load_scorer
+from edje_index.bundles.scorer_parts import check_scorer_fit, load_hubness_bank, load_pooled_similarity, load_scorer
 from edje_index.errors import ModelError
 from edje_index.models.adapter import AdapterConfig
 from edje_index.models.bert_text_tower import load_bert_text_tower
 from edje_index.models.clip_config import read_clip_config
 from edje_index.models.devices import resolve_device, resolve_dtype
 from edje_index.models.text_encoder import TextEncoder
-from edje_index.scoring.parts import Part, ScoreModels, check_bank
+from edje_index.scoring.parts import Part, ScoreModels
 from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights, check_parts, parse_score
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from edje_index.indexing.image_encoder import ImageEncoder
+    from storage_formats.format.manifest import CommittedIndex
 
 
 class SearchModel:
@@ -60,7 +64,29 @@ class SearchModel:
             None if pooled is None else pooled.to(self._device),
             None if bank is None else bank.to(self._device),
         )
-        self._check_fit()
+        check_scorer_fit(self.adapter_config, self._models, info.score)
+
+    @classmethod
+    def of_index(
+        cls,
+        index: CommittedIndex,
+        model: str | Path | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "float32",
+    ) -> SearchModel:
+        """Check that a bundle built `index`, and read the weights of the bundle.
+
+        Args:
+            index: the index.
+            model: directory of the bundle; None selects the bundle that built the index.
+            device: see `__init__`.
+            dtype: see `__init__`.
+
+        Raises:
+            ModelError: as for `matching_bundle` and `__init__`.
+        """
+        return cls(matching_bundle(index, model), device=device, dtype=dtype)
 
     @property
     def trained(self) -> bool:
@@ -109,14 +135,3 @@ class SearchModel:
     def parts(self, direction: str, weights: ScoreWeights) -> Mapping[str, Part]:
         """Return every part of the final score that the bundle has, by name. `weights` set the hubness correction."""
         return self._models.parts(direction, weights.hubness_similarity)
-
-    def _check_fit(self) -> None:
-        adapter = self.adapter_config
-        if adapter.language_dim != self.joint.width and not adapter.is_feature:
-            raise ModelError(
-                f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads tokens of "
-                f"width {self.joint.width}: take the adapter and the joint encoder from the same training run"
-            )
-        for direction_weights in (self.info.score.t2i, self.info.score.i2t):
-            check_parts(direction_weights, self.parts("t2i", direction_weights), "the bundle")
-        check_bank(self._models)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from edje_index.errors import BundleNotFoundError, ModelError
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.scoring.parts import Pairs
 from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights
 from edje_index.search.hits import Hit, best_hits
 from edje_index.search.requested_rows import requested_rows
 from edje_index.search.reranking import Candidates, Reranker, embedding_scores
+from edje_index.search.search_model import SearchModel
 from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
@@ -30,9 +30,6 @@ from storage_formats.token_store import TokenStore
 
 if TYPE_CHECKING:
     from PIL import Image
-
-    from edje_index.bundles.info import BundleInfo
-    from edje_index.search.search_model import SearchModel
 
 
 _PAIRS_AT_ONCE = 1024
@@ -55,20 +52,27 @@ class TokenIndex:
 
     def __init__(
         self,
-        root: Path,
-        manifest: Manifest,
+        index: CommittedIndex,
         model: SearchModel,
         *,
         precision: str,
         score: str | ScoreWeights = BUNDLE_SCORE,
     ) -> None:
-        self.root = root
-        self.committed = CommittedIndex(Path(root).absolute(), manifest)
-        self._ann = AnnIndex(self.committed)
-        self._store = TokenStore(self.committed, precision)
-        self._score = score
-        self.manifest = manifest
+        self.committed = index
         self.model = model
+        self._ann = AnnIndex(index)
+        self._store = TokenStore(index, precision)
+        self._score = score
+
+    @property
+    def root(self) -> Path:
+        """Absolute path of the index."""
+        return self.committed.root
+
+    @property
+    def manifest(self) -> Manifest:
+        """Manifest of the snapshot that is open."""
+        return self.committed.manifest
 
     @property
     def precision(self) -> str:
@@ -114,10 +118,10 @@ class TokenIndex:
             UsageError: there is no index at `root`, the index does not hold `precision`, or `score` is invalid.
             ModelError: the bundle is missing, did not build this index, or lacks a part of `score`.
         """
-        manifest = Manifest.load(root)
-        bundle = load_search_model(root, manifest, model, device=device, dtype=dtype)
+        index = CommittedIndex.open(root)
+        bundle = SearchModel.of_index(index, model, device=device, dtype=dtype)
         bundle.weights("t2i", score)  # refuses what the bundle cannot compute
-        return cls(Path(root), manifest, bundle, precision=precision or manifest.spec.precisions[0], score=score)
+        return cls(index, bundle, precision=precision or index.manifest.spec.precisions[0], score=score)
 
     @overload
     def search(
@@ -347,78 +351,3 @@ def _check_text(text: str) -> None:
 def _check_counts(k: int, pool: int) -> None:
     if k < 1 or pool < k:
         raise UsageError(f"need 1 <= k <= pool, got k = {k}, pool = {pool}")
-
-
-def recorded_bundle(root: str | Path, manifest: Manifest) -> Path:
-    """Return the recorded path of the bundle that built the index at `root`.
-
-    `build` records absolute paths. A relative path is refused, because it could lead to a bundle from another author.
-
-    Raises:
-        ModelError: the index was not built with a model bundle.
-        BundleNotFoundError: the recorded path is relative, or no bundle exists at this path.
-    """
-    if "bundle" not in manifest.model:
-        raise ModelError(
-            f"{root} was written from arrays and has no text model; use edje_index.LateInteractionSearch instead"
-        )
-    path = Path(manifest.model["bundle"])
-    if not path.is_absolute():
-        raise BundleNotFoundError(
-            f"{root} names its model bundle by the relative path {str(path)!r}, which could lead to another bundle: "
-            "give the path of the bundle that built the index"
-        )
-    if not path.exists():
-        raise BundleNotFoundError(
-            f"the model bundle {path} that built {root} no longer exists: name the bundle's current path"
-        )
-    return path
-
-
-def load_search_model(
-    root: str | Path,
-    manifest: Manifest,
-    model: str | Path | None = None,
-    *,
-    device: str = "auto",
-    dtype: str = "float32",
-) -> SearchModel:
-    """Check that a bundle built the index at `root`, and load the parts of the bundle that a search needs.
-
-    Args:
-        root: directory of the index.
-        manifest: manifest of the index.
-        model: directory of the bundle; None selects the bundle that built the index.
-        device: see `TokenIndex.open`.
-        dtype: see `TokenIndex.open`.
-
-    Raises:
-        ModelError: the bundle is missing, or did not build this index.
-    """
-    from edje_index.search.search_model import SearchModel
-
-    return SearchModel(matching_bundle(root, manifest, model), device=device, dtype=dtype)
-
-
-def matching_bundle(root: str | Path, manifest: Manifest, model: str | Path | None = None) -> BundleInfo:
-    """Check that a bundle built the index at `root`, and return the bundle's description. Weights are not read.
-
-    Args:
-        root: directory of the index.
-        manifest: manifest of the index.
-        model: directory of the bundle; None selects the bundle that built the index.
-
-    Raises:
-        ModelError: the bundle is missing, or did not build this index.
-    """
-    from edje_index.bundles.info import read_bundle_info
-
-    path = recorded_bundle(root, manifest) if model is None else Path(model)
-    info = read_bundle_info(path)
-    built_by = manifest.model["fingerprint"]
-    if info.encoder_fingerprint != built_by:
-        raise ModelError(
-            f"the bundle {path} did not build {root}: the encoder fingerprint is {info.encoder_fingerprint} in the "
-            f"bundle and {built_by} in the index; name the bundle that built the index"
-        )
-    return info

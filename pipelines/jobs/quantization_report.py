@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from edje_index.search.search_model import SearchModel
     from storage_formats.codecs import Blocks
     from storage_formats.format.layout import IndexSpec
-    from storage_formats.format.manifest import Manifest
+    from storage_formats.format.manifest import CommittedIndex
 
     ReadBlocks: TypeAlias = Callable[[NDArray[np.int64]], Blocks]
     Subject: TypeAlias = Callable[[NDArray[np.int64], Blocks], Blocks]  # (row ids, reference blocks) -> blocks
@@ -150,16 +150,16 @@ def measure_precisions(config: ReportConfig, on_event: OnEvent = lambda _: None)
         CorruptIndexError: tokens are missing.
     """
     from storage_formats.codecs import codec
-    from storage_formats.format.manifest import Manifest
+    from storage_formats.format.manifest import CommittedIndex
 
     queries, query_source = _queries(config)
-    manifest = Manifest.load(config.root)
-    spec = manifest.spec
+    index = CommittedIndex.open(config.root)
+    manifest, spec = index.manifest, index.manifest.spec
     reference = precision_to_read(config.root, manifest, config.source)
     subjects, impossible = _subjects(config, spec, reference)
     read = _reader(config.root, reference)
     sample, errors = _token_errors(config, spec, read, subjects, on_event)
-    model, left_out = _ranking_model(config, manifest)
+    model, left_out = _ranking_model(config, index)
     rankings: dict[str, RankingChange] = {}
     if model is not None:
         rankings = _rankings(config, spec, model, read, subjects, queries, on_event)
@@ -256,20 +256,20 @@ def _batches(rows: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-def _ranking_model(config: ReportConfig, manifest: Manifest) -> tuple[SearchModel | None, str | None]:
+def _ranking_model(config: ReportConfig, index: CommittedIndex) -> tuple[SearchModel | None, str | None]:
     """Return (model, None), or (None, reason) if no model can re-rank."""
     if config.model is None:
-        bundle = manifest.model.get("bundle")
+        bundle = index.manifest.model.get("bundle")
         if bundle is None:
             return None, "the index was not built by a model"
         if not Path(bundle).exists():
             return None, f"the model bundle {bundle} no longer exists; give the current path of the bundle"
-    from edje_index.search.token_index import load_search_model
+    from edje_index.search.search_model import SearchModel
 
-    model = load_search_model(config.root, manifest, config.model, device=config.device)
+    model = SearchModel.of_index(index, config.model, device=config.device)
     if model.adapter_config.is_feature:
         return None, "the index stores features to train on, which the joint encoder cannot score"
-    width = manifest.spec.block_shape[1]
+    width = index.manifest.spec.block_shape[1]
     if model.joint.width != width:
         return None, f"the joint encoder reads tokens of width {model.joint.width}, but the index stores width {width}"
     return model, None

@@ -51,9 +51,10 @@ def prepare_append(
         CorruptIndexError: the index or the plan is damaged.
         JobStopped: `should_stop` returned True.
     """
+    from edje_index.bundles.index_bundle import matching_bundle
     from storage_formats.format.receipts import read_receipts
 
-    info = _bundle_of(config, index)
+    info = matching_bundle(index, config.model)
     settings = _settings(config, index)
     build_config = _build_config(config, info, settings)
     workers = check_workers(build_config, settings, info)
@@ -76,22 +77,6 @@ def prepare_append(
 def is_committed(plan: BuildPlan, index: CommittedIndex) -> bool:
     """Return True if the index already holds the segment of `plan`."""
     return plan.spec.used_segments[-1] in index.manifest.spec.used_segments
-
-
-def _bundle_of(config: AppendConfig, index: CommittedIndex) -> BundleInfo:
-    from edje_index.bundles.info import read_bundle_info
-    from edje_index.errors import ModelError
-    from edje_index.search.token_index import recorded_bundle
-
-    path = recorded_bundle(index.root, index.manifest) if config.model is None else config.model
-    info = read_bundle_info(path)
-    built_by = index.manifest.model["fingerprint"]
-    if info.encoder_fingerprint != built_by:
-        raise ModelError(
-            f"the bundle {path} did not build {config.root}: the encoder fingerprint is {info.encoder_fingerprint} in "
-            f"the bundle and {built_by} in the index; name the bundle that built the index"
-        )
-    return info
 
 
 def _settings(config: AppendConfig, index: CommittedIndex) -> BuildSettings:

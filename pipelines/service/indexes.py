@@ -12,7 +12,7 @@ from edje_index.scoring.weights import TEXT_TO_IMAGE
 from edje_index.search.token_index import TokenIndex
 from pipelines.service.errors import ServiceError
 from storage_formats.errors import RowIdError, UsageError
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex
 
 _WARM_UP_POOL = 32
 
@@ -51,14 +51,14 @@ class ServedIndex:
             CorruptIndexError: the index is damaged.
         """
         before = self._default
-        manifest = Manifest.load(before.root)
-        if manifest == before.manifest:
+        index = CommittedIndex.open(before.root)
+        if index.manifest == before.manifest:
             return
-        if manifest.model.get("fingerprint") != before.manifest.model.get("fingerprint"):
+        if index.manifest.model.get("fingerprint") != before.manifest.model.get("fingerprint"):
             raise UsageError(f"{before.root} was built again with another model; restart the service")
-        held = manifest.spec.precisions
+        held = index.manifest.spec.precisions
         precision = before.precision if before.precision in held else held[0]
-        changed = TokenIndex(before.root, manifest, before.model, precision=precision)
+        changed = TokenIndex(index, before.model, precision=precision)
         with self._lock:
             self._default, self._by_precision = changed, {precision: changed}
 

@@ -68,7 +68,7 @@ def test_other_commands_take_the_index(run, files, tmp_path, tiny_bundle):
     assert len(TokenStore.open(out, "fp8")) == ROWS
     code, _, message = run("search", out, "a page about boats")
     assert code == 1
-    assert message.endswith("has no text model; use edje_index.LateInteractionSearch instead\n")
+    assert message.endswith("has no text tower; use edje_index.LateInteractionSearch instead\n")
     code, _, message = run("build", files[0].parent, "--out", out, "--model", tiny_bundle)
     assert (code, message.count("\n")) == (2, 1)
     query = np.load(files[0])[7, :2]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from edje_index.bundles.index_bundle import matching_bundle
 from edje_index.bundles.info import JOINT_FOLDER, verify_files
 from edje_index.bundles.scorer_parts import load_scorer
 from edje_index.captions.matching import NAME_COLUMNS, match_items
@@ -25,7 +26,6 @@ from edje_index.evaluation.interpretation.alignment import (
 from edje_index.evaluation.interpretation.nearest_words import Vocabulary, WordCounts, count_words
 from edje_index.models.joint_scorer import JointScorer
 from edje_index.progress import OnProgress
-from edje_index.search.token_index import matching_bundle
 from storage_formats.errors import UsageError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import INDEXED, read_all_rows
@@ -183,7 +183,7 @@ class _Opened:
     @classmethod
     def of(cls, source: ExplainedIndex) -> _Opened:
         index = CommittedIndex.open(source.root)
-        info = matching_bundle(source.root, index.manifest, source.model)
+        info = matching_bundle(index, source.model)
         verify_files(info, [name for name in info.files if name.startswith(JOINT_FOLDER)])
         joint = load_scorer(info, torch.float32, torch.device("cpu"))
         store = TokenStore.open(source.root, source.precision or index.manifest.spec.precisions[0])

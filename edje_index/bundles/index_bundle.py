@@ -1,0 +1,56 @@
+"""Finds the model bundle that built an index. Weights are not read, so the module does not load torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edje_index.bundles.info import BundleInfo, read_bundle_info
+from edje_index.errors import BundleNotFoundError, ModelError
+from storage_formats.format.manifest import CommittedIndex
+
+
+def recorded_bundle(index: CommittedIndex) -> Path:
+    """Return the recorded path of the bundle that built `index`.
+
+    `build` records absolute paths. A relative path is refused, because it could lead to a bundle from another author.
+
+    Raises:
+        ModelError: the index was not built with a model bundle.
+        BundleNotFoundError: the recorded path is relative, or no bundle exists at this path.
+    """
+    if "bundle" not in index.manifest.model:
+        raise ModelError(
+            f"{index.root} was written from arrays and has no text tower; use edje_index.LateInteractionSearch instead"
+        )
+    path = Path(index.manifest.model["bundle"])
+    if not path.is_absolute():
+        raise BundleNotFoundError(
+            f"{index.root} names its model bundle by the relative path {str(path)!r}, which could lead to another "
+            "bundle: give the path of the bundle that built the index"
+        )
+    if not path.exists():
+        raise BundleNotFoundError(
+            f"the model bundle {path} that built {index.root} no longer exists: name the bundle's current path"
+        )
+    return path
+
+
+def matching_bundle(index: CommittedIndex, model: str | Path | None = None) -> BundleInfo:
+    """Check that a bundle built `index`, and return the bundle's description.
+
+    Args:
+        index: the index.
+        model: directory of the bundle; None selects the recorded path, see `recorded_bundle`.
+
+    Raises:
+        ModelError: the bundle is missing, or did not build the index.
+    """
+    path = recorded_bundle(index) if model is None else Path(model)
+    info = read_bundle_info(path)
+    built_by = index.manifest.model["fingerprint"]
+    if info.encoder_fingerprint != built_by:
+        raise ModelError(
+            f"the bundle {path} did not build {index.root}: the encoder fingerprint is {info.encoder_fingerprint} in "
+            f"the bundle and {built_by} in the index; name the bundle that built the index"
+        )
+    return info
