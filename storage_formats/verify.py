@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,12 +84,13 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
         return [Problem("index.json", "manifest", str(error))]
     problems = list(_check_metadata(layout, manifest.spec))
     by_shard = _files_by_shard(shard_files)
-    totals = Counts(0, 0, 0)
+    totals, values = Counts(0, 0, 0), Counter[str]()
     shards = list(manifest.spec.shard_numbers())
     for done, shard in enumerate(shards, 1):
-        check = _ShardCheck(layout, manifest.spec, shard, by_shard.get(shard, {}))
+        check = _ShardCheck(layout, manifest, shard, by_shard.get(shard, {}))
         problems += check.run()
         totals = _add(totals, check.counts)
+        values.update(check.values)
         if on_progress:
             on_progress(done, len(shards))
     if not problems and totals != manifest.counts:
@@ -99,6 +101,8 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
                 f"has counts {asdict(manifest.counts)}, but the rows tables give {asdict(totals)}",
             )
         )
+    if not problems:
+        problems += _check_columns(manifest, values)
     problems += _check_tombstones(root, manifest)
     problems += _check_strays(layout, manifest)
     problems += _check_ann(layout, manifest)
@@ -164,16 +168,32 @@ def _check_stock_reader(array_dir: Path, where: str, document: dict[str, Any]) -
         yield Problem(where, "zarr-reader", message)
 
 
-class _ShardCheck:
-    """All checks of one shard. After `run`, `counts` holds the counts of the shard's rows table."""
+def _check_columns(manifest: Manifest, values: Counter[str]) -> Iterator[Problem]:
+    """Compare the numbers of values of the source columns with the totals of all rows tables."""
+    for column in manifest.columns:
+        if column.values != values[column.name]:
+            message = (
+                f"has {column.values} values of column {column.name}, but the rows tables have {values[column.name]}"
+            )
+            yield Problem("index.json", "columns", message)
 
-    def __init__(self, layout: Layout, spec: IndexSpec, shard: int, files: dict[str, FileEntry]) -> None:
+
+class _ShardCheck:
+    """All checks of one shard.
+
+    After `run`, `counts` holds the counts of the shard's rows table, and `values` the number of values of each source
+    column.
+    """
+
+    def __init__(self, layout: Layout, manifest: Manifest, shard: int, files: dict[str, FileEntry]) -> None:
         self._layout = layout
-        self._spec = spec
+        self._columns = manifest.columns
+        self._spec = spec = manifest.spec
         self._shard = shard
         self._files = files
         self._rows = spec.shard_rows(shard)
         self.counts = Counts(0, 0, 0)
+        self.values: dict[str, int] = {}
 
     def run(self) -> list[Problem]:
         expected = [self._layout.embedding_shard(self._shard), self._layout.rows_file(self._shard)]
@@ -221,11 +241,12 @@ class _ShardCheck:
             yield self._problem(path, "checksum", f"has CRC-32C {crc:08x} instead of {entry.crc32c:08x}")
 
     def _check_rows(self, problems: list[Problem]) -> NDArray[np.bool_]:
-        table = read_shard_rows(self._layout, self._shard)
+        table = read_shard_rows(self._layout, self._shard, source_columns=self._columns)
         path = self._layout.rows_file(self._shard)
         # Numbers are compared first: a claimed number of rows must not become a list.
         if len(table) != len(self._rows) or table["row_id"].to_pylist() != list(self._rows):
             raise CorruptIndexError(f"must hold row ids {self._rows.start}..{self._rows.stop - 1} in ascending order")
+        self.values = {column.name: len(table) - table[column.name].null_count for column in self._columns}
         statuses = table["status"].to_pylist()
         self.counts = Counts(
             inputs=len(self._rows),

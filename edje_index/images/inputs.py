@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from edje_index.images.decode import ImageError
 from edje_index.images.transient import is_transient, retry_transient
 from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError
+from storage_formats.format.source_columns import Value, text_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,6 +39,7 @@ class InputRef:
         duplicate_of: row id of the first input with the same bytes; None if the input is not a duplicate.
         problem: reason why the input cannot be encoded, one of `edje_index.images.decode.REASONS`; None if the plan
             found no problem.
+        metadata: values of the source columns by name; None if the source has none for the input.
     """
 
     uri: str
@@ -47,6 +50,12 @@ class InputRef:
     content_hash: str | None = None
     duplicate_of: int | None = None
     problem: str | None = None
+    metadata: Mapping[str, Value] | None = field(default=None, hash=False)
+
+
+def metadata_text(metadata: Mapping[str, Value]) -> str:
+    """Return metadata as JSON with sorted keys. Timestamps become text in ISO 8601."""
+    return json.dumps(metadata, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=text_of)
 
 
 def display_path(path: bytes) -> str:
@@ -145,6 +154,7 @@ def input_schema() -> pa.Schema:
             pa.field("content_hash", pa.binary(32)),
             pa.field("duplicate_of", pa.int64()),
             pa.field("problem", pa.string()),
+            pa.field("metadata", pa.string()),
         ]
     )
 
@@ -161,6 +171,7 @@ def write_inputs(path: Path, refs: Iterable[InputRef]) -> None:
     inputs = list(refs)
     columns = {field.name: [getattr(ref, field.name) for ref in inputs] for field in fields(InputRef)}
     columns["content_hash"] = [digits and bytes.fromhex(digits) for digits in columns["content_hash"]]
+    columns["metadata"] = [values and metadata_text(values) for values in columns["metadata"]]
     with naming(path):
         pq.write_table(pa.table(columns, schema=input_schema()), path, compression="zstd")
 
@@ -177,8 +188,12 @@ def read_inputs(path: Path) -> list[InputRef]:
     from storage_formats.format.parquet import read_table
 
     try:
-        table = read_table(path.read_bytes()).cast(input_schema())
+        table = read_table(path.read_bytes())
+        if "metadata" not in table.column_names:  # an earlier version of this program made the plan
+            table = table.append_column("metadata", pa.nulls(len(table), pa.string()))
+        table = table.cast(input_schema())
         columns = {name: table[name].to_pylist() for name in table.column_names}
+        columns["metadata"] = [text and json.loads(text) for text in columns["metadata"]]
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and is_transient(error)):
             raise

@@ -26,7 +26,8 @@ from edje_index.indexing.attempts import DEATHS, Attempt, OneAtATime, begin_atte
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.receipts import ShardReceipt
-from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, RowEntry, rows_table
+from storage_formats.format.rows import DUPLICATE, FAILED, INDEXED, RowEntry, rows_table, with_source_values
+from storage_formats.format.source_columns import SourceColumn
 from storage_formats.writing.pieces import Piece, ShardPieces
 from storage_formats.writing.shard_writer import ShardWriter
 
@@ -63,6 +64,7 @@ class ShardTask:
         batch_size: images per forward pass.
         max_pixels: limit on the pixels of an image. Larger images fail with the reason "too-many-pixels".
         decode_threads: number of threads that read and decode. This number does not change the result.
+        columns: source columns of the rows table.
     """
 
     root: str
@@ -72,6 +74,7 @@ class ShardTask:
     batch_size: int
     max_pixels: int
     decode_threads: int
+    columns: tuple[SourceColumn, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def encode_shard(
             done += len(batch)
             on_progress(_progress(task.shard, entries, done, stages))
         with _timed(stages, "write"):
-            table = rows_table(entries)
+            table = with_source_values(rows_table(entries), task.columns, [ref.metadata for ref in refs])
             read, decode = (sum(table[f"{stage}_seconds"].to_pylist()) for stage in ("read", "decode"))
         receipt = writer.commit(table, task.plan, {"read": read, "decode": decode, **stages})
     pieces.remove()

@@ -126,6 +126,7 @@ def _publish(
         counts=add_counts(manifest.counts, total_counts(receipts)),
         ann=extend_ann(layout, plan.spec, manifest.ann),
         further_tables=(*manifest.further_tables, write_shard_table(layout, files)),
+        columns=plan.columns,
     )
     change = {"kind": "append", "first_row": plan.spec.used_segments[-1].first_row, "rows": plan.rows}
     return commit_snapshot(index, changed, change)

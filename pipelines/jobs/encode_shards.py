@@ -74,6 +74,7 @@ def _shard_task(prepared: PreparedBuild, shard: int) -> ShardTask:
         batch_size=plan.settings.batch_size,
         max_pixels=plan.settings.max_pixels,
         decode_threads=_decode_threads(prepared),
+        columns=plan.columns,
     )
 
 

@@ -25,4 +25,5 @@ def publish_build(plan: BuildPlan, receipts: list[ShardReceipt], on_event: OnEve
     on_event(StatusMessage("building the nearest-neighbour index"))
     ann = build_ann(plan.root, plan.spec)
     settings = {**asdict(plan.settings), "inputs_digest": plan.inputs_digest}
-    return finish_index(plan.root, plan.spec, receipts, Provenance(plan.model, settings, plan.fingerprint), ann)
+    provenance = Provenance(plan.model, settings, plan.fingerprint)
+    return finish_index(plan.root, plan.spec, receipts, provenance, ann, plan.columns)

@@ -137,7 +137,9 @@ def _new_plan(
     listed = list(mark_duplicates(digested(iter_all(sources), digest, on_event, should_stop)))
     refs = _without_known(index, [ref for ref in listed if ref.duplicate_of is None])
     first_shard = max(spec.shards, manifest.snapshot.next_shard)
-    lists = write_input_lists(Layout(config.root), refs, spec.shard_size, first_shard=first_shard)
+    lists = write_input_lists(
+        Layout(config.root), refs, spec.shard_size, first_shard=first_shard, earlier_columns=manifest.columns
+    )
     segments = (*spec.used_segments, Segment(first_shard * spec.shard_size, max(1, lists.rows)))
     return BuildPlan(
         root=config.root,
@@ -146,8 +148,9 @@ def _new_plan(
         settings=settings,
         inputs_digest=digest.hexdigest(),
         duplicates=len(listed) - len(refs),
-        ignored=count_ignored(sources),
+        ignored={**count_ignored(sources), **lists.ignored},
         input_checksums=lists.checksums,
+        columns=lists.columns,
     )
 
 

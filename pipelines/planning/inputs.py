@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipelines.planning.columns import CollectedColumns
 from pipelines.planning.config import BuildConfig
 from pipelines.planning.plan import BuildPlan
 from pipelines.progress.events import OnEvent
@@ -20,6 +21,7 @@ from storage_formats.format.layout import Layout
 
 if TYPE_CHECKING:
     from edje_index.images.inputs import InputRef
+    from storage_formats.format.source_columns import SourceColumn
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class FrozenInputs:
         duplicates: number of inputs that are byte-identical to an earlier input.
         ignored: number of entries of the sources that are not inputs, by suffix or reason.
         checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal.
+        columns: source columns of the inputs.
     """
 
     rows: int
@@ -39,6 +42,7 @@ class FrozenInputs:
     duplicates: int
     ignored: dict[str, int]
     checksums: tuple[str, ...]
+    columns: tuple[SourceColumn, ...]
 
 
 @contextlib.contextmanager
@@ -69,10 +73,10 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
     if config.dedupe:
         refs = mark_duplicates(refs)
     lists = write_input_lists(Layout(config.out), refs, config.shard_size)
-    ignored = count_ignored(sources)
+    ignored = {**count_ignored(sources), **lists.ignored}
     if not lists.rows:
         raise UsageError(f"nothing to index in {', '.join(config.sources)}: {_no_images(ignored)}", parameter="sources")
-    return FrozenInputs(lists.rows, digest.hexdigest(), lists.duplicates, ignored, lists.checksums)
+    return FrozenInputs(lists.rows, digest.hexdigest(), lists.duplicates, ignored, lists.checksums, lists.columns)
 
 
 @dataclass(frozen=True)
@@ -81,10 +85,19 @@ class InputLists:
 
     rows: int
     duplicates: int
+    ignored: dict[str, int]
     checksums: tuple[str, ...]
+    columns: tuple[SourceColumn, ...]
 
 
-def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int, *, first_shard: int = 0) -> InputLists:
+def write_input_lists(
+    layout: Layout,
+    refs: Iterable[InputRef],
+    shard_size: int,
+    *,
+    first_shard: int = 0,
+    earlier_columns: Iterable[SourceColumn] = (),
+) -> InputLists:
     """Write `refs` to `build/inputs/`, one file per shard. Older files there are removed.
 
     Args:
@@ -92,6 +105,7 @@ def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int,
         refs: inputs in row order.
         shard_size: inputs per file.
         first_shard: number of the first shard.
+        earlier_columns: source columns of the rows that the index holds already.
 
     Raises:
         OSError: a file cannot be written.
@@ -105,7 +119,8 @@ def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int,
     directory.mkdir(parents=True)
     rows = duplicates = 0
     paths = []
-    remaining = iter(refs)
+    columns = CollectedColumns(shard_size, earlier_columns)
+    remaining = map(columns.add, refs)
     for shard in itertools.count(first_shard):
         shard_refs = list(itertools.islice(remaining, shard_size))
         if not shard_refs:
@@ -115,7 +130,8 @@ def write_input_lists(layout: Layout, refs: Iterable[InputRef], shard_size: int,
         rows += len(shard_refs)
         duplicates += sum(ref.duplicate_of is not None for ref in shard_refs)
     fsync_paths([*paths, directory])
-    return InputLists(rows, duplicates, tuple(to_hex(crc32c_file(path)[1]) for path in paths))
+    checksums = tuple(to_hex(crc32c_file(path)[1]) for path in paths)
+    return InputLists(rows, duplicates, dict(columns.ignored), checksums, columns.columns())
 
 
 def check_frozen_inputs(plan: BuildPlan, finished_shards: Container[int]) -> None:

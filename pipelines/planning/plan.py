@@ -17,6 +17,7 @@ from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.source_columns import SourceColumn, columns_from_json
 
 if TYPE_CHECKING:
     from edje_index.bundles.info import BundleInfo
@@ -99,6 +100,7 @@ class BuildPlan:
             number of inputs that are left out because the index or an earlier input has the same content.
         ignored: number of entries of the sources that are not inputs, by suffix or reason.
         input_checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal; empty for a finished index.
+        columns: source columns of the index after the build or append.
     """
 
     root: Path
@@ -109,6 +111,7 @@ class BuildPlan:
     duplicates: int
     ignored: dict[str, int]
     input_checksums: tuple[str, ...] = ()
+    columns: tuple[SourceColumn, ...] = ()
 
     @property
     def is_append(self) -> bool:
@@ -146,6 +149,7 @@ class BuildPlan:
     def write(self) -> None:
         """Store the plan. From then on, an interrupted build can resume."""
         content = {**asdict(self), "version": PLAN_VERSION, "fingerprint": self.fingerprint}
+        content["columns"] = [column.to_json() for column in self.columns]
         del content["root"]
         write_json_atomic(self.path, {**content, "crc32c": json_checksum(content)})
 
@@ -204,6 +208,7 @@ def read_plan(root: Path, *, append: bool = False) -> BuildPlan | None:
             duplicates=int(value["duplicates"]),
             ignored=dict(value["ignored"]),
             input_checksums=tuple(value["input_checksums"]),
+            columns=columns_from_json(value.get("columns", [])),
         )
         intact = value["version"] == PLAN_VERSION and value["crc32c"] == json_checksum(value)
     except (KeyError, TypeError, ValueError) as error:

@@ -76,6 +76,7 @@ def prepare_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
             duplicates=inputs.duplicates,
             ignored=inputs.ignored,
             input_checksums=inputs.checksums,
+            columns=inputs.columns,
         )
         check_index_size(config.out, plan.spec)
         plan.write()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from edje_index.images.inputs import InputRef
+from edje_index.images.inputs import InputRef, metadata_text
 from pipelines.progress.events import OnEvent, Progress
 from pipelines.progress.stopping import JobStopped, ShouldStop
 
@@ -28,6 +28,8 @@ def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_st
         if should_stop():
             raise JobStopped("stopped while listing the sources; nothing was stored")
         digest.update(b"%d %a %d\0" % (ref.offset, ref.size, ref.member) + ref.path + b"\0\n")
+        if ref.metadata is not None:
+            digest.update(metadata_text(ref.metadata).encode())
         if number % _REPORT_EVERY == 0:
             on_event(Progress("listing the sources", number))
         yield ref

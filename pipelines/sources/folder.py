@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from edje_index.images.headers import HEAD_BYTES
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.transient import is_transient, transient_error
+from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
 from pipelines.sources.selection import Ignored, has_image_suffix, ignored_as
 
 _DirectoryId = tuple[int, int]  # device and inode: the same for every path to a directory
@@ -21,7 +24,7 @@ class FolderSource:
 
     In each directory, the files come first and the subdirectories follow, both sorted by the bytes of their names.
     Symbolic links are followed, and each target is used once, at the first path that leads to it. Hidden files and
-    directories are ignored.
+    directories are ignored. The files NAME.json and NAME.txt hold the metadata of the image NAME.jpg.
     """
 
     spec: str
@@ -142,10 +145,13 @@ class _Walk:
         prefix = os.path.join(directory, b"")
         prefix_uri = display_path(prefix)
         linked = self._linked.get(identity, ())
+        sidecars = _sidecars(entries.files)
         for name in sorted([*entries.files, *entries.links]):
             path = prefix + name
             link = name in entries.links
             if link and not self._leads_to_file(path, name, entries):
+                continue
+            if name in sidecars:
                 continue
             ref = self._input(path, name, prefix_uri + display_path(name))
             if ref is None:
@@ -153,7 +159,17 @@ class _Walk:
             if name in linked or (link and ref.problem is None and not self._is_new_target(path)):
                 self._ignored.count("(link seen)")
             else:
-                yield ref
+                yield self._with_metadata(ref, sidecars)
+
+    def _with_metadata(self, ref: InputRef, sidecars: frozenset[bytes]) -> InputRef:
+        stem = os.path.splitext(ref.path)[0]
+        paths = {suffix: stem + suffix.encode() for suffix in SIDECAR_SUFFIXES}
+        read = {
+            suffix: functools.partial(_read_sidecar, path)
+            for suffix, path in paths.items()
+            if os.path.basename(path) in sidecars
+        }
+        return dataclasses.replace(ref, metadata=sidecar_values(read, self._ignored)) if read else ref
 
     def _input(self, path: bytes, name: bytes, uri: str) -> InputRef | None:
         try:
@@ -197,6 +213,23 @@ class _Walk:
             return False
         linked.add(name)
         return True
+
+
+def _sidecars(names: Sequence[bytes]) -> frozenset[bytes]:
+    """Return the names of the metadata files in a directory: NAME.json and NAME.txt, if there is an image NAME.jpg."""
+    stems = {os.path.splitext(name)[0] for name in names if has_image_suffix(name) and not name.startswith(b".")}
+    suffixes = tuple(suffix.encode() for suffix in SIDECAR_SUFFIXES)
+    return frozenset(name for name in names if name.endswith(suffixes) and os.path.splitext(name)[0] in stems)
+
+
+def _read_sidecar(path: bytes) -> bytes:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size > MAX_SIDECAR_BYTES:
+                raise ValueError("too many bytes of metadata")
+            return file.read(MAX_SIDECAR_BYTES)
+    except OSError as error:
+        raise ValueError(problem_of(error)) from error
 
 
 def _directory_id(directory: bytes) -> _DirectoryId:

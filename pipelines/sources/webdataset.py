@@ -1,7 +1,13 @@
-"""A source that is a WebDataset shard: an uncompressed tar archive, read in place."""
+"""A source that is a WebDataset shard: an uncompressed tar archive, read in place.
+
+Members in a row whose paths are equal up to the first dot of the file name form a sample. The `.json` and `.txt` member
+of a sample hold the metadata of its images.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -11,12 +17,15 @@ from edje_index.images.headers import HEAD_BYTES
 from edje_index.images.inputs import InputRef, display_path
 from edje_index.images.tar_members import Kind, TarDamage, TarMember, iter_members
 from pipelines.sources.folder import problem_of
+from pipelines.sources.metadata import MAX_SIDECAR_BYTES, SIDECAR_SUFFIXES, sidecar_values
 from pipelines.sources.selection import Ignored, ignored_as
 
 
 @dataclass
 class WebDatasetSource:
-    """The images in one tar archive, in the order of the archive. Other members are ignored.
+    """The images in one tar archive, in the order of the archive, with the metadata of their samples.
+
+    Members that are neither images nor metadata of an image are ignored.
 
     Links and sparse members become inputs with the problem "unsupported-member". The members after damage are replaced
     by one input with the problem "truncated-archive" or "damaged-archive".
@@ -51,13 +60,29 @@ class WebDatasetSource:
 
     def _members(self, fd: int, uri: str) -> Iterator[InputRef]:
         file_size = os.fstat(fd).st_size
-        for member in iter_members(fd):
-            ref = self._input(fd, uri, member)
-            if member.offset + member.size > file_size and member.kind == Kind.REGULAR:
+        for sample in _samples(fd):
+            cut = [member for member in sample if _ends_after(member, file_size)]
+            yield from self._images(fd, uri, [member for member in sample if member not in cut])
+            if cut:
+                ref = self._input(fd, uri, cut[0])
                 yield InputRef(ref.uri if ref else uri, self.path, problem="truncated-archive")
                 return
-            if ref is not None:
-                yield ref
+
+    def _images(self, fd: int, uri: str, sample: list[TarMember]) -> list[InputRef]:
+        """Return the images of a sample with their metadata. Count the other members."""
+        metadata: dict[str, TarMember] = {}
+        for member in sample:
+            if (suffix := _metadata_suffix(member)) is not None:
+                metadata.setdefault(suffix, member)
+        others = [member for member in sample if member not in metadata.values()]
+        refs = [ref for member in others if (ref := self._input(fd, uri, member)) is not None]
+        if not refs or not metadata:
+            for member in metadata.values():
+                self._input(fd, uri, member)
+            return refs
+        read = {suffix: functools.partial(_read_member, fd, member) for suffix, member in metadata.items()}
+        values = sidecar_values(read, self.ignored)
+        return [dataclasses.replace(ref, metadata=values) for ref in refs]
 
     def _input(self, fd: int, uri: str, member: TarMember) -> InputRef | None:
         if member.kind == Kind.DIRECTORY:
@@ -75,3 +100,40 @@ class WebDatasetSource:
         if member.kind != Kind.REGULAR:
             return InputRef(member_uri, self.path, problem="unsupported-member")
         return InputRef(member_uri, self.path, member.offset, member.size, member=True)
+
+
+def _samples(fd: int) -> Iterator[list[TarMember]]:
+    """Yield the members of each sample. Raise TarDamage after the members before the damage."""
+    sample: list[TarMember] = []
+    try:
+        for member in iter_members(fd):
+            if sample and _sample_key(member) != _sample_key(sample[0]):
+                yield sample
+                sample = []
+            sample.append(member)
+    except TarDamage:
+        yield sample
+        raise
+    yield sample
+
+
+def _sample_key(member: TarMember) -> bytes:
+    folder, slash, base = member.name.rpartition(b"/")
+    return folder + slash + base.partition(b".")[0]
+
+
+def _metadata_suffix(member: TarMember) -> str | None:
+    """Return the suffix of a member that holds metadata of its sample, else None."""
+    stem, dot, suffix = member.name.rpartition(b"/")[2].partition(b".")
+    name = os.fsdecode(dot + suffix).lower()
+    return name if stem and name in SIDECAR_SUFFIXES and member.kind == Kind.REGULAR else None
+
+
+def _ends_after(member: TarMember, file_size: int) -> bool:
+    return member.kind == Kind.REGULAR and member.offset + member.size > file_size
+
+
+def _read_member(fd: int, member: TarMember) -> bytes:
+    if member.size > MAX_SIDECAR_BYTES:
+        raise ValueError(f"{member.size} bytes of metadata")
+    return os.pread(fd, member.size, member.offset)

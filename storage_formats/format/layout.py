@@ -16,6 +16,7 @@ from storage_formats.errors import UsageError
 FORMAT = "edje-index"
 FORMAT_VERSION = "1.0"
 SNAPSHOT_VERSION = "1.1"  # the version of every snapshot but the first
+COLUMNS_VERSION = "1.2"  # the version of every index with source columns
 PAGE_BYTES = 4096
 INDEX_ENTRY_BYTES = 16  # offset and length of the Zarr sharding codec, two uint64
 CRC_BYTES = 4

@@ -16,6 +16,7 @@ from storage_formats.format.checksum import json_checksum
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import FORMAT, FORMAT_VERSION, IndexSpec, Layout, Segment
 from storage_formats.format.shard_table import FileEntry
+from storage_formats.format.source_columns import SourceColumn, columns_from_json
 from storage_formats.format.tombstones import Tombstones, read_tombstones
 
 _MAX_MANIFEST_BYTES = 64 << 20
@@ -100,6 +101,7 @@ class Manifest:
 
     `encoded_from` maps a precision to the earlier precisions of its blocks, in the order of the conversions.
     `shard_table` is the shard table of the first segment, and `further_tables` are those of the other segments.
+    `columns` are the source columns of the rows table.
 
     Example:
         >>> from storage_formats import Manifest
@@ -121,6 +123,7 @@ class Manifest:
     encoded_from: dict[str, tuple[str, ...]] = field(default_factory=dict)
     snapshot: Snapshot = field(default_factory=Snapshot)
     further_tables: tuple[FileEntry, ...] = ()
+    columns: tuple[SourceColumn, ...] = ()
 
     @classmethod
     def load(cls, root: str | Path, snapshot: int | None = None) -> Manifest:
@@ -188,6 +191,8 @@ class Manifest:
         if self.further_tables:
             pairs = zip(spec.used_segments, self.shard_tables, strict=True)
             value["segments"] = [{**asdict(segment), "shard_table": table.to_json()} for segment, table in pairs]
+        if self.columns:
+            value["columns"] = [column.to_json() for column in self.columns]
         write_json_atomic(layout.manifest, {**value, "crc32c": json_checksum(value)})
 
     def _precision_to_json(self, name: str) -> dict[str, Any]:
@@ -313,6 +318,7 @@ def _from_members(value: dict[str, Any]) -> Manifest:
         },
         snapshot=Snapshot.from_json(value),
         further_tables=tuple(table for _, table in segments[1:]),
+        columns=columns_from_json(value.get("columns", [])),
     )
 
 

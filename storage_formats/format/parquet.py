@@ -51,16 +51,30 @@ def read_table(data: bytes, columns: list[str] | None = None) -> pa.Table:
     """
     with open_parquet(pa.py_buffer(data)) as file:
         _check_size(file.metadata, len(data))
-        schema = file.schema_arrow
+        schema, leaves = file.schema_arrow, [file.schema.column(index) for index in range(len(file.schema))]
     names = schema.names if columns is None else columns
     if missing := sorted(set(names) - set(schema.names)):
         raise ValueError(f"the file has no column {missing[0]!r}")
     # Text is read as a dictionary, so that one long value of many rows is in memory once until its size is checked.
-    texts = [field.name for field in schema if field.type in (pa.string(), pa.binary())]
+    texts = [leaf.path for leaf in leaves if leaf.logical_type.type in ("STRING", "NONE") and _is_bytes(leaf)]
     with pq.ParquetFile(pa.py_buffer(data), read_dictionary=texts, pre_buffer=False) as file:
         table = file.read(columns=names, use_threads=False).select(names)
     _check_texts(table, len(data))
     return table.cast(pa.schema([schema.field(name) for name in names]))
+
+
+def read_table_schema(data: bytes) -> pa.Schema:
+    """Return the columns of the table in `data`, the contents of a Parquet file.
+
+    Raises:
+        OSError, pyarrow.ArrowException: `data` is damaged.
+    """
+    with open_parquet(pa.py_buffer(data)) as file:
+        return file.schema_arrow
+
+
+def _is_bytes(leaf: pq.ColumnSchema) -> bool:
+    return bool(leaf.physical_type == "BYTE_ARRAY")
 
 
 class ParquetRowGroups:
@@ -113,9 +127,10 @@ class ParquetRowGroups:
 
 def _check_texts(table: pa.Table, length: int) -> None:
     """Raise ValueError if the decoded texts would take far more memory than the file."""
-    chunks = [chunk for column in table.columns for chunk in column.chunks if pa.types.is_dictionary(chunk.type)]
+    values = (pc.list_flatten(column) if pa.types.is_list(column.type) else column for column in table.columns)
+    chunks = [chunk for column in values for chunk in column.chunks if pa.types.is_dictionary(chunk.type)]
     lengths = [pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in chunks]
-    total = sum(pc.sum(values).as_py() or 0 for values in lengths)
+    total = sum(pc.sum(each).as_py() or 0 for each in lengths)
     if total > max(_MIN_TEXT_BYTES, _MAX_TEXT_EXPANSION * length):
         raise ValueError(f"the file claims {total} bytes of text, too many for its length of {length} bytes")
 
@@ -126,5 +141,6 @@ def _check_size(metadata: pq.FileMetaData, length: int) -> None:
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
     decoded = sum(group.column(index).total_uncompressed_size for group in groups for index in range(group.num_columns))
-    if rows > _MAX_ROWS_PER_BYTE * length or decoded > _MAX_EXPANSION * length:
+    values = max((group.column(index).num_values for group in groups for index in range(group.num_columns)), default=0)
+    if max(rows, values) > _MAX_ROWS_PER_BYTE * length or decoded > _MAX_EXPANSION * length:
         raise ValueError(f"the file claims {rows} rows of {decoded} bytes, too many for its length of {length} bytes")

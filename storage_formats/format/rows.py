@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +12,24 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage_formats.atomic import naming
-from storage_formats.errors import CorruptIndexError, RowIdError
+from storage_formats.errors import CorruptIndexError, RowIdError, UsageError
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.parquet import read_table
+from storage_formats.format.parquet import read_table, read_table_schema
 from storage_formats.format.shard_table import FileEntry, check_content
+from storage_formats.format.source_columns import (
+    BOOL,
+    FLOAT64,
+    INT64,
+    STRING,
+    STRINGS,
+    TIMESTAMP,
+    SourceColumn,
+    Value,
+    as_type,
+)
 from storage_formats.format.tombstones import rows_in_use
 from storage_formats.row_ids import RowIds, check_row_ids
 
@@ -44,6 +55,15 @@ ROW_SCHEMA = pa.schema(
         pa.field("encode_seconds", pa.float32()),
     ]
 )
+ARROW_TYPES = {
+    BOOL: pa.bool_(),
+    INT64: pa.int64(),
+    FLOAT64: pa.float64(),
+    STRING: pa.string(),
+    TIMESTAMP: pa.timestamp("us", tz="UTC"),
+    STRINGS: pa.list_(pa.string()),
+}
+"""The Arrow type of each type of source column."""
 TIMING_COLUMNS = ("read_seconds", "decode_seconds", "encode_seconds")
 
 
@@ -77,6 +97,31 @@ def rows_table(entries: Sequence[RowEntry]) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=ROW_SCHEMA)
 
 
+def row_schema(source_columns: Iterable[SourceColumn]) -> pa.Schema:
+    """Return the columns of a rows table: those of `ROW_SCHEMA`, then the source columns."""
+    return pa.schema([*ROW_SCHEMA, *(pa.field(column.name, ARROW_TYPES[column.type]) for column in source_columns)])
+
+
+def with_source_values(
+    table: pa.Table, source_columns: Iterable[SourceColumn], rows: Sequence[Mapping[str, Value] | None]
+) -> pa.Table:
+    """Return `table` with the source columns added.
+
+    Args:
+        table: standard columns of k rows.
+        source_columns: the columns to add.
+        rows: values of each row by name of the column, k mappings; None for a row without values.
+
+    Raises:
+        ValueError, TypeError: a column cannot hold one of its values.
+    """
+    for column in source_columns:
+        values = [(row or {}).get(column.name) for row in rows]
+        typed = [None if value is None else as_type(value, column.type) for value in values]
+        table = table.append_column(column.name, pa.array(typed, ARROW_TYPES[column.type]))
+    return table
+
+
 def write_rows(path: Path, table: pa.Table) -> None:
     """Write the rows of one shard as a Parquet file, compressed with zstd."""
     with naming(path):
@@ -84,31 +129,76 @@ def write_rows(path: Path, table: pa.Table) -> None:
 
 
 def read_shard_rows(
-    layout: Layout, shard: int, columns: list[str] | None = None, committed: FileEntry | None = None
+    layout: Layout,
+    shard: int,
+    columns: list[str] | None = None,
+    committed: FileEntry | None = None,
+    source_columns: Iterable[SourceColumn] = (),
 ) -> pa.Table:
     """Read the rows of one shard, in row order.
 
     Args:
         layout: layout of the index.
         shard: shard number.
-        columns: names of the columns to read. None reads all columns.
+        columns: names of the columns to read. None reads all standard columns and all `source_columns`.
         committed: entry of the file in the shard table, to compare with the file. None skips the comparison, for
             example during a build.
+        source_columns: source columns of the index. A column that the file lacks is null. A column of a narrower type
+            is converted.
 
     Raises:
         CorruptIndexError: the file is missing, is not a rows table, or differs from the committed file.
     """
     path = layout.rows_file(shard)
-    schema = ROW_SCHEMA if columns is None else pa.schema([ROW_SCHEMA.field(name) for name in columns])
+    schema = row_schema(source_columns)
+    if columns is not None:
+        check_names(columns, schema.names)
+        schema = pa.schema([schema.field(name) for name in columns])
     try:
         data = read_index_file(layout.root, path)
         if committed is not None:
             check_content(path, committed, data)
-        return read_table(data, columns).cast(schema)
-    except (OSError, ValueError, pa.ArrowException) as error:  # damaged names and text raise ValueError
+        return _with_schema(data, schema)
+    except (OSError, ValueError, TypeError, pa.ArrowException) as error:  # damaged names and text raise ValueError
         raise CorruptIndexError(
             f"cannot read the rows of shard {shard} ({path}): {error}; run 'edje-index verify'"
         ) from error
+
+
+def check_names(columns: Iterable[str], names: Sequence[str]) -> None:
+    """Raise UsageError if one of `columns` is not in `names`, the names of the columns of a rows table."""
+    if unknown := sorted(set(columns) - set(names)):
+        raise UsageError(f"the rows have no column {unknown[0]}; choose from: {', '.join(names)}", parameter="columns")
+
+
+def _with_schema(data: bytes, schema: pa.Schema) -> pa.Table:
+    """Read the columns of `schema` from a Parquet file. Source columns that the file lacks are null."""
+    source_names = set(schema.names) - set(ROW_SCHEMA.names)
+    lacking = source_names - set(read_table_schema(data).names) if source_names else set()
+    table = read_table(data, [name for name in schema.names if name not in lacking])
+    if not source_names:
+        return table.cast(schema)
+    arrays = []
+    for field in schema:
+        if field.name in lacking:
+            arrays.append(pa.nulls(len(table), field.type))
+        elif field.name in source_names:
+            arrays.append(_as_arrow_type(table[field.name], field.type))
+        else:
+            arrays.append(table[field.name].cast(field.type))
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _as_arrow_type(column: pa.ChunkedArray, arrow_type: pa.DataType) -> pa.ChunkedArray:
+    """Convert a stored source column to the type that it has in the index."""
+    stored = next((each for each in ARROW_TYPES.values() if column.type == each), None)
+    if stored is None:
+        raise ValueError(f"a column has the type {column.type}, which is not a type of source columns")
+    if stored == arrow_type:
+        return column.cast(arrow_type)
+    wide = next(name for name, each in ARROW_TYPES.items() if each == arrow_type)
+    values = [None if value is None else as_type(value, wide) for value in column.to_pylist()]
+    return pa.chunked_array([pa.array(values, arrow_type)])
 
 
 def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
@@ -124,7 +214,7 @@ def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> It
     spec = index.manifest.spec
     names = None if columns is None else list(columns)
     for shard, committed in _rows_files(index, spec.shard_numbers()).items():
-        table = read_shard_rows(Layout(index.root), shard, names, committed)
+        table = read_shard_rows(Layout(index.root), shard, names, committed, index.manifest.columns)
         is_deleted = index.deleted.contain(np.array(spec.shard_rows(shard)))
         yield table.filter(pa.array(~is_deleted)) if is_deleted.any() else table
 
@@ -147,7 +237,8 @@ def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str
 
     Raises:
         RowIdError: a row id is out of range, belongs to no input, or was deleted (`DeletedRowError`).
-        UsageError, IncompleteIndexError: see `Manifest.load`.
+        UsageError: there is no index at `root`, or the rows have no such column.
+        IncompleteIndexError: see `Manifest.load`.
         CorruptIndexError: `index.json` or a file with requested rows is damaged.
 
     Example:
@@ -169,10 +260,13 @@ def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, column
     if len(unused := ids[~rows_in_use(ids, spec)]):
         raise RowIdError(f"row id {unused[0]} belongs to no input: no segment of the index holds this row")
     if not len(ids):
-        return ROW_SCHEMA.empty_table().select(columns or ROW_SCHEMA.names)
+        schema = row_schema(index.manifest.columns)
+        check_names(columns or (), schema.names)
+        return schema.empty_table().select(columns or schema.names)
     shards, shard_indices = np.unique(ids // spec.shard_size, return_inverse=True)
     files = _rows_files(index, shards.tolist())
-    tables = [read_shard_rows(Layout(index.root), shard, columns, committed) for shard, committed in files.items()]
+    layout, source_columns = Layout(index.root), index.manifest.columns
+    tables = [read_shard_rows(layout, shard, columns, entry, source_columns) for shard, entry in files.items()]
     starts = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
     line_indices = starts[shard_indices] + ids % spec.shard_size
     # pa.array would import pandas, if that is installed, which takes longer than reading the rows.

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.layout import COLUMNS_VERSION, FORMAT_VERSION, IndexSpec, Layout
 from storage_formats.format.manifest import Counts, Manifest, created_by
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.shard_table import write_shard_table
+from storage_formats.format.source_columns import SourceColumn
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def finish_index(
     receipts: Sequence[ShardReceipt],
     provenance: Provenance,
     ann: dict[str, Any],
+    columns: Sequence[SourceColumn] = (),
 ) -> Manifest:
     """Commit the index: write the shard table, then `index.json`. Then remove `build/`.
 
@@ -83,6 +85,7 @@ def finish_index(
         receipts: one receipt per shard, in any order.
         provenance: how the index was made.
         ann: description of the nearest-neighbour index in `ann/`, with `files` as in SPEC.md section 10.
+        columns: source columns of the rows table.
 
     Raises:
         CorruptIndexError: a shard has no receipt, or inputs differ from indexed + duplicates + failed.
@@ -100,6 +103,8 @@ def finish_index(
         shard_table=table,
         ann=ann,
         created_by=created_by(),
+        format_version=COLUMNS_VERSION if columns else FORMAT_VERSION,
+        columns=tuple(columns),
     )
     manifest.write(layout)
     remove_build(layout)

@@ -20,7 +20,7 @@ from storage_formats.codecs import precisions
 from storage_formats.errors import RowIdError, UsageError
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import SNAPSHOT_VERSION, IndexSpec, Layout
+from storage_formats.format.layout import COLUMNS_VERSION, SNAPSHOT_VERSION, IndexSpec, Layout
 from storage_formats.format.manifest import CommittedIndex, Manifest, Snapshot, created_by, earlier_snapshots
 from storage_formats.format.shard_table import FileEntry, read_shard_table
 from storage_formats.format.tombstones import rows_in_use
@@ -54,7 +54,8 @@ def commit_snapshot(index: CommittedIndex, changed: Manifest, change: dict[str, 
         deleted=changed.snapshot.deleted,
         deleted_rows=changed.snapshot.deleted_rows,
     )
-    manifest = replace(changed, snapshot=snapshot, format_version=SNAPSHOT_VERSION, created_by=created_by())
+    format_version = COLUMNS_VERSION if changed.columns else SNAPSHOT_VERSION
+    manifest = replace(changed, snapshot=snapshot, format_version=format_version, created_by=created_by())
     kept = layout.snapshot(current.snapshot.number)
     make_directories(kept.parent)
     write_bytes_atomic(kept, read_index_file(layout.root, layout.manifest))

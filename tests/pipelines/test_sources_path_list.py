@@ -46,7 +46,12 @@ def test_paths_in_their_order(tmp_path: Path, suffix: str) -> None:
     refs = scan(write_list(tmp_path / f"list{suffix}", values))
     assert [ref.problem for ref in refs] == [None, None, None, "missing", "unreadable"]
     assert [read_bytes(ref).decode() for ref in refs[:3]] == ["b.jpg", 'é, "x".jpg', "b.jpg"]
-    assert refs[0] == InputRef(f"{tmp_path}/photos/b.jpg", os.fsencode(tmp_path / "photos/b.jpg"), size=5)
+    assert refs[0] == InputRef(
+        f"{tmp_path}/photos/b.jpg",
+        os.fsencode(tmp_path / "photos/b.jpg"),
+        size=5,
+        metadata={"id": 0 if suffix != ".csv" else "0"},
+    )
     assert refs[3].uri == f"{tmp_path}/photos/gone.jpg"
 
 

@@ -53,7 +53,9 @@ def test_image_members_are_inputs(tmp_path: Path, form: int) -> None:
     refs, ignored = scan(path)
     assert [ref.uri for ref in refs] == [f"{path}!0001.jpg", f"{path}!0002.png"]
     assert [read_bytes(ref) for ref in refs] == [b"first", b"x" * 512]
-    assert ignored == {".txt": 1, ".json": 1}
+    assert refs[0].metadata == {"captions": ["caption"]}
+    assert refs[1].metadata is None
+    assert ignored == {}
 
 
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])

@@ -1,0 +1,147 @@
+"""Reads the entries of a list of paths: a Parquet, CSV or JSON Lines file. The file is streamed."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+from edje_index.filesystem import read_json_lines
+from pipelines.sources.metadata import BAD_NAME
+from pipelines.sources.selection import Ignored
+from storage_formats.errors import UsageError
+from storage_formats.format.source_columns import PlainText
+
+Entry: TypeAlias = tuple[int, dict[Any, Any]]
+"""The number of an entry and its values by name of the column. The values are empty if the entry cannot be read."""
+
+BINARY = "(binary column)"
+MORE_FIELDS = "(fields without a column)"
+_PARQUET_BATCH = 8192
+
+
+def json_entries(path: bytes) -> Iterator[Entry]:
+    """Yield the line number and the object of each line of a JSON Lines file."""
+    for line in read_json_lines(path, decode_errors="surrogateescape"):  # file names need not be UTF-8
+        yield line.number, line.value if isinstance(line.value, dict) else {}
+
+
+def csv_rows(path: bytes) -> Iterator[tuple[int, list[str] | None]]:
+    """Yield the line number and the fields of each row, starting with the header. Invalid rows have the fields None."""
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.reader(file)
+        while True:
+            try:
+                row: list[str] | None = next(rows)
+            except StopIteration:
+                return
+            except csv.Error:
+                row = None
+            if row != []:
+                yield rows.line_num, row
+
+
+def csv_entries(path: bytes, ignored: Ignored) -> Iterator[Entry]:
+    """Yield the entries of a CSV file. Empty fields are left out. If two columns share a name, the first counts."""
+    rows = csv_rows(path)
+    names = next(rows)[1] or []
+    for _ in range(len(names) - len(set(names))):
+        ignored.count(BAD_NAME)
+    for number, row in rows:
+        values: dict[Any, Any] = {}
+        for name, text in zip(names, row or [], strict=False):
+            if text:
+                values.setdefault(name, PlainText(text))
+        if len(row or []) > len(names):
+            ignored.count(MORE_FIELDS)
+        yield number, values
+
+
+def parquet_text_columns(path: bytes) -> list[str]:
+    """Return the names of the columns of a Parquet file that can hold paths."""
+    import pyarrow as pa
+
+    from storage_formats.format.parquet import open_parquet
+
+    with open_parquet(os.fsdecode(path)) as file:
+        schema = file.schema_arrow
+    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    types = [(item.name, item.type.value_type if pa.types.is_dictionary(item.type) else item.type) for item in schema]
+    return [name for name, value_type in types if any(test(value_type) for test in is_text)]
+
+
+def parquet_entries(path: bytes, path_column: str, spec: str, ignored: Ignored) -> Iterator[Entry]:
+    """Yield the entries of a Parquet file, numbered from 1. Columns with binary values are counted in `ignored`.
+
+    Args:
+        path: path of the file.
+        path_column: name of the column with the paths, which may be binary.
+        spec: the file as the user wrote it, for error messages.
+        ignored: counts the columns that are left out.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    import pyarrow as pa
+
+    from storage_formats.format.parquet import iter_batches, open_parquet
+
+    number = 0
+    try:
+        with open_parquet(os.fsdecode(path)) as file:
+            names = _readable_columns(file.schema_arrow, path_column, ignored)
+            for batch in iter_batches(file, _PARQUET_BATCH, names):
+                positions = [batch.schema.get_all_field_indices(name)[0] for name in names]
+                columns = [_to_python(batch.column(position)) for position in positions]
+                for values in zip(*columns, strict=True):
+                    number += 1
+                    yield number, dict(zip(names, values, strict=True))
+    except (OSError, pa.ArrowException) as error:
+        raise UsageError(f"the list {spec} is damaged after row {number}: {error}; write the list again") from error
+
+
+def _readable_columns(schema: Any, path_column: str, ignored: Ignored) -> list[str]:
+    """Return the names of the path column and of the columns without binary values. Count the other columns."""
+    copies = Counter(schema.names)
+    names = [path_column]
+    for field in schema:
+        if field.name == path_column:
+            continue
+        if copies[field.name] > 1:
+            ignored.count(BAD_NAME)
+        elif _holds_binary(field.type):
+            ignored.count(BINARY)
+        else:
+            names.append(field.name)
+    return names
+
+
+def _holds_binary(arrow_type: Any) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(arrow_type):
+        return _holds_binary(arrow_type.value_type)
+    tests = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
+    fields = [arrow_type.field(index) for index in range(arrow_type.num_fields)]
+    return any(test(arrow_type) for test in tests) or any(_holds_binary(field.type) for field in fields)
+
+
+def _to_python(column: Any) -> Sequence[Any]:
+    """Return the values of an Arrow column as Python objects.
+
+    If a text is not UTF-8, all texts become bytes. If a value has no Python object, all values become text.
+    """
+    import pyarrow as pa
+
+    values: list[Any]
+    if pa.types.is_timestamp(column.type):
+        column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
+    try:
+        values = column.to_pylist()
+    except UnicodeDecodeError:
+        values = column.cast(pa.binary()).to_pylist()
+    except (ValueError, OverflowError):  # a date after the year 9999, for example
+        values = column.cast(pa.string()).to_pylist()
+    return values

@@ -1,0 +1,177 @@
+"""The source columns of the rows table: their names and types (SPEC.md section 9).
+
+A source column holds one value per row that a source of images brought along, such as a caption or a licence.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Value: TypeAlias = bool | int | float | str | datetime.datetime | list[str]
+"""A value of a source column. A `datetime` has a time zone."""
+
+BOOL, INT64, FLOAT64, STRING, TIMESTAMP, STRINGS = "bool", "int64", "float64", "string", "timestamp", "list<string>"
+TYPES = (BOOL, INT64, FLOAT64, STRING, TIMESTAMP, STRINGS)
+"""The types of source columns."""
+
+MAX_COLUMNS = 256
+MAX_NAME_BYTES = 128
+MAX_SHARD_BYTES = 48 << 20
+"""Largest number of bytes of source values in one shard, as JSON in UTF-8."""
+MAX_ROW_BYTES = 16 << 10
+"""Largest number of bytes of source values in one row, as JSON in UTF-8."""
+
+_KINDS = ("bool", "int", "big-int", "float", "text", "timestamp", "texts")
+_TYPES_OF_KINDS = (
+    ({"bool"}, BOOL),
+    ({"int", "big-int"}, INT64),
+    ({"int", "float"}, FLOAT64),
+    ({"timestamp"}, TIMESTAMP),
+)
+_EXACT_IN_FLOAT64 = 1 << 53
+_RESERVED_PREFIX = "edje_"
+_RENAMED_PREFIX = "source_"
+_INTEGER = re.compile(r"0|-?[1-9]\d{0,17}")
+_FRACTION = re.compile(r"-?(0|[1-9]\d*)(\.\d+([eE][+-]?\d{1,2})?|[eE][+-]?\d{1,2})")
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+
+
+class PlainText(str):
+    """A text from a format without types, such as CSV. Its kind follows from how it is written."""
+
+
+@dataclass(frozen=True)
+class SourceColumn:
+    """A source column of an index.
+
+    Attributes:
+        name: name of the column in the rows table.
+        kinds: kinds of the values that the column holds, sorted. They determine the type of the column.
+        values: number of rows that have a value, including deleted rows.
+
+    Example:
+        >>> from storage_formats.format.source_columns import SourceColumn
+        >>> SourceColumn("rating", ("float", "int"), 120).type
+        'float64'
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    values: int
+
+    @property
+    def type(self) -> str:
+        """Type of the column, one of `TYPES`. No conversion of a value to this type loses information."""
+        kinds = set(self.kinds)
+        exact = (name for accepted, name in _TYPES_OF_KINDS if kinds <= accepted)
+        return STRINGS if "texts" in kinds else next(exact, STRING)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of the column in `index.json`."""
+        return {"name": self.name, "type": self.type, "kinds": list(self.kinds), "values": self.values}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> SourceColumn:
+        """Read the entry of a column. Raises KeyError, TypeError or ValueError if the entry is not valid."""
+        column = cls(str(value["name"]), tuple(str(kind) for kind in value["kinds"]), int(value["values"]))
+        is_known = bool(column.kinds) and set(column.kinds) <= set(_KINDS) and column.type == value["type"]
+        if not is_known or not is_allowed(column.name) or column.values < 0:
+            raise ValueError(f"{dict(value)} is not a source column")
+        return column
+
+
+def columns_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[SourceColumn, ...]:
+    """Read the source columns of an index. Raises KeyError, TypeError or ValueError if they are not valid."""
+    columns = tuple(map(SourceColumn.from_json, values))
+    if len(columns) > MAX_COLUMNS or len({column.name for column in columns}) < len(columns):
+        raise ValueError(f"{len(columns)} source columns: too many, or two of them have the same name")
+    return columns
+
+
+def merge_columns(*tables: Iterable[SourceColumn]) -> tuple[SourceColumn, ...]:
+    """Return the columns of several sets of rows together. Their kinds are united and their values are added."""
+    merged: dict[str, SourceColumn] = {}
+    for column in (column for table in tables for column in table):
+        other = merged.get(column.name, SourceColumn(column.name, (), 0))
+        kinds = tuple(sorted({*other.kinds, *column.kinds}))
+        merged[column.name] = SourceColumn(column.name, kinds, other.values + column.values)
+    return tuple(merged.values())
+
+
+def is_allowed(name: str) -> bool:
+    """Whether a source column may have this name: not empty, printable, and short enough."""
+    if not name.strip() or _UNPRINTABLE.search(name):
+        return False
+    return len(name.encode()) <= MAX_NAME_BYTES
+
+
+def stored_name(name: str, standard_names: Iterable[str]) -> str:
+    """Return the name under which a column of a source is stored. Two columns never get the same name.
+
+    A name that the rows table itself uses or reserves gets the prefix "source_".
+    """
+    unprefixed = name
+    while unprefixed.startswith(_RENAMED_PREFIX):
+        unprefixed = unprefixed.removeprefix(_RENAMED_PREFIX)
+    is_taken = unprefixed in standard_names or unprefixed.startswith(_RESERVED_PREFIX)
+    return f"{_RENAMED_PREFIX}{name}" if is_taken else name
+
+
+def kind_of(value: Value) -> str:
+    """Return the kind of a value: "bool", "int", "big-int", "float", "text", "timestamp" or "texts".
+
+    A "big-int" is an integer that float64 cannot hold exactly.
+    """
+    if isinstance(value, PlainText):
+        return _kind_of_plain(value)
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return "int" if abs(value) <= _EXACT_IN_FLOAT64 else "big-int"
+    if isinstance(value, float):
+        return "float"
+    if isinstance(value, str):
+        return "text"
+    return "timestamp" if isinstance(value, datetime.datetime) else "texts"
+
+
+def _kind_of_plain(text: str) -> str:
+    if text.lower() in ("true", "false"):
+        return "bool"
+    if _INTEGER.fullmatch(text):
+        return "int" if abs(int(text)) <= _EXACT_IN_FLOAT64 else "big-int"
+    return "float" if _FRACTION.fullmatch(text) else "text"
+
+
+def text_of(value: Value) -> str:
+    """Return a value as text: a string as it is, a timestamp in ISO 8601, another value as in JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, datetime.datetime):
+        return value.astimezone(datetime.UTC).isoformat()
+    return json.dumps(value, ensure_ascii=False)
+
+
+def as_type(value: Value, column_type: str) -> Value:
+    """Convert a value to the type of its column. Numbers, truth values and timestamps may be given as text.
+
+    Raises:
+        ValueError, TypeError: the column cannot hold the value.
+    """
+    if column_type == STRINGS:
+        return value if isinstance(value, list) else [text_of(value)]
+    if column_type == STRING:
+        return text_of(value)
+    if isinstance(value, list):
+        raise TypeError(f"a column of type {column_type} cannot hold a list")
+    if column_type == TIMESTAMP:
+        return value if isinstance(value, datetime.datetime) else datetime.datetime.fromisoformat(str(value))
+    if column_type == BOOL:
+        return value.lower() == "true" if isinstance(value, str) else bool(value)
+    assert not isinstance(value, datetime.datetime)
+    return int(value) if column_type == INT64 else float(value)

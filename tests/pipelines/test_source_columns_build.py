@@ -1,0 +1,222 @@
+"""Builds and appends store what the sources say about their images as typed columns."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import decimal
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from edje_index.images.inputs import InputRef
+from pipelines.planning.columns import CollectedColumns
+from pipelines.sources import count_ignored, iter_all, open_source, open_sources
+from storage_formats import Manifest, read_rows, verify_index
+from storage_formats.format.source_columns import MAX_COLUMNS, PlainText
+from tests.pipelines.conftest import write_photo
+
+FIXED = ["--engine", "inline", "--shard-size", 4, "--batch-size", 2, "--threads", 1, "--device", "cpu"]
+
+
+def write_lines(path: Path, records: list[dict]) -> Path:
+    path.write_text("\n".join(json.dumps(record) for record in records))
+    return path
+
+
+@pytest.fixture
+def listed(tmp_path):
+    """Six photos with captions in JSON Lines, in shards of four."""
+    for number in range(8):
+        write_photo(tmp_path / f"{number}.jpg", number)
+    records = [{"path": f"{number}.jpg", "captions": [f"photo {number}"]} for number in range(6)]
+    records[0] |= {"rating": 3, "width": 640, "source_width": 1, "licence": None}
+    records[4] |= {"rating": 4.5, "safe": True, "captions": "one", "exif": {"make": "Leica"}, "bad\nname": 1}
+    return write_lines(tmp_path / "list.jsonl", records)
+
+
+def test_a_build_and_an_append_store_typed_columns(run, tmp_path, listed, tiny_bundle):
+    index = tmp_path / "i"
+    build = ["build", listed, "--out", index, "--model", tiny_bundle, *FIXED]
+    code, _, err = run(*build)
+    assert code == 0
+    assert "(column name not allowed) 1" in err
+    stock = pq.read_table(index / "rows")
+    assert stock["captions"].to_pylist() == [*([f"photo {number}"] for number in range(4)), ["one"], ["photo 5"]]
+    assert stock["rating"].to_pylist() == [3.0, None, None, None, 4.5, None]
+    assert stock["source_width"].to_pylist() == [640, *[None] * 5]
+    assert stock["source_source_width"].to_pylist() == [1, *[None] * 5]
+    assert stock["exif"].to_pylist()[4] == '{"make": "Leica"}'
+    assert stock["width"].to_pylist() == [32] * 6
+    described = {column.name: (column.type, column.values) for column in Manifest.load(index).columns}
+    assert described == {
+        "captions": ("list<string>", 6), "exif": ("string", 1), "rating": ("float64", 2), "safe": ("bool", 1),
+        "source_source_width": ("int64", 1), "source_width": ("int64", 1),
+    }  # fmt: skip
+    assert run(*build)[0] == 0  # finished, and the sources have not changed
+
+    further = write_lines(tmp_path / "more.jsonl", [{"path": "6.jpg", "safe": "unknown", "tags": ["a"]}])
+    assert run("append", index, further, "--engine", "inline")[0] == 0
+    assert verify_index(index) == []
+    rows = read_rows(index, columns=["safe", "tags", "rating"]).to_pylist()
+    assert rows[4:] == [
+        {"safe": "true", "tags": None, "rating": 4.5},
+        {"safe": None, "tags": None, "rating": None},
+        {"safe": "unknown", "tags": ["a"], "rating": None},
+    ]
+    assert read_rows(index, [8], ["uri"])["uri"].to_pylist() == [str(tmp_path / "6.jpg")]
+    assert {column.name: column.type for column in Manifest.load(index, 0).columns}["safe"] == "bool"
+    assert run("rollback", index, 0)[0] == 0
+    assert read_rows(index, [4], ["safe"])["safe"].to_pylist() == [True]
+
+
+def test_changed_metadata_is_a_changed_source(run, tmp_path, listed, tiny_bundle):
+    build = ["build", listed, "--out", tmp_path / "i", "--model", tiny_bundle, *FIXED]
+    assert run(*build)[0] == 0
+    listed.write_text(listed.read_text().replace("photo 5", "photo V"))
+    code, _, err = run(*build)
+    assert code == 2
+    assert "the sources have changed" in err
+
+
+def scan(*specs: Path) -> tuple[list[InputRef], dict[str, int]]:
+    sources = open_sources(map(str, specs))
+    return list(iter_all(sources)), count_ignored(sources)
+
+
+def test_files_beside_images_as_img2dataset_writes_them(tmp_path):
+    for number in range(3):
+        write_photo(tmp_path / "00000" / f"{number}.jpg", number)
+    folder = tmp_path / "00000"
+    info = {"caption": "a dog", "url": "https://example.org/0.jpg", "key": "0", "width": 256, "exif": "{}", "n": None}
+    (folder / "0.json").write_text(json.dumps(info))
+    (folder / "0.txt").write_text("a dog\n\n ein Hund \n")
+    (folder / "1.json").write_text("{")
+    (folder / "2.json").write_bytes(b"[" * 50_000)
+    (folder / "2.txt").write_bytes(b"\xff")
+    (folder / "readme.txt").write_text("not of an image")
+    refs, ignored = scan(tmp_path)
+    assert refs[0].metadata == {
+        "caption": "a dog", "url": "https://example.org/0.jpg", "key": "0", "source_width": 256, "exif": "{}",
+        "captions": ["a dog", "ein Hund"],
+    }  # fmt: skip
+    assert [ref.metadata for ref in refs[1:]] == [None, None]
+    assert ignored == {"(unreadable metadata)": 3, ".txt": 1}
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def test_members_of_a_sample_in_any_order(tmp_path):
+    sample = [("a/1.json", b'{"score": 0.5, "captions": ["x"]}'), ("a/1.jpg", b"one"), ("a/1.txt", b"caption"),
+              ("a/1.cls", b"3"), ("b/1.txt", b"lost"), ("2.png", b"two"), ("a/1.json", b'{"late": 1}')]  # fmt: skip
+    refs, ignored = scan(write_tar(tmp_path / "a.tar", sample))
+    assert [ref.metadata for ref in refs] == [{"score": 0.5, "captions": ["x"]}, None]
+    assert ignored == {".cls": 1, ".txt": 1, ".json": 1}
+
+
+def test_metadata_before_the_damage_of_an_archive_is_kept(tmp_path):
+    path = write_tar(tmp_path / "a.tar", [("1.jpg", b"one"), ("1.txt", b"caption"), ("2.jpg", b"x" * 5000)])
+    path.write_bytes(path.read_bytes()[:4000])
+    refs, _ = scan(path)
+    assert [(ref.problem, ref.metadata) for ref in refs] == [
+        (None, {"captions": ["caption"]}),
+        ("truncated-archive", None),
+    ]
+
+
+def test_values_of_a_parquet_list(tmp_path):
+    when = datetime.datetime(2024, 5, 6, 7, 8, 9, 123456)
+    table = pa.table(
+        {
+            "path": ["a.jpg"],
+            "when": pa.array([when], pa.timestamp("ns")),
+            "day": pa.array([when.date()]),
+            "late": pa.array([2**62], pa.timestamp("us")),
+            "local": pa.array([when], pa.timestamp("us", "America/New_York")),
+            "price": pa.array([decimal.Decimal("1.00")]),
+            "tags": [["a", "b"]],
+            "counts": [[1, 2]],
+            "kind": pa.array(["cat"]).dictionary_encode(),
+            "thumb": [b"\xff"],
+            "image": [{"bytes": b"x"}],
+            "big": pa.array([2**64 - 1], pa.uint64()),
+            "half": pa.array([0.5], pa.float32()),
+        }
+    )
+    pq.write_table(table, tmp_path / "list.parquet")
+    (ref,), ignored = scan(tmp_path / "list.parquet")
+    utc = datetime.UTC
+    assert ref.metadata == {
+        "when": when.replace(tzinfo=utc), "day": datetime.datetime(2024, 5, 6, tzinfo=utc),
+        "late": ref.metadata["late"], "local": when.replace(tzinfo=utc), "price": "1.00", "tags": ["a", "b"],
+        "counts": "[1, 2]", "kind": "cat", "big": str(2**64 - 1), "half": 0.5,
+    }  # fmt: skip
+    assert isinstance(ref.metadata["late"], str)
+    assert ignored == {"(binary column)": 2}
+
+
+def test_values_of_a_csv_list(tmp_path):
+    with (tmp_path / "list.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["path", "n", "n", ""], ["a.jpg", "7", "8", "x"], ["b.jpg", "", "", "", "more"]])
+    refs, ignored = scan(tmp_path / "list.csv")
+    assert [ref.metadata for ref in refs] == [{"n": "7"}, None]
+    assert isinstance(refs[0].metadata["n"], PlainText)
+    assert ignored == {"(column name not allowed)": 2, "(fields without a column)": 1}
+
+
+def test_lone_surrogates_are_escaped(tmp_path):
+    (tmp_path / "list.jsonl").write_bytes(
+        b'{"path": "a.jpg", "t": "\\ud800\xff", "l": ["\\ud800"], "d": {"k": "\\ud800"}}'
+    )
+    (ref,), _ = scan(tmp_path / "list.jsonl")
+    assert ref.metadata == {"t": "\\ud800\\udcff", "l": ["\\ud800"], "d": '{"k": "\\ud800"}'}
+
+
+def add(collected: CollectedColumns, **metadata: object) -> dict | None:
+    return collected.add(InputRef("a", b"a", metadata=metadata)).metadata
+
+
+def test_too_many_columns_and_too_long_values_are_counted():
+    collected = CollectedColumns(shard_size=4)
+    assert add(collected, text="x" * 20_000, n=1) == {"n": 1}
+    assert add(collected, text="x" * 20_000) is None
+    assert collected.ignored == {"(metadata too long)": 2}
+    assert len(add(collected, **{f"c{number}": number for number in range(300)})) == MAX_COLUMNS - 1
+    assert add(collected, late=1, n=2) == {"n": 2}
+    assert collected.ignored == {"(metadata too long)": 2, "(too many metadata columns)": 46}
+    assert len(collected.columns()) == MAX_COLUMNS
+
+
+def test_long_shards_take_less_per_row():
+    collected = CollectedColumns(shard_size=1 << 16)
+    assert add(collected, text="x" * 1000) is None
+    assert add(collected, text="x" * 600) is not None
+
+
+def test_an_older_plan_has_no_metadata(tmp_path):
+    from edje_index.images.inputs import read_inputs, write_inputs
+
+    write_inputs(
+        tmp_path / "new", [InputRef("a", b"a", metadata={"when": datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC)})]
+    )
+    assert read_inputs(tmp_path / "new")[0].metadata == {"when": "2024-01-01T00:00:00+00:00"}
+    pq.write_table(pq.read_table(tmp_path / "new").drop_columns(["metadata"]), tmp_path / "old")
+    assert read_inputs(tmp_path / "old") == [InputRef("a", b"a")]
+
+
+def test_one_image_is_no_list(tmp_path):
+    write_photo(tmp_path / "a.jpg", 1)
+    (ref,) = open_source(str(tmp_path / "a.jpg")).iter_inputs()
+    assert ref.metadata is None

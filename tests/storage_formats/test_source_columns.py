@@ -1,0 +1,254 @@
+"""Source columns keep every value, in types that do not depend on the order of the rows. Stock readers agree."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage_formats import CorruptIndexError, Manifest, UsageError, read_rows, verify_index
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.parquet import read_table
+from storage_formats.format.rows import (
+    ARROW_TYPES,
+    ROW_SCHEMA,
+    RowEntry,
+    read_shard_rows,
+    rows_table,
+    with_source_values,
+    write_rows,
+)
+from storage_formats.format.source_columns import (
+    MAX_COLUMNS,
+    PlainText,
+    SourceColumn,
+    as_type,
+    columns_from_json,
+    is_allowed,
+    kind_of,
+    merge_columns,
+    stored_name,
+)
+from storage_formats.writing.begin import begin_index
+from storage_formats.writing.publish import Provenance, finish_index
+from storage_formats.writing.shard_writer import ShardWriter
+
+SPEC = IndexSpec(rows=6, shard_size=4, block_shape=(2, 4), embed_dim=3)
+INT64 = st.integers(-(2**63), 2**63 - 1)
+TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
+TIMES = st.datetimes(timezones=st.just(datetime.UTC))
+VALUES = st.one_of(st.booleans(), st.integers(-9, 9), INT64, st.floats(), TEXT, TIMES, st.lists(TEXT, max_size=3))
+PLAIN = st.one_of(INT64.map(str), st.floats().map(str), st.integers().map(str), st.booleans().map(str), TEXT)
+
+
+def column_of(values: list, name: str = "v") -> SourceColumn:
+    present = [value for value in values if value is not None]
+    return SourceColumn(name, tuple(sorted({kind_of(value) for value in present})), len(present))
+
+
+def original_text(value: object) -> str:
+    """The value as its source wrote it, made without the code under test."""
+    if isinstance(value, datetime.datetime):
+        return value.isoformat()
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@given(st.lists(VALUES, min_size=1, max_size=6))
+def test_every_value_survives_the_type_of_its_column(values):
+    column_type = column_of(values).type
+    for value in values:
+        stored = as_type(value, column_type)
+        if column_type == "list<string>" and not isinstance(value, list):
+            (stored,) = stored
+        if isinstance(stored, str):
+            assert stored == original_text(value)
+        else:
+            assert stored == value or (math.isnan(stored) and math.isnan(value))
+    assert column_of(values[::-1]).type == column_type
+
+
+@given(st.lists(PLAIN, min_size=1, max_size=4))
+def test_untyped_text_is_a_number_only_if_nothing_is_lost(texts):
+    values = [PlainText(text) for text in texts]
+    column_type = column_of(values).type
+    for text in values:
+        stored = as_type(text, column_type)
+        if isinstance(stored, str):
+            assert stored == text
+        elif isinstance(stored, bool):
+            assert str(stored).lower() == text.lower()
+        elif isinstance(stored, int):
+            assert str(stored) == text
+        else:
+            assert stored == float(text)
+            assert math.isfinite(stored)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("007", "text"), ("-0", "text"), ("1e999", "text"), ("9" * 30, "text"), ("1.50", "float"), ("12", "int"),
+     (str(2**53 + 1), "big-int"), ("TRUE", "bool"), ("nan", "text"), ("1_0", "text")],
+)  # fmt: skip
+def test_kinds_of_untyped_text(text, kind):
+    assert kind_of(PlainText(text)) == kind
+
+
+def write_index(root: Path, rows: list[dict]) -> list[SourceColumn]:
+    names = sorted({name for row in rows for name in row})
+    columns = [column_of([row.get(name) for row in rows], name) for name in names]
+    begin_index(root, SPEC)
+    receipts = []
+    for shard in range(SPEC.shards):
+        row_ids = SPEC.shard_rows(shard)
+        with ShardWriter(root, SPEC, shard) as writer:
+            entries = [RowEntry(row, f"{row}.jpg") for row in row_ids]
+            for entry in entries:
+                entry.fail("missing", "gone")
+            table = with_source_values(rows_table(entries), columns, [rows[row] for row in row_ids])
+            receipts.append(writer.commit(table, "plan", {}))
+    finish_index(root, SPEC, receipts, Provenance({"fingerprint": "f"}, {}, "plan"), {"kind": "none"}, columns)
+    return columns
+
+
+ROWS = [
+    {"captions": ["a dog", "ein Hund"], "rating": 3, "licence": "cc0", "safe": True},
+    {"captions": "one", "rating": 4.5, "taken": datetime.datetime(2024, 5, 6, 7, 8, 9, 10, tzinfo=datetime.UTC)},
+    {},
+    {"id": 2**60, "safe": False, "exif.make": "Leica"},
+    {"captions": []},
+    {"licence": "", "id": 1},
+]
+
+
+def test_stock_readers_and_this_one_agree(tmp_path):
+    write_index(tmp_path / "i", ROWS)
+    stock = pq.read_table(tmp_path / "i" / "rows")  # all files together: every shard has the same types
+    assert {
+        field.name: str(field.type).replace("element: ", "").replace("item: ", "") for field in stock.schema
+    }.items() >= {
+        "captions": "list<string>",
+        "rating": "double",
+        "licence": "string",
+        "safe": "bool",
+        "id": "int64",
+        "exif.make": "string",
+        "taken": "timestamp[us, tz=UTC]",
+    }.items()
+    expected = [{"captions": ["one"] if row.get("captions") == "one" else row.get("captions")} for row in ROWS]
+    assert stock.select(["captions"]).to_pylist() == expected
+    assert stock["rating"].to_pylist() == [3.0, 4.5, None, None, None, None]
+    assert stock["id"].to_pylist() == [None, None, None, 2**60, None, 1]
+    assert stock["taken"][1].as_py() == ROWS[1]["taken"]
+    ours = read_rows(tmp_path / "i")
+    assert ours.to_pylist() == stock.to_pylist()
+    assert read_rows(tmp_path / "i", [5, 3], ["exif.make", "row_id"]).to_pylist() == [
+        {"exif.make": None, "row_id": 5},
+        {"exif.make": "Leica", "row_id": 3},
+    ]
+    assert read_rows(tmp_path / "i", [], ["captions"]).num_rows == 0
+    assert Manifest.load(tmp_path / "i").format_version == "1.2"
+    assert [problem for problem in verify_index(tmp_path / "i") if problem.code == "columns"] == []
+
+
+def test_an_unknown_column_is_refused_with_the_names(tmp_path):
+    write_index(tmp_path / "i", ROWS)
+    for row_ids in (None, [], [1]):
+        with pytest.raises(UsageError, match=r"no column licence2; choose from: row_id, .*exif\.make, id, licence"):
+            read_rows(tmp_path / "i", row_ids, ["licence2"])
+
+
+def test_verify_counts_the_values(tmp_path):
+    columns = write_index(tmp_path / "i", ROWS)
+    layout = Layout(tmp_path / "i")
+    manifest = Manifest.load(layout.root)
+    changed = [SourceColumn(each.name, each.kinds, each.values + (each.name == "rating")) for each in columns]
+    object.__setattr__(manifest, "columns", tuple(changed))
+    manifest.write(layout)
+    problems = [problem.message for problem in verify_index(layout.root) if problem.code == "columns"]
+    assert problems == ["has 3 values of column rating, but the rows tables have 2"]
+
+
+def test_columns_of_an_earlier_segment_are_widened_or_null(tmp_path):
+    layout, path = Layout(tmp_path), tmp_path / "rows" / "00000000.parquet"
+    path.parent.mkdir()
+    values = [{"n": 7, "b": True, "t": "x", "when": ROWS[1]["taken"]}, {}]
+    written = [column_of([row.get(name) for row in values], name) for name in ("n", "b", "t", "when")]
+    write_rows(path, with_source_values(rows_table([RowEntry(0, "a"), RowEntry(1, "b")]), written, values))
+    wider = [
+        SourceColumn("n", ("float", "int"), 1),
+        SourceColumn("b", ("bool", "int"), 1),
+        SourceColumn("t", ("text", "texts"), 1),
+        SourceColumn("when", ("text", "timestamp"), 1),
+        SourceColumn("new", ("bool",), 0),
+    ]
+    table = read_shard_rows(layout, 0, ["row_id", "n", "b", "t", "when", "new"], source_columns=wider)
+    assert table.to_pylist() == [
+        {"row_id": 0, "n": 7.0, "b": "true", "t": ["x"], "when": ROWS[1]["taken"].isoformat(), "new": None},
+        {"row_id": 1, "n": None, "b": None, "t": None, "when": None, "new": None},
+    ]
+    assert [str(table[name].type) for name in ("n", "b", "new")] == ["double", "string", "bool"]
+
+
+@pytest.mark.parametrize("values", [pa.array([b"x"]), pa.array([{"a": 1}]), pa.array([[1]]), pa.array([1], pa.int8())])
+def test_a_stored_column_of_another_type_is_damage(tmp_path, values):
+    path = tmp_path / "rows" / "00000000.parquet"
+    path.parent.mkdir()
+    pq.write_table(rows_table([RowEntry(0, "a")]).append_column("v", values), path)
+    with pytest.raises(CorruptIndexError, match="rows of shard 0"):
+        read_shard_rows(Layout(tmp_path), 0, source_columns=[SourceColumn("v", ("text",), 1)])
+
+
+def test_a_long_text_that_lists_repeat_is_refused(tmp_path):
+    long = pa.DictionaryArray.from_arrays(pa.array([0] * 100, pa.int32()), ["x" * 1_000_000])
+    lists = pa.ListArray.from_arrays(pa.array([0, 100], pa.int32()), long)
+    pq.write_table(pa.table({"v": lists}), tmp_path / "bomb.parquet")
+    with pytest.raises(ValueError, match="bytes of text"):
+        read_table((tmp_path / "bomb.parquet").read_bytes())
+
+
+@given(st.text(max_size=12), st.text(max_size=12))
+def test_two_names_never_become_one(left, right):
+    names = [name for name in (left, right, f"source_{left}", "uri", "source_uri", "edje_x") if is_allowed(name)]
+    stored = {name: stored_name(name, ROW_SCHEMA.names) for name in names}
+    assert len(set(stored.values())) == len(stored)
+    assert not set(stored.values()) & set(ROW_SCHEMA.names)
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "\x00", "é" * 65, "\ud800"])
+def test_names_that_are_not_allowed(name):
+    assert not is_allowed(name)
+
+
+def test_merged_columns_do_not_depend_on_the_order():
+    left = [SourceColumn("a", ("int",), 2), SourceColumn("b", ("bool",), 1)]
+    right = [SourceColumn("a", ("float",), 3)]
+    assert set(merge_columns(left, right)) == set(merge_columns(right, left))
+    assert merge_columns(left, right)[0] == SourceColumn("a", ("float", "int"), 5)
+
+
+GOOD = {"name": "a", "type": "int64", "kinds": ["int"], "values": 1}
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [{**GOOD, "type": "string"}], [{**GOOD, "kinds": []}], [{**GOOD, "kinds": ["decimal"]}], [GOOD, GOOD],
+        [{**GOOD, "name": "a\n"}], [{**GOOD, "values": -1}], [{"name": "a"}], [3],
+        [{**GOOD, "name": str(number)} for number in range(MAX_COLUMNS + 1)],
+    ],
+)  # fmt: skip
+def test_a_manifest_with_invalid_columns_is_refused(entries):
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        columns_from_json(entries)
+    assert columns_from_json([GOOD])[0].to_json() == GOOD
+
+
+def test_every_type_has_an_arrow_type():
+    assert set(ARROW_TYPES) == {"bool", "int64", "float64", "string", "timestamp", "list<string>"}
