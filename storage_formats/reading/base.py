@@ -17,6 +17,9 @@ PIECE_RECORDS = 128  # a few milliseconds of a disk's time; several such pieces 
 RUN_BYTES = 1 << 20  # the kernel cuts WILLNEED at its largest readahead, which is 4 MiB at most
 
 Ints = NDArray[np.int64]
+Part = slice | Ints
+"""Some records of a piece: a slice, or ascending indices."""
+EVERY_RECORD = slice(None)
 Finish = Callable[[], None]
 
 
@@ -37,7 +40,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.shards)
 
-    def __getitem__(self, selection: slice | NDArray[np.bool_]) -> Batch:
+    def __getitem__(self, selection: Part | NDArray[np.bool_]) -> Batch:
         return Batch(self.shards[selection], self.positions[selection], self.out_indices[selection])
 
     @functools.cached_property
@@ -65,7 +68,8 @@ class Destination(Protocol):
     """Receives the records of one piece, which is a part of a batch.
 
     An engine reads each record i into `records[record_indices[i]]`, and then calls `finish`. Or it reads all records
-    into its own memory, and passes them to `take`.
+    into its own memory, and passes them to `take`. It may call `finish` or `take` several times, for parts that together
+    cover the piece.
     """
 
     direct: bool
@@ -77,15 +81,15 @@ class Destination(Protocol):
         """Memory into which an engine may read records; allocated at the first access."""
         ...
 
-    def take(self, memory: Records, offsets: Ints, part: slice, threads: int | None) -> None:
+    def take(self, memory: Records, offsets: Ints, part: Part, threads: int | None) -> None:
         """Process the records `piece[part]`, which start at bytes `offsets` [k] of `memory`.
 
-        An engine may call this several times, for parts that together cover the piece. It reuses `memory` afterwards.
+        The engine reuses `memory` afterwards.
         """
         ...
 
-    def finish(self, threads: int | None) -> None:
-        """Process the records after the engine has read all of them into `records`."""
+    def finish(self, part: Part, threads: int | None) -> None:
+        """Process the records `piece[part]`, which the engine has read into `records`."""
         ...
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from storage_formats.codecs import Records
 from storage_formats.crew import Crew
 from storage_formats.errors import CorruptIndexError
-from storage_formats.reading.base import PIECE_RECORDS, Batch, Destination, Finish, Ints, Reader, Runs
+from storage_formats.reading.base import EVERY_RECORD, PIECE_RECORDS, Batch, Destination, Finish, Ints, Reader, Runs
 from storage_formats.reading.files import ShardFile, ShardFiles, ends_early
 
 _THREADS = 8  # for each of the two pieces that are read at the same time
@@ -83,7 +83,7 @@ class _BufferedReader:
                 for request in requests:
                     read_fully(request, destination.records, size)
             self._announced -= 1
-            destination.finish(_DECODE_THREADS if self._announced else None)
+            destination.finish(EVERY_RECORD, _DECODE_THREADS if self._announced else None)
 
         return finish
 
@@ -125,7 +125,7 @@ class _ThreadedReader:
             with release:
                 crew.finish()
             self._crews.remove(crew)
-            destination.finish(_DECODE_THREADS)
+            destination.finish(EVERY_RECORD, _DECODE_THREADS)
 
         return finish
 

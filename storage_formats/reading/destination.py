@@ -11,15 +11,24 @@ import numpy as np
 from storage_formats.codecs import Blocks, Codec, Records
 from storage_formats.codecs.bf16 import BF16Codec
 from storage_formats.interrupts import settle, unsettled
-from storage_formats.reading.base import Batch, Destination, DestinationFactory, Finish, Ints, ReadEngine
+from storage_formats.reading.base import (
+    EVERY_RECORD,
+    Batch,
+    Destination,
+    DestinationFactory,
+    Finish,
+    Ints,
+    Part,
+    ReadEngine,
+)
 from storage_formats.reading.checksums import BlockCheck
 from storage_formats.reading.memory import BufferPool, Bytes, check_memory, copy_memory, memory_check
 
 Checker = Callable[[Batch], BlockCheck]
 """Makes the check of the records of a batch. It may have to read checksum files, so it is called only when the records
 have arrived. Other pieces are in flight meanwhile."""
-PartCheck = Callable[[slice], BlockCheck]
-"""Makes the check of the records in one slice of a piece."""
+PartCheck = Callable[[Part], BlockCheck]
+"""Makes the check of the records in one part of a piece."""
 
 
 def block_destinations(
@@ -41,7 +50,7 @@ def record_destinations(records: Records, checker: Checker | None = None) -> Des
 
 
 def _part_check(batch: Batch, checker: Checker | None) -> PartCheck | None:
-    return None if checker is None else lambda part: checker(batch if part == slice(None) else batch[part])
+    return None if checker is None else lambda part: checker(batch if part is EVERY_RECORD else batch[part])
 
 
 class RecordDestination:
@@ -54,7 +63,7 @@ class RecordDestination:
         self.record_indices = record_indices
         self._check = check
 
-    def take(self, memory: Bytes, offsets: Ints, part: slice, threads: int | None) -> None:
+    def take(self, memory: Bytes, offsets: Ints, part: Part, threads: int | None) -> None:
         copy_memory(
             memory.ctypes.data + offsets,
             self._addresses[part],
@@ -64,9 +73,9 @@ class RecordDestination:
             check=self._check(part) if self._check else None,
         )
 
-    def finish(self, threads: int | None) -> None:
+    def finish(self, part: Part, threads: int | None) -> None:
         if self._check:
-            check_memory(self._addresses, self.records.shape[1], self._check(slice(None)), threads, total=self._total)
+            check_memory(self._addresses[part], self.records.shape[1], self._check(part), threads, total=self._total)
 
     @property
     def _addresses(self) -> Ints:
@@ -92,6 +101,7 @@ class DecodedDestination:
         self._buffers = buffers
         self._check = check
         self._buffer: Bytes | None = None
+        self._unfinished = len(out_indices)
         self.record_indices = np.arange(len(out_indices))
 
     @functools.cached_property
@@ -100,16 +110,17 @@ class DecodedDestination:
         self._buffer = self._buffers.borrow(size)
         return self._buffer[:size].reshape(len(self._out_indices), -1)
 
-    def take(self, memory: Bytes, offsets: Ints, part: slice, threads: int | None) -> None:
+    def take(self, memory: Bytes, offsets: Ints, part: Part, threads: int | None) -> None:
         check = None
         if self._check:
             check = memory_check(memory.ctypes.data + offsets, self._codec.record_bytes, self._check(part))
         self._codec.scatter(memory, offsets, self._out, self._out_indices[part], threads, check)
 
-    def finish(self, threads: int | None) -> None:
-        offsets = self.record_indices * self._codec.record_bytes
-        self.take(self.records.reshape(-1), offsets, slice(None), threads)
-        if self._buffer is not None:
+    def finish(self, part: Part, threads: int | None) -> None:
+        offsets = self.record_indices[part] * self._codec.record_bytes
+        self.take(self.records.reshape(-1), offsets, part, threads)
+        self._unfinished -= len(offsets)
+        if self._buffer is not None and not self._unfinished:
             self._buffers.give_back(self._buffer)
 
 

@@ -12,8 +12,9 @@ import os
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from storage_formats.reading.base import PIECE_RECORDS, Batch, Destination, Finish, Ints, Reader, Runs
+from storage_formats.reading.base import EVERY_RECORD, PIECE_RECORDS, Batch, Destination, Finish, Ints, Reader, Runs
 from storage_formats.reading.buffered import cannot_read
 from storage_formats.reading.files import ShardFile, ShardFiles, descriptors, ends_early
 from storage_formats.reading.memory import BufferPool, Bytes, touch
@@ -22,6 +23,9 @@ from storage_formats.reading.queues import QueuePool
 _PIECE_BYTES = 8 << 20  # limit for pieces of large records
 _BYTES_IN_FLIGHT = 32 << 20
 _BUFFERED_IN_FLIGHT = 16 << 20  # less, so that the buffers stay in the processor's cache
+_LAST_REQUESTS = 2 * PIECE_RECORDS  # only at the end of a batch are so few in flight
+_PART_REQUESTS = 32
+_NO_RESULT = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,9 @@ class _Flight:
     """A piece that is being read.
 
     Request j reads from byte `offsets[j]` of its file to byte `memory_offsets[j]` of `memory`. The records need
-    `needed[j]` bytes of it. `results[j]` is the number of bytes read or a negative errno. `missing` is the number of
-    requests without a result. `buffer` is None if `memory` belongs to the destination.
+    `needed[j]` bytes of it. `results[j]` is the number of bytes read, a negative errno, or `_NO_RESULT`. `missing` is the
+    number of requests without a result. `processed[j]` tells whether the destination has the records of the request.
+    `buffer` is None if `memory` belongs to the destination.
     """
 
     batch: Batch
@@ -83,6 +88,7 @@ class _Flight:
     memory: Bytes
     memory_offsets: Ints
     results: Ints
+    processed: NDArray[np.bool_]
     missing: int
     buffer: Bytes | None = None
 
@@ -152,7 +158,8 @@ class _QueuedReader:
             needed=lengths,
             memory=destination.records.reshape(-1),
             memory_offsets=destination.record_indices[runs.first] * self._size,
-            results=np.zeros_like(lengths),
+            results=np.full_like(lengths, _NO_RESULT),
+            processed=np.zeros(len(lengths), dtype=bool),
             missing=len(lengths),
         )
         self._put(number, flight, lengths)
@@ -176,7 +183,8 @@ class _QueuedReader:
             needed=stops - offsets,
             memory=buffer,
             memory_offsets=np.cumsum(lengths) - lengths,
-            results=np.zeros_like(lengths),
+            results=np.full_like(lengths, _NO_RESULT),
+            processed=np.zeros(len(lengths), dtype=bool),
             missing=len(lengths),
             buffer=buffer,
         )
@@ -189,20 +197,35 @@ class _QueuedReader:
         self._queue.put(fds, flight.offsets, flight.memory.ctypes.data + flight.memory_offsets, lengths, tags)
 
     def _finish(self, number: int) -> None:
+        """Wait for the requests of a piece and process its records.
+
+        At the end of a batch, no further piece keeps the device busy while records are processed. Records are then
+        processed while the other requests of their piece are still in flight.
+        """
         flight = self._flights[number]
         while flight.missing:
-            self._collect(flight.missing)
-        # While reads are in flight the device is the bottleneck: more threads would only cost processor time.
-        threads = 1 if any(other.missing for other in self._flights.values()) else None
-        for request in np.flatnonzero(flight.results < flight.needed).tolist():
+            is_end = self._queue.in_flight <= _LAST_REQUESTS
+            self._collect(min(flight.missing, _PART_REQUESTS) if is_end else flight.missing)
+            if is_end and flight.missing:
+                self._process(flight)
+        self._process(flight)
+        self._release(self._flights.pop(number))
+
+    def _process(self, flight: _Flight) -> None:
+        """Process the records whose requests have results."""
+        is_ready = (flight.results != _NO_RESULT) & ~flight.processed
+        for request in np.flatnonzero(is_ready & (flight.results < flight.needed)).tolist():
             _read_again(flight, request, self._size)
+        part = EVERY_RECORD if is_ready.all() else np.flatnonzero(np.repeat(is_ready, flight.runs.count))
+        # While reads are in flight the device is the bottleneck: more threads would only cost processor time.
+        threads = 1 if self._queue.in_flight else None
         if flight.buffer is None:
-            flight.destination.finish(threads)
+            flight.destination.finish(part, threads)
         else:
             shifts = np.repeat(flight.memory_offsets - flight.offsets, flight.runs.count)
-            record_offsets = shifts + flight.batch.positions * self._size
-            flight.destination.take(flight.buffer, record_offsets, slice(None), threads)
-        self._release(self._flights.pop(number))
+            record_offsets = (shifts + flight.batch.positions * self._size)[part]
+            flight.destination.take(flight.buffer, record_offsets, part, threads)
+        flight.processed |= is_ready
 
     def _collect(self, minimum: int) -> None:
         tags, results = self._queue.wait(minimum)

@@ -23,12 +23,13 @@ from hypothesis import strategies as st
 from storage_formats import CorruptIndexError, TokenStore, UsageError, codec
 from storage_formats.codecs import nontemporal
 from storage_formats.format.layout import Layout
-from storage_formats.reading import buffered, copying, engines, memory
+from storage_formats.reading import buffered, copying, engines, memory, queued
 from storage_formats.reading.aio import AioQueue, aio_works
 from storage_formats.reading.base import PIECE_RECORDS, Batch, Runs
 from storage_formats.reading.destination import DecodedDestination, read_batch, record_destinations
 from storage_formats.reading.files import ShardFiles
 from storage_formats.reading.mapped import MappedEngine
+from storage_formats.reading.queued import _QueuedReader
 from storage_formats.reading.queues import QueuePool
 from storage_formats.reading.ring import Ring, io_uring_works
 from storage_formats.reading.syscalls import sector_bytes
@@ -458,6 +459,39 @@ def test_requests_that_the_kernel_fails_are_read_again(built, monkeypatch, queue
             ids = range(0, SPEC.rows, step)
             expected = TokenStore.open(built[0], precision, "portable").fetch(ids)
             assert same_bits(TokenStore.open(built[0], precision, engine).fetch(ids), expected)
+
+
+@pytest.mark.parametrize("queue", [Ring, AioQueue])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_the_last_records_are_processed_while_others_are_in_flight(built, monkeypatch, queue, precision):
+    engine = {Ring: "io_uring", AioQueue: "direct"}[queue]
+    if engine not in engines():
+        pytest.skip(f"no {engine} here")
+    wait, process = queue.wait, _QueuedReader._process
+    late, processed = {}, []
+
+    def one_by_one(self, minimum):
+        """The results in the order of the tags, no more than necessary: the device is slow."""
+        results = late.setdefault(self, {})
+        if len(results) < minimum:
+            results.update(zip(*(values.tolist() for values in wait(self, self.in_flight)), strict=True))
+        tags = sorted(results)[:minimum]
+        self.in_flight = len(results) - minimum
+        return np.array(tags), np.array([results.pop(tag) for tag in tags])
+
+    def noting(self, flight):
+        before = flight.processed.sum()
+        process(self, flight)
+        processed.append(flight.processed.sum() - before)
+
+    monkeypatch.setattr(queue, "wait", one_by_one)
+    monkeypatch.setattr(_QueuedReader, "_process", noting)
+    monkeypatch.setattr(queued, "_PART_REQUESTS", 1)
+    ids = np.arange(PIECE_RECORDS)[::-1]
+    expected = TokenStore.open(built[0], precision, "portable").fetch(ids)
+    assert same_bits(TokenStore.open(built[0], precision, engine).fetch(ids), expected)
+    # one request for each record that is read into its destination, and for each shard that is read into a buffer
+    assert processed == [1] * (PIECE_RECORDS if precision == "bf16" else 2)
 
 
 @linux
