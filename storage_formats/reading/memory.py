@@ -28,6 +28,7 @@ _HUGE_PAGES_FROM = 2 << 20
 _SMALLEST_BUFFER = 64 << 10
 _KEPT_BYTES = 128 << 20
 _COMPILED_COPY_FROM = 32 << 20
+_COMPILED_CHECKS_AFTER = 4 << 30  # without Numba, checks of this many bytes lose about as much time as its import takes
 
 Bytes = NDArray[np.uint8]
 
@@ -165,8 +166,8 @@ def memory_check(
 
 
 def use_compiled(total: int) -> bool:
-    """Return True if compiled loops pay for `total` bytes, or Numba is already imported."""
-    return "numba" in sys.modules or total >= _COMPILED_COPY_FROM
+    """Return True if Numba is imported, or if `total` bytes or the earlier checks of this process pay for its import."""
+    return "numba" in sys.modules or total >= _COMPILED_COPY_FROM or _checked_bytes > _COMPILED_CHECKS_AFTER
 
 
 def _copy_and_compare(
@@ -232,5 +233,10 @@ def _copy_checked_pieces(
 def _checksum_pieces(
     sources: NDArray[np.int64], size: int, checksums: NDArray[np.uint32], start: int, stop: int
 ) -> None:
+    global _checked_bytes
     for index in range(start, stop):
         checksums[index] = crc32c(memory_at(int(sources[index]), size))
+    _checked_bytes += (stop - start) * size
+
+
+_checked_bytes = 0  # by `_checksum_pieces`

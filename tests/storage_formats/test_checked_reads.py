@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -171,3 +172,21 @@ def test_the_instruction_is_not_used_in_code_for_another_processor(monkeypatch):
     assert memory._compiled_checked_loop(True) is memory._copy_checked_pieces
     memory._compiled_checksums.cache_clear()
     memory._compiled_checked_loop.cache_clear()
+
+
+def test_small_checks_use_the_compiled_loop_once_they_have_checked_many_bytes(built, monkeypatch):
+    compiled = checked_copying.compute_checksums
+    calls = []
+    monkeypatch.setattr(checked_copying, "compute_checksums", lambda *given: (calls.append(given), compiled(*given))[1])
+    monkeypatch.delitem(sys.modules, "numba")  # as before the first conversion
+    monkeypatch.setattr(memory, "_COMPILED_CHECKS_AFTER", 100 * 512)
+    monkeypatch.setattr(memory, "_checked_bytes", 0)
+    memory._compiled_checksums.cache_clear()
+    with TokenStore.open(built[0], engine="portable") as store:
+        store.fetch(range(100))
+        assert not calls
+        store.fetch(range(100))
+        assert not calls
+        store.fetch([5])
+        assert len(calls) == 1
+    memory._compiled_checksums.cache_clear()
