@@ -68,8 +68,8 @@ class Destination(Protocol):
     """Receives the records of one piece, which is a part of a batch.
 
     An engine reads each record i into `records[record_indices[i]]`, and then calls `finish`. Or it reads all records
-    into its own memory, and passes them to `take`. It may call `finish` or `take` several times, for parts that together
-    cover the piece.
+    into its own memory, and passes them to `take`. It may call `finish` or `take` several times, for parts that
+    together cover the piece.
     """
 
     direct: bool

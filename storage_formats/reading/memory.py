@@ -166,7 +166,7 @@ def memory_check(
 
 
 def use_compiled(total: int) -> bool:
-    """Return True if Numba is imported, or if `total` bytes or the earlier checks of this process pay for its import."""
+    """Return True if Numba is imported, or if `total` bytes or earlier checks of this process pay for its import."""
     return "numba" in sys.modules or total >= _COMPILED_COPY_FROM or _checked_bytes > _COMPILED_CHECKS_AFTER
 
 

@@ -74,9 +74,9 @@ class _Flight:
     """A piece that is being read.
 
     Request j reads from byte `offsets[j]` of its file to byte `memory_offsets[j]` of `memory`. The records need
-    `needed[j]` bytes of it. `results[j]` is the number of bytes read, a negative errno, or `_NO_RESULT`. `missing` is the
-    number of requests without a result. `processed[j]` tells whether the destination has the records of the request.
-    `buffer` is None if `memory` belongs to the destination.
+    `needed[j]` bytes of it. `results[j]` is the number of bytes read, a negative errno, or `_NO_RESULT`. `missing` is
+    the number of requests without a result. `processed[j]` tells whether the destination has the records of the
+    request. `buffer` is None if `memory` belongs to the destination.
     """
 
     batch: Batch
