@@ -52,6 +52,15 @@ class InputRef:
     problem: str | None = None
     metadata: Mapping[str, Value] | None = field(default=None, hash=False)
 
+    @property
+    def uri_raw(self) -> bytes | None:
+        """The path as bytes if the path is not UTF-8, so that `uri` holds it in escaped form; otherwise None."""
+        try:
+            self.path.decode()
+        except UnicodeDecodeError:
+            return self.path
+        return None
+
 
 def metadata_text(metadata: Mapping[str, Value]) -> str:
     """Return metadata as JSON with sorted keys. Timestamps become text in ISO 8601."""

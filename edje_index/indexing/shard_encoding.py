@@ -187,21 +187,12 @@ class _Image:
 
 
 def _row_entry(row_id: int, ref: InputRef) -> RowEntry:
-    entry = RowEntry(row_id, ref.uri, _raw_name(ref), size=ref.size, content_hash=ref.content_hash)
+    entry = RowEntry(row_id, ref.uri, ref.uri_raw, size=ref.size, content_hash=ref.content_hash)
     if ref.problem is not None:
         entry.fail(ref.problem, "found while planning")
     elif ref.duplicate_of is not None:
         entry.status, entry.duplicate_of = DUPLICATE, ref.duplicate_of
     return entry
-
-
-def _raw_name(ref: InputRef) -> bytes | None:
-    """Return the path of the input as bytes if the path is not UTF-8, otherwise None."""
-    try:
-        ref.path.decode()
-    except UnicodeDecodeError:
-        return ref.path
-    return None
 
 
 def _batches_ahead(

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipelines.engines.base import describe_error
-from pipelines.jobs.encode_shards import encode_shards
-from pipelines.jobs.failed_inputs import FailedInputsError
-from pipelines.jobs.leftovers import remove_leftovers
-from pipelines.jobs.lock import locked_index
-from pipelines.planning.append import PreparedAppend, is_committed, prepare_append
+import numpy as np
+
+from pipelines.jobs.new_rows import RowChange, changing, commit_rows, encode_rows
+from pipelines.planning.append import prepare_append
 from pipelines.planning.config import AppendConfig
-from pipelines.planning.plan import BuildPlan, read_plan
-from pipelines.progress.events import OnEvent, StatusMessage
-from pipelines.progress.stopping import JobStopped, ShouldStop
-from storage_formats.format.layout import Layout
+from pipelines.planning.new_rows import PreparedRows, settings_of_rows
+from pipelines.planning.recorded_sources import SourceGroup, with_further_source
+from pipelines.progress.events import OnEvent
+from pipelines.progress.stopping import ShouldStop
 
 if TYPE_CHECKING:
-    from storage_formats.format.manifest import CommittedIndex, Manifest
+    from storage_formats.format.manifest import Manifest
     from storage_formats.format.receipts import ShardReceipt
 
 
@@ -68,81 +66,19 @@ def run_append(config: AppendConfig, on_event: OnEvent, should_stop: ShouldStop 
         FailedInputsError: no new input could be indexed, or more inputs failed than allowed. The index is unchanged.
         EdjeError: another process is changing the index, or another append or conversion has not finished.
     """
-    from storage_formats.format.manifest import CommittedIndex
-
     started = time.monotonic()
-    CommittedIndex.open(config.root)  # fails before the lock makes a directory
-    remove_leftovers(config.root)
-    with locked_index(config.root):
-        index = CommittedIndex.open(config.root)
-        _remove_committed(config, index)
+    with changing(config.root) as index:
         prepared = prepare_append(config, index, on_event, should_stop)
-        receipts: list[ShardReceipt] = []
-        manifest = index.manifest
-        if prepared.build is not None:
-            try:
-                receipts = encode_shards(prepared.config, prepared.build, on_event, should_stop).receipts
-                manifest = _publish(prepared, prepared.build.plan, index, receipts, on_event)
-            except FailedInputsError as error:
-                if not error.over_limit:
-                    _discard(index)
-                raise
-            except OSError as error:
-                reason = f"cannot write {config.root}: {describe_error(error)}; finished shards are kept"
-                raise JobStopped(reason) from error
-        _remove_build(config)
+        receipts = encode_rows(prepared, index, on_event, should_stop)
+        group = SourceGroup(settings_of_rows(config, index).sources, config.column)
+        change = RowChange(
+            "append", np.empty(0, np.int64), lambda changed: with_further_source(index.manifest, changed, group)
+        )
+        manifest = commit_rows(prepared, index, receipts, change, on_event)
     return _result(prepared, receipts, manifest, time.monotonic() - started)
 
 
-def _remove_committed(config: AppendConfig, index: CommittedIndex) -> None:
-    """Remove `build/` if it holds the plan of an append that is already committed."""
-    plan = read_plan(config.root, append=True)
-    if plan is not None and is_committed(plan, index):
-        _remove_build(config)
-
-
-def _remove_build(config: AppendConfig) -> None:
-    from storage_formats.writing.publish import remove_build
-
-    remove_build(Layout(config.root))
-
-
-def _publish(
-    prepared: PreparedAppend, plan: BuildPlan, index: CommittedIndex, receipts: list[ShardReceipt], on_event: OnEvent
-) -> Manifest:
-    """Extend the nearest-neighbour index, and commit the snapshot."""
-    from edje_index.indexing.faiss_index import extend_ann
-    from storage_formats.format.shard_table import write_shard_table
-    from storage_formats.writing.publish import add_counts, check_receipts, total_counts
-    from storage_formats.writing.snapshots import commit_snapshot
-
-    check_receipts(receipts, plan.shards)
-    on_event(StatusMessage("extending the nearest-neighbour index"))
-    layout, manifest = Layout(index.root), index.manifest
-    files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
-    changed = replace(
-        manifest,
-        spec=plan.spec,
-        counts=add_counts(manifest.counts, total_counts(receipts)),
-        ann=extend_ann(layout, plan.spec, manifest.ann),
-        further_tables=(*manifest.further_tables, write_shard_table(layout, files)),
-        columns=plan.columns,
-    )
-    change = {"kind": "append", "first_row": plan.spec.used_segments[-1].first_row, "rows": plan.rows}
-    return commit_snapshot(index, changed, change)
-
-
-def _discard(index: CommittedIndex) -> None:
-    """Remove the plan and the files of an unfinished append. The committed snapshots stay."""
-    from storage_formats.writing.publish import remove_build
-    from storage_formats.writing.snapshots import kept_snapshots, remove_unnamed_files
-
-    layout = Layout(index.root)
-    remove_build(layout)
-    remove_unnamed_files(layout, kept_snapshots(index))
-
-
-def _result(prepared: PreparedAppend, receipts: list[ShardReceipt], manifest: Manifest, seconds: float) -> AppendResult:
+def _result(prepared: PreparedRows, receipts: list[ShardReceipt], manifest: Manifest, seconds: float) -> AppendResult:
     from storage_formats.writing.publish import total_counts
 
     counts = total_counts(receipts)

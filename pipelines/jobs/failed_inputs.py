@@ -20,6 +20,7 @@ ALWAYS_ALLOWED = 20
 """By default, this many inputs may always fail, because small collections have damaged files, too."""
 
 _NAMED_FAILURES = 3
+_NEEDS_ONE_INDEXED = ("build", "append")  # other changes record what failed, even if nothing else is new
 
 
 class FailedInputsError(EdjeError):
@@ -67,7 +68,12 @@ class FailureLimit:
         self._failed.update(receipt.failed)
         if self._failed.total() > self._allowed:
             raise self._over_limit()
-        if len(self._receipts) == len(self._plan.shards) and not any(receipt.indexed for receipt in self._receipts):
+        is_last = len(self._receipts) == len(self._plan.shards)
+        if (
+            self._plan.change in _NEEDS_ONE_INDEXED
+            and is_last
+            and not any(receipt.indexed for receipt in self._receipts)
+        ):
             raise self._none_indexed()
 
     def _over_limit(self) -> FailedInputsError:

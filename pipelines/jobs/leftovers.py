@@ -23,9 +23,9 @@ def remove_leftovers(root: Path) -> None:
 
 
 def refuse_unfinished_append(layout: Layout) -> None:
-    """Raise EdjeError if the index has an unfinished append."""
+    """Raise EdjeError if the index has an unfinished change that adds rows."""
     if layout.append_plan.exists():
         raise EdjeError(
-            f"an append to {layout.root} has not finished; run the same append again to finish it, or remove the new "
-            "files with 'edje-index gc'; the committed rows stay"
+            f"a change that adds rows to {layout.root} has not finished; run the same command again to finish it, or "
+            "remove the new files with 'edje-index gc'; the committed rows stay"
         )

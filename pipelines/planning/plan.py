@@ -101,6 +101,7 @@ class BuildPlan:
         ignored: number of entries of the sources that are not inputs, by suffix or reason.
         input_checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal; empty for a finished index.
         columns: source columns of the index after the build or append.
+        change: "build", or the change that adds the rows to a finished index: "append", "update" or "retry-failed".
     """
 
     root: Path
@@ -112,6 +113,7 @@ class BuildPlan:
     ignored: dict[str, int]
     input_checksums: tuple[str, ...] = ()
     columns: tuple[SourceColumn, ...] = ()
+    change: str = "build"
 
     @property
     def is_append(self) -> bool:
@@ -138,7 +140,7 @@ class BuildPlan:
     def restart(self) -> str:
         """Advice for error messages: what to do if the plan cannot be resumed."""
         if self.is_append:
-            return f"discard the append with 'edje-index gc', which keeps the index, and append again to {self.root}"
+            return f"discard the {self.change} of {self.root} with 'edje-index gc' and run it again"
         return f"remove {self.root} and build again"
 
     @property
@@ -209,6 +211,7 @@ def read_plan(root: Path, *, append: bool = False) -> BuildPlan | None:
             ignored=dict(value["ignored"]),
             input_checksums=tuple(value["input_checksums"]),
             columns=columns_from_json(value.get("columns", [])),
+            change=str(value.get("change", "append" if append else "build")),
         )
         intact = value["version"] == PLAN_VERSION and value["crc32c"] == json_checksum(value)
     except (KeyError, TypeError, ValueError) as error:

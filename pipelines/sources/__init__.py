@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pipelines.sources.base import Source
-from pipelines.sources.dedupe import mark_duplicates
+from pipelines.sources.dedupe import hashed, mark_duplicates
 from pipelines.sources.digest import digested
-from pipelines.sources.opening import ACCEPTED, count_ignored, iter_all, open_source, open_sources
+from pipelines.sources.opening import ACCEPTED, count_ignored, iter_all, open_source, open_sources, without_nested
 
 __all__ = [
     "ACCEPTED",
     "Source",
     "count_ignored",
     "digested",
+    "hashed",
     "iter_all",
     "mark_duplicates",
     "open_source",
     "open_sources",
+    "without_nested",
 ]

@@ -22,7 +22,7 @@ def mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
     use is about 200 bytes per distinct content.
     """
     first_row: dict[bytes, int] = {}
-    for row, ref in enumerate(_hashed(refs)):
+    for row, ref in enumerate(hashed(refs)):
         if ref.content_hash is not None:
             original = first_row.setdefault(bytes.fromhex(ref.content_hash), row)
             if original != row:
@@ -30,8 +30,14 @@ def mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
         yield ref
 
 
-def _hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
-    """Yield `refs` with their content hashes. Threads read a bounded number of inputs ahead."""
+def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
+    """Yield `refs` in order with their content hashes. Threads read and hash a bounded number of inputs ahead.
+
+    An input that cannot be read gets a `problem`. An input that has a content hash already is not read.
+
+    Raises:
+        TransientInputError: an input cannot be read now, for a reason that lies outside the input.
+    """
     threads = min(_MAX_THREADS, 2 * (os.cpu_count() or 1))
     pending: deque[Future[InputRef]] = deque()
     with ThreadPoolExecutor(threads, "edje-hash") as pool:
@@ -47,7 +53,7 @@ def _hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
 
 
 def _hash(ref: InputRef) -> InputRef:
-    if ref.problem is not None:
+    if ref.problem is not None or ref.content_hash is not None:
         return ref
     try:
         data = read_bytes(ref)

@@ -147,14 +147,30 @@ def _refuse_overlaps(sources: Sequence[Source]) -> None:
                 f"{other.spec} and {source.spec} are the same source; name this source once", parameter="sources"
             )
     for path, source in source_of_path.items():
-        parent = os.path.dirname(path)
-        while source.kind in ("folder", "image") and parent != path:
+        for parent in _parents(path) if source.kind in ("folder", "image") else ():
             outer = source_of_path.get(parent)
             if outer is not None and outer.kind == "folder":
                 raise UsageError(
                     f"{source.spec} lies inside {outer.spec}; leave out one of the two", parameter="sources"
                 )
-            path, parent = parent, os.path.dirname(parent)
+
+
+def without_nested(sources: Sequence[Source]) -> list[Source]:
+    """Return `sources` without those that repeat an earlier one, and without those inside a directory of `sources`."""
+    directories = {os.path.realpath(source.path) for source in sources if source.kind == "folder"}
+    kept: dict[bytes, Source] = {}
+    for source in sources:
+        path = os.path.realpath(source.path)
+        is_nested = source.kind in ("folder", "image") and any(parent in directories for parent in _parents(path))
+        if not is_nested:
+            kept.setdefault(path, source)
+    return list(kept.values())
+
+
+def _parents(path: bytes) -> Iterator[bytes]:
+    while (parent := os.path.dirname(path)) != path:
+        yield parent
+        path = parent
 
 
 def count_ignored(sources: Sequence[Source]) -> dict[str, int]:

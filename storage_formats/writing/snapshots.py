@@ -107,14 +107,25 @@ def plan_deletion(index: CommittedIndex, row_ids: RowIds) -> Deletion:
 
 def commit_deletion(index: CommittedIndex, deletion: Deletion) -> Manifest:
     """Mark the rows `deletion.new` as deleted, and commit a snapshot. The data of the rows stays on disk."""
-    layout, manifest = Layout(index.root), index.manifest
-    tombstones = index.deleted.with_rows(list(deletion.new))
+    changed = with_deleted_rows(index, index.manifest, deletion.new)
+    return commit_snapshot(index, changed, {"kind": "delete", "rows": len(deletion.new)})
+
+
+def with_deleted_rows(index: CommittedIndex, changed: Manifest, row_ids: RowIds) -> Manifest:
+    """Write tombstones of the deleted rows of `index` and of `row_ids`, and return `changed` with these tombstones.
+
+    Args:
+        index: the index before the change.
+        changed: manifest after the change, apart from the tombstones.
+        row_ids: row ids to delete.
+    """
+    layout = Layout(index.root)
+    tombstones = index.deleted.with_rows(np.asarray(row_ids, dtype=np.int64))
     data = tombstones.to_bytes()
     path = layout.tombstones(crc32c(data))
     write_bytes_atomic(path, data)
     entry = FileEntry(layout.relative(path), len(data), crc32c(data))
-    snapshot = replace(manifest.snapshot, deleted=entry, deleted_rows=len(tombstones))
-    return commit_snapshot(index, replace(manifest, snapshot=snapshot), {"kind": "delete", "rows": len(deletion.new)})
+    return replace(changed, snapshot=replace(changed.snapshot, deleted=entry, deleted_rows=len(tombstones)))
 
 
 def roll_back(index: CommittedIndex, number: int) -> Manifest:

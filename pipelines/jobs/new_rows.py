@@ -1,0 +1,141 @@
+"""What the changes that add rows share: they encode the rows, extend the search index and commit one snapshot."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.engines.base import describe_error
+from pipelines.jobs.encode_shards import encode_shards
+from pipelines.jobs.failed_inputs import FailedInputsError
+from pipelines.jobs.leftovers import remove_leftovers
+from pipelines.jobs.lock import locked_index
+from pipelines.planning.new_rows import PreparedRows, discard_rows, is_committed
+from pipelines.planning.plan import BuildPlan, read_plan
+from pipelines.progress.events import OnEvent, StatusMessage
+from pipelines.progress.stopping import JobStopped, ShouldStop
+from storage_formats.format.layout import Layout
+
+if TYPE_CHECKING:
+    from storage_formats.format.manifest import CommittedIndex, Manifest
+    from storage_formats.format.receipts import ShardReceipt
+
+
+@dataclass(frozen=True)
+class RowChange:
+    """The part of a change that is committed together with the new rows.
+
+    Attributes:
+        kind: name of the change, for `history`.
+        deleted: row ids that the change deletes, int64, ascending.
+        record: function that adds further members to the manifest, for example the sources.
+    """
+
+    kind: str
+    deleted: NDArray[np.int64]
+    record: Callable[[Manifest], Manifest]
+
+
+@contextlib.contextmanager
+def changing(root: Path) -> Iterator[CommittedIndex]:
+    """Lock the index at `root` and open it. The plan of a change that is already committed is removed.
+
+    Raises:
+        UsageError: there is no index at `root`.
+        EdjeError: another process is changing the index.
+    """
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.writing.publish import remove_build
+
+    CommittedIndex.open(root)  # fails before the lock makes a directory
+    remove_leftovers(root)
+    with locked_index(root):
+        index = CommittedIndex.open(root)
+        plan = read_plan(root, append=True)
+        if plan is not None and is_committed(plan, index):
+            remove_build(Layout(root))
+        yield index
+
+
+def encode_rows(
+    prepared: PreparedRows, index: CommittedIndex, on_event: OnEvent, should_stop: ShouldStop
+) -> list[ShardReceipt]:
+    """Encode the rows of `prepared` and return the receipts of their shards; an empty list if there are no rows.
+
+    Raises:
+        JobStopped: the job ended early. The finished shards are kept.
+        FailedInputsError: no input could be indexed, or more inputs failed than allowed. The index is unchanged.
+    """
+    if prepared.build is None:
+        return []
+    with _stopping_on_full_disk(index.root):
+        try:
+            return encode_shards(prepared.config, prepared.build, on_event, should_stop).receipts
+        except FailedInputsError as error:
+            if not error.over_limit:
+                discard_rows(index)
+            raise
+
+
+def commit_rows(
+    prepared: PreparedRows, index: CommittedIndex, receipts: list[ShardReceipt], change: RowChange, on_event: OnEvent
+) -> Manifest:
+    """Commit one snapshot with the new rows and without the deleted rows, and return its manifest.
+
+    If there are no rows to add or delete, the current manifest is returned.
+    """
+    from storage_formats.writing.publish import remove_build
+    from storage_formats.writing.snapshots import commit_snapshot, with_deleted_rows
+
+    if prepared.build is None and not len(change.deleted):
+        return index.manifest
+    with _stopping_on_full_disk(index.root):
+        changed: Manifest = index.manifest
+        details: dict[str, Any] = {}
+        if prepared.build is not None:
+            changed, details = _with_segment(prepared.build.plan, index, receipts, on_event)
+        if len(change.deleted):
+            changed, details = (
+                with_deleted_rows(index, changed, change.deleted),
+                {**details, "deleted": len(change.deleted)},
+            )
+        manifest = commit_snapshot(index, change.record(changed), {"kind": change.kind, **details})
+    remove_build(Layout(index.root))
+    return manifest
+
+
+def _with_segment(
+    plan: BuildPlan, index: CommittedIndex, receipts: list[ShardReceipt], on_event: OnEvent
+) -> tuple[Manifest, dict[str, Any]]:
+    """Extend the nearest-neighbour index. Return the manifest with the new segment, and the details for `history`."""
+    from edje_index.indexing.faiss_index import extend_ann
+    from storage_formats.format.shard_table import write_shard_table
+    from storage_formats.writing.publish import add_counts, check_receipts, total_counts
+
+    check_receipts(receipts, plan.shards)
+    on_event(StatusMessage("extending the nearest-neighbour index"))
+    layout, manifest = Layout(index.root), index.manifest
+    files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
+    changed = replace(
+        manifest,
+        spec=plan.spec,
+        counts=add_counts(manifest.counts, total_counts(receipts)),
+        ann=extend_ann(layout, plan.spec, manifest.ann),
+        further_tables=(*manifest.further_tables, write_shard_table(layout, files)),
+        columns=plan.columns,
+    )
+    return changed, {"first_row": plan.spec.used_segments[-1].first_row, "rows": plan.rows}
+
+
+@contextlib.contextmanager
+def _stopping_on_full_disk(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise JobStopped(f"cannot write {root}: {describe_error(error)}; finished shards are kept") from error

@@ -1,0 +1,199 @@
+"""Plans the rows that a change adds to a finished index: a segment of its own (SPEC.md section 12).
+
+The changes are `append`, `update` and `retry-failed`. A stopped change resumes from its stored plan, as a build does.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pipelines.planning.config import AppendConfig, BuildConfig
+from pipelines.planning.inputs import check_frozen_inputs, removed_on_failure, write_input_lists
+from pipelines.planning.plan import BuildPlan, BuildSettings, model_record, plan_of_manifest
+from pipelines.planning.prepare import PreparedBuild
+from pipelines.planning.resources import check_index_size, check_workers
+from storage_formats.format.layout import Layout, Segment
+
+if TYPE_CHECKING:
+    from edje_index.bundles.info import BundleInfo
+    from edje_index.images.inputs import InputRef
+    from storage_formats.format.manifest import CommittedIndex
+
+
+@dataclass(frozen=True)
+class NewInputs:
+    """The inputs that get new rows.
+
+    Attributes:
+        refs: inputs in row order.
+        digest: SHA-256 over the inputs, in hexadecimal; see `BuildPlan.inputs_digest`.
+        duplicates: number of inputs that are left out, because the index or an earlier input has the same content.
+        ignored: number of entries of the sources that are not inputs, by suffix or reason.
+    """
+
+    refs: list[InputRef]
+    digest: str
+    duplicates: int
+    ignored: dict[str, int]
+
+
+@dataclass(frozen=True)
+class PreparedRows:
+    """A change that is ready to encode its rows.
+
+    Attributes:
+        config: build request with the settings of the change; the engine is created from this request.
+        build: plan and receipts of the new rows; None if there are no new rows.
+        duplicates: see `NewInputs`.
+    """
+
+    config: BuildConfig
+    build: PreparedBuild | None
+    duplicates: int
+
+
+@dataclass(frozen=True)
+class RowsRequest:
+    """A checked request for new rows.
+
+    Attributes:
+        index: the index before the change.
+        change: name of the change, see `BuildPlan.change`.
+        info: description of the model bundle.
+        settings: settings of the new rows.
+        build: build request with these settings.
+        workers: number of worker processes.
+    """
+
+    index: CommittedIndex
+    change: str
+    info: BundleInfo
+    settings: BuildSettings
+    build: BuildConfig
+    workers: int | None
+
+    @property
+    def first_shard(self) -> int:
+        """Number of the first shard of the new rows."""
+        manifest = self.index.manifest
+        return max(manifest.spec.shards, manifest.snapshot.next_shard)
+
+    def fits(self, stored: BuildPlan) -> bool:
+        """Whether the plan of a stopped change adds to the rows that `index` holds now."""
+        return (
+            stored.spec.used_segments[:-1] == self.index.manifest.spec.used_segments
+            and stored.shards.start >= self.index.manifest.snapshot.next_shard
+        )
+
+    def prepared(self, new: NewInputs) -> PreparedRows:
+        """Plan the rows of `new`, and store the plan and the lists of inputs in `build/`.
+
+        Raises:
+            UsageError: the disk is too small.
+            OSError: the plan cannot be written.
+        """
+        if not new.refs:
+            return PreparedRows(self.build, None, new.duplicates)
+        with removed_on_failure(self.index.root):
+            plan = self._planned(new)
+            check_index_size(self.index.root, replace(plan.spec, rows=plan.rows, segments=()))
+            plan.write()
+        return PreparedRows(self.build, PreparedBuild(plan, self.workers), new.duplicates)
+
+    def resumed(self, stored: BuildPlan) -> PreparedRows:
+        """Continue a stopped change with the plan `stored`.
+
+        Raises:
+            CorruptIndexError: a list of inputs is damaged.
+        """
+        from storage_formats.format.receipts import read_receipts
+
+        receipts = read_receipts(Layout(self.index.root), stored.shards, stored.fingerprint)
+        check_frozen_inputs(stored, receipts)
+        plan = replace(stored, model=model_record(self.info))
+        return PreparedRows(self.build, PreparedBuild(plan, self.workers, receipts), plan.duplicates)
+
+    def _planned(self, new: NewInputs) -> BuildPlan:
+        manifest, spec = self.index.manifest, self.index.manifest.spec
+        lists = write_input_lists(
+            Layout(self.index.root),
+            new.refs,
+            spec.shard_size,
+            first_shard=self.first_shard,
+            earlier_columns=manifest.columns,
+        )
+        segments = (*spec.used_segments, Segment(self.first_shard * spec.shard_size, lists.rows))
+        return BuildPlan(
+            root=self.index.root,
+            spec=replace(spec, rows=segments[-1].stop, segments=segments),
+            model=model_record(self.info),
+            settings=self.settings,
+            inputs_digest=new.digest,
+            duplicates=new.duplicates,
+            ignored={**new.ignored, **lists.ignored},
+            input_checksums=lists.checksums,
+            columns=lists.columns,
+            change=self.change,
+        )
+
+
+def request_rows(config: AppendConfig, index: CommittedIndex, change: str) -> RowsRequest:
+    """Check that the machine and the model can encode new rows of `index`.
+
+    Raises:
+        UsageError: the machine lacks the device or memory, or the index was not made by a build.
+        ModelError: the model bundle cannot be used, or did not build the index.
+    """
+    from edje_index.bundles.index_bundle import matching_bundle
+
+    info = matching_bundle(index, config.model)
+    settings = settings_of_rows(config, index)
+    build = _build_config(config, info, settings)
+    return RowsRequest(index, change, info, settings, build, check_workers(build, settings, info))
+
+
+def is_committed(plan: BuildPlan, index: CommittedIndex) -> bool:
+    """Whether the index holds the segment of `plan`. True if the change was interrupted after its commit."""
+    return plan.spec.used_segments[-1] in index.manifest.spec.used_segments
+
+
+def discard_rows(index: CommittedIndex) -> None:
+    """Remove the plan and the files of an unfinished change. The committed snapshots stay."""
+    from storage_formats.writing.publish import remove_build
+    from storage_formats.writing.snapshots import kept_snapshots, remove_unnamed_files
+
+    layout = Layout(index.root)
+    remove_build(layout)
+    remove_unnamed_files(layout, kept_snapshots(index))
+
+
+def settings_of_rows(config: AppendConfig, index: CommittedIndex) -> BuildSettings:
+    """Return the settings of new rows: the settings of the index, with the sources of `config` and with `dedupe`.
+
+    Raises:
+        UsageError: the index was not made by a build.
+    """
+    from edje_index.images.inputs import display_path
+
+    built = plan_of_manifest(config.root, index.manifest).settings
+    sources = tuple(display_path(os.fsencode(os.path.abspath(source))) for source in config.sources)
+    precisions = index.manifest.spec.precisions
+    return replace(built, sources=sources, column=config.column, dedupe=True, precisions=precisions)
+
+
+def _build_config(config: AppendConfig, info: BundleInfo, settings: BuildSettings) -> BuildConfig:
+    return BuildConfig(
+        sources=config.sources,
+        out=config.root,
+        model=info.path,
+        engine=config.engine,
+        workers=config.workers,
+        threads=settings.threads,
+        shard_size=settings.shard_size,
+        batch_size=settings.batch_size,
+        precisions=settings.precisions,
+        max_failed=config.max_failed,
+        address=config.address,
+    )

@@ -1,0 +1,76 @@
+"""The sources that an index records, so that an update can list them again.
+
+A build records its sources in the settings of the index. Later changes record the sources of all rows in the member
+`indexed_sources` of the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from storage_formats.errors import CorruptIndexError, UsageError
+
+if TYPE_CHECKING:
+    from pipelines.sources import Source
+    from storage_formats.format.manifest import Manifest
+
+_MEMBER = "indexed_sources"
+
+
+@dataclass(frozen=True)
+class SourceGroup:
+    """Sources that one command named, as absolute paths, with their path column (see `BuildConfig`)."""
+
+    sources: tuple[str, ...]
+    column: str | None = None
+
+
+def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
+    """Return the sources of all rows; None if the index does not record all of them.
+
+    Raises:
+        CorruptIndexError: the recorded sources are damaged.
+    """
+    settings = manifest.settings
+    try:
+        if _MEMBER in settings:
+            return tuple(SourceGroup(_texts(group["sources"]), group["column"]) for group in settings[_MEMBER])
+        if len(manifest.spec.used_segments) > 1 or "sources" not in settings:
+            return None
+        return (SourceGroup(_texts(settings["sources"]), settings.get("column")),)
+    except (KeyError, TypeError) as error:
+        raise CorruptIndexError(
+            f"the recorded sources of the index are damaged: {error!r}; name the sources"
+        ) from error
+
+
+def _texts(value: Sequence[Any]) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise TypeError("not a list of sources")
+    return tuple(map(str, value))
+
+
+def with_sources(manifest: Manifest, groups: tuple[SourceGroup, ...]) -> Manifest:
+    """Return `manifest` with `groups` as the sources of all rows."""
+    return replace(manifest, settings={**manifest.settings, _MEMBER: [asdict(group) for group in groups]})
+
+
+def with_further_source(before: Manifest, changed: Manifest, group: SourceGroup) -> Manifest:
+    """Return `changed` with `group` and the sources of `before`. Unchanged if `before` does not record its sources."""
+    groups = recorded_sources(before)
+    return changed if groups is None else with_sources(changed, tuple(dict.fromkeys((*groups, group))))
+
+
+def open_recorded(groups: tuple[SourceGroup, ...] | None) -> list[Source]:
+    """Open the recorded sources. A source that repeats another one, or lies inside it, is left out.
+
+    Raises:
+        UsageError: the sources are not recorded, or a source cannot be used.
+    """
+    from pipelines.sources import open_sources, without_nested
+
+    if groups is None:
+        raise UsageError("the index does not record the sources of all its rows; name all sources", parameter="sources")
+    return without_nested([source for group in groups for source in open_sources(group.sources, group.column)])
