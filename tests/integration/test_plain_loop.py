@@ -1,0 +1,55 @@
+"""A search gives the scores and the order of a plain float32 loop over pairs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from edje_index.recipes.packing.unpack import unpack_model
+from edje_index.recipes.shipped_model import SHIPPED_MODEL
+from edje_index.search.token_index import TokenIndex
+from pipelines import build_index
+from tests.conftest import REPO
+from tests.integration.plain_loop import PlainLoop
+
+GOLDEN = REPO / "tests" / "golden" / "release_0_1"
+DATA = Path(os.environ.get("EDJE_SHARED", REPO.parent / "shared")) / "data"
+PHOTOS, QUERIES, POOL = 100, 200, 20
+TOLERANCE = 1e-4
+
+
+def check_same(root: Path, model: Path, texts: list[str], pool: int) -> None:
+    """Scores and parts are equal to 1e-4, and every query has the same order."""
+    loop, index = PlainLoop(root, model), TokenIndex.open(root, model)
+    for text, hits in zip(texts, index.search(texts, pool, pool), strict=True):
+        expected = loop.search(text, pool)
+        assert [hit.row_id for hit in hits] == [row for row, _, _ in expected], text
+        for hit, (_, score, parts) in zip(hits, expected, strict=True):
+            assert hit.parts == pytest.approx({part: parts[part] for part in hit.parts}, abs=TOLERANCE, rel=0)
+            assert hit.score == pytest.approx(score, abs=TOLERANCE, rel=1e-6)  # float32 holds 7 digits
+
+
+def captions_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_golden_queries():
+    texts = [caption for line in captions_of(GOLDEN / "captions.jsonl") for caption in line["captions"]]
+    check_same(GOLDEN / "index", GOLDEN / "model", texts, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA.is_dir(), reason="needs the photos and base towers of EDJE_SHARED")
+def test_200_real_queries(tmp_path):
+    unpack_model(SHIPPED_MODEL, DATA / "weights", tmp_path / "model")
+    items = captions_of(DATA / "flickr8k" / "captions_dev.jsonl")[:PHOTOS]
+    paths = tmp_path / "photos.txt"
+    paths.write_text("".join(f"{DATA / 'flickr8k' / item['image']}\n" for item in items))
+    build_index(paths, tmp_path / "photos.edje", tmp_path / "model", engine="inline")
+    texts = [caption for item in items for caption in item["captions"][:2]]
+    assert len(texts) == QUERIES
+    check_same(tmp_path / "photos.edje", tmp_path / "model", texts, POOL)
