@@ -63,6 +63,8 @@ class Hits(list[Hit]):
     Args:
         hits: the hits of the query, best first.
         root: directory of the index that the hits belong to.
+        stages: seconds of each stage of the search, by the names in `stages.STAGES`. Queries that are searched in one
+            call share the stages, so each has the times of the whole call.
 
     Example:
         >>> from edje_index import TokenIndex
@@ -71,9 +73,14 @@ class Hits(list[Hit]):
         2
     """
 
-    def __init__(self, hits: Iterable[Hit], root: Path) -> None:
+    def __init__(self, hits: Iterable[Hit], root: Path, stages: Mapping[str, float] | None = None) -> None:
         super().__init__(hits)
         self.root = root
+        self.stages = dict(stages or {})
+
+    def first(self, k: int) -> Hits:
+        """Return the first `k` hits."""
+        return Hits(self[:k], self.root, self.stages)
 
     def _repr_html_(self) -> str:
         from jinja2 import Template

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from edje_index.errors import ModelError
 from edje_index.scoring.final_score import FinalScore
 from edje_index.scoring.parts import Pairs, reads_tokens
-from edje_index.scoring.weights import BUNDLE_SCORE, EMBEDDING, HUBNESS, JOINT_PARTS, TEXT_TO_IMAGE, ScoreWeights
+from edje_index.scoring.weights import BUNDLE_SCORE, EMBEDDING, HUBNESS, JOINT_PARTS, LOGIT, TEXT_TO_IMAGE, ScoreWeights
+from edje_index.search.stages import JOINT_ENCODER, OTHER_PARTS, Stages, TimedPart
 from storage_formats.codecs import Blocks
 from storage_formats.format.layout import IndexSpec
 from storage_formats.reading.embeddings import read_embeddings
@@ -64,6 +65,7 @@ class Reranker:
         spec: layout of the index.
         model: model of the bundle that built the index.
         score: final score to compute, see `scoring.weights.parse_score`.
+        stages: counts the times of the joint encoder and the other parts.
 
     Raises:
         UsageError, ModelError: as for `ModelBundle.weights`. ModelError is also raised if the score needs adapter
@@ -71,13 +73,23 @@ class Reranker:
     """
 
     def __init__(
-        self, root: Path, spec: IndexSpec, model: SearchModel, *, score: str | ScoreWeights = BUNDLE_SCORE
+        self,
+        root: Path,
+        spec: IndexSpec,
+        model: SearchModel,
+        *,
+        score: str | ScoreWeights = BUNDLE_SCORE,
+        stages: Stages | None = None,
     ) -> None:
         weights = model.weights(TEXT_TO_IMAGE, score)
         self._root = root
         self._spec = spec
         self._score = FinalScore.of(weights)
-        self._parts = model.parts(TEXT_TO_IMAGE, weights)
+        self.stages = stages or Stages()
+        self._parts = {
+            name: TimedPart(part, self.stages, JOINT_ENCODER if name == LOGIT else OTHER_PARTS)
+            for name, part in model.parts(TEXT_TO_IMAGE, weights).items()
+        }
         if self.reads_tokens:
             check_reranks(model)
 

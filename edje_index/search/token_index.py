@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from edje_index.indexing.faiss_index import AnnIndex
 from edje_index.scoring.parts import Pairs
 from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights
-from edje_index.search.hits import Hit, best_hits
+from edje_index.search.hits import Hits, best_hits
 from edje_index.search.requested_rows import requested_rows
-from edje_index.search.reranking import Candidates, Reranker, embedding_scores
+from edje_index.search.reranking import Candidates, CandidateScores, Reranker, embedding_scores
 from edje_index.search.search_model import SearchModel
+from edje_index.search.stages import FETCH, HITS, NEAREST, TEXT_TOWER, VISION_TOWER, Stages
 from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.extras import name_missing_extra
@@ -126,7 +127,7 @@ class TokenIndex:
     @overload
     def search(
         self, text: str, k: int = ..., pool: int = ..., *, rerank: bool = ..., score: str | ScoreWeights | None = ...
-    ) -> list[Hit]: ...
+    ) -> Hits: ...
 
     @overload
     def search(
@@ -137,7 +138,7 @@ class TokenIndex:
         *,
         rerank: bool = ...,
         score: str | ScoreWeights | None = ...,
-    ) -> list[list[Hit]]: ...
+    ) -> list[Hits]: ...
 
     def search(
         self,
@@ -147,7 +148,7 @@ class TokenIndex:
         *,
         rerank: bool = True,
         score: str | ScoreWeights | None = None,
-    ) -> list[Hit] | list[list[Hit]]:
+    ) -> Hits | list[Hits]:
         """Return the `k` best images for `text`, best first. Ties are sorted by row id.
 
         One call with several texts is faster than one call per text, because their candidates share batches. The
@@ -162,7 +163,8 @@ class TokenIndex:
             score: final score to sort by, see `open`; None selects the score that was given to `open`.
 
         Returns:
-            The hits of the query; for several queries, one list of hits per query.
+            The hits of the query; for several queries, one list of hits per query. `Hits.stages` holds the times of the
+            call.
 
         Raises:
             UsageError: a query is empty, `k` or `pool` is out of range, or `score` is invalid.
@@ -173,15 +175,21 @@ class TokenIndex:
         for query in texts:
             _check_text(query)
         _check_counts(k, pool)
-        reranker = self._reranker(score) if rerank else None
+        stages = Stages()
+        reranker = self._reranker(score, stages) if rerank else None
         if not texts:
             return []
-        embeddings = self.model.text.encode(texts)
-        nearest = [Candidates(*pair) for pair in self._ann.nearest_to_each(embeddings, pool if reranker else k)]
-        hits = self._plain_hits(nearest, k) if reranker is None else self._reranked_hits(reranker, texts, nearest, k)
+        with stages.timed(TEXT_TOWER):
+            embeddings = self.model.text.encode(texts)
+        with stages.timed(NEAREST):
+            nearest = [Candidates(*pair) for pair in self._ann.nearest_to_each(embeddings, pool if reranker else k)]
+        if reranker is None:
+            hits = self._plain_hits(nearest, k, stages)
+        else:
+            hits = self._reranked_hits(reranker, texts, nearest, k)
         return hits[0] if isinstance(text, str) else hits
 
-    def rerank(self, text: str, rows: Sequence[int | str], *, score: str | ScoreWeights | None = None) -> list[Hit]:
+    def rerank(self, text: str, rows: Sequence[int | str], *, score: str | ScoreWeights | None = None) -> Hits:
         """Score the given rows for `text`, and return one hit per entry of `rows`, best first.
 
         Args:
@@ -204,7 +212,7 @@ class TokenIndex:
 
     def rerank_each(
         self, texts: Sequence[str], rows: Sequence[Sequence[int | str]], *, score: str | ScoreWeights | None = None
-    ) -> list[list[Hit]]:
+    ) -> list[Hits]:
         """Call `rerank` for each text with its own rows, and return one list of hits per text.
 
         One call of this method is faster than one call of `rerank` per text, because the texts share batches.
@@ -220,16 +228,18 @@ class TokenIndex:
         for text in texts:
             _check_text(text)
         row_ids = [requested_rows(self.committed, its_rows) for its_rows in rows]
-        reranker = self._reranker(score)
+        stages = Stages()
+        reranker = self._reranker(score, stages)
         every_row = np.concatenate([np.empty(0, np.int64), *row_ids])
         if not len(every_row):
-            return [[] for _ in texts]
-        embeddings = self.model.text.encode(list(texts))
+            return [Hits([], self.root) for _ in texts]
+        with stages.timed(TEXT_TOWER):
+            embeddings = self.model.text.encode(list(texts))
         candidates = [self._candidates(*pair) for pair in zip(embeddings, row_ids, strict=True)]
-        blocks = self._store.fetch(every_row) if reranker.reads_tokens else None
+        with stages.timed(FETCH):
+            blocks = self._store.fetch(every_row) if reranker.reads_tokens else None
         scores = reranker.scores(texts, candidates, blocks)
-        pairs = zip(candidates, scores, strict=True)
-        return [best_hits(self.committed, each, its_scores, len(each.rows)) for each, its_scores in pairs]
+        return self._hits(candidates, scores, len(every_row), stages)
 
     def score_images(
         self, text: str, images: Sequence[bytes | Image.Image], *, score: str | ScoreWeights | None = None
@@ -258,7 +268,7 @@ class TokenIndex:
         pairs = Pairs([text] * len(images), tokens, similarities, embeddings)
         return [float(value) for value in reranker.score_new(pairs)]
 
-    def search_image(self, image: str | Path | bytes | Image.Image, k: int = 10) -> list[Hit]:
+    def search_image(self, image: str | Path | bytes | Image.Image, k: int = 10) -> Hits:
         """Return the `k` images of the index whose embeddings are most similar to the embedding of `image`, best first.
 
         Args:
@@ -277,10 +287,14 @@ class TokenIndex:
         _check_counts(k, k)
         from edje_index.search.query_image import encode_images
 
-        _, embeddings = encode_images(self.model.image_encoder, [image])
-        return self._plain_hits([Candidates(*self._ann.nearest(embeddings[0], k))], k)[0]
+        stages = Stages()
+        with stages.timed(VISION_TOWER):
+            _, embeddings = encode_images(self.model.image_encoder, [image])
+        with stages.timed(NEAREST):
+            nearest = Candidates(*self._ann.nearest(embeddings[0], k))
+        return self._plain_hits([nearest], k, stages)[0]
 
-    def search_row(self, row_id: int, k: int = 10) -> list[Hit]:
+    def search_row(self, row_id: int, k: int = 10) -> Hits:
         """Return the `k` images whose embeddings are most similar to the embedding of row `row_id`, best first.
 
         The image of row `row_id` is not among the hits.
@@ -294,39 +308,52 @@ class TokenIndex:
             False
         """
         _check_counts(k, k)
+        stages = Stages()
         embedding = read_embeddings(self.root, self.manifest.spec, requested_rows(self.committed, [row_id]))[0]
-        rows, similarities = self._ann.nearest(embedding, k + 1)
+        with stages.timed(NEAREST):
+            rows, similarities = self._ann.nearest(embedding, k + 1)
         other = rows != row_id
-        return self._plain_hits([Candidates(rows[other], similarities[other])], k)[0]
+        return self._plain_hits([Candidates(rows[other], similarities[other])], k, stages)[0]
 
     def fetch_blocks(self, row_ids: Sequence[int]) -> Blocks:
         """Return the token blocks of `row_ids`, bfloat16 [k, m, d], see `TokenStore.fetch`."""
         return self._store.fetch(row_ids)
 
-    def _reranker(self, score: str | ScoreWeights | None) -> Reranker:
+    def _reranker(self, score: str | ScoreWeights | None, stages: Stages | None = None) -> Reranker:
         chosen = self._score if score is None else score
-        return Reranker(self.root, self.manifest.spec, self.model, score=chosen)
+        return Reranker(self.root, self.manifest.spec, self.model, score=chosen, stages=stages)
 
     def _candidates(self, query: NDArray[np.float32], row_ids: NDArray[np.int64]) -> Candidates:
         """Return `row_ids` as candidates, with the similarity of each embedding to `query`."""
         return Candidates(row_ids, read_embeddings(self.root, self.manifest.spec, row_ids) @ query)
 
-    def _plain_hits(self, nearest: Sequence[Candidates], k: int) -> list[list[Hit]]:
-        return [best_hits(self.committed, candidates, embedding_scores(candidates), k) for candidates in nearest]
+    def _plain_hits(self, nearest: Sequence[Candidates], k: int, stages: Stages) -> list[Hits]:
+        return self._hits(nearest, [embedding_scores(candidates) for candidates in nearest], k, stages)
 
     def _reranked_hits(
         self, reranker: Reranker, texts: Sequence[str], nearest: Sequence[Candidates], k: int
-    ) -> list[list[Hit]]:
-        hits: list[list[Hit]] = []
+    ) -> list[Hits]:
+        sound: list[Candidates] = []
+        scores: list[CandidateScores] = []
         queries_at_once = max(1, _PAIRS_AT_ONCE // max(1, *(len(each.rows) for each in nearest)))
         for start in range(0, len(texts), queries_at_once):
             candidates, blocks = nearest[start : start + queries_at_once], None
             if reranker.reads_tokens:
-                candidates, blocks = self._fetch_sound(candidates)
-            scores = reranker.scores(texts[start : start + queries_at_once], candidates, blocks)
+                with reranker.stages.timed(FETCH):
+                    candidates, blocks = self._fetch_sound(candidates)
+            scores += reranker.scores(texts[start : start + queries_at_once], candidates, blocks)
+            sound += candidates
+        return self._hits(sound, scores, k, reranker.stages)
+
+    def _hits(
+        self, candidates: Sequence[Candidates], scores: Sequence[CandidateScores], k: int, stages: Stages
+    ) -> list[Hits]:
+        """Return the `k` best hits of each query, with the times of the search."""
+        with stages.timed(HITS):
             pairs = zip(candidates, scores, strict=True)
-            hits += [best_hits(self.committed, each, its_scores, k) for each, its_scores in pairs]
-        return hits
+            hits = [best_hits(self.committed, each, its_scores, k) for each, its_scores in pairs]
+        seconds = stages.seconds()
+        return [Hits(each, each.root, seconds) for each in hits]
 
     def _fetch_sound(self, candidates: Sequence[Candidates]) -> tuple[list[Candidates], Blocks]:
         """Return the candidates with intact blocks, and the blocks. Warn about the other candidates."""

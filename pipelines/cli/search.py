@@ -29,7 +29,7 @@ from storage_formats.errors import UsageError
 
 if TYPE_CHECKING:
     from edje_index.scoring.weights import ScoreWeights
-    from edje_index.search.hits import Hit
+    from edje_index.search.hits import Hit, Hits
     from edje_index.search.token_index import TokenIndex
 
 _QUERIES_AT_ONCE = 64  # their hits appear together
@@ -94,8 +94,8 @@ def search(
     weights; --score replaces these weights. An imported checkpoint uses the joint encoder's logit alone, as published.
 
     With --json each hit has `score`, its unweighted `parts`, `embedding_score` (cosine similarity of the embeddings)
-    and `joint_score` (weighted logit, late interaction and pooled similarity). With --queries, --json prints
-    one JSON object per query, each on one line.
+    and `joint_score` (weighted logit, late interaction and pooled similarity). `stages_ms` holds the milliseconds of
+    each stage. With --queries, --json prints one JSON object per query, each on one line.
 
     \b
     Examples:
@@ -144,19 +144,18 @@ def _batches(queries: Path | None) -> Iterable[list[str]]:
 def _answer(opened: TokenIndex, texts: list[str], request: _Request, loading: float, *, heading: bool) -> None:
     for text in texts:
         hint_at_image(text)
-    started = time.perf_counter()
     pool = max(request.pool, request.k)
     results = opened.search(texts, pool if request.html else request.k, pool, rerank=request.rerank)
-    timings = {"load index and model": loading, "search": time.perf_counter() - started}
     for text, candidates in zip(texts, results, strict=True):
         if request.html is not None:
-            _write_page(request.html, opened, candidates, request=request, query=text, timings=timings)
-        _show(text, candidates[: request.k], request, heading=heading)
+            _write_page(request.html, opened, candidates, request=request, query=text, loading=loading)
+        _show(text, candidates.first(request.k), request, heading=heading)
 
 
-def _show(query: str, hits: list[Hit], request: _Request, *, heading: bool) -> None:
+def _show(query: str, hits: Hits, request: _Request, *, heading: bool) -> None:
     if request.as_json:
-        print_json({"query": query, "hits": [asdict(hit) for hit in hits]})
+        stages = {stage: round(1000 * seconds, 3) for stage, seconds in hits.stages.items()}
+        print_json({"query": query, "hits": [asdict(hit) for hit in hits], "stages_ms": stages})
         return
     if heading:
         print_line(f"query: {query}")
@@ -189,11 +188,11 @@ def _check(request: _Request) -> None:
 def _write_page(
     path: Path,
     opened: TokenIndex,
-    candidates: list[Hit],
+    candidates: Hits,
     *,
     request: _Request,
     query: str,
-    timings: dict[str, float],
+    loading: float,
 ) -> None:
     """Write the HTML page to `path`, and open it in the browser if requested."""
     from pipelines.pages.search_page import SearchContext, search_page
@@ -205,7 +204,7 @@ def _write_page(
         precision=opened.precision,
         weights=opened.model.weights("t2i", request.score),
         trained=opened.model.trained,
-        timings=timings,
+        timings={"load index and model": loading, **candidates.stages},
     )
     write_bytes_atomic(path, search_page(candidates, request.k, context).encode())
     note(f"page: {path}")

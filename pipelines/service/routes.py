@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from anyio import CapacityLimiter, fail_after, to_thread
@@ -86,7 +87,7 @@ async def search(request: Request, body: SearchRequest) -> SearchAnswer:
         hits=[_ranked(hit) for hit in ranked[: body.k]] if ranked else _plain(hits),
         by_embedding=[_ranked(hit) for hit in embedding_order(ranked)[: body.k]] if ranked else None,
         weights={part: weight for part, weight in weights.items() if weight},
-        timing=_timing(timing),
+        timing=_timing(timing, hits.stages),
     )
 
 
@@ -261,5 +262,10 @@ def _answer(hit: Hit, rank: int, embedding_rank: int | None) -> HitAnswer:
     )
 
 
-def _timing(timing: Timing) -> TimingAnswer:
-    return TimingAnswer(waited_ms=1000 * timing.waited, computed_ms=1000 * timing.computed, batch=timing.batch)
+def _timing(timing: Timing, stages: Mapping[str, float]) -> TimingAnswer:
+    return TimingAnswer(
+        waited_ms=1000 * timing.waited,
+        computed_ms=1000 * timing.computed,
+        batch=timing.batch,
+        stages_ms={stage: 1000 * seconds for stage, seconds in stages.items()},
+    )

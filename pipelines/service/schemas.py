@@ -68,6 +68,10 @@ class TimingAnswer(BaseModel):
     waited_ms: float = Field(description="Milliseconds in the queue.")
     computed_ms: float = Field(description="Milliseconds that the batch of the request took.")
     batch: int = Field(description="Number of requests that shared the batch.")
+    stages_ms: dict[str, float] = Field(
+        description="Milliseconds of each stage: text_tower or vision_tower, nearest (nearest-neighbour search), fetch "
+        "(read and decode tokens), joint_encoder, other_parts (of the score), hits (sort, look up uris), total."
+    )
 
 
 class SearchAnswer(BaseModel):

@@ -13,7 +13,7 @@ from pipelines.service.batching import Work
 from pipelines.service.images import decode_picture
 
 if TYPE_CHECKING:
-    from edje_index.search.hits import Hit
+    from edje_index.search.hits import Hits
     from edje_index.search.token_index import TokenIndex
 
 _PAIRS_PER_IMAGE = 16  # one pass of the vision tower takes about as long as this many pairs of the joint encoder
@@ -40,16 +40,16 @@ def search_text(index: TokenIndex, text: str, k: int, options: ScoreOptions) -> 
     return Work(("search", id(index), options), cost, (text, k), partial(_search_texts, index, options))
 
 
-def _search_texts(index: TokenIndex, options: ScoreOptions, payloads: Sequence[tuple[str, int]]) -> list[list[Hit]]:
+def _search_texts(index: TokenIndex, options: ScoreOptions, payloads: Sequence[tuple[str, int]]) -> list[Hits]:
     texts, counts = [text for text, _ in payloads], [k for _, k in payloads]
     found = index.search(texts, max(counts), options.pool, rerank=options.rerank, score=options.score)
-    return [hits[:k] for hits, k in zip(found, counts, strict=True)]
+    return [hits.first(k) for hits, k in zip(found, counts, strict=True)]
 
 
 def search_picture(index: TokenIndex, data: bytes, k: int, max_pixels: int) -> Work:
     """Return work that finds the `k` rows most similar to an encoded image."""
 
-    def run(payloads: Sequence[bytes]) -> list[list[Hit]]:
+    def run(payloads: Sequence[bytes]) -> list[Hits]:
         return [index.search_image(decode_picture(payload, max_pixels), k) for payload in payloads]
 
     return Work(("image", id(index), k), _PAIRS_PER_IMAGE * _tokens(index), data, run)
@@ -63,7 +63,7 @@ def search_row(index: TokenIndex, row_id: int, k: int) -> Work:
 def rerank_rows(index: TokenIndex, text: str, row_ids: Sequence[int]) -> Work:
     """Return work that re-ranks the rows `row_ids` for a text, best first."""
 
-    def run(payloads: Sequence[tuple[str, Sequence[int]]]) -> list[list[Hit]]:
+    def run(payloads: Sequence[tuple[str, Sequence[int]]]) -> list[Hits]:
         return index.rerank_each([text for text, _ in payloads], [rows for _, rows in payloads])
 
     return Work(("rerank", id(index)), len(row_ids) * _tokens(index), (text, row_ids), run)

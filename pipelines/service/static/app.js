@@ -149,8 +149,15 @@ function show(result, what, milliseconds) {
     `${result.hits.length} hits in ${Math.round(milliseconds)} ms: ${Math.round(timing.waited_ms)} ms in the queue, ` +
       `${Math.round(timing.computed_ms)} ms search and re-ranking, ${Math.round(network)} ms network.`,
   );
+  byId("stages").textContent = stages(timing.stages_ms);
   byId("changes").textContent = isRanked ? changes(result, what) : "";
   shown = { what, result };
+}
+
+function stages(milliseconds) {
+  const names = Object.keys(milliseconds).filter((name) => name !== "total");
+  const times = names.map((name) => `${name.replace("_", " ")} ${milliseconds[name].toFixed(1)} ms`);
+  return `Stages: ${times.join(", ")}.`;
 }
 
 function changes(result, what) {

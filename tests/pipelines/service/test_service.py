@@ -73,7 +73,9 @@ def test_search_returns_both_orders(http, library):
     assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in library.search("a dog", 4, 9)]
     assert [hit["rank"] for hit in answer["hits"]] == [1, 2, 3, 4]
     assert answer["weights"] == {"logit": 1.0}
-    assert answer["timing"]["computed_ms"] > 0
+    stages = answer["timing"]["stages_ms"]
+    assert list(stages) == ["text_tower", "nearest", "fetch", "joint_encoder", "hits", "total"]
+    assert sum(stages.values()) - stages["total"] <= stages["total"] <= answer["timing"]["computed_ms"]
 
 
 def test_the_dialect_of_tei(http, library):
