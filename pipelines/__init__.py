@@ -9,12 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelines.api import append_index, build_index, delete_rows, quantize_index, train
+    from pipelines.api import append_index, build_index, delete_rows, quantize_index, train, update_index
     from pipelines.jobs.append import AppendResult
     from pipelines.jobs.build_result import BuildResult
     from pipelines.jobs.quantize import QuantizeResult
     from pipelines.jobs.snapshots import DeleteResult
     from pipelines.jobs.training.result import TrainResult
+    from pipelines.jobs.update import UpdateResult
     from pipelines.progress.stopping import JobStopped
 
 _MODULES = {
@@ -24,11 +25,13 @@ _MODULES = {
     "JobStopped": "pipelines.progress.stopping",
     "QuantizeResult": "pipelines.jobs.quantize",
     "TrainResult": "pipelines.jobs.training.result",
+    "UpdateResult": "pipelines.jobs.update",
     "append_index": "pipelines.api",
     "build_index": "pipelines.api",
     "delete_rows": "pipelines.api",
     "quantize_index": "pipelines.api",
     "train": "pipelines.api",
+    "update_index": "pipelines.api",
 }
 
 __all__ = [
@@ -38,11 +41,13 @@ __all__ = [
     "JobStopped",
     "QuantizeResult",
     "TrainResult",
+    "UpdateResult",
     "append_index",
     "build_index",
     "delete_rows",
     "quantize_index",
     "train",
+    "update_index",
 ]
 
 

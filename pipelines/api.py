@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.quantize import QuantizeResult
     from pipelines.jobs.snapshots import DeleteResult
     from pipelines.jobs.training.result import TrainResult
+    from pipelines.jobs.update import UpdateResult
     from pipelines.progress.events import Event, OnEvent
     from pipelines.progress.stopping import ShouldStop
 
@@ -34,6 +35,18 @@ class BuildOptions(TypedDict, total=False):
     max_pixels: int | None
     max_failed: float | None
     address: str | None
+
+
+class UpdateOptions(TypedDict, total=False):
+    """Optional settings of `update_index`, with the meanings and defaults of `UpdateConfig`."""
+
+    model: str | Path | None
+    engine: Literal["ray", "inline"]
+    workers: int | None
+    address: str | None
+    column: str | None
+    max_failed: float | None
+    max_vanished: float
 
 
 def _ignore(event: Event) -> None:
@@ -166,6 +179,52 @@ def append_index(
     bundle = None if model is None else Path(model)
     config = AppendConfig(Path(index), tuple(map(str, names)), bundle, engine=engine, workers=workers)
     return run_append(config, on_event)
+
+
+@name_missing_extra("build")
+def update_index(
+    index: str | Path,
+    sources: str | Path | Sequence[str | Path] = (),
+    *,
+    dry_run: bool = False,
+    on_event: OnEvent = _ignore,
+    should_stop: ShouldStop = _never,
+    **options: Unpack[UpdateOptions],
+) -> UpdateResult:
+    """Make an index equal to its sources, as `edje-index update` does. The same call resumes a stopped update.
+
+    New and changed files get new rows. The rows of changed and vanished files are deleted. Unchanged files are not
+    encoded again.
+
+    Args:
+        index: directory of the index. Unchanged rows keep their ids.
+        sources: all sources of the index, as in `build_index`. If empty, the sources that the index records.
+        dry_run: return what would change without changing the index.
+        on_event: as in `build_index`.
+        should_stop: as in `build_index`.
+        options: further settings of the update, see `UpdateOptions`.
+
+    Raises:
+        UsageError, ModelError: the request is invalid, or the index does not record its sources.
+        JobStopped: the update stopped before its end; the same call resumes the update.
+        EdjeError: another process is changing the index, a source cannot be read, or too many rows vanished or too many
+            images failed.
+        MissingExtraError: a package of the extra `build` is not installed.
+
+    Example:
+        >>> from pipelines import update_index
+        >>> result = update_index("photos.edje", engine="inline")
+        >>> result.inputs, result.failed, result.vanished
+        (6, 0, 0)
+    """
+    from pipelines.jobs.update import run_update
+    from pipelines.planning.config import UpdateConfig
+
+    names = [sources] if isinstance(sources, str | Path) else sources
+    bundle = options.get("model")
+    settings = {**options, "model": None if bundle is None else Path(bundle)}
+    config = UpdateConfig(Path(index), tuple(map(str, names)), dry_run=dry_run, **settings)  # type: ignore[arg-type]
+    return run_update(config, on_event, should_stop)
 
 
 def delete_rows(

@@ -33,6 +33,7 @@ SECTIONS = {
         "build": "pipelines.cli.build:build",
         "import-arrays": "pipelines.cli.import_arrays:import_arrays",
         "append": "pipelines.cli.append:append",
+        "update": "pipelines.cli.update:update",
         "delete": "pipelines.cli.delete:delete",
         "history": "pipelines.cli.history:history",
         "rollback": "pipelines.cli.history:rollback",

@@ -72,7 +72,7 @@ def encode_rows(
         JobStopped: the job ended early. The finished shards are kept.
         FailedInputsError: no input could be indexed, or more inputs failed than allowed. The index is unchanged.
     """
-    if prepared.build is None:
+    if prepared.build is None or prepared.config is None:
         return []
     with _stopping_on_full_disk(index.root):
         try:

@@ -1,4 +1,4 @@
-"""The requests for a build and for an append."""
+"""The requests for a build and for changes that add rows."""
 
 from __future__ import annotations
 
@@ -82,3 +82,19 @@ class AppendConfig:
     address: str | None = None
     column: str | None = None
     max_failed: float | None = None
+
+
+@dataclass(frozen=True)
+class UpdateConfig(AppendConfig):
+    """A request to make an index equal to its sources. The other attributes are those of `AppendConfig`.
+
+    Attributes:
+        sources: all sources of the index; empty means the sources that the index records.
+        max_vanished: share of the rows that may have no input any more, 0 to 1. If more rows vanished, the update ends
+            with an error.
+        dry_run: whether to compare only, and to change nothing.
+    """
+
+    sources: tuple[str, ...] = ()
+    max_vanished: float = 0.5
+    dry_run: bool = False

@@ -44,14 +44,14 @@ class PreparedRows:
     """A change that is ready to encode its rows.
 
     Attributes:
-        config: build request with the settings of the change; the engine is created from this request.
-        build: plan and receipts of the new rows; None if there are no new rows.
         duplicates: see `NewInputs`.
+        build: plan and receipts of the new rows; None if there are no new rows.
+        config: build request with the settings of the change; the engine is created from this request.
     """
 
-    config: BuildConfig
-    build: PreparedBuild | None
     duplicates: int
+    build: PreparedBuild | None = None
+    config: BuildConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class RowsRequest:
             OSError: the plan cannot be written.
         """
         if not new.refs:
-            return PreparedRows(self.build, None, new.duplicates)
+            return PreparedRows(new.duplicates)
         with removed_on_failure(self.index.root):
             plan = self._planned(new)
             check_index_size(self.index.root, replace(plan.spec, rows=plan.rows, segments=()))
             plan.write()
-        return PreparedRows(self.build, PreparedBuild(plan, self.workers), new.duplicates)
+        return PreparedRows(new.duplicates, PreparedBuild(plan, self.workers), self.build)
 
     def resumed(self, stored: BuildPlan) -> PreparedRows:
         """Continue a stopped change with the plan `stored`.
@@ -113,7 +113,7 @@ class RowsRequest:
         receipts = read_receipts(Layout(self.index.root), stored.shards, stored.fingerprint)
         check_frozen_inputs(stored, receipts)
         plan = replace(stored, model=model_record(self.info))
-        return PreparedRows(self.build, PreparedBuild(plan, self.workers, receipts), plan.duplicates)
+        return PreparedRows(plan.duplicates, PreparedBuild(plan, self.workers, receipts), self.build)
 
     def _planned(self, new: NewInputs) -> BuildPlan:
         manifest, spec = self.index.manifest, self.index.manifest.spec

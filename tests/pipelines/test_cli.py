@@ -51,6 +51,7 @@ def test_the_help_lists_commands_under_headings_and_no_old_names(run):
             "build",
             "import-arrays",
             "append",
+            "update",
             "delete",
             "history",
             "rollback",

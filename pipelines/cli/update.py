@@ -1,0 +1,89 @@
+"""The command `edje-index update`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipelines.cli.options import (
+    PATH,
+    POSITIVE,
+    address_option,
+    column_option,
+    engine_option,
+    json_option,
+    max_failed_option,
+    model_option,
+    quiet_option,
+)
+from pipelines.cli.output import note, print_json, print_line, running_job
+from pipelines.planning.config import UpdateConfig
+from pipelines.progress.wording import counted, duration
+from storage_formats.format.layout import Layout
+
+if TYPE_CHECKING:
+    from pipelines.jobs.update import UpdateResult
+
+
+@click.command()
+@click.argument("root", type=PATH, metavar="INDEX")
+@click.argument("sources", nargs=-1, metavar="[SOURCE...]")
+@click.option("--dry-run", is_flag=True, help="Show what would change and change nothing.")
+@click.option(
+    "--max-vanished",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    default=0.5,
+    show_default=True,
+    help="Stop if a larger share of the rows has no input any more. 1 allows every row to vanish.",
+)
+@model_option
+@engine_option("ray")
+@click.option("--workers", type=POSITIVE, help="Worker processes.  [default: as for 'build']")
+@address_option
+@column_option
+@max_failed_option
+@quiet_option
+@json_option
+def update(as_json: bool, quiet: bool, **options: Any) -> None:
+    """Make INDEX equal to its sources.
+
+    Without SOURCE, the sources are those that INDEX records. With SOURCE, give all sources of INDEX, because rows of
+    other sources are deleted. 'build --help' describes SOURCE.
+
+    New and changed files get new rows. The rows of changed and vanished files are deleted. Unchanged files are read and
+    compared by content, but not encoded again. Programs that have INDEX open see the changes after they reopen it.
+
+    If a source cannot be read, or too many rows would vanish, the command stops and INDEX stays as it is.
+
+    \b
+    Examples:
+      edje-index update photos.edje --dry-run
+      edje-index update photos.edje
+    """
+    from pipelines.jobs.update import run_update
+
+    config = UpdateConfig(**{**options, "sources": tuple(options["sources"])})
+    with running_job(quiet=quiet, can_resume=Layout(config.root).append_plan.exists) as (on_event, should_stop):
+        result = run_update(config, on_event, should_stop)
+    if as_json:
+        print_json(asdict(result))
+    else:
+        print_line(f"{config.root}: {_summary(result)}")
+    if result.failed and not config.dry_run:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in result.failed_by_reason.items())
+        note(f"{counted(result.failed, 'input')} failed: {reasons}; 'edje-index failures' lists them")
+
+
+def _summary(result: UpdateResult) -> str:
+    inputs = (
+        f"{counted(result.inputs, 'input')} = {result.unchanged:,} unchanged + {result.new:,} new + "
+        f"{result.changed:,} changed + {result.duplicates:,} duplicates + {result.failed:,} failed; "
+        f"{result.vanished:,} vanished"
+    )
+    if not result.dry_run:
+        return f"{inputs}; {counted(result.deleted, 'row')} deleted; {result.seconds:.1f} s"
+    cost = "" if result.encode_seconds is None else f", about {duration(result.encode_seconds)} of one worker"
+    return f"{inputs}; would add {counted(result.rows, 'row')}{cost}, and delete {counted(result.deleted, 'row')}"

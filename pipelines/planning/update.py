@@ -1,0 +1,240 @@
+"""Prepares an update: compares the sources with the rows of an index, and refuses what looks like a lost source."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edje_index.images.inputs import InputRef, display_path
+from pipelines.planning.config import UpdateConfig
+from pipelines.planning.new_rows import NewInputs
+from pipelines.planning.recorded_sources import open_recorded, recorded_sources
+from pipelines.planning.stored_rows import StoredRow, StoredRows
+from pipelines.progress.events import OnEvent
+from pipelines.progress.stopping import ShouldStop
+from pipelines.progress.wording import counted
+from storage_formats.errors import EdjeError
+
+if TYPE_CHECKING:
+    from pipelines.sources import Source
+    from storage_formats.format.manifest import CommittedIndex
+
+_HIDES_OTHERS = frozenset({"missing", "unreadable", "truncated-archive", "damaged-archive"})
+"""Problems of a directory or an archive that hide the inputs below it."""
+
+
+@dataclass(frozen=True)
+class SourceChanges:
+    """The differences between the sources and the rows of an index.
+
+    Attributes:
+        inputs: number of inputs of the sources.
+        unchanged: number of inputs whose row stays as it is.
+        new: inputs that get new rows, in the order of the sources.
+        changed: positions in `new.refs` of the inputs whose content differs from that of their row.
+        vanished: number of rows without an input.
+        deleted: row ids to delete, int64, ascending: of vanished rows, and of rows that
+            a new row or a duplicate replaces.
+        encode_seconds: mean time that the model took per row of the index; None if no row is indexed.
+    """
+
+    inputs: int
+    unchanged: int
+    new: NewInputs
+    changed: tuple[int, ...]
+    vanished: int
+    deleted: NDArray[np.int64]
+    encode_seconds: float | None
+
+
+def compare_sources(
+    config: UpdateConfig, index: CommittedIndex, on_event: OnEvent, should_stop: ShouldStop
+) -> SourceChanges:
+    """List the sources and compare every input with the rows of `index`. Nothing is written.
+
+    An input and a row belong together if their names are equal. The row is unchanged if the content is equal, too.
+
+    Raises:
+        UsageError: a source cannot be used, or the index does not record its sources and `config.sources` is empty.
+        EdjeError: a source or a part of it cannot be read, or a larger share of the rows vanished than
+            `config.max_vanished` allows.
+        TransientInputError: an input cannot be read now.
+        JobStopped: `should_stop` returned True.
+    """
+    from pipelines.sources import count_ignored, digested, hashed, iter_all, open_sources
+
+    groups = recorded_sources(index.manifest)
+    sources = open_sources(config.sources, config.column) if config.sources else open_recorded(groups)
+    listings = [_CountedSource(source) for source in sources]
+    comparison = _Comparison(StoredRows(index))
+    for ref in hashed(digested(iter_all(listings), hashlib.sha256(), on_event, should_stop)):
+        comparison.add(ref)
+    comparison.finish()
+    changes = comparison.changes(count_ignored(sources))
+    _refuse_unreadable(comparison)
+    empty = [display_path(listing.path) for listing in listings if not listing.inputs]
+    _refuse_hidden_rows(index, comparison, [] if config.max_vanished >= 1 else empty)
+    _refuse_many_vanished(config.max_vanished, comparison, changes.vanished)
+    return changes
+
+
+@dataclass
+class _CountedSource:
+    """A source that counts the inputs which it lists."""
+
+    source: Source
+    inputs: int = 0
+
+    def __post_init__(self) -> None:
+        self.spec, self.kind, self.path = self.source.spec, self.source.kind, self.source.path
+
+    @property
+    def ignored(self) -> dict[str, int]:
+        return dict(self.source.ignored)
+
+    def iter_inputs(self) -> Iterator[InputRef]:
+        for ref in self.source.iter_inputs():
+            self.inputs += 1
+            yield ref
+
+
+@dataclass
+class _Pending:
+    """An input, and the row that has its name; the row is None if there is none."""
+
+    position: int
+    ref: InputRef
+    row: StoredRow | None = None
+
+
+class _Comparison:
+    """Pairs inputs with rows: first those of equal name and content, then those of equal name.
+
+    A duplicate is only paired if the row of its original is paired, too. Otherwise it gets a row with tokens.
+
+    Attributes:
+        inputs: number of inputs.
+        kept: rows that have an equal input.
+        pending: the other inputs, in the order of the sources.
+        hidden: paths of directories and archives that could not be read, with the problem.
+    """
+
+    def __init__(self, stored: StoredRows) -> None:
+        self.stored = stored
+        self.inputs = 0
+        self.kept: list[StoredRow] = []
+        self.pending: list[_Pending] = []
+        self.hidden: dict[str, str] = {}
+        self._duplicates: list[_Pending] = []
+
+    def add(self, ref: InputRef) -> None:
+        """Pair `ref` with a row of the same name and content, if there is one."""
+        row = self.stored.take(ref)
+        if row is None:
+            self.pending.append(_Pending(self.inputs, ref))
+        elif row.duplicate_of is not None:
+            self._duplicates.append(_Pending(self.inputs, ref, row))
+        else:
+            self.kept.append(row)
+        if ref.problem in _HIDES_OTHERS:
+            self.hidden[display_path(ref.path)] = str(ref.problem)
+        self.inputs += 1
+
+    def finish(self) -> None:
+        """Pair the remaining inputs with rows of the same name. Call this method once, after the last `add`."""
+        originals = {row.row_id for row in self.kept} if self._duplicates else set()
+        for each in self._duplicates:
+            if each.row is not None and each.row.duplicate_of in originals:
+                self.kept.append(each.row)
+            else:
+                self.pending.append(each)
+        self.pending.sort(key=lambda each: each.position)
+        for each in self.pending:
+            each.row = each.row or self.stored.take_named(each.ref)
+
+    def changes(self, ignored: dict[str, int]) -> SourceChanges:
+        """Return the changes that make the rows equal to the inputs."""
+        hashes = {each.ref.content_hash for each in self.pending}
+        held = {row.content_hash.hex() for row in self.kept if row.content_hash is not None} & hashes
+        refs: list[InputRef] = []
+        changed: list[int] = []
+        for each in self.pending:
+            if each.ref.content_hash in held:
+                continue
+            if each.ref.content_hash is not None:
+                held.add(each.ref.content_hash)
+            if each.row is not None:
+                changed.append(len(refs))
+            refs.append(each.ref)
+        vanished = [row.row_id for row in self.stored]
+        replaced = [each.row.row_id for each in self.pending if each.row is not None]
+        return SourceChanges(
+            inputs=self.inputs,
+            unchanged=len(self.kept),
+            new=NewInputs(refs, digest_of(refs), len(self.pending) - len(refs), ignored),
+            changed=tuple(changed),
+            vanished=len(vanished),
+            deleted=np.array(sorted((*vanished, *replaced)), dtype=np.int64),
+            encode_seconds=self.stored.encode_seconds,
+        )
+
+
+def digest_of(refs: Iterable[InputRef]) -> str:
+    """Return the SHA-256 over what determines the rows of `refs`, in hexadecimal."""
+    digest = hashlib.sha256()
+    for ref in refs:
+        digest.update(f"{ref.offset} {ref.size} {ref.content_hash} {ref.problem}\0".encode() + ref.path + b"\0\n")
+    return digest.hexdigest()
+
+
+def _refuse_unreadable(comparison: _Comparison) -> None:
+    """Raise EdjeError if an input that the index holds exists but cannot be read."""
+    for each in comparison.pending:
+        if each.ref.problem == "unreadable" and each.row is not None and each.row.failed_for is None:
+            raise EdjeError(
+                f"cannot read {each.ref.uri}, which is row {each.row.row_id} of the index; make the file readable, or "
+                "delete the row and the file. The index is unchanged"
+            )
+
+
+def _refuse_hidden_rows(index: CommittedIndex, comparison: _Comparison, empty_sources: list[str]) -> None:
+    """Raise EdjeError if rows vanished below a directory or an archive that could not be read or lists nothing."""
+    from storage_formats.format.rows import iter_rows
+
+    hidden = {**dict.fromkeys(empty_sources, "it lists no images"), **comparison.hidden}
+    vanished = {row.row_id for row in comparison.stored}
+    if not hidden or not vanished:
+        return
+    below: dict[str, int] = {}
+    for table in iter_rows(index, ["row_id", "uri"]):
+        for line in table.to_pylist():
+            container = _container_of(line["uri"], hidden) if line["row_id"] in vanished else None
+            if container is not None:
+                below[container] = below.get(container, 0) + 1
+    for container, rows in below.items():
+        raise EdjeError(
+            f"{container} cannot be compared ({hidden[container]}), but the index holds {counted(rows, 'row')} of it; "
+            "check that it is mounted and readable. The index is unchanged"
+        )
+
+
+def _container_of(uri: str, hidden: Iterable[str]) -> str | None:
+    """Return the directory or archive of `hidden` that holds the input named `uri`; None if there is none."""
+    ends = (position for position, letter in enumerate(uri) if letter in "/!")
+    return next((uri[:end] for end in ends if uri[:end] in hidden), None)
+
+
+def _refuse_many_vanished(max_vanished: float, comparison: _Comparison, vanished: int) -> None:
+    """Raise EdjeError if too many rows have no readable input any more."""
+    unread = sum(each.ref.content_hash is None and each.row is not None for each in comparison.pending)
+    lost, rows = vanished + unread, comparison.stored.rows
+    if lost > max_vanished * rows + 1e-6:
+        raise EdjeError(
+            f"{lost:,} of {counted(rows, 'row')} have no input any more, more than max_vanished {max_vanished:g} "
+            "allows; check the sources, or raise max_vanished to delete these rows. The index is unchanged"
+        )

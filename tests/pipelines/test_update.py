@@ -1,0 +1,288 @@
+"""An update makes an index equal to its sources: it is compared with a new build of the same sources."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edje_index.images.transient import TransientInputError
+from pipelines.jobs.append import run_append
+from pipelines.jobs.build import run_build
+from pipelines.jobs.snapshots import history, run_delete
+from pipelines.jobs.update import UpdateResult, run_update
+from pipelines.planning.config import AppendConfig, UpdateConfig
+from pipelines.progress.stopping import JobStopped
+from storage_formats import EdjeError, Manifest, TokenStore, UsageError, read_rows, verify_index
+from storage_formats.format.layout import Layout
+from tests.pipelines.conftest import write_photo
+
+
+def update(root: Path, *sources: Path, **options: Any) -> UpdateResult:
+    should_stop = options.pop("should_stop", lambda: False)
+    config = UpdateConfig(root, tuple(map(str, sources)), engine="inline", **options)
+    result = run_update(config, lambda event: None, should_stop)
+    parts = (result.unchanged, result.new, result.changed, result.duplicates, result.failed)
+    assert sum(parts) == result.inputs
+    return result
+
+
+def contents(root: Path) -> dict[str, tuple[str, str | None, str | None, bytes]]:
+    """Status, reason, content hash and block of each row that is not deleted, by uri."""
+    assert verify_index(root) == []
+    rows = read_rows(root, columns=["row_id", "uri", "status", "reason", "content_hash"]).to_pylist()
+    with TokenStore.open(root) as store:
+        blocks = store.fetch([row["row_id"] for row in rows])
+    pairs = zip(rows, blocks, strict=True)
+    return {row["uri"]: (row["status"], row["reason"], row["content_hash"], block.tobytes()) for row, block in pairs}
+
+
+def row_ids(root: Path) -> dict[str, int]:
+    rows = read_rows(root, columns=["row_id", "uri"]).to_pylist()
+    return {Path(row["uri"]).name: row["row_id"] for row in rows}
+
+
+def files(root: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of change of each file and directory."""
+    paths = [root, *sorted(root.rglob("*"))]
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths}
+
+
+@pytest.fixture
+def built(config: Callable[..., Any], photos: Path) -> Path:
+    """An index of nine photos, of which one failed. The repeated photo is gone."""
+    (photos / "03.jpg").unlink()
+    run_build(config(), lambda event: None)
+    return Path(config().out)
+
+
+def change_photos(photos: Path) -> None:
+    """Two photos vanish, one changes, two are new, and one of the new ones is broken."""
+    (photos / "00.jpg").unlink()
+    (photos / "08.jpg").unlink()
+    write_photo(photos / "04.jpg", 44)
+    write_photo(photos / "deep/20.jpg", 20)
+    (photos / "21.jpg").write_bytes(b"broken")
+
+
+def test_an_update_equals_a_new_build(built, photos, config):
+    ids, files_before = row_ids(built), files(built / "tokens/bf16")
+    change_photos(photos)
+    result = update(built)
+    assert (result.inputs, result.unchanged, result.new, result.changed, result.failed) == (9, 6, 1, 1, 1)
+    assert (result.vanished, result.deleted, result.first_row, result.rows, result.snapshot) == (2, 3, 12, 3, 1)
+    run_build(replace(config(), out=built.with_name("fresh")), lambda event: None)
+    assert contents(built) == contents(built.with_name("fresh"))
+    after = row_ids(built)
+    assert all(after[name] == row for name, row in ids.items() if name not in ("00.jpg", "08.jpg", "04.jpg"))
+    kept = {path: entry for path, entry in files(built / "tokens/bf16").items() if path in files_before}
+    assert {path for path in files_before if files_before[path] != kept[path]} <= {
+        str(built / "tokens/bf16"),
+        str(built / "tokens/bf16/zarr.json"),
+    }
+    assert [entry.kind for entry in history(built)] == ["build", "update"]
+    again = update(built)
+    assert (again.unchanged, again.deleted, again.rows, again.snapshot) == (9, 0, 0, 1)
+
+
+def test_a_dry_run_reports_the_same_and_writes_nothing(built, photos):
+    change_photos(photos)
+    before = files(built)
+    trial = update(built, dry_run=True)
+    assert files(built) == before
+    assert trial.dry_run
+    assert trial.encode_seconds > 0
+    assert (trial.unchanged, trial.new + trial.changed + trial.failed) == (6, 3)
+    assert (trial.vanished, trial.deleted, trial.rows, trial.snapshot) == (2, 3, 3, 0)
+
+
+def test_rows_that_only_vanish_need_no_model(built, photos, tiny_bundle):
+    (photos / "05.jpg").unlink()
+    result = update(built, model=Path("no-such-model"))
+    assert (result.vanished, result.deleted, result.rows, result.snapshot) == (1, 1, 0, 1)
+    assert "05.jpg" not in row_ids(built)
+    assert verify_index(built) == []
+
+
+def test_too_many_vanished_rows_are_refused(built, photos):
+    for name in range(5):
+        (photos / f"{name:02d}.jpg").unlink(missing_ok=True)
+    with pytest.raises(EdjeError, match=r"4 of 9 rows have no input any more, more than max_vanished 0\.4 allows"):
+        update(built, max_vanished=0.4)
+    assert Manifest.load(built).snapshot.number == 0
+    assert update(built, max_vanished=0.45).vanished == 4
+
+
+def test_an_empty_source_is_refused(built, photos, tmp_path):
+    write_photo(tmp_path / "more/a.jpg", 50)
+    run_append(AppendConfig(built, (str(tmp_path / "more"),), engine="inline"), lambda event: None)
+    (tmp_path / "more/a.jpg").unlink()
+    with pytest.raises(
+        EdjeError, match=r"more cannot be compared \(it lists no images\), but the index holds 1 row of it"
+    ):
+        update(built)
+    assert update(built, max_vanished=1).vanished == 1
+    shutil.rmtree(photos)
+    with pytest.raises(UsageError, match="does not exist"):
+        update(built)
+    assert len(row_ids(built)) == 9
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.EACCES, EdjeError), (errno.EIO, TransientInputError)])
+def test_a_directory_that_cannot_be_listed_has_not_vanished(config, photos, monkeypatch, number, error):
+    write_photo(photos / "deep/20.jpg", 20)
+    run_build(config(), lambda event: None)
+    scandir = os.scandir
+
+    def failing(path: Any) -> Any:
+        if os.fsdecode(path).endswith("deep"):
+            raise OSError(number, os.strerror(number), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    with pytest.raises(error, match="deep"):
+        update(config().out, max_vanished=1)
+    assert Manifest.load(config().out).snapshot.number == 0
+
+
+def test_members_of_a_truncated_archive_have_not_vanished(config, photos, tmp_path):
+    with tarfile.open(tmp_path / "photos.tar", "w") as archive:
+        for path in sorted(photos.glob("0[0-6].jpg")):
+            archive.add(path, path.name)
+    run_build(replace(config(), sources=(str(tmp_path / "photos.tar"),)), lambda event: None)
+    whole = (tmp_path / "photos.tar").read_bytes()
+    assert update(config().out).unchanged == 7
+    (tmp_path / "photos.tar").write_bytes(whole[:7000])
+    with pytest.raises(EdjeError, match=r"photos.tar cannot be compared \(truncated-archive\), but the index holds"):
+        update(config().out, max_vanished=1)
+
+
+def test_a_file_that_cannot_be_read_has_not_vanished(built, photos):
+    (photos / "05.jpg").unlink()
+    (photos / "05.jpg").symlink_to("05.jpg")  # a loop
+    with pytest.raises(EdjeError, match=r"05\.jpg, which is row 4 of the index"):
+        update(built)
+
+
+def test_a_duplicate_gets_tokens_when_its_original_vanishes(config, photos):
+    write_photo(photos / "05.jpg", 1)
+    run_build(config(dedupe=True), lambda event: None)
+    root = config().out
+    assert contents(root)[str(photos / "03.jpg")][0] == "duplicate"
+    assert update(root).unchanged == 10
+    (photos / "01.jpg").unlink()
+    result = update(root)
+    assert (result.changed, result.duplicates, result.vanished, result.deleted) == (1, 1, 1, 3)
+    assert contents(root)[str(photos / "03.jpg")][0] == "indexed"
+    (photos / "03.jpg").unlink()
+    result = update(root)
+    assert (result.new, result.duplicates, result.vanished) == (1, 0, 1)
+    assert contents(root)[str(photos / "05.jpg")][0] == "indexed"
+
+
+def test_sources_of_appends_are_recorded(built, photos, tmp_path):
+    for folder, seed in (("more", 60), ("others", 61)):
+        write_photo(tmp_path / folder / "a.jpg", seed)
+        run_append(AppendConfig(built, (str(tmp_path / folder),), engine="inline"), lambda event: None)
+    assert update(built).unchanged == 11
+    write_photo(photos / "deep/20.jpg", 62)
+    run_append(AppendConfig(built, (str(photos / "deep"),), engine="inline"), lambda event: None)
+    assert update(built).unchanged == 12  # photos/deep lies inside photos and is not listed twice
+    assert update(built, photos, tmp_path / "more", max_vanished=0.2).vanished == 1
+    assert update(built).inputs == 11
+    manifest = Manifest.load(built)
+    settings = {name: value for name, value in manifest.settings.items() if name != "indexed_sources"}
+    replace(manifest, settings=settings).write(Layout(built))
+    with pytest.raises(UsageError, match="does not record the sources of all its rows; name all sources"):
+        update(built)
+
+
+def test_a_row_that_was_deleted_comes_back(built, photos):
+    run_delete(built, [0], None)
+    result = update(built)
+    assert (result.new, result.snapshot) == (1, 2)
+    assert "00.jpg" in row_ids(built)
+
+
+def stop_in_mid_update(root: Path, calls: int) -> None:
+    """Stop an update when it asks for the `calls`-th time."""
+    answers = iter(range(1000))
+    with pytest.raises(JobStopped):
+        update(root, should_stop=lambda: next(answers) > calls)
+
+
+def test_a_stopped_update_resumes(built, photos, config):
+    for seed in range(30, 40):
+        write_photo(photos / f"{seed}.jpg", seed)
+    (photos / "00.jpg").unlink()
+    stop_in_mid_update(built, 22)
+    receipts = sorted((built / "build/receipts").glob("*"))
+    assert 0 < len(receipts) < 3
+    assert verify_index(built) == []
+    made = receipts[0].stat().st_mtime_ns
+    with pytest.raises(EdjeError, match=r"'update' of .* has not finished"):
+        run_append(AppendConfig(built, (str(photos),), engine="inline"), lambda event: None)
+    stop_in_mid_update(built, 20)
+    assert receipts[0].stat().st_mtime_ns == made
+    result = update(built)
+    assert (result.new, result.vanished, result.shards, result.snapshot) == (10, 1, 3, 1)
+    run_build(replace(config(), out=built.with_name("fresh")), lambda event: None)
+    assert contents(built) == contents(built.with_name("fresh"))
+
+
+def test_a_stopped_update_starts_anew_if_the_sources_change(built, photos, config):
+    for seed in range(30, 40):
+        write_photo(photos / f"{seed}.jpg", seed)
+    stop_in_mid_update(built, 22)
+    write_photo(photos / "30.jpg", 70)
+    for seed in range(31, 40):
+        (photos / f"{seed}.jpg").unlink()
+    assert (update(built).new, verify_index(built)) == (1, [])
+    stop_all = sorted(path.name for path in (built / "tokens/bf16").glob("c.*"))
+    assert stop_all == ["c.0.0.0", "c.1.0.0", "c.2.0.0", "c.3.0.0"]
+
+
+def test_a_broken_file_alone_is_recorded_once(built, photos):
+    (photos / "21.jpg").write_bytes(b"broken")
+    assert (update(built).failed, update(built).failed) == (1, 0)
+    (photos / "21.jpg").unlink()
+    assert update(built).vanished == 1
+
+
+def test_a_list_with_repeated_and_missing_entries(config, photos, tmp_path):
+    entries = ["photos/00.jpg", "photos/01.jpg", "photos/00.jpg", "photos/gone.jpg", "photos/02.jpg"]
+    listing = tmp_path / "list.jsonl"
+    listing.write_text("".join(json.dumps({"path": entry}) + "\n" for entry in entries))
+    run_build(replace(config(), sources=(str(listing),)), lambda event: None)
+    assert update(config().out).unchanged == 5
+    (photos / "00.jpg").unlink()
+    write_photo(photos / "gone.jpg", 80)
+    result = update(config().out)
+    assert (result.changed, result.failed, result.failed_by_reason) == (1, 2, {"missing": 2})
+    assert update(config().out).unchanged == 5
+
+
+def test_the_command(built, photos, run):
+    change_photos(photos)
+    code, output, _ = run("update", built, "--dry-run")
+    assert code == 0
+    assert (
+        "9 inputs = 6 unchanged + 2 new + 1 changed + 0 duplicates + 0 failed; 2 vanished; would add 3 rows" in output
+    )
+    code, output, errors = run("update", built, "--engine", "inline", "--quiet", "--json")
+    assert code == 0
+    assert json.loads(output)["snapshot"] == 1
+    assert "1 input failed: not-an-image 1" in errors
+    shutil.rmtree(photos)
+    photos.mkdir()
+    code, output, errors = run("update", built, "--json")
+    assert code == 1
+    assert "lists no images" in json.loads(output)["error"]
