@@ -29,7 +29,9 @@ class DirectProbe(Subject):
     def open(self) -> None:
         self._pool = ThreadPoolExecutor(int(self.options["depth"]))
         self._local = threading.local()
-        self._files = {shard: os.open(path, os.O_RDONLY | os.O_DIRECT) for shard, path in enumerate(self.files())}
+        shards = list(self.source.spec.shard_numbers())
+        paths = zip(shards, self.files(), strict=True)
+        self._files = {shard: os.open(path, os.O_RDONLY | os.O_DIRECT) for shard, path in paths}
 
     def fetch(self, ids: Ids, out: Records) -> Records:
         list(self._pool.map(self._read, self._extents(ids)))

@@ -29,7 +29,7 @@ class MemmapPeer(Subject):
                 records.tofile(file)
 
     def open(self) -> None:
-        shape = (self.source.rows, self.source.record_bytes)
+        shape = (self.source.spec.rows, self.source.record_bytes)
         self._mapped = np.memmap(self.folder / _FILE, dtype=np.uint8, mode="r", shape=shape)
 
     def fetch(self, ids: Ids, out: Records) -> Records:

@@ -93,7 +93,7 @@ class LmdbPeer(Subject):
         return int(rows * pages * PAGE_BYTES * 1.05) + _LMDB_TREE
 
     def prepare(self) -> None:
-        size = self.copy_bytes(self.source.rows, self.source.record_bytes)
+        size = self.copy_bytes(self.source.spec.rows, self.source.record_bytes)
         with self._environment(map_size=size, sync=True) as environment:
             for first, records in self.source.shards():
                 with environment.begin(write=True) as transaction:
@@ -129,7 +129,7 @@ class Hdf5Peer(Subject):
 
     def prepare(self) -> None:
         h5py: Any = import_module("h5py")
-        shape = (self.source.rows, self.source.record_bytes)
+        shape = (self.source.spec.rows, self.source.record_bytes)
         with h5py.File(self.folder / "records.h5", "w") as file:
             dataset = file.create_dataset("records", shape=shape, dtype="uint8")
             for first, records in self.source.shards():

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from benchmarks.environment import logical_block_bytes
 from benchmarks.fetch.workloads import Ids
-from storage_formats.codecs import BF16, Records, codec
+from storage_formats.codecs import BF16, Records, codec, fill_record
 from storage_formats.format.layout import PAGE_BYTES, Layout
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.tombstones import live_rows
 
 
 class StoredRecords:
@@ -22,13 +23,20 @@ class StoredRecords:
     def __init__(self, root: Path, precision: str) -> None:
         self.root = root
         self.precision = precision
-        self.spec = Manifest.load(root).spec
+        self._index = CommittedIndex.open(root)
+        self.spec = self._index.manifest.spec
         self.codec = codec(precision, self.spec.block_shape)
         self._layout = Layout(root)
 
+    @cached_property
+    def row_ids(self) -> Ids:
+        """Row ids of the rows that are not deleted, int64, ascending."""
+        return live_rows(self._index)
+
     @property
     def rows(self) -> int:
-        return self.spec.rows
+        """Number of rows that are not deleted."""
+        return len(self.row_ids)
 
     @property
     def record_bytes(self) -> int:
@@ -57,17 +65,24 @@ class StoredRecords:
 
     def files(self) -> list[Path]:
         """Return the paths of the shard files in row order."""
-        return [self.shard_path(shard) for shard in range(self.spec.shards)]
+        return [self.shard_path(shard) for shard in self.spec.shard_numbers()]
 
     def shard_path(self, shard: int) -> Path:
         return self._layout.token_shard(self.precision, shard, record_ndim=len(self.codec.record_shape))
 
     def shards(self) -> Iterator[tuple[int, Records]]:
-        """Yield the first row and the records, uint8 [k, record_bytes], of each shard."""
+        """Yield the first row and the records, uint8 [k, record_bytes], of each shard.
+
+        Records of row ids that no input has are holes, so that record i of a copy is the record of row id i.
+        """
         for shard in range(self.spec.shards):
             rows = self.spec.shard_rows(shard)
-            data = np.fromfile(self.shard_path(shard), dtype=np.uint8, count=len(rows) * self.record_bytes)
-            yield rows.start, data.reshape(len(rows), self.record_bytes)
+            ids = range(rows.start, min(rows.start + self.spec.shard_size, self.spec.rows))
+            records = np.tile(fill_record(self.codec), (len(ids), 1))
+            if rows:
+                stored = np.fromfile(self.shard_path(shard), dtype=np.uint8, count=len(rows) * self.record_bytes)
+                records[: len(rows)] = stored.reshape(len(rows), self.record_bytes)
+            yield rows.start, records
 
     def read(self, ids: Ids) -> Records:
         """Return the records of `ids`, uint8 [k, record_bytes], with one file read per record."""

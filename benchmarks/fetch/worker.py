@@ -40,7 +40,8 @@ def main() -> None:
         answer: dict[str, Any] = {}
     else:
         workload = Workload(**job["workload"])
-        run = Run(subject, workload, draw_calls(workload, source.rows, job["seed"]), job["max_seconds"])
+        calls = [source.row_ids[positions] for positions in draw_calls(workload, source.rows, job["seed"])]
+        run = Run(subject, workload, calls, job["max_seconds"])
         run.warm_up()
         print(json.dumps({"ready": True}), file=answers, flush=True)
         if not sys.stdin.readline():
@@ -75,7 +76,7 @@ class Run:
     def _unused_rows(self) -> Ids:
         """Return rows that no call requests, for the warm-up."""
         count = min(_WARM_UP, len(self._calls[0]))
-        unused = np.setdiff1d(np.arange(self._subject.source.rows), np.concatenate(self._calls))
+        unused = np.setdiff1d(self._subject.source.row_ids, np.concatenate(self._calls))
         chosen: Ids = np.random.default_rng(0).permutation(unused)[:count]
         return chosen if len(chosen) else self._calls[0][:count]
 

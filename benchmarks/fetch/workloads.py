@@ -1,4 +1,4 @@
-"""Draws the row ids of each call. Equal seeds give equal rows for every subject."""
+    """Return positions among `rows` rows for each call. No row appears twice in a run, so a cold run stays cold."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class Workload:
 
 
 def draw_calls(workload: Workload, rows: int, seed: int) -> list[Ids]:
-    """Return the row ids of each call. No row appears twice in a run, so a cold run stays cold."""
+    """Return the positions of the rows of each call among `rows` rows.
+
+    No row appears twice in a run, so a cold run stays cold.
+    """
     rng = np.random.default_rng([seed, workload.blocks, workload.pool])
     if workload.pattern == "listed":
         return _listed_calls(workload, rows, rng)

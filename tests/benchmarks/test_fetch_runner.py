@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 from benchmarks.fetch import page_cache
 from benchmarks.fetch.fio import find_fio, measure_with_fio
 from benchmarks.fetch.plan import Entry, Section
+from benchmarks.fetch.records import StoredRecords
 from benchmarks.fetch.runner import Runner
 from benchmarks.fetch.workloads import Workload
 from storage_formats.errors import EdjeError
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.writing.snapshots import commit_deletion, plan_deletion
 
 COLD = Workload("random", "random", 100, 100)
 
@@ -49,6 +53,17 @@ def test_a_warm_run_reads_nothing(runner):
         assert run["resident"] >= page_cache.WARM
         assert run["read_bytes"] == 0
         assert len(run["latencies"]) == 10
+
+
+def test_only_rows_that_are_not_deleted_are_fetched(index, tmp_path):
+    root = shutil.copytree(index, tmp_path / "deleted.edje")
+    opened = CommittedIndex.open(root)
+    commit_deletion(opened, plan_deletion(opened, range(100, 200)))
+    records = StoredRecords(root, "bf16")
+    assert records.rows == 200
+    runner = Runner(records, tmp_path / "copies", None, repeats=1, seconds=5.0, say=print)
+    (run,) = only(runner, Entry("edje", "edje", Workload("random", "random", 200, 50, cache="warm")))
+    assert (run["discarded"], run["blocks"], run["wrong_blocks"]) == (None, 200, 0)
 
 
 def test_readers_share_the_calls(runner):
