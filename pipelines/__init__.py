@@ -9,9 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelines.api import append_index, build_index, delete_rows, quantize_index, train, update_index
+    from pipelines.api import append_index, build_index, compact_index, delete_rows, quantize_index, train, update_index
     from pipelines.jobs.append import AppendResult
     from pipelines.jobs.build_result import BuildResult
+    from pipelines.jobs.compact import CompactResult
     from pipelines.jobs.quantize import QuantizeResult
     from pipelines.jobs.snapshots import DeleteResult
     from pipelines.jobs.training.result import TrainResult
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "AppendResult": "pipelines.jobs.append",
     "BuildResult": "pipelines.jobs.build_result",
+    "CompactResult": "pipelines.jobs.compact",
     "DeleteResult": "pipelines.jobs.snapshots",
     "JobStopped": "pipelines.progress.stopping",
     "QuantizeResult": "pipelines.jobs.quantize",
@@ -28,6 +30,7 @@ _MODULES = {
     "UpdateResult": "pipelines.jobs.update",
     "append_index": "pipelines.api",
     "build_index": "pipelines.api",
+    "compact_index": "pipelines.api",
     "delete_rows": "pipelines.api",
     "quantize_index": "pipelines.api",
     "train": "pipelines.api",
@@ -37,6 +40,7 @@ _MODULES = {
 __all__ = [
     "AppendResult",
     "BuildResult",
+    "CompactResult",
     "DeleteResult",
     "JobStopped",
     "QuantizeResult",
@@ -44,6 +48,7 @@ __all__ = [
     "UpdateResult",
     "append_index",
     "build_index",
+    "compact_index",
     "delete_rows",
     "quantize_index",
     "train",

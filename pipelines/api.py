@@ -11,6 +11,7 @@ from storage_formats.extras import name_missing_extra
 if TYPE_CHECKING:
     from pipelines.jobs.append import AppendResult
     from pipelines.jobs.build_result import BuildResult
+    from pipelines.jobs.compact import CompactResult
     from pipelines.jobs.quantize import QuantizeResult
     from pipelines.jobs.snapshots import DeleteResult
     from pipelines.jobs.training.result import TrainResult
@@ -252,6 +253,38 @@ def delete_rows(
     from pipelines.jobs.snapshots import run_delete
 
     return run_delete(Path(index), rows, uri, dry_run=dry_run)
+
+
+@name_missing_extra("search")
+def compact_index(index: str | Path, *, on_event: OnEvent = _ignore, should_stop: ShouldStop = _never) -> CompactResult:
+    """Write an index again without its deleted rows, as `edje-index compact` does. The model is not needed.
+
+    The other rows get new row ids. `storage_formats.TokenStore.translate` returns the new ids of old ones. Does nothing
+    if no row is deleted. The same call resumes a stopped compaction.
+
+    Args:
+        index: directory of the index. The index stays readable during the compaction.
+        on_event: as in `build_index`.
+        should_stop: as in `build_index`.
+
+    Raises:
+        UsageError: there is no index, all rows are deleted, or the disk is too small.
+        JobStopped: the compaction stopped before its end, or a row is damaged; the same call resumes the compaction.
+        EdjeError: another process is changing the index, or an append has not finished.
+        MissingExtraError: FAISS is not installed, but the index has a nearest-neighbour index.
+
+    Example:
+        >>> from pipelines import compact_index, delete_rows
+        >>> from storage_formats import TokenStore
+        >>> _ = delete_rows("pages.edje", rows=[0, 1, 2])
+        >>> compact_index("pages.edje").rows
+        27
+        >>> TokenStore.open("pages.edje").translate([2, 3])
+        array([  -1, 1024])
+    """
+    from pipelines.jobs.compact import run_compact
+
+    return run_compact(Path(index), on_event, should_stop)
 
 
 @name_missing_extra("train")

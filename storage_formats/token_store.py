@@ -21,7 +21,8 @@ from storage_formats.errors import UsageError
 from storage_formats.format.index_files import check_inside
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.tombstones import Tombstones, live_rows, rows_in_use
+from storage_formats.format.row_map import translate_row_ids
+from storage_formats.format.tombstones import Tombstones, live_rows, refuse_renumbered, rows_in_use
 from storage_formats.reading.base import Batch, DestinationFactory
 from storage_formats.reading.checksums import BlockChecksums
 from storage_formats.reading.destination import Checker, block_destinations, read_batch, record_destinations
@@ -132,6 +133,29 @@ class TokenStore:
             array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
         """
         return live_rows(self._view.index)
+
+    def translate(self, row_ids: RowIds) -> NDArray[np.int64]:
+        """Return the present row ids of rows, given row ids from before compactions of the index, int64 [k].
+
+        Rows that were deleted before a compaction get -1. Row ids that no compaction changed stay as they are.
+
+        Args:
+            row_ids: [k], row ids that this snapshot of the index or an earlier snapshot had.
+
+        Raises:
+            RowIdError: a row id is out of range.
+            UsageError: `row_ids` is not a flat sequence of integers.
+            CorruptIndexError: a row map of the index is damaged.
+
+        Example:
+            >>> from pipelines import compact_index, delete_rows
+            >>> from storage_formats import TokenStore
+            >>> _ = delete_rows("photos.edje", rows=[2])
+            >>> _ = compact_index("photos.edje")
+            >>> TokenStore.open("photos.edje").translate([1, 2, 3])
+            array([1025,   -1, 1026])
+        """
+        return translate_row_ids(self._view.index, row_ids)
 
     def __len__(self) -> int:
         """Return the number of row ids, including holes and deleted rows."""
@@ -394,6 +418,7 @@ class _View:
         """Return `row_ids` as int64 [k]. Raises the errors of `fetch` for invalid or deleted row ids."""
         ids = check_row_ids(row_ids, self.index.manifest.spec.rows)
         self.deleted.refuse(ids)
+        refuse_renumbered(ids, self.index.manifest.spec)
         return ids
 
     def batch(self, ids: NDArray[np.int64]) -> _Requested:

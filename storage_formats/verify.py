@@ -20,6 +20,7 @@ from storage_formats.format.checksum import crc32c_rows, crc32c_stream, read_che
 from storage_formats.format.index_files import open_index_file, read_index_file
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
+from storage_formats.format.row_map import check_row_map
 from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, read_shard_rows
 from storage_formats.format.shard_table import FileEntry, read_shard_tables
 from storage_formats.format.tombstones import read_tombstones
@@ -104,6 +105,7 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
     if not problems:
         problems += _check_columns(manifest, values)
     problems += _check_tombstones(root, manifest)
+    problems += _check_row_maps(root, manifest)
     problems += _check_strays(layout, manifest)
     problems += _check_ann(layout, manifest)
     if problems and read_index_file(root, layout.manifest) != manifest_bytes:
@@ -324,6 +326,14 @@ def _check_tombstones(root: str | Path, manifest: Manifest) -> Iterator[Problem]
         read_tombstones(Path(root), manifest.spec, manifest.snapshot)
     except CorruptIndexError as error:
         yield Problem(manifest.snapshot.deleted.path if manifest.snapshot.deleted else "", "deleted-rows", str(error))
+
+
+def _check_row_maps(root: str | Path, manifest: Manifest) -> Iterator[Problem]:
+    for row_map in manifest.row_maps:
+        try:
+            check_row_map(CommittedIndex(Path(root), manifest), row_map)
+        except CorruptIndexError as error:
+            yield Problem(row_map.file.path, "row-map", str(error))
 
 
 def _check_strays(layout: Layout, manifest: Manifest) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-    """Return positions among `rows` rows for each call. No row appears twice in a run, so a cold run stays cold."""
+"""Draws the rows of each call. Equal seeds give equal rows for every subject."""
 
 from __future__ import annotations
 

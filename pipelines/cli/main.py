@@ -35,6 +35,7 @@ SECTIONS = {
         "append": "pipelines.cli.append:append",
         "update": "pipelines.cli.update:update",
         "delete": "pipelines.cli.delete:delete",
+        "compact": "pipelines.cli.compact:compact",
         "history": "pipelines.cli.history:history",
         "rollback": "pipelines.cli.history:rollback",
         "gc": "pipelines.cli.history:gc",

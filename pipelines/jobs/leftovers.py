@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipelines.jobs.lock import locked_index
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
+
+if TYPE_CHECKING:
+    from storage_formats.format.manifest import CommittedIndex
 
 
 def remove_leftovers(root: Path) -> None:
@@ -20,6 +24,20 @@ def remove_leftovers(root: Path) -> None:
         if has_build_leftovers(layout):
             with locked_index(root):
                 remove_build(layout)
+
+
+def discard_unfinished_compaction(index: CommittedIndex) -> None:
+    """Remove the files of a compaction that was stopped before its commit, if there is one.
+
+    The caller must hold the lock of the index.
+    """
+    from storage_formats.writing.publish import remove_build
+    from storage_formats.writing.snapshots import kept_snapshots, remove_unnamed_files
+
+    layout = Layout(index.root)
+    if layout.compaction.exists():
+        remove_unnamed_files(layout, kept_snapshots(index))
+        remove_build(layout)
 
 
 def refuse_unfinished_append(layout: Layout) -> None:

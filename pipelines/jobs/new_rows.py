@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pipelines.engines.base import describe_error
 from pipelines.jobs.encode_shards import encode_shards
 from pipelines.jobs.failed_inputs import FailedInputsError
-from pipelines.jobs.leftovers import remove_leftovers
+from pipelines.jobs.leftovers import discard_unfinished_compaction, remove_leftovers
 from pipelines.jobs.lock import locked_index
 from pipelines.planning.new_rows import PreparedRows, discard_rows, is_committed
 from pipelines.planning.plan import BuildPlan, read_plan
@@ -60,6 +60,7 @@ def changing(root: Path) -> Iterator[CommittedIndex]:
         plan = read_plan(root, append=True)
         if plan is not None and is_committed(plan, index):
             remove_build(Layout(root))
+        discard_unfinished_compaction(index)
         yield index
 
 

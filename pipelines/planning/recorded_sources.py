@@ -37,7 +37,7 @@ def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
     try:
         if _MEMBER in settings:
             return tuple(SourceGroup(_texts(group["sources"]), group["column"]) for group in settings[_MEMBER])
-        if len(manifest.spec.used_segments) > 1 or "sources" not in settings:
+        if len(manifest.spec.used_segments) > 1 or manifest.row_maps or "sources" not in settings:
             return None
         return (SourceGroup(_texts(settings["sources"]), settings.get("column")),)
     except (KeyError, TypeError) as error:

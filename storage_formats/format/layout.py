@@ -15,8 +15,8 @@ from storage_formats.errors import UsageError
 
 FORMAT = "edje-index"
 FORMAT_VERSION = "1.0"
-SNAPSHOT_VERSION = "1.1"  # the version of every snapshot but the first
-COLUMNS_VERSION = "1.2"  # the version of every index with source columns
+SNAPSHOT_VERSION = "1.1"  # the version of every snapshot but that of a build
+EXTENDED_VERSION = "1.2"  # the version of every index with source columns or row maps
 PAGE_BYTES = 4096
 INDEX_ENTRY_BYTES = 16  # offset and length of the Zarr sharding codec, two uint64
 CRC_BYTES = 4
@@ -24,7 +24,7 @@ CRC_BYTES = 4
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive rows that one build or one append wrote (SPEC.md section 12).
+    """Consecutive rows that one build, append or compaction wrote (SPEC.md section 12).
 
     Attributes:
         first_row: first row id of the segment, a multiple of the shard size.
@@ -77,7 +77,8 @@ class IndexSpec:
         used = self.used_segments
         apart = all(left.stop <= right.first_row for left, right in itertools.pairwise(used))
         aligned = not any(segment.first_row % self.shard_size for segment in used)
-        spans = used[0].first_row == 0 and used[-1].stop == self.rows and min(each.rows for each in used) > 0
+        positive = used[0].first_row >= 0 and min(each.rows for each in used) > 0
+        spans = positive and used[-1].stop == self.rows
         if not (apart and aligned and spans):
             raise UsageError(
                 f"the segments {used} do not fit {self.rows} rows in shards of {self.shard_size}: each segment must "
@@ -117,8 +118,9 @@ class IndexSpec:
             raise UsageError(f"shard must be in 0..{self.shards - 1}, got {shard}")
         first = shard * self.shard_size
         used = self.used_segments
-        segment = used[bisect.bisect_right(used, first, key=lambda each: each.first_row) - 1]
-        return range(first, max(first, min(first + self.shard_size, segment.stop)))
+        before = bisect.bisect_right(used, first, key=lambda each: each.first_row)
+        stop = used[before - 1].stop if before else 0
+        return range(first, max(first, min(first + self.shard_size, stop)))
 
 
 def padded_shard_bytes(rows: int, shard_size: int, record_bytes: int) -> tuple[int, int]:
@@ -175,6 +177,10 @@ class Layout:
         return self.build / "append.json"
 
     @property
+    def compaction(self) -> Path:
+        return self.build / "compact.json"
+
+    @property
     def lock(self) -> Path:
         return self.build / "lock"
 
@@ -214,6 +220,9 @@ class Layout:
 
     def tombstones(self, crc32c: int) -> Path:
         return self.root / "manifest" / f"deleted-{crc32c:08x}.bin"
+
+    def row_map(self, crc32c: int) -> Path:
+        return self.root / "manifest" / f"row-map-{crc32c:08x}.parquet"
 
     def snapshot(self, number: int) -> Path:
         return self.root / "snapshots" / f"{number:08d}.json"

@@ -69,7 +69,7 @@ class Snapshot:
 
     def to_json(self) -> dict[str, Any]:
         """Return the members of `index.json` that describe the snapshot."""
-        if not self.number:
+        if not self.number and not self.change:
             return {}
         value = {"snapshot": self.number, "change": self.change, "next_shard": self.next_shard}
         if self.deleted is None:
@@ -96,12 +96,38 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class RowMap:
+    """Entry of the row map of a compaction (SPEC.md section 12.1).
+
+    Attributes:
+        file: file entry of the map.
+        first_row: first row id that the compaction gave out. The map translates the row ids before it.
+    """
+
+    file: FileEntry
+    first_row: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as a JSON object."""
+        return {**self.file.to_json(), "first_row": self.first_row}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> RowMap:
+        """Convert the result of `to_json` back to an entry.
+
+        Raises KeyError, TypeError or ValueError if `value` is not an entry.
+        """
+        return cls(FileEntry.from_json(value), int(value["first_row"]))
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The contents of `index.json`. SPEC.md section 4 describes the fields.
 
     `encoded_from` maps a precision to the earlier precisions of its blocks, in the order of the conversions.
     `shard_table` is the shard table of the first segment, and `further_tables` are those of the other segments.
     `columns` are the source columns of the rows table.
+    `row_maps` are the row maps of compactions, oldest first (SPEC.md section 12.1).
 
     Example:
         >>> from storage_formats import Manifest
@@ -124,6 +150,7 @@ class Manifest:
     snapshot: Snapshot = field(default_factory=Snapshot)
     further_tables: tuple[FileEntry, ...] = ()
     columns: tuple[SourceColumn, ...] = ()
+    row_maps: tuple[RowMap, ...] = ()
 
     @classmethod
     def load(cls, root: str | Path, snapshot: int | None = None) -> Manifest:
@@ -188,7 +215,9 @@ class Manifest:
             "ann": self.ann,
             **self.snapshot.to_json(),
         }
-        if self.further_tables:
+        if self.row_maps:
+            value["row_maps"] = [row_map.to_json() for row_map in self.row_maps]
+        if spec.segments:
             pairs = zip(spec.used_segments, self.shard_tables, strict=True)
             value["segments"] = [{**asdict(segment), "shard_table": table.to_json()} for segment, table in pairs]
         if self.columns:
@@ -319,6 +348,7 @@ def _from_members(value: dict[str, Any]) -> Manifest:
         snapshot=Snapshot.from_json(value),
         further_tables=tuple(table for _, table in segments[1:]),
         columns=columns_from_json(value.get("columns", [])),
+        row_maps=tuple(map(RowMap.from_json, value.get("row_maps", []))),
     )
 
 

@@ -30,7 +30,7 @@ from storage_formats.format.source_columns import (
     Value,
     as_type,
 )
-from storage_formats.format.tombstones import rows_in_use
+from storage_formats.format.tombstones import refuse_renumbered, rows_in_use
 from storage_formats.row_ids import RowIds, check_row_ids
 
 INDEXED = "indexed"
@@ -257,6 +257,7 @@ def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, column
     spec = index.manifest.spec
     ids = check_row_ids(row_ids, spec.rows)
     index.deleted.refuse(ids)
+    refuse_renumbered(ids, spec)
     if len(unused := ids[~rows_in_use(ids, spec)]):
         raise RowIdError(f"row id {unused[0]} belongs to no input: no segment of the index holds this row")
     if not len(ids):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.errors import CorruptIndexError, DeletedRowError
+from storage_formats.errors import CorruptIndexError, DeletedRowError, RowIdError
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import IndexSpec
 from storage_formats.format.shard_table import check_content
@@ -109,8 +109,19 @@ def rows_in_use(row_ids: Ints, spec: IndexSpec) -> Bools:
     """Return which of `row_ids` [k] belong to a segment, bool [k]. All ids must be in 0..rows - 1."""
     starts = np.array([segment.first_row for segment in spec.used_segments], dtype=np.int64)
     stops = np.array([segment.stop for segment in spec.used_segments], dtype=np.int64)
-    used: Bools = row_ids < stops[np.searchsorted(starts, row_ids, side="right") - 1]
+    stops_before = np.concatenate([[0], stops])  # no row id before the first segment is in use
+    used: Bools = row_ids < stops_before[np.searchsorted(starts, row_ids, side="right")]
     return used
+
+
+def refuse_renumbered(row_ids: Ints, spec: IndexSpec) -> None:
+    """Raise RowIdError if one of `row_ids` lies before the first segment: a compaction gave its row a new id."""
+    first = spec.used_segments[0].first_row
+    if first and len(row_ids) and (lowest := int(row_ids.min())) < first:
+        raise RowIdError(
+            f"row id {lowest} is from before a compaction: the row ids of the index now begin at {first}; translate "
+            "old row ids with TokenStore.translate"
+        )
 
 
 def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombstones:

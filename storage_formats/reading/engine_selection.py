@@ -61,7 +61,7 @@ class StoreFiles:
         Raises:
             CorruptIndexError: a file is missing or has another length.
         """
-        for shard in {0, self.spec.shards - 1}:
+        for shard in {self.spec.used_segments[0].first_row // self.spec.shard_size, self.spec.shards - 1}:
             rows = len(self.spec.shard_rows(shard))
             _, length = padded_shard_bytes(rows, self.spec.shard_size, self.record_bytes)
             try:
@@ -128,7 +128,7 @@ class ReadEngines:
             next(name for name in names if name in available)
             for names in (("io_uring", "direct", "buffered", "portable"), ("buffered", "portable"))
         )
-        fits = name == "auto" and files.spec.rows * files.record_bytes <= cache_room()
+        fits = name == "auto" and files.spec.used_rows * files.record_bytes <= cache_room()
         self._admission = Admission(files.spec.shard_size * files.record_bytes) if fits else None
 
     def split(self, batch: Batch) -> list[tuple[ReadEngine, Batch]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from storage_formats.errors import CorruptIndexError
-from storage_formats.format.layout import COLUMNS_VERSION, FORMAT_VERSION, IndexSpec, Layout
+from storage_formats.format.layout import EXTENDED_VERSION, FORMAT_VERSION, IndexSpec, Layout
 from storage_formats.format.manifest import Counts, Manifest, created_by
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.shard_table import write_shard_table
@@ -103,7 +103,7 @@ def finish_index(
         shard_table=table,
         ann=ann,
         created_by=created_by(),
-        format_version=COLUMNS_VERSION if columns else FORMAT_VERSION,
+        format_version=EXTENDED_VERSION if columns else FORMAT_VERSION,
         columns=tuple(columns),
     )
     manifest.write(layout)

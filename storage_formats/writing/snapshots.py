@@ -20,21 +20,24 @@ from storage_formats.codecs import precisions
 from storage_formats.errors import RowIdError, UsageError
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.index_files import read_index_file
-from storage_formats.format.layout import COLUMNS_VERSION, SNAPSHOT_VERSION, IndexSpec, Layout
-from storage_formats.format.manifest import CommittedIndex, Manifest, Snapshot, created_by, earlier_snapshots
-from storage_formats.format.shard_table import FileEntry, read_shard_table
-from storage_formats.format.tombstones import rows_in_use
+from storage_formats.format.layout import EXTENDED_VERSION, SNAPSHOT_VERSION, IndexSpec, Layout
+from storage_formats.format.manifest import CommittedIndex, Manifest, RowMap, Snapshot, created_by, earlier_snapshots
+from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.row_map import write_row_map
+from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
+from storage_formats.format.tombstones import refuse_renumbered, rows_in_use
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.presence import check_files
 from storage_formats.row_ids import RowIds, check_row_ids
 from storage_formats.writing.begin import remove_unfinished
-from storage_formats.writing.publish import remove_build
+from storage_formats.writing.publish import check_receipts, remove_build, total_counts
+from storage_formats.writing.row_copy import RowCopy, count_values
 
 _NAMES = "|".join(precisions())
 _PRECISION_FOLDER = re.compile(rf"(tokens|checksums)/({_NAMES})")
 _DATA_FILE = re.compile(
     rf"tokens/({_NAMES})/(c\.\d+(\.0)+|zarr\.json)|checksums/({_NAMES})/\d+\.crc32c|embeddings/c\.\d+\.0|rows/\d+\.parquet"
-    r"|manifest/shards-\w+\.parquet|manifest/deleted-\w+\.bin|ann/index(-\w+)?\.faiss"
+    r"|manifest/shards-\w+\.parquet|manifest/deleted-\w+\.bin|manifest/row-map-\w+\.parquet|ann/index(-\w+)?\.faiss"
 )
 
 
@@ -54,7 +57,7 @@ def commit_snapshot(index: CommittedIndex, changed: Manifest, change: dict[str, 
         deleted=changed.snapshot.deleted,
         deleted_rows=changed.snapshot.deleted_rows,
     )
-    format_version = COLUMNS_VERSION if changed.columns else SNAPSHOT_VERSION
+    format_version = EXTENDED_VERSION if changed.columns or changed.row_maps else SNAPSHOT_VERSION
     manifest = replace(changed, snapshot=snapshot, format_version=format_version, created_by=created_by())
     kept = layout.snapshot(current.snapshot.number)
     make_directories(kept.parent)
@@ -97,6 +100,7 @@ def plan_deletion(index: CommittedIndex, row_ids: RowIds) -> Deletion:
         RowIdError: a row id is out of range or belongs to no input.
     """
     ids = np.unique(check_row_ids(row_ids, index.manifest.spec.rows))
+    refuse_renumbered(ids, index.manifest.spec)
     if len(unused := ids[~rows_in_use(ids, index.manifest.spec)]):
         raise RowIdError(
             f"row id {unused[0]} belongs to no input, because it lies between two segments; leave this row id out"
@@ -126,6 +130,38 @@ def with_deleted_rows(index: CommittedIndex, changed: Manifest, row_ids: RowIds)
     write_bytes_atomic(path, data)
     entry = FileEntry(layout.relative(path), len(data), crc32c(data))
     return replace(changed, snapshot=replace(changed.snapshot, deleted=entry, deleted_rows=len(tombstones)))
+
+
+def commit_compaction(
+    index: CommittedIndex, copy: RowCopy, shards: Sequence[ShardReceipt], ann: dict[str, Any]
+) -> Manifest:
+    """Commit a snapshot that holds only the rows of `copy`, with a map from their old to their new row ids.
+
+    Args:
+        index: the index before the compaction.
+        copy: the rows that were copied.
+        shards: receipts of all shards of the copy.
+        ann: description of the nearest-neighbour index of the copied rows for the manifest.
+    """
+    check_receipts(shards, copy.shards)
+    layout, manifest, first_row = Layout(index.root), index.manifest, copy.segment.first_row
+    table = write_shard_table(layout, ((receipt.shard, file) for receipt in shards for file in receipt.files))
+    row_map = write_row_map(layout, ((row_ids, first_row + ranks) for row_ids, ranks in copy.selection.by_shard()))
+    changed = replace(
+        manifest,
+        spec=copy.spec,
+        counts=total_counts(shards),
+        shard_table=table,
+        further_tables=(),
+        ann=ann,
+        snapshot=replace(manifest.snapshot, deleted=None, deleted_rows=0),
+        row_maps=(*manifest.row_maps, RowMap(row_map, first_row)),
+        columns=count_values(layout, copy.shards, manifest.columns),
+    )
+    removed = manifest.counts.inputs - copy.segment.rows
+    return commit_snapshot(
+        index, changed, {"kind": "compact", "first_row": first_row, "rows": copy.segment.rows, "removed": removed}
+    )
 
 
 def roll_back(index: CommittedIndex, number: int) -> Manifest:
@@ -220,6 +256,7 @@ def named_files(layout: Layout, manifests: Iterable[Manifest]) -> set[str]:
     for manifest in manifests:
         names |= {layout.relative(path) for path in layout.zarr_files(manifest.spec.precisions)}
         names |= {file.path for file in manifest.ann_files}
+        names |= {row_map.file.path for row_map in manifest.row_maps}
         tables |= set(manifest.shard_tables)
         if manifest.snapshot.deleted is not None:
             names.add(manifest.snapshot.deleted.path)

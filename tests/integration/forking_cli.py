@@ -23,6 +23,7 @@ def _run(arguments: list[str], output: str) -> int:
 def _serve(output: str) -> None:
     import pipelines.jobs.append
     import pipelines.jobs.build
+    import pipelines.jobs.compact
     import pipelines.jobs.snapshots  # noqa: F401
 
     for line in sys.stdin:

@@ -20,13 +20,23 @@ import pytest
 from PIL import Image
 
 from edje_index.indexing.faiss_index import AnnIndex
-from storage_formats import CorruptIndexError, DeletedRowError, Manifest, TokenStore, codec, read_rows, verify_index
+from storage_formats import (
+    CorruptIndexError,
+    DeletedRowError,
+    Manifest,
+    RowIdError,
+    TokenStore,
+    codec,
+    read_rows,
+    verify_index,
+)
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import REPO, same_bits
 
 SHARD = 4
 PHOTOS = 40
 BROKEN = 13  # this photo is not an image
+_LONGEST_KILL = {"append": 0.6, "compact": 0.3}  # seconds
 
 
 class ForkingCli:
@@ -64,10 +74,11 @@ class ForkingCli:
 
 @dataclass(frozen=True)
 class State:
-    """What a snapshot holds: the photo of each row that is not deleted, the row ids in use, the precisions."""
+    """What a snapshot holds: the photo of each row that is not deleted, the row ids in use, deletions, precisions."""
 
     photos: dict[int, int]
     rows: int
+    deleted: int = 0
     precisions: frozenset[str] = frozenset({"bf16"})
 
 
@@ -94,6 +105,13 @@ class Model:
         first = self.next_shard * SHARD
         rows = dict(zip(range(first, first + len(new)), new, strict=True))
         return replace(self.now, photos={**self.now.photos, **rows}, rows=first + len(new))
+
+    def compacted(self) -> State | None:
+        if not self.now.deleted:
+            return None
+        first = self.next_shard * SHARD
+        photos = dict(enumerate(self.now.photos.values(), first))
+        return replace(self.now, photos=photos, rows=first + len(photos), deleted=0)
 
     def commit(self, state: State) -> None:
         self.next_shard = max(self.next_shard, -(-state.rows // SHARD))
@@ -135,7 +153,7 @@ class Reference:
         assert same_bits(store.fetch(row_ids), expected)
         deleted = set(range(store._view.index.manifest.spec.rows)) - set(row_ids)
         for row in sorted(deleted)[:3]:
-            with contextlib.suppress(DeletedRowError):
+            with contextlib.suppress(RowIdError):
                 assert np.isnan(store.fetch([row])).all()  # no input has this row id
 
     def _check_search(self, root: Path, manifest: Manifest, state: State) -> None:
@@ -198,7 +216,8 @@ class Trial:
     kills: float
 
     def change(self, step: int) -> None:
-        kind = self.rng.choices(["append", "delete", "rollback", "gc", "quantize"], [40, 25, 15, 10, 10])[0]
+        kinds = {"append": 35, "delete": 25, "rollback": 12, "gc": 9, "quantize": 9, "compact": 10}
+        kind = self.rng.choices(list(kinds), list(kinds.values()))[0]
         before, store = self.model.now, TokenStore.open(self.root)
         getattr(self, kind)(step)
         if kind != "gc":
@@ -222,7 +241,15 @@ class Trial:
         if not rows or all(photo == BROKEN for photo in left.values()):
             return
         options = [option for row in rows for option in ("--rows", row)]
-        self._run("delete", replace(self.model.now, photos=left), ("delete", self.root, *options))
+        after = replace(self.model.now, photos=left, deleted=self.model.now.deleted + len(rows))
+        self._run("delete", after, ("delete", self.root, *options))
+
+    def compact(self, step: int) -> None:
+        after, arguments = self.model.compacted(), ("compact", self.root, "--quiet")
+        self._run("compact", after, arguments)
+        if after is not None and self.model.now != after and self.rng.random() < 0.5:  # otherwise it stays unfinished
+            assert self.cli.run(*arguments) == 0, self.cli.output()
+            self.model.commit(after)
 
     def rollback(self, step: int) -> None:
         numbers = sorted(self.model.snapshots)[:-1]
@@ -255,7 +282,7 @@ class Trial:
 
     def _run(self, kind: str, after: State | None, arguments: tuple[Any, ...]) -> None:
         """Run a command, perhaps kill it, and bring the model to the state that the index must have."""
-        code = self.cli.run(*arguments, kill_after=self._kill_after(0.6 if kind == "append" else 0.05))
+        code = self.cli.run(*arguments, kill_after=self._kill_after(_LONGEST_KILL.get(kind, 0.05)))
         if code == -signal.SIGKILL:
             self.model.killed[kind] = self.model.killed.get(kind, 0) + 1
             assert verify_index(self.root) == []

@@ -68,7 +68,7 @@ def test_tombstones_are_a_set_of_rows(shard_size, batches, asked):
 def test_segments_cover_the_rows_in_use(sizes, shard):
     segments, next_shard = [], 0
     for rows, gap in sizes:
-        segments.append(Segment((next_shard + (gap if segments else 0)) * shard, rows))
+        segments.append(Segment((next_shard + gap) * shard, rows))
         next_shard = -(-segments[-1].stop // shard)
     spec = IndexSpec(segments[-1].stop, shard, (2, 8), 4, segments=tuple(segments))
     used = [row for segment in segments for row in range(segment.first_row, segment.stop)]
@@ -80,7 +80,13 @@ def test_segments_cover_the_rows_in_use(sizes, shard):
 
 @pytest.mark.parametrize(
     "segments",
-    [(Segment(8, 32),), (Segment(0, 10), Segment(12, 28)), (Segment(0, 20), Segment(16, 24)), (Segment(0, 8),)],
+    [
+        (Segment(4, 36),),
+        (Segment(-8, 48),),
+        (Segment(0, 10), Segment(12, 28)),
+        (Segment(0, 20), Segment(16, 24)),
+        (Segment(0, 8),),
+    ],
 )
 def test_segments_that_do_not_fit_are_refused(segments):
     with pytest.raises(UsageError, match="do not fit 40 rows in shards of 8"):
@@ -189,7 +195,7 @@ def test_damaged_tombstones_are_one_clear_error(index, harm):
     assert [problem.code for problem in verify_index(root)][:1] in (["deleted-rows"], ["missing-file"])
 
 
-@pytest.mark.parametrize("member", ["snapshot", "next_shard", "segments", "deleted", "change"])
+@pytest.mark.parametrize("member", ["snapshot", "next_shard", "segments", "deleted", "change", "row_maps"])
 @pytest.mark.parametrize("value", [-1, 1 << 40, "x", [1], {"path": 1}])
 def test_hostile_members_are_one_clear_error(index, member, value):
     root, _ = index

@@ -1,0 +1,46 @@
+"""The command `edje-index compact`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from pipelines.cli.options import PATH, json_option, quiet_option
+from pipelines.cli.output import print_json, print_line, running_job
+from pipelines.progress.wording import counted
+
+
+@click.command()
+@click.argument("index", type=PATH)
+@quiet_option
+@json_option
+def compact(index: Path, quiet: bool, as_json: bool) -> None:
+    """Write INDEX again without its deleted rows.
+
+    The other rows get new row ids. A Parquet file maps old to new ids, and TokenStore.translate reads it. Tokens are
+    copied, never encoded again. The model is not needed. The index can be searched during the compaction, which needs
+    disk space for a second copy of the remaining rows. 'gc' then removes the old files.
+
+    Run the same command again to resume a stopped compaction.
+
+    \b
+    Example:
+      edje-index compact photos.edje
+      edje-index gc photos.edje --keep 1
+    """
+    from pipelines.jobs.compact import run_compact
+
+    with running_job(quiet=quiet) as (on_event, should_stop):
+        result = run_compact(index, on_event, should_stop)
+    if as_json:
+        print_json(asdict(result))
+    elif not result.removed:
+        print_line(f"{index}: no row is deleted, nothing to do")
+    else:
+        print_line(
+            f"{index}: {counted(result.rows, 'row')} copied from row {result.first_row:,} on, {result.removed:,} "
+            f"removed, {result.seconds:.1f} s"
+        )
+        print_line(f"old and new row ids: {result.row_map}")

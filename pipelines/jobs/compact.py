@@ -1,0 +1,152 @@
+"""The compaction job: writes the rows that are not deleted into new shards, and commits a snapshot."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.engines.base import describe_error
+from pipelines.jobs.copy_rows import copy_rows
+from pipelines.jobs.leftovers import discard_unfinished_compaction, refuse_unfinished_append, remove_leftovers
+from pipelines.jobs.lock import locked_index
+from pipelines.planning.recorded_sources import recorded_sources, with_sources
+from pipelines.progress.events import OnEvent, StatusMessage
+from pipelines.progress.stopping import JobStopped, ShouldStop
+from storage_formats.errors import UsageError
+from storage_formats.format.layout import Layout
+
+if TYPE_CHECKING:
+    from storage_formats.format.manifest import CommittedIndex, Manifest
+    from storage_formats.format.receipts import ShardReceipt
+    from storage_formats.writing.row_copy import RowCopy
+
+
+@dataclass(frozen=True)
+class CompactResult:
+    """The result of a compaction.
+
+    Attributes:
+        rows: number of rows that the index holds now.
+        removed: number of deleted rows that were left out; 0 if there was nothing to do.
+        first_row: first row id of the index now.
+        shards: number of shards of the index now.
+        row_map: path of the Parquet file that maps old to new row ids; None if there was nothing to do.
+        snapshot: number of the current snapshot.
+        seconds: wall time of this run.
+
+    Example:
+        >>> from pipelines import compact_index, delete_rows
+        >>> _ = delete_rows("photos.edje", rows=[0, 5])
+        >>> result = compact_index("photos.edje")
+        >>> result.rows, result.removed, result.first_row, result.snapshot
+        (4, 2, 1024, 2)
+    """
+
+    rows: int
+    removed: int
+    first_row: int
+    shards: int
+    row_map: str | None
+    snapshot: int
+    seconds: float
+
+
+def run_compact(root: Path, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> CompactResult:
+    """Write the rows of the index at `root` that are not deleted into new shards. Does nothing if no row is deleted.
+
+    A compaction that stopped early is resumed.
+
+    Raises:
+        UsageError: there is no index at `root`, all its rows are deleted, or the disk is too small.
+        JobStopped: the compaction ended early, or a row is damaged; the same call resumes the compaction.
+        EdjeError: another process is changing the index, or an append to the index has not finished.
+    """
+    from storage_formats.format.manifest import CommittedIndex
+
+    started = time.monotonic()
+    CommittedIndex.open(root)  # fails before the lock makes a directory
+    remove_leftovers(root)
+    with locked_index(root):
+        index = CommittedIndex.open(root)
+        refuse_unfinished_append(Layout(index.root))
+        if not len(index.deleted):
+            discard_unfinished_compaction(index)
+            return _result(index.root, index.manifest, 0, time.monotonic() - started)
+        copy = _plan(index)
+        receipts = copy_rows(copy, "copying", _begin(index, copy), on_event, should_stop)
+        manifest = _publish(index, copy, receipts, on_event)
+    return _result(index.root, manifest, len(index.deleted), time.monotonic() - started)
+
+
+def _plan(index: CommittedIndex) -> RowCopy:
+    from storage_formats.format.selection import Selection
+    from storage_formats.writing.row_copy import RowCopy
+
+    manifest, selection = index.manifest, Selection.of(index)
+    if not len(selection):
+        raise UsageError(f"all rows of {index.root} are deleted, so no row would be left; delete the directory instead")
+    first_shard = max(manifest.spec.shards, manifest.snapshot.next_shard)
+    text = f"compact {manifest.snapshot} {manifest.shard_tables} {manifest.spec.precisions}"
+    plan = hashlib.sha256(text.encode()).hexdigest()
+    return RowCopy.plan_segment(index, selection, index.root, first_shard * manifest.spec.shard_size, plan)
+
+
+def _begin(index: CommittedIndex, copy: RowCopy) -> dict[int, ShardReceipt]:
+    """Return the receipts of an earlier run of the same compaction. Discard what a run of another one has left."""
+    from storage_formats.atomic import write_json_atomic
+    from storage_formats.format.index_files import read_index_file
+    from storage_formats.format.receipts import read_receipts
+
+    layout, marker = Layout(index.root), {"plan": copy.plan}
+    try:
+        resumed = json.loads(read_index_file(layout.root, layout.compaction)) == marker
+    except (OSError, ValueError, RecursionError):
+        resumed = False
+    if not resumed:
+        discard_unfinished_compaction(index)
+        write_json_atomic(layout.compaction, marker)
+    return read_receipts(layout, copy.shards, copy.plan)
+
+
+def _publish(index: CommittedIndex, copy: RowCopy, receipts: list[ShardReceipt], on_event: OnEvent) -> Manifest:
+    """Build the nearest-neighbour index of the copied rows and commit the snapshot, which records the sources too."""
+    from storage_formats.writing.publish import remove_build
+    from storage_formats.writing.snapshots import commit_compaction
+
+    groups = recorded_sources(index.manifest)
+    if groups is not None:
+        index = replace(index, manifest=with_sources(index.manifest, groups))
+    try:
+        manifest = commit_compaction(index, copy, receipts, _ann(index, copy, on_event))
+        remove_build(Layout(index.root))
+        return manifest
+    except OSError as error:
+        reason = f"cannot write {index.root}: {describe_error(error)}; finished shards are kept"
+        raise JobStopped(reason) from error
+
+
+def _ann(index: CommittedIndex, copy: RowCopy, on_event: OnEvent) -> dict[str, Any]:
+    """Return the description of a nearest-neighbour index of the copied rows, if `index` has one."""
+    if not index.manifest.ann_files:
+        return index.manifest.ann
+    from edje_index.indexing.faiss_index import build_ann
+
+    on_event(StatusMessage("building the nearest-neighbour index"))
+    return build_ann(index.root, copy.spec, replace_file=False)
+
+
+def _result(root: Path, manifest: Manifest, removed: int, seconds: float) -> CompactResult:
+    spec = manifest.spec
+    return CompactResult(
+        rows=spec.used_rows,
+        removed=removed,
+        first_row=spec.used_segments[0].first_row,
+        shards=sum(1 for _ in spec.shard_numbers()),
+        row_map=str(root / manifest.row_maps[-1].file.path) if removed else None,
+        snapshot=manifest.snapshot.number,
+        seconds=seconds,
+    )

@@ -1,0 +1,103 @@
+"""Row maps: the old and new row ids of compactions (SPEC.md section 12.1)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from storage_formats.atomic import write_bytes_atomic
+from storage_formats.errors import CorruptIndexError
+from storage_formats.format.checksum import crc32c
+from storage_formats.format.index_files import read_index_file
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex, RowMap
+from storage_formats.format.parquet import ParquetRowGroups, iter_batches, open_parquet
+from storage_formats.format.shard_table import FileEntry, check_content
+from storage_formats.row_ids import RowIds, check_row_ids
+
+Ints = NDArray[np.int64]
+
+ROW_MAP_SCHEMA = pa.schema(
+    [pa.field("old_row_id", pa.int64(), nullable=False), pa.field("new_row_id", pa.int64(), nullable=False)]
+)
+_GROUP_LINES = 65_536
+
+
+def write_row_map(layout: Layout, parts: Iterable[tuple[Ints, Ints]]) -> FileEntry:
+    """Write a row map and return its file entry.
+
+    Args:
+        layout: layout of the index.
+        parts: (old row ids, new row ids), int64 [k] each, ascending within a part and from part to part.
+    """
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, ROW_MAP_SCHEMA, compression="zstd") as writer:
+        for old, new in parts:
+            writer.write_table(pa.table([old, new], schema=ROW_MAP_SCHEMA), row_group_size=_GROUP_LINES)
+    data = sink.getvalue().to_pybytes()
+    path = layout.row_map(crc32c(data))
+    write_bytes_atomic(path, data)
+    return FileEntry(layout.relative(path), len(data), crc32c(data))
+
+
+def translate_row_ids(index: CommittedIndex, row_ids: RowIds) -> Ints:
+    """Return the present row id of each of `row_ids`, int64 [k]. See `storage_formats.TokenStore.translate`."""
+    ids = check_row_ids(row_ids, index.manifest.spec.rows)
+    for row_map in index.manifest.row_maps:
+        ids = _translate(index, row_map, ids)
+    return ids
+
+
+def check_row_map(index: CommittedIndex, row_map: RowMap) -> None:
+    """Read a whole row map. Raises CorruptIndexError if the map is missing or damaged."""
+    with _opened(index, row_map) as data:
+        ParquetRowGroups(io.BytesIO(data), len(data), "old_row_id")  # checks the number of lines that the file claims
+        with open_parquet(pa.py_buffer(data)) as file:
+            for batch in iter_batches(file, _GROUP_LINES, ROW_MAP_SCHEMA.names):
+                _columns(index, row_map, pa.Table.from_batches([batch]))
+
+
+def _translate(index: CommittedIndex, row_map: RowMap, ids: Ints) -> Ints:
+    """Translate `ids` with one map. Ids that are -1 already stay -1."""
+    renumbered = (ids >= 0) & (ids < row_map.first_row)
+    result = np.where(renumbered, -1, ids)
+    with _opened(index, row_map) as data:
+        file = io.BytesIO(data)
+        for group in ParquetRowGroups(file, len(data), "old_row_id").read(file, ids[renumbered].tolist()):
+            old, new = _columns(index, row_map, group)
+            if len(old):
+                lines = np.minimum(np.searchsorted(old, ids), len(old) - 1)
+                listed = renumbered & (old[lines] == ids)
+                result[listed] = new[lines[listed]]
+    return result
+
+
+@contextlib.contextmanager
+def _opened(index: CommittedIndex, row_map: RowMap) -> Iterator[bytes]:
+    """Yield the contents of a row map. Errors of the file and of its contents become a CorruptIndexError."""
+    path = index.root / row_map.file.path
+    try:
+        data = read_index_file(index.root, path, max_bytes=row_map.file.bytes)
+        check_content(path, row_map.file, data)
+        yield data
+    except (OSError, KeyError, ValueError, pa.ArrowException) as error:
+        raise CorruptIndexError(f"cannot read the row map {path}: {error}; restore the file") from error
+
+
+def _columns(index: CommittedIndex, row_map: RowMap, lines: pa.Table) -> tuple[Ints, Ints]:
+    """Return the old and new row ids of some lines of a map, int64 [k] each.
+
+    Raises ValueError if the lines are not those of a map.
+    """
+    columns = lines.select(ROW_MAP_SCHEMA.names).cast(ROW_MAP_SCHEMA).columns
+    old, new = (column.to_numpy() for column in columns)
+    ascending = (np.diff(old) > 0).all() and (np.diff(new) > 0).all()
+    if len(old) and not (ascending and old[-1] < row_map.first_row <= new[0] and new[-1] < index.manifest.spec.rows):
+        raise ValueError("its row ids do not ascend, or are out of range")
+    return old, new

@@ -1,0 +1,84 @@
+"""A selection of rows of an index, in row order, in memory that depends on the number of shards only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.format.layout import IndexSpec
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.tombstones import Tombstones
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """All rows of an index that are not left out. The rank of a row is its position among them, from 0.
+
+    Attributes:
+        spec: shape of the index.
+        left_out: the rows that do not belong to the selection.
+        shards: int64 [n], numbers of the shards that have files, ascending.
+        ranks: int64 [n + 1], rank of the first selected row of each shard, followed by the number of selected rows.
+
+    Example:
+        >>> from storage_formats.example import example_index
+        >>> from storage_formats.format.manifest import CommittedIndex
+        >>> from storage_formats.format.selection import Selection
+        >>> index = CommittedIndex.open(example_index())
+        >>> selection = Selection.of(index, index.deleted.with_rows([0, 2]))
+        >>> selection.row_ids(range(1, 4)), selection.ranks_of([3, 0])
+        (array([3, 4, 5]), array([ 1, -1]))
+    """
+
+    spec: IndexSpec
+    left_out: Tombstones
+    shards: Ints
+    ranks: Ints
+
+    @classmethod
+    def of(cls, index: CommittedIndex, left_out: Tombstones | None = None) -> Selection:
+        """Select all rows of `index` but `left_out`, or but the deleted ones if that is None."""
+        spec, left_out = index.manifest.spec, index.deleted if left_out is None else left_out
+        shards = np.fromiter(spec.shard_numbers(), dtype=np.int64)
+        counts = np.fromiter((len(spec.shard_rows(shard)) for shard in shards.tolist()), dtype=np.int64)
+        counts[np.searchsorted(shards, left_out.shards)] -= np.bitwise_count(left_out.bits).sum(axis=1, dtype=np.int64)
+        return cls(spec, left_out, shards, np.concatenate([[0], np.cumsum(counts)]))
+
+    def __len__(self) -> int:
+        """Number of selected rows."""
+        return int(self.ranks[-1])
+
+    def row_ids(self, ranks: range) -> Ints:
+        """Return the row ids of the rows with consecutive `ranks`, int64, ascending."""
+        first, last = np.searchsorted(self.ranks, [ranks.start, ranks.stop - 1], side="right") - 1
+        row_ids = np.concatenate([self._of_shard(int(shard)) for shard in self.shards[first : last + 1]])
+        start = ranks.start - int(self.ranks[first])
+        return row_ids[start : start + len(ranks)]
+
+    def by_shard(self) -> Iterator[tuple[Ints, Ints]]:
+        """Yield (row ids, ranks) of the selected rows of each shard, int64 [k] each."""
+        for shard, first, stop in zip(self.shards.tolist(), self.ranks[:-1], self.ranks[1:], strict=True):
+            yield self._of_shard(shard), np.arange(first, stop)
+
+    def ranks_of(self, row_ids: Ints | list[int]) -> Ints:
+        """Return the rank of each of `row_ids`, int64 [k]; -1 for a row id that is not selected."""
+        requested = np.asarray(row_ids, dtype=np.int64)
+        ranks = np.full(len(requested), -1, dtype=np.int64)
+        shard_of_row = requested // self.spec.shard_size
+        for shard in np.intersect1d(shard_of_row, self.shards).tolist():
+            selected = self._of_shard(shard)
+            of_shard = np.flatnonzero(shard_of_row == shard)
+            positions = np.searchsorted(selected, requested[of_shard])
+            listed = positions < len(selected)
+            listed[listed] = selected[positions[listed]] == requested[of_shard][listed]
+            ranks[of_shard[listed]] = self.ranks[np.searchsorted(self.shards, shard)] + positions[listed]
+        return ranks
+
+    def _of_shard(self, shard: int) -> Ints:
+        row_ids = np.array(self.spec.shard_rows(shard), dtype=np.int64)
+        return row_ids[~self.left_out.contain(row_ids)]
