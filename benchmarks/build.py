@@ -84,7 +84,7 @@ def _measured(command: list[str]) -> dict[str, Any]:
     """Call `process_tree.measure` in a new process, so that it counts no other child processes."""
     done = subprocess.run([sys.executable, "-c", _MEASURE, *command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise EdjeError(f"a measured run failed: {done.stderr[-2000:]}")
+        raise EdjeError(f"a run of the benchmark failed: {done.stderr[-2000:]}")
     cost: dict[str, Any] = json.loads(done.stdout)
     return {**cost, "stdout": json.loads(cost["stdout"])}
 

@@ -57,7 +57,9 @@ def measure(command: Sequence[str], env: dict[str, str] | None = None) -> Cost:
     wall = time.perf_counter() - started
     peak, sampled_cpu = sampler.stop()
     if process.returncode != 0:
-        raise EdjeError(f"{' '.join(command[:4])} ... failed ({process.returncode}): {stderr[-2000:]}")
+        raise EdjeError(
+            f"the command '{' '.join(command[:4])} ...' failed with exit code {process.returncode}: {stderr[-2000:]}"
+        )
     _reap_orphans()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -75,7 +77,8 @@ def _reap_orphans() -> None:
         if pid == 0:
             time.sleep(0.1)
     raise EdjeError(
-        f"processes were still running {_ORPHAN_SECONDS:.0f} s after the command; stop these processes and repeat"
+        f"processes of the command still ran {_ORPHAN_SECONDS:.0f} s after its end; stop these "
+        "processes, and repeat the benchmark"
     )
 
 

@@ -59,7 +59,7 @@ def bench_quantize_index(bench: QuantizeBench, say: Say = lambda _: None) -> dic
         EdjeError: `quantize` failed, or the files could not be evicted from the page cache.
     """
     if bench.to == "bf16":
-        raise UsageError("the index stores bf16 already; choose another precision")
+        raise UsageError("the index of this benchmark holds bf16 already; choose another precision")
     root, copy = bench.folder / "bench-quantize.edje", bench.folder / "bench-quantize-copy"
     for path in (root, copy):
         shutil.rmtree(path, ignore_errors=True)
@@ -106,7 +106,7 @@ def _timed(work: Callable[[], Moved], bench: QuantizeBench, root: Path, copy: Pa
     left = evict(_sources(root))
     if left > 0.01:
         raise EdjeError(
-            f"{left:.0%} of the source files stay in the page cache; stop other processes that read these files"
+            f"{left:.0%} of the source files are still in the page cache; stop other processes that read these files"
         )
     started = time.perf_counter()
     moved, reported_seconds = work()
@@ -129,7 +129,7 @@ def _command(*arguments: str | Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "pipelines.cli", *map(str, arguments), "--quiet", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise EdjeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+        raise EdjeError(f"the command '{' '.join(command)}' failed: {done.stderr.strip()}")
     output: dict[str, Any] = json.loads(done.stdout)
     return output
 

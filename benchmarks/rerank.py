@@ -166,7 +166,10 @@ def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
     committed = CommittedIndex.open(index)
     manifest = committed.manifest
     if manifest.ann.get("kind") == "none":
-        raise UsageError(f"{index} has no nearest-neighbour index, so it cannot be searched: build one from images")
+        raise UsageError(
+            f"{index} has no nearest-neighbour index, so it cannot be searched; choose an index that was "
+            "built from images"
+        )
     path = bench.model or recorded_bundle(committed)
     model = SearchModel(read_bundle_info(path), device=bench.device, dtype=bench.dtype)
     ann, reranker = AnnIndex.open(index), Reranker(index, manifest.spec, model, score=bench.score)

@@ -65,7 +65,9 @@ def bench_scales_layout(
         Results of each run, their medians, and gigabytes of disk and memory per million images.
     """
     if blocks > rows:
-        raise UsageError(f"cannot fetch {blocks} different blocks from {rows} rows; choose more rows or fewer blocks")
+        raise UsageError(
+            f"{blocks} different blocks cannot be fetched from {rows} rows; choose more rows or fewer blocks"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     files = {variant: folder / f"bench-scales-{variant.name}" for variant in VARIANTS}
     runs: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in VARIANTS}
@@ -109,7 +111,7 @@ def _write(path: Path, variant: Variant, rows: int) -> None:
 def _timed(path: Path, variant: Variant, ids: NDArray[np.int64], scales: Bytes, out: Bytes) -> dict[str, float]:
     left = evict([path])
     if left > 0.01:
-        raise EdjeError(f"{left:.0%} of {path} stays in the page cache; stop other processes that read this file")
+        raise EdjeError(f"{left:.0%} of {path} is still in the page cache; stop other processes that read this file")
     before = Counters.now(path)
     _fetch(path, variant, ids, out)
     if variant.memory:
@@ -135,7 +137,7 @@ def _fetch(path: Path, variant: Variant, ids: NDArray[np.int64], out: Bytes) -> 
             if at + _AHEAD < len(offsets):
                 os.posix_fadvise(fd, offsets[at + _AHEAD], variant.read, os.POSIX_FADV_WILLNEED)
             if os.preadv(fd, [out[at, : variant.read].data], offset) != variant.read:
-                raise EdjeError(f"{path} ended before all {len(ids)} records were read; repeat the run")
+                raise EdjeError(f"{path} ends before the last of {len(ids)} records; repeat the benchmark")
     finally:
         os.close(fd)
 

@@ -27,7 +27,7 @@ def make_synthetic(out: Path, spec: IndexSpec, seed: int = 0, on_progress: OnPro
     The index has no model and no nearest-neighbour index, so it cannot be searched.
     """
     if out.exists() and any(out.iterdir()):
-        raise UsageError(f"{out} exists and is not empty; choose a new folder")
+        raise UsageError(f"{out} is not empty; choose a new directory")
     begin_index(out, spec)
     plan = hashlib.sha256(f"synthetic {spec} {seed}".encode()).hexdigest()
     receipts = []

@@ -74,19 +74,19 @@ def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             if os.fstat(file.fileno()).st_size > _MAX_DESCRIPTION_BYTES:
-                raise ModelError(f"{path} is larger than any description of a {kind}; restore the file")
+                raise ModelError(f"{path} is too large to describe a {kind}; restore this file")
             content = json.loads(file.read())
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ModelError(f"{path.parent} is not a {kind}: the folder does not exist or has no {path.name}") from error
+        raise ModelError(f"{path.parent} is not a {kind}: there is no file {path.name} in it") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict) or content.get("format") != form:
-        raise ModelError(f"{path} does not describe a {kind}: the value of 'format' in this file is not {form!r}")
+        raise ModelError(f"{path} does not describe a {kind}: 'format' is not {form!r} in this file")
     if content.get("format_version") not in versions:
         raise ModelError(
-            f"the {kind} {path.parent} has format version {content.get('format_version')}, but this release reads only "
-            f"version {' and '.join(map(str, versions))}: use the release that wrote this {kind}, or make "
-            f"the {kind} again"
+            f"the {kind} {path.parent} has format version {content.get('format_version')}, but this "
+            f"version of edje-index reads only {' and '.join(map(str, versions))}: upgrade edje-index, or "
+            f"make the {kind} again"
         )
     return content
 
@@ -99,7 +99,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         ModelError: ``out`` exists.
     """
     if out.exists():
-        raise ModelError(f"{out} exists already: give another folder, or remove {out}")
+        raise ModelError(f"{out} exists already: give another path, or remove {out}")
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:

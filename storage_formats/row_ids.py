@@ -25,7 +25,7 @@ def check_row_ids(row_ids: RowIds, rows: int) -> NDArray[np.int64]:
     if ids.size and (ids.min() < 0 or ids.max() >= rows):
         outside = ids[(ids < 0) | (ids >= rows)]
         others = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
-        raise RowIdError(f"row id {outside[0]}{others} is out of range: the index has {rows} rows, 0 to {rows - 1}")
+        raise RowIdError(f"row id {outside[0]}{others} is out of range; the index has the row ids 0 to {rows - 1}")
     return ids.astype(np.int64)
 
 

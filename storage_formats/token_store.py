@@ -119,7 +119,7 @@ class TokenStore:
         """
         before, index = self._view.index.manifest, CommittedIndex.open(self._view.index.root)
         if (before.plan, before.spec.shard_size) != (index.manifest.plan, index.manifest.spec.shard_size):
-            raise UsageError(f"{index.root} now holds another index than when the store was opened; open a new store")
+            raise UsageError(f"{index.root} now holds another index than this store opened; open the index again")
         self._view = self._view_of(index)
         return index.manifest.snapshot.number
 

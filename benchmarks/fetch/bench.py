@@ -52,7 +52,9 @@ def bench_fetch(bench: FetchBench, say: Say) -> dict[str, Any]:
             No file is written in these cases.
     """
     if platform.system() != "Linux":
-        raise UsageError("bench fetch needs Linux: it evicts files from the page cache and reads kernel counters")
+        raise UsageError(
+            "bench fetch runs only on Linux, because it evicts files from the page cache and reads kernel counters"
+        )
     bench.scratch.mkdir(parents=True, exist_ok=True)
     notes: list[str] = []
     peers = _installed(notes) if bench.peers else []
@@ -208,7 +210,9 @@ def _check_space(bench: FetchBench, peers: list[str]) -> None:
     index = bench.scratch if bench.index is None else bench.index
     for path in {bench.scratch, index} if peers or bench.index is None else {index}:
         if path.exists() and storage(path)["file_system"] in _NO_DISK:
-            raise UsageError(f"{path} is kept in memory, so no read from it is cold; choose a folder on a disk")
+            raise UsageError(
+                f"{path} is in a file system in memory, so no read from it is cold; choose a folder on a disk"
+            )
     spec = _spec(bench)
     if bench.memory_cap is not None:
         check_memory_cap(bench.memory_cap, _capped_bytes(spec))
@@ -223,8 +227,9 @@ def _check_space(bench: FetchBench, peers: list[str]) -> None:
     free = shutil.disk_usage(bench.scratch).free
     if needed > free:
         raise UsageError(
-            f"{bench.scratch} has {free / 1e9:.1f} GB free and the benchmark needs {needed / 1e9:.1f} GB there; "
-            "choose another scratch folder or fewer rows, or leave out peers"
+            f"{bench.scratch} has {free / 1000000000.0:.1f} GB free, but the benchmark needs "
+            f"{needed / 1000000000.0:.1f} GB; choose another scratch folder, fewer rows or no compared "
+            "libraries"
         )
 
 
@@ -239,7 +244,7 @@ def _capped_bytes(spec: IndexSpec) -> int:
 def _spec(bench: FetchBench) -> IndexSpec:
     if bench.index is None:
         if bench.synthetic is None:
-            raise UsageError("give either an index or the number of rows of a synthetic index")
+            raise UsageError("give either an index, or the number of rows of a synthetic index")
         names = tuple(dict.fromkeys(bench.precisions or ("bf16",)))
         return IndexSpec(bench.synthetic, min(1024, bench.synthetic), bench.block_shape, bench.block_shape[1], names)
     spec = Manifest.load(bench.index).spec
@@ -247,7 +252,7 @@ def _spec(bench: FetchBench) -> IndexSpec:
         if name not in spec.precisions:
             stored = ", ".join(spec.precisions)
             raise UsageError(
-                f"{bench.index} does not store '{name}'; it stores {stored}. Quantize the index to '{name}' first"
+                f"{bench.index} does not hold the precision '{name}', only {stored}; add it with 'edje-index quantize'"
             )
     return spec
 

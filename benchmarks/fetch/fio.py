@@ -102,7 +102,7 @@ def _run(fio: Fio, shared: dict[str, Any], seeds: list[int]) -> list[dict[str, A
         command += [f"--name=batch{seed}", f"--randseed={seed + 1}", "--stonewall"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise EdjeError(f"fio failed ({done.returncode}): {(done.stderr or done.stdout)[-500:]}")
+        raise EdjeError(f"fio failed with exit code {done.returncode}: {(done.stderr or done.stdout)[-500:]}")
     report = json.loads(done.stdout[done.stdout.index("{") :])
     jobs: list[dict[str, Any]] = report["jobs"]
     return jobs

@@ -25,20 +25,20 @@ def available_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise EdjeError("/proc/meminfo has no MemAvailable line, so memory_cap cannot be used; leave it out")
+    raise EdjeError("/proc/meminfo has no line MemAvailable, which memory_cap needs; leave memory_cap out")
 
 
 def check_memory_cap(left: int, needed: int) -> None:
     """Raise UsageError unless `left` is at least `needed` bytes and less than the free memory."""
     if left < needed:
         raise UsageError(
-            f"memory_cap {left / 2**30:.1f} GiB is less than a run needs ({needed / 2**30:.1f} GiB); "
-            "choose a larger memory_cap or a smaller pool"
+            f"memory_cap is {left / 2**30:.1f} GiB, but a run needs {needed / 2**30:.1f} GiB; choose "
+            "a larger memory_cap or a smaller pool"
         )
     if left >= available_bytes():
         raise UsageError(
-            f"memory_cap {left / 2**30:.1f} GiB has no effect: only {available_bytes() / 2**30:.1f} GiB are free; "
-            "choose a smaller memory_cap"
+            f"memory_cap is {left / 2**30:.1f} GiB, but only {available_bytes() / 2**30:.1f} GiB are "
+            "free; choose a smaller memory_cap"
         )
 
 
@@ -58,7 +58,9 @@ def memory_cap(left: int, needed: int) -> Iterator[str]:
         try:
             state = process.stdout.readline().strip()
             if not state:
-                raise EdjeError(f"could not allocate {size / 2**30:.1f} GiB to hold; choose a larger memory_cap")
+                raise EdjeError(
+                    f"cannot allocate {size / 2**30:.1f} GiB to limit the free memory; choose a larger memory_cap"
+                )
             yield f"a second process held {size / 2**30:.1f} GiB ({state}) and left {left / 2**30:.1f} GiB"
         finally:
             process.kill()

@@ -127,7 +127,7 @@ class Runner:
         """Return the failed run of a compared library. Raise EdjeError for any other subject."""
         if entry.subject in PEERS:
             return {"resident": None, "discarded": f"failed: {reason}"}
-        raise EdjeError(f"a run of {entry.label} ({entry.workload.name}) failed: {reason}")
+        raise EdjeError(f"the run of {entry.label} ({entry.workload.name}) failed: {reason}")
 
     def _job(self, entry: Entry, workload: Workload | None, seed: int) -> dict[str, Any]:
         return {

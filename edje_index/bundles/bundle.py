@@ -254,7 +254,9 @@ class ModelBundle:
 
     def _loaded(self) -> BundleInfo:
         if self.info is None:
-            raise ModelError("a bundle made in memory has no fingerprint: save the bundle and load the saved directory")
+            raise ModelError(
+                "a bundle made in memory has no fingerprint: save the bundle, then load the saved directory"
+            )
         return self.info
 
 
@@ -270,16 +272,17 @@ def _check_adapter(bundle: ModelBundle) -> None:
     name = bundle.clip_config.name
     if adapter.vision_dim != vision.patch_dim:
         raise ModelError(
-            f"the adapter takes patch features of width {adapter.vision_dim}, but the vision tower {name} gives "
-            f"width {vision.patch_dim}: give the vision tower that the adapter was trained with"
+            f"the adapter takes patch features of width {adapter.vision_dim}, but the vision tower {name} "
+            f"has width {vision.patch_dim}: use the vision tower that the adapter was trained with"
         )
     if adapter.kind in (LOCAL, PATCHES) and adapter.num_tokens != vision.num_patches:
         raise ModelError(
-            f"a {adapter.kind} adapter stores one token per patch: this adapter has {adapter.num_tokens} tokens, but "
-            f"the vision tower {name} has {vision.num_patches} patches"
+            f"a {adapter.kind} adapter stores one token per patch, but this adapter has "
+            f"{adapter.num_tokens} tokens and the vision tower {name} has {vision.num_patches} patches: "
+            "use the vision tower that the adapter was trained with"
         )
     if adapter.kind in REDUCTIONS and adapter.num_tokens > vision.num_patches:
         raise ModelError(
-            f"a {adapter.kind} adapter cannot keep {adapter.num_tokens} patches: the vision tower {name} has only "
-            f"{vision.num_patches}; use a smaller num_tokens"
+            f"a {adapter.kind} adapter cannot keep {adapter.num_tokens} patches, because the vision tower "
+            f"{name} has only {vision.num_patches}: use a smaller num_tokens"
         )

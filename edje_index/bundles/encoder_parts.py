@@ -28,7 +28,8 @@ def load_adapter(info: BundleInfo) -> Adapter:
         config = AdapterConfig(**info.adapter)
     except TypeError as error:
         raise ModelError(
-            f"{info.path / INFO_FILE} describes an adapter that this release does not know: {error}"
+            f"{info.path / INFO_FILE} describes an adapter that this version does not support: {error}; "
+            "upgrade edje-index"
         ) from error
     weights = info.path / ADAPTER_WEIGHTS
     with limited_by(weights):

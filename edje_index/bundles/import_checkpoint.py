@@ -54,7 +54,7 @@ def import_checkpoint(
     """
     path = Path(checkpoint)
     if Path(out).exists():
-        raise ModelError(f"{out} exists already: choose another directory for the bundle, or remove {out}")
+        raise ModelError(f"{out} exists already: give another directory, or remove {out}")
     tokenizer = _tokenizer_dir(path, tokenizer_dir)
     content = PublishedCheckpoint.read(path)
     vision = vision or _recorded_tower(content)
@@ -78,7 +78,9 @@ def import_checkpoint(
 def _recorded_tower(checkpoint: PublishedCheckpoint) -> str:
     if checkpoint.siglip_path not in OPEN_CLIP_NAMES:
         recorded = f"names the unknown tower {checkpoint.siglip_path!r}" if checkpoint.siglip_path else "names no tower"
-        raise ModelError(f"{checkpoint.path} {recorded}: give open_clip's name of the checkpoint's vision tower")
+        raise ModelError(
+            f"{checkpoint.path} {recorded}: give the name that open_clip has for the vision tower of this checkpoint"
+        )
     return OPEN_CLIP_NAMES[checkpoint.siglip_path]
 
 
@@ -94,8 +96,8 @@ def _tokenizer_dir(checkpoint: Path, given: str | Path | None) -> Path:
     folder = Path(given) if given else checkpoint.parent / "tokenizer"
     if not folder.is_dir():
         raise ModelError(
-            f"there is no joint tokenizer at {folder}: a checkpoint does not contain the tokenizer, so give the "
-            "directory with the language model's tokenizer and config.json"
+            f"there is no tokenizer at {folder}, and a checkpoint does not contain one: give the "
+            "directory with tokenizer and config.json of the language model"
         )
     return folder
 

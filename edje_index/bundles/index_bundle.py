@@ -20,17 +20,17 @@ def recorded_bundle(index: CommittedIndex) -> Path:
     """
     if "bundle" not in index.manifest.model:
         raise ModelError(
-            f"{index.root} was written from arrays and has no text tower; use edje_index.LateInteractionSearch instead"
+            f"{index.root} was written from arrays and has no text tower: use edje_index.LateInteractionSearch"
         )
     path = Path(index.manifest.model["bundle"])
     if not path.is_absolute():
         raise BundleNotFoundError(
-            f"{index.root} names its model bundle by the relative path {str(path)!r}, which could lead to another "
-            "bundle: give the path of the bundle that built the index"
+            f"{index.root} names its model bundle by the relative path {str(path)!r}, which is not safe "
+            "to follow: give the path of the bundle that built the index"
         )
     if not path.exists():
         raise BundleNotFoundError(
-            f"the model bundle {path} that built {index.root} no longer exists: name the bundle's current path"
+            f"the model bundle {path}, which built {index.root}, no longer exists: give the current path of this bundle"
         )
     return path
 
@@ -50,7 +50,7 @@ def matching_bundle(index: CommittedIndex, model: str | Path | None = None) -> B
     built_by = index.manifest.model["fingerprint"]
     if info.encoder_fingerprint != built_by:
         raise ModelError(
-            f"the bundle {path} did not build {index.root}: the encoder fingerprint is {info.encoder_fingerprint} in "
-            f"the bundle and {built_by} in the index; name the bundle that built the index"
+            f"the bundle {path} did not build {index.root}, because its encoder fingerprint is "
+            f"{info.encoder_fingerprint} instead of {built_by}: give the bundle that built the index"
         )
     return info

@@ -187,12 +187,12 @@ def read_bundle_info(path: str | Path) -> BundleInfo:
         fingerprints = _stored_fingerprint(content), encoder_fingerprint(info.adapter, info.files)
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(
-            f"{folder / INFO_FILE} is damaged ({error!r}): restore {INFO_FILE} or make the bundle again"
+            f"{folder / INFO_FILE} is damaged ({error!r}): restore this file, or make the bundle again"
         ) from error
     if fingerprints != (info.fingerprint, info.encoder_fingerprint):
         raise ModelError(
-            f"{folder / INFO_FILE} was changed after the bundle was made: the fingerprint does not match the rest of "
-            "the file; restore this file or make the bundle again"
+            f"{folder / INFO_FILE} was edited after the bundle was made, because its fingerprint does not "
+            "match: restore this file, or make the bundle again"
         )
     check_bundle_folder(folder, info.files)
     return info
@@ -221,7 +221,7 @@ def verify_files(info: BundleInfo, names: Iterable[str] | None = None) -> None:
                 f"the bundle {info.path} lacks {name}: copy the whole bundle directory, or make the bundle again"
             )
         if file.stat().st_size != record["bytes"] or _sha256(file) != record["sha256"]:
-            raise ModelError(f"{file} differs from the file that the bundle was made with: copy this file again")
+            raise ModelError(f"{file} has changed since the bundle was made: copy this file again")
 
 
 def _parse(folder: Path, content: Mapping[str, Any]) -> BundleInfo:
@@ -251,7 +251,7 @@ def _sizes(value: Mapping[str, Any] | None, **least: int) -> dict[str, int] | No
         return None
     sizes = {name: int(value[name]) for name in least}
     if any(sizes[name] < limit for name, limit in least.items()):
-        raise ValueError(f"the sizes {sizes} are not valid: the smallest valid sizes are {least}")
+        raise ValueError(f"the sizes {sizes} are too small: they must be at least {least}")
     return sizes
 
 

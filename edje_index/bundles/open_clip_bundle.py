@@ -48,7 +48,7 @@ def bundle_of_open_clip(
         ModelError: the model is unknown, its weights do not fit, or `out` exists.
     """
     if Path(out).exists():
-        raise ModelError(f"{out} exists already: choose another directory for the bundle, or remove {out}")
+        raise ModelError(f"{out} exists already: give another directory, or remove {out}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         clip, config = load_clip(vision, pretrained, untrained=untrained)

@@ -80,7 +80,8 @@ class PublishedCheckpoint:
         state, config = content.get("model"), content.get("config")
         if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
             raise ModelError(
-                f"{path} is not a checkpoint of the published training code: the file has no 'model' weights"
+                f"{path} is not a checkpoint of the published training code: it has no 'model' weights; give "
+                "another file"
             )
         tower = config.get("siglip_path") if isinstance(config, dict) else None
         return cls(path, state, tower if isinstance(tower, str) else None)
@@ -165,12 +166,13 @@ def _adapter(state: State, joint: JointEncoder, heads: int, eps: float, what: st
         config = AdapterConfig(LOCAL, 1, width, language, hidden, activation=activation)
     else:
         raise ModelError(
-            f"{what} has no adapter: the checkpoint lacks both {ADAPTER_PREFIX}query and {ADAPTER_PREFIX}0.weight"
+            f"{what} has no adapter: it lacks both {ADAPTER_PREFIX}query and {ADAPTER_PREFIX}0.weight; "
+            "give another checkpoint"
         )
     if config.language_dim != joint.width:
         raise ModelError(
-            f"{what}: the adapter makes tokens of width {config.language_dim}, but the joint encoder reads width "
-            f"{joint.width}"
+            f"the adapter in {what} makes tokens of width {config.language_dim}, but the joint encoder "
+            f"reads tokens of width {joint.width}; give another checkpoint"
         )
     adapter = build_adapter(config)
     assign_weights(adapter, weights, f"the adapter of {what}")
@@ -181,5 +183,6 @@ def _require(state: State, names: Sequence[str], what: str) -> None:
     missing = [name for name in names if name not in state]
     if missing:
         raise ModelError(
-            f"{what} is not a checkpoint of the published training code: the weights lack {', '.join(missing)}"
+            f"{what} is not a checkpoint of the published training code: it lacks the weights "
+            f"{', '.join(missing)}; give another checkpoint"
         )

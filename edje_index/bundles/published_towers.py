@@ -75,12 +75,12 @@ def check_tower_size(tower: VisionTower, name: str, siglip_path: str | None, pos
         if patches != tower.num_patches:
             raise ModelError(
                 f"the checkpoint was trained with {siglip_path}, which has {patches} patches, but {name} has "
-                f"{tower.num_patches}: give the tower that the checkpoint was trained with"
+                f"{tower.num_patches} patches: give the tower that the checkpoint was trained with"
             )
     if local and positions > BERT_POSITIONS and positions != tower.num_patches + _TEXT_POSITIONS:
         raise ModelError(
-            f"the checkpoint has {positions} positions, for a tower of {positions - _TEXT_POSITIONS} patches, but "
-            f"{name} has {tower.num_patches}: give the tower that the checkpoint was trained with"
+            f"the checkpoint was trained with a tower of {positions - _TEXT_POSITIONS} patches, but "
+            f"{name} has {tower.num_patches} patches: give the tower that the checkpoint was trained with"
         )
 
 
@@ -118,15 +118,16 @@ def _check_same(tower: State, expected: State, what: str, name: str) -> None:
         sizes = [weights[key].numel() if key in weights else 0 for weights in (tower, expected)]
         if sizes[0] != sizes[1]:
             raise ModelError(
-                f"the checkpoint holds a tower ({what}.*) of another size than {name}: {key} has {sizes[0]} values "
-                f"instead of {sizes[1]}; give the tower that the checkpoint was trained with"
+                f"the tower {what}.* in the checkpoint has another size than {name} ({key} has {sizes[0]} "
+                f"values instead of {sizes[1]}): give the tower that the checkpoint was trained with"
             )
         tolerance = _ROUNDING.get(tower[key].dtype, 1e-5)
         ours = expected[key].float().flatten()
         if not torch.allclose(tower[key].float().flatten(), ours, rtol=tolerance, atol=1e-6):
             raise ModelError(
-                f"the checkpoint holds a tower ({what}.*) with other weights than {name}: {key} differs; if the tower "
-                "was fine-tuned, convert it to an open_clip model and give that model as local-dir:DIRECTORY"
+                f"the tower {what}.* in the checkpoint has other weights than {name} ({key} differs): if the "
+                "tower was fine-tuned, convert it to an open_clip model and give that model as "
+                "local-dir:DIRECTORY"
             )
 
 

@@ -71,8 +71,9 @@ def check_scorer_fit(adapter: AdapterConfig, models: ScoreModels, score: Directi
     """
     if adapter.language_dim != models.joint.width and not adapter.is_feature:
         raise ModelError(
-            f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads tokens of width "
-            f"{models.joint.width}: take the adapter and the joint encoder from the same training run"
+            f"the adapter makes tokens of width {adapter.language_dim}, but the joint encoder reads "
+            f"tokens of width {models.joint.width}: use an adapter and a joint encoder of the same "
+            "training run"
         )
     for weights in (score.t2i, score.i2t):
         check_parts(weights, models.parts("t2i", weights.hubness_similarity), "the bundle")

@@ -72,8 +72,8 @@ def _json_file(path: Path) -> Iterator[CaptionRecord]:
             yield from _convert_each(path, "images", content["images"], karpathy_record)
     else:
         raise UsageError(
-            f"the JSON value in {path} is neither a list of images with captions, nor a Karpathy file ('images' with "
-            "'sentences'), nor a COCO file ('images' and 'annotations')"
+            f"{path} is in no known format: give a list of images with captions, a Karpathy file "
+            "('images' with 'sentences') or a COCO file ('images' and 'annotations')"
         )
 
 
@@ -98,19 +98,19 @@ def _coco(path: Path, content: Mapping[str, Any]) -> Iterator[CaptionRecord]:
     yield from _convert_each(path, "images", content["images"], convert)
     if texts_by_image:
         raise UsageError(
-            f"{path}: 'annotations' has captions of {len(texts_by_image)} images that are missing from 'images', for "
-            f"example of the image_id {next(iter(texts_by_image))}"
+            f"{path} has captions of {len(texts_by_image)} images that are not in 'images', for example "
+            f"of the image_id {next(iter(texts_by_image))}: add these images, or remove their captions"
         )
 
 
 def _coco_annotations(path: Path, annotations: Any) -> dict[Any, list[Any]]:
     if not isinstance(annotations, list):
-        raise UsageError(f"{path}: the value of 'annotations' must be a list, not a {type(annotations).__name__}")
+        raise UsageError(f"'annotations' in {path} must be a list, but is a {type(annotations).__name__}")
     texts_by_image: dict[Any, list[Any]] = {}
     for number, value in enumerate(annotations, 1):
         with _located(path, f"annotations {number}"):
             if not (isinstance(value, dict) and isinstance(value.get("image_id"), int | str) and "caption" in value):
-                raise RecordError("the annotation must have an 'image_id' and a 'caption'")
+                raise RecordError("the annotation has no 'image_id' or no 'caption'")
             texts_by_image.setdefault(value["image_id"], []).append(value["caption"])
     return texts_by_image
 
@@ -133,7 +133,7 @@ def _parquet(path: Path) -> Iterator[CaptionRecord]:
                     yield record
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise UsageError(
-            f"{path} is a damaged Parquet file (after row {number}): {error}; make or copy this file again"
+            f"{path} is damaged after row {number}: {error}; write or copy this Parquet file again"
         ) from error
 
 
@@ -157,14 +157,16 @@ def _webdataset(path: Path) -> Iterator[CaptionRecord]:
 
 def _sample_record(tar: str, key: str, sample: _Sample) -> CaptionRecord:
     if len(sample.images) > 1:
-        raise RecordError(f"the sample has {len(sample.images)} images instead of one: {', '.join(sample.images)}")
+        raise RecordError(
+            f"a sample must have one image, but this one has {len(sample.images)}: {', '.join(sample.images)}"
+        )
     value: Any = {} if sample.json is None else parse_json(sample.json)
     if not isinstance(value, dict):
-        raise RecordError(f"the .json file holds a JSON value of type {type(value).__name__}, not an object")
+        raise RecordError(f"the .json file of a sample must hold an object, but holds a {type(value).__name__}")
     if sample.text is not None:
         value[CAPTION_KEYS[0]] = [line for line in decode_text(sample.text).splitlines() if line.strip()] or [""]
     if not any(name in value for name in CAPTION_KEYS):
-        raise RecordError("the sample has neither a .txt file nor a .json file with 'captions' or 'caption'")
+        raise RecordError("the sample has no captions: add a .txt file, or a .json file with 'captions' or 'caption'")
     member = sample.images[0]
     texts, blank = captions(caption_value(value))
     return CaptionRecord(
@@ -196,7 +198,7 @@ def _samples(path: Path) -> dict[str, _Sample]:
                     setattr(sample, "text" if suffix.lower() == "txt" else "json", data)
     except TarDamage as damage:
         raise UsageError(
-            f"{path} is not a valid uncompressed tar file: {damage.detail}; make or copy this file again"
+            f"{path} is not a sound uncompressed tar file: {damage.detail}; write or copy this file again"
         ) from damage
     return samples
 

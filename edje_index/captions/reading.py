@@ -80,7 +80,7 @@ def read_caption_file(path: str | Path, images: str | Path | None = None, split:
     file = Path(path)
     folder = Path(os.path.abspath(file.parent if images is None else images))
     if images is not None and not folder.is_dir():
-        raise UsageError(f"there is no folder of images at {images}; give the base directory of the image paths")
+        raise UsageError(f"there is no directory {images}; give the base directory of the image paths")
     parts = None if split is None else _PARTS_OF_SPLIT.get(split, frozenset({split}))
     kept, blank = [], 0
     for record in read_records(file):
@@ -119,7 +119,7 @@ def _of_split(items: list[CaptionedImage], parts: frozenset[str], split: str, fi
     if not kept:
         names = sorted({item.split for item in items if item.split is not None})
         advice = f"use one of {', '.join(names)}" if names else "the file names no splits, so do not give a split"
-        raise UsageError(f"{file} has no captions of split {split}; {advice}")
+        raise UsageError(f"{file} has no captions of the split {split}; {advice}")
     return kept
 
 
@@ -133,6 +133,6 @@ def check_apart(train: Iterable[CaptionedImage], dev: Iterable[CaptionedImage]) 
     shared = [item.image for item in dev if item.path in train_paths]
     if shared:
         raise UsageError(
-            f"{len(shared):,} images of the development set are trained on too, for example {shared[0]}: "
-            "give separate caption files for training and development, or a different split for each"
+            f"{len(shared):,} images are in both the training set and the development set, for example "
+            f"{shared[0]}: give separate caption files, or different splits"
         )

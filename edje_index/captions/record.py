@@ -59,7 +59,7 @@ def karpathy_record(value: Any) -> CaptionRecord:
     name = file_name(value, "filename")
     sentences = value.get("sentences")
     if not isinstance(sentences, list):
-        raise RecordError("the record has no list of 'sentences'")
+        raise RecordError("the record has no list 'sentences'")
     texts, blank = captions([sentence.get("raw") if isinstance(sentence, dict) else None for sentence in sentences])
     return CaptionRecord(
         image=os.path.join(file_name(value, "filepath"), name) if "filepath" in value else name,
@@ -103,8 +103,7 @@ def captions(value: Any) -> tuple[tuple[str, ...], int]:
         raise RecordError("one of the captions is not a string; remove this caption")
     if not all(map(_is_encodable, texts)):
         raise RecordError(
-            "one of the captions contains a lone surrogate, which is not valid Unicode; remove the surrogate or this "
-            "caption"
+            "one of the captions contains a lone surrogate, which is not valid Unicode; remove this caption"
         )
     kept = tuple(text.strip() for text in texts if text.strip())
     return kept, len(texts) - len(kept)
@@ -114,13 +113,13 @@ def file_name(value: Any, key: str) -> str:
     """Return ``value[key]`` if it is a possible file name."""
     text = value.get(key) if isinstance(value, dict) else None
     if not isinstance(text, str) or not text:
-        raise RecordError(f"the record has no '{key}' with a file name")
+        raise RecordError(f"the record has no file name in '{key}'")
     try:
         possible = b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:  # a lone surrogate, from a JSON escape
         possible = False
     if not possible:
-        raise RecordError(f"the '{key}' {text!r} cannot be a file name")
+        raise RecordError(f"the value {text!r} of '{key}' cannot be a file name")
     return text
 
 

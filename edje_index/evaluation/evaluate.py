@@ -103,14 +103,14 @@ def evaluate(config: EvaluationConfig, on_progress: OnProgress = lambda activity
 
 def _check(config: EvaluationConfig) -> None:
     if config.full_captions and not config.full:
-        raise UsageError("full_captions has no effect without full: set full to True, or leave full_captions empty")
+        raise UsageError("full_captions has no effect unless full is True: set full, or leave full_captions empty")
     if not config.directions or not set(config.directions) <= set(DIRECTIONS):
         given = ", ".join(config.directions) or "none"
-        raise UsageError(f"directions must name at least one of {', '.join(DIRECTIONS)} and nothing else; got {given}")
+        raise UsageError(f"directions must contain one or both of {', '.join(DIRECTIONS)}; got {given}")
     if min((*config.pool_sizes, 1)) < 1:
-        raise UsageError(f"a pool must hold at least 1 candidate, got {min(config.pool_sizes)}")
+        raise UsageError(f"every pool size must be at least 1, got {min(config.pool_sizes)}")
     if config.score != BUNDLE_SCORE and not config.rerank:
-        raise UsageError("score has no effect without re-ranking: set rerank to True, or leave score at its default")
+        raise UsageError("score has no effect without re-ranking: set rerank to True, or leave score out")
     parse_score(config.score, ScoreWeights())  # raises an error for an invalid score before anything is read
 
 
@@ -137,7 +137,7 @@ def _open(
 
 def _count_inputs(items: Sequence[CaptionedImage], indexes: Sequence[_OpenIndex], used: Bools) -> Inputs:
     if not used.any():
-        raise UsageError("no captioned image is in all of the indexes: evaluate the indexes one by one")
+        raise UsageError("no captioned image is in all of the indexes: evaluate each index alone")
     reasons = Counter(
         indexes[0].matched.reasons[position] or NOT_IN_OTHER for position in np.flatnonzero(~used).tolist()
     )

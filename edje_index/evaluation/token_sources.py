@@ -71,13 +71,14 @@ def token_sources(root: Path, names: Sequence[str], *, simulate: bool) -> list[T
         requested = codec(name, spec.block_shape)
         if name not in stored and not simulate:
             raise UsageError(
-                f"{root} does not hold precision '{name}' (it holds {', '.join(stored)}): add the "
-                "precision with 'edje-index quantize', or allow simulated precisions",
+                f"{root} does not hold the precision '{name}', only {', '.join(stored)}: add it with "
+                "'edje-index quantize', or allow simulated precisions",
                 parameter="simulate",
             )
         if name not in stored and requested.record_bytes > finest.record_bytes:
             raise UsageError(
-                f"'{name}' cannot be simulated: the highest-fidelity precision that {root} holds is {finest.name}"
+                f"the precision '{name}' cannot be simulated from {root}, because the most accurate precision "
+                f"there is {finest.name}"
             )
         source = TokenStore.open(root, name if name in stored else finest.name)
         sources.append(TokenSource(source, requested, simulated=name not in stored))

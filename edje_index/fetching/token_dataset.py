@@ -39,7 +39,7 @@ class TokenDataset(Dataset[torch.Tensor]):
 
     def __getitem__(self, row_id: int) -> torch.Tensor:
         if not -len(self) <= row_id < len(self):
-            raise RowIdError(f"row id {row_id} is out of range: the index has only {len(self)} rows")
+            raise RowIdError(f"row id {row_id} is out of range; the index has the row ids 0 to {len(self) - 1}")
         return self.__getitems__([row_id % len(self)])[0]
 
     def __getitems__(self, row_ids: Sequence[int]) -> list[torch.Tensor]:

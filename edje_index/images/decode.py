@@ -104,7 +104,7 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
         MemoryError: there is too little memory.
     """
     if not data:
-        raise ImageError("empty", "0 bytes")
+        raise ImageError(reason="empty", detail="0 bytes")
     ignore_warnings()
     name = image_format(data[:HEAD_BYTES])
     if name is None or name not in openers():
@@ -114,7 +114,7 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
     except (ImageError, MemoryError):
         raise
     except TooExpensiveError as error:
-        raise ImageError("too-expensive", str(error)) from error
+        raise ImageError(reason="too-expensive", detail=str(error)) from error
     except Exception as error:  # decoders raise any exception on damaged input
         raise _damaged(error, name) from error
 
@@ -148,22 +148,28 @@ def _load(image: Image.Image) -> None:
     except Exception as error:
         if can_allocate(BYTES_PER_PIXEL * image.width * image.height):
             raise
-        raise MemoryError(f"while decoding {image.width} x {image.height} pixels") from error
+        raise MemoryError(f"not enough memory to decode an image of {image.width} x {image.height} pixels") from error
 
 
 def _check_size(size: tuple[int, int], max_pixels: int) -> None:
     width, height = size
     if width * height > max_pixels:
-        raise ImageError("too-many-pixels", f"{width} x {height} is over the limit of {max_pixels} pixels")
+        raise ImageError(
+            reason="too-many-pixels", detail=f"{width} x {height} is over the limit of {max_pixels} pixels"
+        )
     if max(size) > MAX_ASPECT_RATIO * max(1, min(size)):
-        raise ImageError("extreme-aspect-ratio", f"{width} x {height} is over the limit of {MAX_ASPECT_RATIO} to 1")
+        raise ImageError(
+            reason="extreme-aspect-ratio", detail=f"{width} x {height} is over the limit of {MAX_ASPECT_RATIO} to 1"
+        )
 
 
 def _check_tile(image: Any, max_pixels: int) -> None:
     """Check the tile size of a TIFF. A tile is decoded completely and may be larger than its image."""
     width, height = (image.tag_v2.get(tag, 1) for tag in _TIFF_TILE_SIZE)
     if width * height > max_pixels:
-        raise ImageError("too-many-pixels", f"tile size {width} x {height} is over the limit of {max_pixels} pixels")
+        raise ImageError(
+            reason="too-many-pixels", detail=f"tile size {width} x {height} is over the limit of {max_pixels} pixels"
+        )
 
 
 def _orientation(image: ImageFile.ImageFile) -> int:
@@ -198,11 +204,11 @@ def _without_text(png: bytes) -> bytes:
 def _unsupported(data: bytes, name: str | None) -> ImageError:
     format_name = name or undecoded_format(data[:HEAD_BYTES])
     if format_name:
-        return ImageError("unsupported-image", f"the image format {format_name} is not supported")
-    return ImageError("not-an-image", f"the first bytes, {data[:8]!r}, match no image format")
+        return ImageError(reason="unsupported-image", detail=f"the image format {format_name} is not supported")
+    return ImageError(reason="not-an-image", detail=f"the first bytes, {data[:8]!r}, match no image format")
 
 
 def _damaged(error: Exception, name: str) -> ImageError:
     message = f"{error}" or type(error).__name__
     matching = (reason for pattern, reason in _REASONS_OF_MESSAGES if re.search(pattern, message, re.IGNORECASE))
-    return ImageError(next(matching, "corrupt"), f"{name}: {message}")
+    return ImageError(reason=next(matching, "corrupt"), detail=f"{name}: {message}")

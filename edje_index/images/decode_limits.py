@@ -57,7 +57,7 @@ class CountedReads(io.BytesIO):
     def read(self, size: int | None = -1, /) -> bytes:
         self._reads_left -= 1
         if self._reads_left < 0:
-            raise TooExpensiveError(f"the decoder makes more than {MAX_READS} reads")
+            raise TooExpensiveError(f"decoding the image takes more than {MAX_READS} reads")
         return super().read(size)
 
 
@@ -92,7 +92,7 @@ def _check_scans(jpeg: bytes, pixels: int, max_pixels: int) -> None:
     limit = min(MAX_SCANS, MAX_FULL_SCANS * max_pixels // max(1, pixels))
     for number, _ in enumerate(_scan_offsets(jpeg), start=1):
         if number > limit:
-            raise TooExpensiveError(f"the JPEG has more than {limit} scans of {pixels} pixels")
+            raise TooExpensiveError(f"the JPEG of {pixels} pixels has more than {limit} scans")
 
 
 def _scan_offsets(jpeg: bytes) -> Iterator[int]:
@@ -110,8 +110,12 @@ def _scan_offsets(jpeg: bytes) -> Iterator[int]:
 
 def _check_python_decoder(data: bytes, pixels: int) -> None:
     if pixels > MAX_PYTHON_PIXELS:
-        raise TooExpensiveError(f"{pixels} pixels is over the limit of {MAX_PYTHON_PIXELS} for this format")
+        raise TooExpensiveError(
+            f"the image has {pixels} pixels, more than the limit of {MAX_PYTHON_PIXELS} for this format"
+        )
     if len(data) > MAX_PYTHON_BYTES:
-        raise TooExpensiveError(f"{len(data)} bytes is over the limit of {MAX_PYTHON_BYTES} for this format")
+        raise TooExpensiveError(
+            f"the image has {len(data)} bytes, more than the limit of {MAX_PYTHON_BYTES} for this format"
+        )
     if data[:2] in (b"P1", b"P2", b"P3") and data.count(b"#") > _MAX_COMMENTS:
         raise TooExpensiveError(f"the plain-text PPM has more than {_MAX_COMMENTS} comments")

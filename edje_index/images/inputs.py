@@ -85,15 +85,15 @@ def read_bytes(ref: InputRef) -> bytes:
             "changed-since-plan" (the length differs from the length in the plan), or the problem in the plan.
     """
     if ref.problem is not None:
-        raise ImageError(ref.problem, "found while planning")
+        raise ImageError(reason=ref.problem, detail="found while planning")
     try:
         data = retry_transient(lambda: _open_and_read(ref), ref.uri)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ImageError("missing", f"{error.strerror}") from error
+        raise ImageError(reason="missing", detail=f"{error.strerror}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise ImageError("unreadable", getattr(error, "strerror", None) or str(error)) from error
+        raise ImageError(reason="unreadable", detail=getattr(error, "strerror", None) or str(error)) from error
     if not data:
-        raise ImageError("empty", "0 bytes")
+        raise ImageError(reason="empty", detail="0 bytes")
     return data
 
 
@@ -124,17 +124,19 @@ def _directory_vanished(path: bytes) -> bool:
 def _read(fd: int, ref: InputRef) -> bytes:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise ImageError("unreadable", "the input is not a regular file")
+        raise ImageError(reason="unreadable", detail="the input is not a regular file")
     size = max(0, min(ref.size or 0, status.st_size - ref.offset)) if ref.member else status.st_size
     if ref.size is not None and size != ref.size:
-        raise ImageError("changed-since-plan", f"the size is {size} bytes, but was {ref.size} when the plan was made")
+        raise ImageError(
+            reason="changed-since-plan", detail=f"the size is {size} bytes, but was {ref.size} when the plan was made"
+        )
     if size > MAX_INPUT_BYTES:
-        raise ImageError("too-many-bytes", f"{size} bytes is over the limit of {MAX_INPUT_BYTES}")
+        raise ImageError(reason="too-many-bytes", detail=f"{size} bytes is over the limit of {MAX_INPUT_BYTES}")
     data = _read_range(fd, ref.offset, size)
     if len(data) != size:
         if os.fstat(fd).st_size >= ref.offset + size:
             raise OSError(errno.EIO, f"a read ended {size - len(data)} bytes before the end of the file")
-        raise ImageError("changed-since-plan", f"read only {len(data)} of {size} bytes")
+        raise ImageError(reason="changed-since-plan", detail=f"read only {len(data)} of {size} bytes")
     return data
 
 
@@ -206,6 +208,6 @@ def read_inputs(path: Path) -> list[InputRef]:
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and is_transient(error)):
             raise
-        raise CorruptIndexError(f"cannot read the planned inputs in {path}: {error}; start the build again") from error
+        raise CorruptIndexError(f"cannot read the list of inputs {path}: {error}; start the build again") from error
     columns["content_hash"] = [digest and digest.hex() for digest in columns["content_hash"]]
     return [InputRef(*values) for values in zip(*columns.values(), strict=True)]

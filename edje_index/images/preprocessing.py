@@ -41,7 +41,9 @@ class Preprocessor:
             for step in self._geometry:
                 image = step(image)
         except ValueError as error:  # a side would have no pixels
-            raise ImageError("extreme-aspect-ratio", f"{width} x {height} pixels cannot be resized: {error}") from error
+            raise ImageError(
+                reason="extreme-aspect-ratio", detail=f"{width} x {height} pixels cannot be resized: {error}"
+            ) from error
         return image
 
 

@@ -95,7 +95,9 @@ class _HeaderFile:
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= _MAX_READ:
-            raise TarDamage("damaged-archive", f"the header at byte {self._position} has the invalid size {size}")
+            raise TarDamage(
+                reason="damaged-archive", detail=f"the header at byte {self._position} has the invalid size {size}"
+            )
         data = os.pread(self._fd, size, self._position)
         self.reached_end |= len(data) < size
         self._position += len(data)
@@ -113,21 +115,27 @@ def _archive_members(fd: int, start: int) -> Generator[TarMember, None, int]:
             info = tarfile.TarInfo.fromtarfile(archive)
             yield _member(info)
             if archive.offset <= end:
-                raise TarDamage("damaged-archive", f"the header at byte {end} leads to an earlier byte")
+                raise TarDamage(reason="damaged-archive", detail=f"the header at byte {end} leads to an earlier byte")
             end = archive.offset
     except (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
         # `tarfile` raises such an error at the end marker too; the caller checks for the marker.
         if file.reached_end:
-            raise TarDamage("truncated-archive", f"the file ends inside the header at byte {end}") from error
+            raise TarDamage(
+                reason="truncated-archive", detail=f"the file ends inside the header at byte {end}"
+            ) from error
     return end
 
 
 def _member(info: tarfile.TarInfo) -> TarMember:
     name = info.name.encode("utf-8", "surrogateescape")
     if not 0 <= info.size < _MAX_SIZE:
-        raise TarDamage("damaged-archive", f"the member at byte {info.offset} has the invalid size {info.size}")
+        raise TarDamage(
+            reason="damaged-archive", detail=f"the member at byte {info.offset} has the invalid size {info.size}"
+        )
     if b"\0" in name:
-        raise TarDamage("damaged-archive", f"the member at byte {info.offset} has the invalid name {name[:100]!r}")
+        raise TarDamage(
+            reason="damaged-archive", detail=f"the member at byte {info.offset} has the invalid name {name[:100]!r}"
+        )
     return TarMember(name, _kind(info), info.offset_data, info.size)
 
 
@@ -146,9 +154,11 @@ def _next_archive(fd: int, end: int) -> int | None:
     # `tarfile` takes a damaged header for the marker, so this function checks that the bytes at `end` are the marker.
     marker = os.pread(fd, tarfile.BLOCKSIZE, end)
     if len(marker) < tarfile.BLOCKSIZE:
-        raise TarDamage("truncated-archive", f"the file ends at byte {end + len(marker)} without an end marker")
+        raise TarDamage(
+            reason="truncated-archive", detail=f"the file ends at byte {end + len(marker)} without an end marker"
+        )
     if marker != _ZEROS:
-        raise TarDamage("damaged-archive", f"the header at byte {end} is invalid")
+        raise TarDamage(reason="damaged-archive", detail=f"the header at byte {end} is invalid")
     following = os.pread(fd, tarfile.RECORDSIZE, end + tarfile.BLOCKSIZE)
     zeros = len(following) - len(following.lstrip(b"\0"))
     return None if zeros == len(following) else end + tarfile.BLOCKSIZE * (1 + zeros // tarfile.BLOCKSIZE)

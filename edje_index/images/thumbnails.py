@@ -78,12 +78,14 @@ def read_photo(row: dict[str, Any]) -> bytes:
         TransientInputError: storage fails at this moment.
     """
     if row["content_hash"] is None or row["size"] is None:
-        raise ImageError("unreadable", "the index records no hash to check the photo with")
+        raise ImageError(reason="unreadable", detail="the index records no hash to check the photo with")
     if row["size"] > MAX_PHOTO_BYTES:
-        raise ImageError("too-many-bytes", f"{row['size']:,} bytes is over the limit of {MAX_PHOTO_BYTES:,}")
+        raise ImageError(
+            reason="too-many-bytes", detail=f"{row['size']:,} bytes is over the limit of {MAX_PHOTO_BYTES:,}"
+        )
     data = read_bytes(_locate(row))
     if content_hash(data) != row["content_hash"]:
-        raise ImageError("changed-since-plan", "the photo has changed since it was indexed")
+        raise ImageError(reason="changed-since-plan", detail="the photo has changed since it was indexed")
     return data
 
 
@@ -116,9 +118,9 @@ def _locate(row: dict[str, Any]) -> InputRef:
     if separator and not os.path.isfile(path):
         path = row["uri_raw"] or os.fsencode(archive + ".tar")
     if not os.path.isabs(path):
-        raise ImageError("not-a-local-path", "the index names the photo by a relative path")
+        raise ImageError(reason="not-a-local-path", detail="the index names the photo by a relative path")
     if not os.path.isfile(path):  # before `read_bytes`, which waits for a directory that has vanished
-        raise ImageError("missing", "no such file")
+        raise ImageError(reason="missing", detail="no such file")
     if not separator or path == os.fsencode(uri):
         return InputRef(uri, path, size=size)
     offset = _offset_in_archive(path, member.encode("utf-8", "surrogateescape"), size)
@@ -129,7 +131,7 @@ def _offset_in_archive(archive: bytes, member: bytes, size: int) -> int:
     status = os.stat(archive)
     offsets = _archive_offsets(archive, status.st_mtime_ns, status.st_size)
     if (member, size) not in offsets:
-        raise ImageError("missing", "the archive has no such member")
+        raise ImageError(reason="missing", detail="the archive has no such member")
     return offsets[member, size]
 
 

@@ -97,6 +97,6 @@ def retry_memory(decode: Callable[[], _T], uri: str, enough_bytes: int) -> _T:
 
 def _memory_error(uri: str, enough_bytes: int) -> Exception:
     if can_allocate(enough_bytes):
-        return ImageError("too-expensive", f"decoding needs more than {enough_bytes} bytes of memory")
+        return ImageError(reason="too-expensive", detail=f"decoding needs more than {enough_bytes} bytes of memory")
     advice = "free some memory, or use fewer workers, fewer threads or a lower limit on the pixels"
     return TransientInputError(f"cannot decode {uri}: too little memory; {advice}")

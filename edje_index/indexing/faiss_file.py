@@ -74,7 +74,7 @@ class _Fields:
         """Read the four-letter name of a structure, and check that it is one of `accepted`."""
         name = self._read(4).decode("latin-1")
         if name not in accepted:
-            raise FaissFileError(f"the file holds the structure {name!r} where {' or '.join(accepted)} is expected")
+            raise FaissFileError(f"the FAISS file holds the structure {name!r} instead of {' or '.join(accepted)}")
         return name
 
     def header(self, dimensions: int, vectors: int) -> None:
@@ -89,7 +89,9 @@ class _Fields:
         """Read `count` ids and check that each is in 0..limit - 1, because FAISS uses ids as offsets."""
         ids = self.array(count)
         if count and (ids.min() < 0 or ids.max() >= limit):
-            raise FaissFileError(f"the file holds ids from {ids.min()} to {ids.max()}; ids must be in 0..{limit - 1}")
+            raise FaissFileError(
+                f"the FAISS file holds ids from {ids.min()} to {ids.max()}, but ids must be in 0..{limit - 1}"
+            )
 
     def skip(self, length: int) -> None:
         self._take(length)
@@ -101,7 +103,7 @@ class _Fields:
     @staticmethod
     def expect(name: str, actual: int, expected: int) -> None:
         if actual != expected:
-            raise FaissFileError(f"the {name} is {actual} instead of {expected}")
+            raise FaissFileError(f"the {name} in the FAISS file is {actual} instead of {expected}")
 
     def _read(self, length: int) -> bytes:
         self._take(length)
@@ -109,7 +111,7 @@ class _Fields:
 
     def _take(self, length: int) -> None:
         if not 0 <= length <= self._left:
-            raise FaissFileError(f"the file ends {length - self._left} bytes early")
+            raise FaissFileError(f"the FAISS file ends {length - self._left} bytes too early")
         self._left -= length
 
 
@@ -125,7 +127,7 @@ def _check_inverted_lists(fields: _Fields, shape: FaissShape) -> None:
     fields.header(shape.dimensions, shape.vectors)
     lists, probes = fields.number("Q"), fields.number("Q")
     if not probes:
-        raise FaissFileError("the number of inverted lists to search is 0")
+        raise FaissFileError("the FAISS file sets the number of inverted lists to search to 0")
     fields.tag("IxFI")
     _check_flat(fields, shape.dimensions, lists)
     fields.expect("type of direct map", fields.number("B"), 0)
@@ -151,7 +153,7 @@ def _list_lengths(fields: _Fields, lists: int) -> list[int]:
     fields.expect("remainder of the number of list values divided by 2", count % 2, 0)
     pairs = fields.array(count).reshape(-1, 2)
     if pairs.size and (pairs[:, 0].min() < 0 or pairs[:, 0].max() >= lists):
-        raise FaissFileError(f"the file describes inverted lists that are not in 0..{lists - 1}")
+        raise FaissFileError(f"the FAISS file names inverted lists that are not in 0..{lists - 1}")
     lengths = np.zeros(lists, dtype=np.int64)
     lengths[pairs[:, 0]] = pairs[:, 1]
     return [int(length) for length in lengths]

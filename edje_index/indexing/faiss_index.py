@@ -168,7 +168,10 @@ class AnnIndex:
         """
         width = self._parts[0].d
         if queries.shape[1] != width:
-            raise ModelError(f"the query has {queries.shape[1]} dimensions, but the embeddings have {width}")
+            raise ModelError(
+                f"the query has width {queries.shape[1]}, but the embeddings of the index have width {width}; "
+                "use the model that built the index"
+            )
         results = [self._search(part, queries.astype(np.float32), k) for part in self._parts if part.ntotal]
         scores, rows = (np.concatenate(values, axis=1) for values in zip(*results, strict=True))
         if len(results) > 1:
@@ -225,10 +228,12 @@ def _live_bitmap(index: CommittedIndex) -> NDArray[np.uint8] | None:
 def _check_bytes(file: BinaryIO, entry: FileEntry) -> None:
     length = os.fstat(file.fileno()).st_size
     if length != entry.bytes:
-        raise FaissFileError(f"the file has {length} bytes instead of the {entry.bytes} in index.json")
+        raise FaissFileError(f"the FAISS file has {length} bytes instead of the {entry.bytes} in index.json")
     crc = crc32c_stream(file)
     if crc != entry.crc32c:
-        raise FaissFileError(f"the file has CRC-32C {crc:08x} instead of the {entry.crc32c:08x} in index.json")
+        raise FaissFileError(
+            f"the FAISS file has the CRC-32C {crc:08x} instead of the {entry.crc32c:08x} in index.json"
+        )
 
 
 def _read(file: BinaryIO) -> Any:

@@ -131,7 +131,9 @@ def encode_shard(
         for batch in _batches_ahead(task, images[done:], prepare, pool):
             if should_stop():
                 pieces.save()
-                raise EncodingInterrupted(f"stopped inside shard {task.shard}")
+                raise EncodingInterrupted(
+                    f"the encoding stopped inside shard {task.shard}; run the same command again to resume"
+                )
             with _timed(stages, "wait"):
                 ready = [image for image in (future.result() for future in batch) if image.pixels is not None]
             with _timed(stages, "encode"):
@@ -227,7 +229,7 @@ def _prepare(encoder: Encoder, max_pixels: int, image: _Image) -> _Image:
         data = retry_memory(lambda: read_bytes(image.ref), entry.uri, MAX_INPUT_BYTES)
         entry.size, entry.content_hash = len(data), content_hash(data)
         if image.ref.content_hash not in (None, entry.content_hash):
-            raise ImageError("changed-since-plan", "the file has changed since the build was planned")
+            raise ImageError(reason="changed-since-plan", detail="the file has changed since the build was planned")
         entry.read_seconds = time.perf_counter() - started
         started = time.perf_counter()
         (entry.width, entry.height), image.pixels = retry_memory(

@@ -144,7 +144,7 @@ class ReducedAdapter(Adapter):
             with torch.autocast(patches.device.type, enabled=False):
                 return cluster_tokens(patches, count)
         if received is None:
-            raise ValueError("a pruned adapter needs the attention that each patch receives: pass `received` [b, n]")
+            raise ValueError("a pruned adapter needs the attention that each patch receives: pass `received`, [b, n]")
         return prune_tokens(patches, received, count)
 
 
@@ -203,16 +203,16 @@ def _check(config: AdapterConfig) -> None:
         raise ModelError(f"unknown adapter {config.kind!r}: give one of {', '.join(KINDS)}")
     sizes = (config.num_tokens, config.vision_dim, config.language_dim, config.num_heads)
     if min(sizes) < 1 or config.hidden_dim < 0:
-        raise ModelError(f"all sizes of an adapter must be positive (hidden_dim may be 0), got {config}")
+        raise ModelError(f"all sizes of an adapter must be positive, except that hidden_dim may be 0; got {config}")
     if config.kind == COMPRESSED and config.vision_dim % config.num_heads:
         raise ModelError(
-            f"the tower's width {config.vision_dim} is not divisible by {config.num_heads} heads; "
-            "set num_heads to the number of attention heads of the vision tower"
+            f"the width {config.vision_dim} of the tower is not divisible by {config.num_heads} heads: "
+            "set num_heads to the number of attention heads of the tower"
         )
     if config.hidden_dim == 0 and (config.kind in (COMPRESSED, LOCAL) or config.vision_dim != config.language_dim):
         raise ModelError(
-            "hidden_dim 0 requires a training-free adapter with equal vision_dim and language_dim, got a "
-            f"{config.kind} adapter with vision_dim {config.vision_dim} and language_dim {config.language_dim}"
+            "hidden_dim 0 needs a strided, clustered or pruned adapter with equal vision_dim and "
+            f"language_dim, got a {config.kind} adapter with {config.vision_dim} and {config.language_dim}"
         )
     if config.kind == PATCHES and config.hidden_dim:
-        raise ModelError(f"a patches adapter stores features unchanged: hidden_dim must be 0, not {config.hidden_dim}")
+        raise ModelError(f"hidden_dim of a patches adapter must be 0, got {config.hidden_dim}")

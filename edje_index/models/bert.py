@@ -44,21 +44,21 @@ class BertShape:
             ModelError: the configuration does not describe a BERT encoder.
         """
         if config.get("model_type", "bert") != "bert":
-            raise ModelError(f"{source} must describe a BERT model, got a model of type {config['model_type']!r}")
+            raise ModelError(f"{source} describes a model of type {config['model_type']!r}: give a BERT model")
         if config.get("is_decoder") or config.get("add_cross_attention"):
             raise ModelError(
                 f"{source} describes a decoder: give a BERT encoder, without is_decoder and cross-attention"
             )
         if config.get("position_embedding_type", "absolute") != "absolute":
             raise ModelError(
-                f"{source} has the position_embedding_type {config['position_embedding_type']!r}: only 'absolute' is "
-                "supported"
+                f"{source} has the position_embedding_type {config['position_embedding_type']!r}: give a BERT "
+                "model with the type 'absolute'"
             )
         try:
             layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
             shape = cls(layers, heads, str(config["hidden_act"]), float(config.get("layer_norm_eps", 1e-12)))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ModelError(f"the language model's configuration {source} is not valid: {error!r}") from error
+            raise ModelError(f"the configuration {source} of the language model is not valid: {error!r}") from error
         if shape.layers < 1 or shape.heads < 1:
             raise ModelError(f"{source} must have at least one layer and one head, got {layers} and {heads}")
         return shape
@@ -107,13 +107,16 @@ class BertWeights:
         """
         tensor = self._tensors.get(self._prefix + name)
         if tensor is None:
-            raise ModelError(f"{self._source} does not fit the configured model: {self._prefix + name} is missing")
+            raise ModelError(
+                f"{self._source} does not fit the configuration of the model: the tensor "
+                f"{self._prefix + name} is missing"
+            )
         if len(tensor.shape) != len(shape) or any(
             size not in (actual, -1) for size, actual in zip(shape, tensor.shape, strict=True)
         ):
             raise ModelError(
-                f"{self._source} does not fit the configured model: {self._prefix + name} has the shape "
-                f"{list(tensor.shape)} instead of {list(shape)}"
+                f"{self._source} does not fit the configuration of the model: the tensor "
+                f"{self._prefix + name} has the shape {list(tensor.shape)} instead of {list(shape)}"
             )
         return tensor.detach().to(self._device, torch.float32)
 

@@ -120,4 +120,6 @@ def _text_inputs(folder: Path, text: Mapping[str, Any], bert_config: Mapping[str
         tokenizer.no_padding()
         return _TextInputs(tokenizer, clean, int(bert_config.get("pad_token_id", 0)))
     except Exception as error:  # the tokenizers library raises plain exceptions
-        raise ModelError(f"cannot read the text tower's tokenizer in {folder}: {error}") from error
+        raise ModelError(
+            f"cannot read the tokenizer of the text tower in {folder}: {error}; copy these files again"
+        ) from error

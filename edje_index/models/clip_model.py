@@ -90,8 +90,8 @@ def _check_hf_text(name: str, folder: Path | None) -> None:
     model_type = read_configuration(folder / HF_CONFIG_FILE).get("model_type")
     if model_type not in arch_dict:
         raise ModelError(
-            f"{folder / HF_CONFIG_FILE} describes a text tower of type {model_type!r}, which open_clip does not "
-            f"support: use one of {', '.join(sorted(arch_dict))}"
+            f"{folder / HF_CONFIG_FILE} describes a text tower of type {model_type!r}, which open_clip "
+            f"does not support: use one of the types {', '.join(sorted(arch_dict))}"
         )
 
 

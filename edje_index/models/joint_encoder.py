@@ -46,8 +46,8 @@ class JointEncoder(nn.Module):
         super().__init__()
         if tokenizer.image_token_id >= config.vocab_size:
             raise ModelError(
-                f"the tokenizer's <image> token has token id {tokenizer.image_token_id}, but the language model has "
-                f"{config.vocab_size} token ids: use the tokenizer that the language model was trained with"
+                f"the token id {tokenizer.image_token_id} of <image> is out of range, because the language "
+                f"model has only {config.vocab_size} token ids: use the tokenizer of the language model"
             )
         self.tokenizer = tokenizer
         self.compute_dtype = torch.float32
@@ -144,10 +144,12 @@ def bert_config(source: Path | dict[str, Any], **overrides: int) -> BertConfig:
     try:
         values = json.loads(source.read_text()) if isinstance(source, Path) else dict(source)
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read the language model's configuration {source}: {error}") from error
+        raise ModelError(
+            f"cannot read the configuration {source} of the language model: {error}; copy this file again"
+        ) from error
     if values.get("model_type", "bert") != "bert":
         raise ModelError(f"the joint encoder must be a BERT model, got a model of type {values['model_type']!r}")
     try:
         return BertConfig.from_dict({**values, **overrides})
     except Exception as error:
-        raise ModelError(f"the language model's configuration {source} is not valid: {error}") from error
+        raise ModelError(f"the configuration {source} of the language model is not valid: {error}") from error

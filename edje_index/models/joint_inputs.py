@@ -145,7 +145,7 @@ def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointToken
     """
     if not folder.is_dir():
         raise ModelError(
-            f"no tokenizer folder at {folder}: give a folder with tokenizer.json (or vocab.txt) and config.json"
+            f"there is no directory {folder}: give a directory with config.json and tokenizer.json or vocab.txt"
         )
     check_tokenizer_folder(folder)
     try:

@@ -66,8 +66,8 @@ class JointScorer:
         self._bert = Bert(shape, self._weights, dtype)
         if tokenizer.image_token_id >= len(self._bert.words):
             raise ModelError(
-                f"the tokenizer's <image> token has token id {tokenizer.image_token_id}, but the language model has "
-                f"{len(self._bert.words)} token ids: use the tokenizer that the language model was trained with"
+                f"the token id {tokenizer.image_token_id} of <image> is out of range, because the language "
+                f"model has only {len(self._bert.words)} token ids: use the tokenizer of the language model"
             )
         head = BertWeights(tensors, "classification_head.", source=source, device=self.device)
         self._pooler = head.linear(["0.dense"], self.width, self.width)
@@ -137,7 +137,7 @@ class JointScorer:
 
     def _check(self, captions: list[str], tokens: torch.Tensor) -> None:
         if tokens.ndim != 3 or tokens.shape[2] != self.width:
-            raise ModelError(f"the joint encoder needs blocks [b, m, {self.width}], got {list(tokens.shape)}")
+            raise ModelError(f"blocks must have the shape [b, m, {self.width}], got {list(tokens.shape)}")
         if len(captions) not in (1, tokens.shape[0]):
             raise ModelError(
                 f"got {len(captions)} captions for {tokens.shape[0]} blocks: give one caption, or one per block"

@@ -75,28 +75,25 @@ def _split_name(vision: str, pretrained: str | None) -> tuple[str, str | None]:
     """Return the model name, and the tag or weights file (None if no argument names one)."""
     if vision.startswith(SCHEMAS):
         if pretrained:
-            raise ModelError(f"{vision} has weights of its own: leave out the tag or weights file {pretrained!r}")
+            raise ModelError(f"{vision} already names its weights: leave out {pretrained!r}")
         return vision, None
     name, _, tag = vision.partition(":")
     if tag and pretrained and tag != pretrained:
-        raise ModelError(f"there are two sources of weights for {name}: {tag!r} and {pretrained!r}; give only one")
+        raise ModelError(f"two sources of weights are given for {name}, {tag!r} and {pretrained!r}: give only one")
     return name.replace("/", "-"), tag or pretrained
 
 
 def _check_untrained(name: str, tag: str | None) -> None:
     if tag is not None or name.startswith(SCHEMAS):
-        raise ModelError(
-            "to draw random weights, give a model name of open_clip without a tag or weights file, not "
-            f"{name}{f':{tag}' if tag else ''}"
-        )
+        raise ModelError(f"random weights need a model name of open_clip alone, not {name}{(f':{tag}' if tag else '')}")
     _check_name(name)
 
 
 def _check_name(name: str) -> None:
     if open_clip.get_model_config(name) is None:
         raise ModelError(
-            f"open_clip {open_clip.__version__} knows no model {name!r}; "
-            "give a name that open_clip.list_models() returns, or hf-hub:ORG/REPO or local-dir:FOLDER"
+            f"open_clip {open_clip.__version__} knows no model {name!r}: give a name from "
+            "open_clip.list_models(), hf-hub:ORG/REPO or local-dir:FOLDER"
         )
 
 
@@ -107,10 +104,10 @@ def _resolve_tag(name: str, tag: str | None) -> str:
         return str(tags[0])
     if tag is None:
         raise ModelError(
-            f"{name} has several sets of weights: give {name}:FILE, or {name}:TAG, where TAG is one of {_listed(tags)}"
+            f"{name} has several sets of weights: give {name}:TAG or {name}:FILE, where TAG is one of {_listed(tags)}"
         )
     if tag not in tags and not Path(tag).is_file():
-        raise ModelError(f"{name} has no weights {tag!r}: give a weights file, or one of the tags {_listed(tags)}")
+        raise ModelError(f"{name} has no weights {tag!r}: give a file of weights, or one of the tags {_listed(tags)}")
     return tag
 
 

@@ -36,7 +36,7 @@ def check_bundle_folder(folder: Path, files: Iterable[str]) -> None:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
             raise ModelError(
-                f"the bundle {folder} lists the file {name!r}, which is outside the bundle: do not use this bundle"
+                f"the bundle {folder} lists the file {name!r} outside its directory: do not use this bundle"
             )
     for file in sorted(folder.rglob("*")):
         _check_kind(file)
@@ -60,7 +60,7 @@ def _check_kind(file: Path) -> None:
         raise ModelError(f"{file} is not a regular file: remove {file.name}, or do not use the bundle")
     if file.suffix not in WEIGHT_SUFFIXES and status.st_size > MAX_TEXT_BYTES:
         raise ModelError(
-            f"{file} has {status.st_size} bytes, more than a configuration or tokenizer can have: do not use the bundle"
+            f"{file} has {status.st_size} bytes, too many for a configuration or tokenizer: do not use the bundle"
         )
 
 
@@ -75,14 +75,11 @@ def read_configuration(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {file}: {error}") from error
     if not isinstance(content, dict):
-        raise ModelError(
-            f"{file} is not a configuration: the file holds a JSON value of type {type(content).__name__}, not an "
-            "object; restore the file"
-        )
+        raise ModelError(f"{file} must hold a JSON object, but holds a {type(content).__name__}: restore this file")
     for key, value in _items(content):
         names_hub_code = key in IMPLEMENTATION_KEYS and "/" in str(value)
         if (key in CODE_KEYS and value) or names_hub_code:
-            raise ModelError(f"{file} asks to run code ({key!r}: {value!r}): remove the key, or do not use the model")
+            raise ModelError(f"{file} asks to run code ({key!r}: {value!r}): remove this key, or do not use the model")
     return content
 
 
@@ -95,8 +92,8 @@ def check_tokenizer_folder(folder: Path) -> None:
         tokenizer_class = read_configuration(file).get("tokenizer_class")
         if tokenizer_class and str(tokenizer_class).removesuffix("Fast") not in TOKENIZER_CLASSES:
             raise ModelError(
-                f"{file} names the tokenizer class {tokenizer_class!r}, which is not accepted: give a tokenizer of one "
-                f"of the classes {', '.join(sorted(TOKENIZER_CLASSES))}"
+                f"{file} names the tokenizer class {tokenizer_class!r}, which is not accepted: use one of "
+                f"{', '.join(sorted(TOKENIZER_CLASSES))}"
             )
 
 
@@ -105,7 +102,7 @@ def check_options(options: Mapping[str, Any], accepted: Collection[str], source:
     refused = sorted(set(options) - set(accepted))
     if refused:
         raise ModelError(
-            f"{source} gives the tokenizer the option {refused[0]!r}, which is not accepted: give only the options "
+            f"{source} gives the tokenizer the option {refused[0]!r}, which is not accepted: use only "
             f"{', '.join(sorted(accepted))}"
         )
 
@@ -114,8 +111,7 @@ def check_local_name(name: str | None, source: str) -> None:
     """Raise ModelError if a timm model name refers to a hub or a folder. `source` names the file."""
     if name is not None and (":" in name or "/" in name):
         raise ModelError(
-            f"{source} names the timm model {name!r}, which is not an architecture of timm: use a name that "
-            "timm.list_models() returns"
+            f"{source} names the timm model {name!r}, which timm does not have: use a name from timm.list_models()"
         )
 
 

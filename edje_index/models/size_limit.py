@@ -69,8 +69,8 @@ class _Budget(TorchFunctionMode):
             self._elements -= _elements(func, args, options)
             if min(self._tensors, self._elements) < 0:
                 raise ModelTooLargeError(
-                    f"the configuration describes a larger model than the weights file {self._weights} can hold with "
-                    f"{self._length} bytes: restore this file if the file is truncated, else do not use this model"
+                    f"the configuration describes a larger model than the {self._length} bytes of {self._weights} "
+                    "can hold: if this file is truncated, restore it, else do not use this model"
                 )
         return func(*args, **options)
 

@@ -82,11 +82,10 @@ def text_tokenizer(config: ClipConfig, folder: Path | None = None) -> Any:
     except Exception as error:
         detail = " ".join(str(error).split())[:300]
         if folder or Path(name).exists():
-            raise ModelError(f"cannot read the text tower's tokenizer in {folder or name}: {detail}") from error
+            raise ModelError(f"cannot read the tokenizer of the text tower in {folder or name}: {detail}") from error
         raise HubUnreachableError(
-            f"cannot download the text tokenizer {name}: give the folder that holds the tokenizer's files, or download "
-            "the tokenizer on a machine that reaches the hub and copy the cache of that machine (the directory "
-            f"HF_HOME) to this one [{detail}]"
+            f"cannot download the text tokenizer {name} ({detail}): give a directory with its files, or "
+            "copy the directory HF_HOME from a machine that has downloaded them"
         ) from error
 
 

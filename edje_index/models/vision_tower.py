@@ -96,8 +96,8 @@ class TimmTower(VisionTower):
         block = blocks[-1]
         if not hasattr(block.attn, "qkv") or not hasattr(block.attn, "q_norm") or _rotary(self.visual.trunk):
             raise ModelError(
-                f"a pruned adapter does not support the vision tower {type(self.visual.trunk).__name__}: choose "
-                "another kind of adapter"
+                f"a pruned adapter does not support the vision tower {type(self.visual.trunk).__name__}: "
+                "choose another adapter"
             )
         hidden, before_last = self._features_and_last_input(pixels)
         attention = block.attn
@@ -126,8 +126,7 @@ class ClipTower(VisionTower):
         blocks = visual.transformer.resblocks
         if len(blocks) < 2:
             raise ModelError(
-                f"a CLIP vision tower needs at least 2 layers, got {len(blocks)}: the patch features are the output of "
-                "the last but one layer"
+                f"the vision tower has {len(blocks)} layers, but patch features need at least 2: choose another tower"
             )
         self.patch_dim = int(visual.conv1.out_channels)
         self.num_patches = int(visual.grid_size[0] * visual.grid_size[1])
@@ -144,8 +143,8 @@ class ClipTower(VisionTower):
         block = self.visual.transformer.resblocks[-1]
         if not isinstance(block, ResidualAttentionBlock):
             raise ModelError(
-                f"a pruned adapter does not support a vision tower with layers of type {type(block).__name__}: choose "
-                "another kind of adapter"
+                "a pruned adapter does not support a vision tower with layers of type "
+                f"{type(block).__name__}: choose another adapter"
             )
         patches, prefix, embedding = self._forward(pixels)
         attention = block.attn

@@ -69,14 +69,14 @@ def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], s
     try:
         result = module.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        raise ModelError(f"{source} does not fit the configured model: {_one_line(error)}") from error
+        raise ModelError(f"{source} does not fit the configuration of the model: {_one_line(error)}") from error
     differences = {
         "missing": sorted(set(result.missing_keys) - tied_names(module)),
         "unexpected": result.unexpected_keys,
     }
     problems = [f"{len(names)} tensors {kind} ({_first(names)})" for kind, names in differences.items() if names]
     if problems:
-        raise ModelError(f"{source} does not fit the configured model: {', '.join(problems)}")
+        raise ModelError(f"{source} does not fit the configuration of the model: {', '.join(problems)}")
 
 
 def tied_names(module: torch.nn.Module) -> set[str]:
@@ -105,14 +105,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelError(
-            f"refused to read {path}: the file is damaged or holds Python objects that could run code; save the "
-            "checkpoint again with only tensors, numbers, strings, lists and dicts"
+            f"refused to read {path}, which is damaged or holds Python objects that could run code: save "
+            "it again with only tensors, numbers, strings, lists and dicts"
         ) from error
     except Exception as error:  # a damaged file can raise any exception
-        raise ModelError(f"cannot read the checkpoint {path}: {_one_line(error)}") from error
+        raise ModelError(f"cannot read the checkpoint {path}: {_one_line(error)}; copy this file again") from error
     if not isinstance(checkpoint, dict):
         raise ModelError(
-            f"{path} is not a training checkpoint: the file holds a {type(checkpoint).__name__}, not a dict"
+            f"{path} is not a checkpoint: it holds a {type(checkpoint).__name__} instead of a dict; give another file"
         )
     return checkpoint
 

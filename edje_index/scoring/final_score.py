@@ -50,7 +50,7 @@ class FinalScore:
         """
         first, *others = self.parts or (None,)
         if first is None:
-            raise ValueError("at least one part of a final score must have a weight other than 0")
+            raise ValueError("a final score needs at least one part with a weight other than 0")
         total = self.weights[first] * values[first]
         for part in others:
             total = total + self.weights[part] * values[part]

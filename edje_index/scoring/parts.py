@@ -164,8 +164,8 @@ def check_bank(models: ScoreModels) -> None:
     bank_dim, dim = models.bank.sizes["dim"], 0 if models.pooled is None else models.pooled.sizes["dim"]
     if bank_dim != dim:
         raise ModelError(
-            f"the hubness bank has pooled vectors of width {bank_dim}, but the pooled similarity has width {dim}: "
-            "use a hubness bank and a pooled similarity of the same training run"
+            f"the hubness bank has vectors of width {bank_dim}, but the pooled similarity has width "
+            f"{dim}: use a bank and a pooled similarity of the same training run"
         )
 
 

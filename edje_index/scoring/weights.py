@@ -161,7 +161,7 @@ def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> Scor
     weights = dict(_part_weight(item) for item in score.split(","))
     if not any(weights.values()):
         raise UsageError(
-            f"the score '{score}' gives every part the weight 0; give at least one part a weight other than 0",
+            f"the score '{score}' gives every part the weight 0: give one part another weight",
             parameter="score",
         )
     return ScoreWeights.of_parts(weights, bundle_weights.hubness_similarity)
@@ -179,15 +179,15 @@ def check_parts(weights: ScoreWeights, available: Mapping[str, Any], what: str) 
     """
     missing = [PART_NAMES[part] for part, weight in weights.by_part().items() if weight and part not in available]
     if missing:
-        raise ModelError(f"{what} has no {' and no '.join(missing)}; its parts are {', '.join(available)}")
+        raise ModelError(f"{what} has no {' and no '.join(missing)}: use only the parts {', '.join(available)}")
 
 
 def _part_weight(item: str) -> tuple[str, float]:
     part, equals, number = (text.strip() for text in item.partition("="))
     if part not in PART_NAMES:
         raise UsageError(
-            f"unknown part '{part}' of the score: use '{BUNDLE_SCORE}', or PART=WEIGHT,... where PART is one of "
-            f"{', '.join(PART_NAMES)}",
+            f"unknown part '{part}' of the score: give '{BUNDLE_SCORE}', or PART=WEIGHT,... with the "
+            f"parts {', '.join(PART_NAMES)}",
             parameter="score",
         )
     try:
@@ -202,4 +202,4 @@ def _part_weight(item: str) -> tuple[str, float]:
 def _check_finite(weights: Mapping[str, float]) -> None:
     for name, weight in weights.items():
         if not math.isfinite(weight):
-            raise ValueError(f"the weight '{name}' of the score must be a finite number, got {weight}")
+            raise ValueError(f"the weight of the part '{name}' must be a finite number, got {weight}")

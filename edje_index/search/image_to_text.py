@@ -66,16 +66,16 @@ def search_texts(
             stores features for training.
     """
     if not texts or not all(text.strip() for text in texts):
-        raise UsageError("texts is empty or holds a blank text: give one or more texts that are not blank")
+        raise UsageError("texts is empty or holds a blank text: give at least one text, and no blank text")
     if k < 1 or pool < k:
-        raise UsageError(f"need 1 <= k <= pool, got k = {k}, pool = {pool}")
+        raise UsageError(f"k must be at least 1 and at most pool, got k = {k} and pool = {pool}")
     weights = index.model.weights(IMAGE_TO_TEXT, score)
     final = FinalScore.of(weights)
     image = read_embeddings(index.root, index.manifest.spec, np.array([row_id]))[0]
     if np.isnan(image).any():
         raise UsageError(
-            f"row {row_id} of {index.root} has no embedding, because its image failed or is a duplicate: choose "
-            "another row"
+            f"row {row_id} of {index.root} has no embedding, because its image failed or is a duplicate: "
+            "choose another row"
         )
     embeddings = index.model.text.encode(list(texts))
     similarities = embeddings @ image

@@ -104,11 +104,9 @@ class LateInteractionSearch:
             MissingExtraError: `embedding` is given, but FAISS is not installed.
         """
         if k < 1 or pool < 1:
-            raise UsageError(f"k and pool must be at least 1, got k = {k}, pool = {pool}")
+            raise UsageError(f"k and pool must be at least 1, got k = {k} and pool = {pool}")
         if (embedding is None) == (row_ids is None):
-            raise UsageError(
-                "embedding and row_ids are both given or both missing; give exactly one of them to choose candidates"
-            )
+            raise UsageError("give exactly one of embedding and row_ids, which choose the candidates")
         candidates = self._nearest(embedding, pool) if row_ids is None else np.asarray(row_ids, dtype=np.int64)
         scores = self.scores(query, candidates)
         present = np.flatnonzero(~np.isnan(scores))
@@ -127,7 +125,7 @@ class LateInteractionSearch:
         vectors = np.asarray(query, dtype=np.float32)
         width = self.store.block_shape[1]
         if vectors.ndim != 2 or not len(vectors) or vectors.shape[1] != width:
-            raise UsageError(f"a query must have the shape [q, {width}] with q at least 1, got {list(vectors.shape)}")
+            raise UsageError(f"a query must have the shape [q, {width}] with q >= 1, got {list(vectors.shape)}")
         parts = [max_sim(vectors, blocks) for blocks in self.store.iter_fetch(_batches(np.asarray(row_ids)))]
         return np.concatenate([np.empty(0, np.float32), *parts])
 

@@ -146,6 +146,6 @@ def check_reranks(model: SearchModel) -> None:
     config = model.adapter_config
     if config.is_feature:
         raise ModelError(
-            f"the bundle makes features for training ({config.kind}), which its joint encoder cannot score: search "
-            "without re-ranking, or use an index that was built with a trained bundle"
+            f"the index stores features for training ({config.kind}), which cannot be re-ranked: search "
+            "without re-ranking, or use an index of a trained bundle"
         )

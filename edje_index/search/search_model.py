@@ -104,7 +104,10 @@ class SearchModel:
         try:
             return AdapterConfig(**self.info.adapter)
         except TypeError as error:
-            raise ModelError(f"{self.info.path / INFO_FILE} describes an unknown adapter: {error}") from error
+            raise ModelError(
+                f"{self.info.path / INFO_FILE} describes an adapter that this version does not support: "
+                f"{error}; upgrade edje-index"
+            ) from error
 
     @cached_property
     def text(self) -> TextEncoder:

@@ -370,11 +370,11 @@ class TokenIndex:
 
 def _check_text(text: str) -> None:
     if not isinstance(text, str):
-        raise UsageError(f"a query must be a string, got {type(text).__name__}", parameter="text")
+        raise UsageError(f"a query must be a string, got a value of type {type(text).__name__}", parameter="text")
     if not text.strip():
         raise UsageError("the query is empty: give a text")
 
 
 def _check_counts(k: int, pool: int) -> None:
     if k < 1 or pool < k:
-        raise UsageError(f"need 1 <= k <= pool, got k = {k}, pool = {pool}")
+        raise UsageError(f"k must be at least 1 and at most pool, got k = {k} and pool = {pool}")

@@ -76,9 +76,9 @@ class RayCluster:
         if room < 1:
             largest = {name: max((node.get(name, 0) for node in nodes), default=0) for name in ("CPU", "GPU")}
             raise UsageError(
-                f"a worker needs {cpus} CPUs and {gpus} GPUs on one node of the Ray cluster; "
-                f"its nodes have at most {largest['CPU']:g} CPUs and {largest['GPU']:g} GPUs; "
-                "add a larger node, or reduce the CPUs and GPUs per worker"
+                f"a worker needs {cpus} CPUs and {gpus} GPUs on one node, but the nodes of the Ray cluster "
+                f"have at most {largest['CPU']:g} CPUs and {largest['GPU']:g} GPUs; add a larger node, or use "
+                "fewer CPUs and GPUs per worker"
             )
         return room
 
@@ -115,8 +115,8 @@ def _join(stack: contextlib.ExitStack, address: str) -> RayCluster:
         return RayCluster(_initialize(stack, address=address))
     except Exception as error:
         raise EngineUnavailableError(
-            f"cannot join the Ray cluster at {address}: {describe_error(error)}; "
-            "if the cluster asks for a token, set RAY_AUTH_MODE=token and either RAY_AUTH_TOKEN or ~/.ray/auth_token"
+            f"cannot join the Ray cluster at {address}: {describe_error(error)}; if the cluster requires "
+            "a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
         ) from error
 
 

@@ -62,9 +62,7 @@ class RayEngine:
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         if address is not None and not re.fullmatch(r"[^/]+:\d+", address):
-            raise UsageError(
-                f"cannot join a Ray cluster at '{address}': give the address of the cluster's head as host:port"
-            )
+            raise UsageError(f"the address '{address}' of the Ray cluster is not of the form host:port")
         self._workers = workers
         self._cpus, self._gpus = cpus, gpus
         self._address = address

@@ -45,7 +45,7 @@ def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Ca
     try:
         with connected_ray(task.runtime.address, cpus=cpus * workers, gpus=gpus * workers) as cluster:
             if (room := cluster.room(cpus=cpus, gpus=gpus)) < workers:
-                raise UsageError(f"the Ray cluster has room for {room} of {workers} workers; use fewer workers")
+                raise UsageError(f"the Ray cluster has room for only {room} of {workers} workers; use fewer workers")
             fit = _Fit(_make_trainer(task, cpus=cpus, gpus=gpus))
             records_shown = 0
             while fit.is_alive():
@@ -55,7 +55,7 @@ def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Ca
                     stop_file.touch()
                 records_shown = _show_new_record(task.runtime.run_dir, records_shown, on_record)
     except RayDied as died:
-        raise JobStopped(f"{died}; the last checkpoint is kept") from died
+        raise JobStopped(f"{died}; the last checkpoint is kept, so the training run can be resumed") from died
     except EngineUnavailableError as unavailable:  # no other engine can train on several workers
         raise EdjeError(str(unavailable)) from unavailable.__cause__
     finally:
@@ -64,7 +64,7 @@ def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Ca
         raise EdjeError(f"training on Ray failed: {_cause(fit.error)}") from fit.error
     if stop_file.exists():
         stop_file.unlink()
-        raise JobStopped("stopped; the last checkpoint holds all finished steps")
+        raise JobStopped("the training run stopped; the last checkpoint holds all finished steps")
 
 
 def _gpus(task: TrainTask) -> int:
@@ -79,7 +79,7 @@ def _make_trainer(task: TrainTask, *, cpus: int, gpus: int) -> TorchTrainer:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
     except ImportError as error:
-        raise EdjeError("training on Ray needs Ray Train; run: pip install 'edje-index[train]'") from error
+        raise EdjeError("training on Ray needs the package Ray Train; run: pip install 'edje-index[train]'") from error
     logging.getLogger("ray.train").setLevel(logging.CRITICAL)
     return TorchTrainer(
         _worker_loop,

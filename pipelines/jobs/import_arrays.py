@@ -91,7 +91,7 @@ def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldSt
     tokens, embeddings = open_npy(config.tokens, 3), open_npy(config.embeddings, 2)
     if len(tokens) != len(embeddings):
         raise UsageError(
-            f"{config.tokens} has {len(tokens)} rows, but {config.embeddings} has {len(embeddings)}; "
+            f"{config.tokens} has {len(tokens)} rows, but {config.embeddings} has {len(embeddings)} rows; "
             "save one row per image in both files"
         )
     _, m, d = tokens.shape
@@ -108,7 +108,7 @@ def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldSt
     ) as writer:
         for count, rows in parts:
             if should_stop():
-                raise JobStopped(f"stopped; {config.out} was not written, so run the import again")
+                raise JobStopped(f"the import stopped, and {config.out} was not written; run the import again")
             part = slice(len(writer), len(writer) + count)
             writer.append(tokens[part], embeddings[part], rows)
             on_event(Progress("importing", len(writer), spec.rows))
@@ -146,11 +146,13 @@ def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
         raise UsageError(f"{path} is an .npz archive, not a .npy file; save one array with numpy.save")
     extra = path.stat().st_size - int(array.offset) - array.nbytes
     if extra:
-        raise UsageError(f"{path} is damaged: it has {extra} bytes more than its header says; save the array again")
+        raise UsageError(
+            f"{path} is damaged, because it has {extra} bytes more than its header says; save the array again"
+        )
     if array.ndim != dimensions:
         raise UsageError(f"the array in {path} must have {dimensions} dimensions, but its shape is {list(array.shape)}")
     if not array.flags.c_contiguous:
-        raise UsageError(f"{path} is stored in Fortran order; save numpy.ascontiguousarray(array) instead")
+        raise UsageError(f"the array in {path} is in Fortran order; save numpy.ascontiguousarray(array) instead")
     if array.dtype == np.uint16 or array.dtype == np.dtype("V2"):
         return array.view(BF16)
     return array
@@ -173,10 +175,12 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
         raise UsageError(f"cannot read {path} as a Parquet file: {error}") from error
     columns = [name for name in file.schema_arrow.names if name in ROW_COLUMNS]
     if "uri" not in columns:
-        raise UsageError(f"{path} has no column 'uri'; its columns are: {', '.join(file.schema_arrow.names)}")
+        raise UsageError(
+            f"{path} has no column 'uri', only {', '.join(file.schema_arrow.names)}; rename the column with the URIs"
+        )
     if file.metadata.num_rows != rows:
         raise UsageError(
-            f"{path} has {file.metadata.num_rows} rows, but the arrays have {rows}; write one row per image"
+            f"{path} has {file.metadata.num_rows} rows, but the arrays have {rows} rows; write one row per image"
         )
     batches = iter_batches(file, _CHUNK_ROWS, columns)
     return ((len(batch), batch) for batch in batches)

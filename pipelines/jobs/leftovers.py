@@ -44,6 +44,6 @@ def refuse_unfinished_append(layout: Layout) -> None:
     """Raise EdjeError if the index has an unfinished change that adds rows."""
     if layout.append_plan.exists():
         raise EdjeError(
-            f"a change that adds rows to {layout.root} has not finished; run the same command again to finish it, or "
-            "remove the new files with 'edje-index gc'; the committed rows stay"
+            f"a change that adds rows to {layout.root} has not finished; run the same command again, or "
+            "discard it with 'edje-index gc', which keeps the committed rows"
         )

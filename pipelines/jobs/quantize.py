@@ -163,7 +163,7 @@ def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> 
         return min(stored, key=lambda name: (_rank(_least_accurate(manifest, name)), len(_origin(manifest, name))))
     if requested not in stored:
         raise UsageError(
-            f"{root} does not hold '{requested}' to convert from; choose a stored precision: {', '.join(stored)}",
+            f"{root} does not hold the precision '{requested}'; convert from one of {', '.join(stored)}",
             parameter="source",
         )
     return requested
@@ -192,8 +192,9 @@ def _refuse_higher_fidelity(root: Path, manifest: Manifest, source: str, targets
     for name in targets:
         if _rank(name) < _rank(lossy):
             raise UsageError(
-                f"{root} holds no tokens of the fidelity of '{name}': '{name}' would be larger and have the errors of "
-                f"'{lossy}'. Build the index again with '{name}', or set the source to '{source}' to convert anyway",
+                f"'{name}' would be larger and have the errors of '{lossy}', because {root} holds no more "
+                f"accurate tokens. Build the index again with '{name}', or set the source to '{source}' to "
+                "convert anyway",
                 parameter="source",
             )
 
@@ -220,7 +221,9 @@ def _check_names(config: QuantizeConfig, available: tuple[str, ...]) -> None:
     for name in (*config.to, *config.drop, *filter(None, [config.source])):
         codec(name)
     if both := sorted({*config.to} & {*config.drop}):
-        raise UsageError(f"{', '.join(both)} cannot be both added and dropped; choose one", parameter="drop")
+        raise UsageError(
+            f"{', '.join(both)} cannot be both added and dropped; name each precision once", parameter="drop"
+        )
     if config.drop and not set(available) - set(config.drop):
         raise UsageError(
             f"dropping {', '.join(config.drop)} would leave {config.root} without tokens; keep at least one precision",
@@ -265,8 +268,9 @@ def _check_disk(conversion: _Conversion, shards: int) -> None:
     free = free_disk(conversion.root)
     if need > free:
         raise UsageError(
-            f"{', '.join(conversion.targets)} of {counted(shards, 'shard')} need up to {need} bytes of disk, but only "
-            f"{free} are free at {conversion.root}; free some space, or convert to fewer precisions at a time",
+            f"converting {counted(shards, 'shard')} to {', '.join(conversion.targets)} needs up to {need} "
+            f"bytes of disk, but only {free} are free at {conversion.root}; free some space, or convert "
+            "to fewer precisions at a time",
             parameter="to",
         )
 

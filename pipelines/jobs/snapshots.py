@@ -58,7 +58,7 @@ def run_delete(root: Path, rows: Sequence[int], uri: str | None, *, dry_run: boo
     from storage_formats.writing.snapshots import commit_deletion, plan_deletion
 
     if not len(rows) and uri is None:
-        raise UsageError("nothing to delete: give row ids or a pattern of uris", parameter="rows")
+        raise UsageError("no rows are named; give row ids or a pattern of uris", parameter="rows")
     CommittedIndex.open(root)  # fails before the lock makes a directory
     with locked_index(root):
         index = CommittedIndex.open(root)

@@ -45,13 +45,13 @@ def _refuse_other_change(stored: BuildPlan, request: RowsRequest) -> None:
     refuse_change_of_another_kind(stored, request.change)
     if stored.settings != request.settings:
         raise EdjeError(
-            f"an append of {', '.join(stored.settings.sources)} to {stored.root} has not finished; run the same append "
-            "again, or discard this append with 'edje-index gc', which keeps the index"
+            f"an append of {', '.join(stored.settings.sources)} to {stored.root} has not finished; run "
+            "the same append again, or discard it with 'edje-index gc', which keeps the committed rows"
         )
     if not request.fits(stored):
         raise EdjeError(
-            f"{stored.root} has changed since the append of {', '.join(stored.settings.sources)} was stopped; "
-            "discard this append with 'edje-index gc', which keeps the index, and append again"
+            f"{stored.root} has changed since an append of {', '.join(stored.settings.sources)} stopped; "
+            "discard that append with 'edje-index gc', which keeps the committed rows, and append again"
         )
 
 
@@ -59,8 +59,8 @@ def refuse_change_of_another_kind(stored: BuildPlan, change: str) -> None:
     """Raise EdjeError if `stored` is the plan of another kind of change than `change`."""
     if stored.change != change:
         raise EdjeError(
-            f"'{stored.change}' of {stored.root} has not finished; run 'edje-index {stored.change}' again, or discard "
-            "its new rows with 'edje-index gc', which keeps the index"
+            f"'{stored.change}' of {stored.root} has not finished; run 'edje-index {stored.change}' "
+            "again, or discard it with 'edje-index gc', which keeps the committed rows"
         )
 
 

@@ -75,7 +75,9 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
     lists = write_input_lists(Layout(config.out), refs, config.shard_size)
     ignored = {**count_ignored(sources), **lists.ignored}
     if not lists.rows:
-        raise UsageError(f"nothing to index in {', '.join(config.sources)}: {_no_images(ignored)}", parameter="sources")
+        raise UsageError(
+            f"there is nothing to index in {', '.join(config.sources)}: {_no_images(ignored)}", parameter="sources"
+        )
     return FrozenInputs(lists.rows, digest.hexdigest(), lists.duplicates, ignored, lists.checksums, lists.columns)
 
 
@@ -153,8 +155,8 @@ def check_frozen_inputs(plan: BuildPlan, finished_shards: Container[int]) -> Non
         if damage:
             kind = "append" if plan.is_append else "build"
             raise CorruptIndexError(
-                f"{path}, a list of inputs, was damaged after the {kind} began ({damage}); restore the file, or "
-                f"{plan.restart}"
+                f"the list of inputs {path} was damaged after the {kind} began ({damage}); restore the file, "
+                f"or {plan.restart}"
             )
 
 

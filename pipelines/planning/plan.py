@@ -167,7 +167,8 @@ def plan_of_manifest(root: Path, manifest: Manifest) -> BuildPlan:
         digest = str(manifest.settings["inputs_digest"])
     except (KeyError, TypeError) as error:
         raise UsageError(
-            f"{root} is an index that was not made by a build; choose another output directory", parameter="out"
+            f"{root} was not built from images, so a build cannot resume it; choose another output directory",
+            parameter="out",
         ) from error
     return BuildPlan(root, manifest.spec, manifest.model, settings, digest, manifest.counts.duplicates, ignored={})
 
@@ -215,7 +216,7 @@ def read_plan(root: Path, *, append: bool = False) -> BuildPlan | None:
         )
         intact = value["version"] == PLAN_VERSION and value["crc32c"] == json_checksum(value)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptIndexError(f"{path} is not a build plan ({error!r}); {restart}") from error
+        raise CorruptIndexError(f"{path} is not a valid build plan ({error!r}); {restart}") from error
     if not intact:
         raise CorruptIndexError(
             f"{path} was changed, damaged, or written by another version of this program; {restart}"

@@ -76,8 +76,9 @@ def check_index_size(root: Path, spec: IndexSpec) -> None:
     need, free = disk_need(spec), free_disk(root)
     if need.total > free:
         raise UsageError(
-            f"the index of {counted(spec.rows, 'input')} needs {need} of disk, but only {human_bytes(free)} are free "
-            f"at {root}; choose an output directory on another disk, or free some disk space",
+            f"the index of {counted(spec.rows, 'input')} needs {need} of disk, but only "
+            f"{human_bytes(free)} are free at {root}; free some space, or choose an output directory on "
+            "another disk",
             parameter="out",
         )
 
@@ -120,7 +121,7 @@ def _ann_bytes(spec: IndexSpec) -> int:
 def _check_device(device: str) -> None:
     if device == "cuda" and not cuda_devices():
         raise UsageError(
-            "device is cuda, but torch finds no CUDA device on this machine; use the device cpu", parameter="device"
+            "the device is cuda, but torch finds no CUDA device on this machine; use the device cpu", parameter="device"
         )
 
 

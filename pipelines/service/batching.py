@@ -125,13 +125,11 @@ class Batcher:
     def _check_queue(self, work: Work) -> None:
         seconds = self._estimated_seconds(work)
         if len(self._jobs) >= self._limits.waiting:
-            raise overloaded(
-                f"{len(self._jobs)} requests are waiting, and no more are allowed; try again later", seconds
-            )
+            raise overloaded(f"the queue is full with {len(self._jobs)} requests; try again later", seconds)
         if self._jobs and seconds > self._limits.deadline_seconds:
             raise overloaded(
-                f"the waiting requests and this one will take about {seconds:.0f} s, longer than the deadline of "
-                f"{self._limits.deadline_seconds:g} s; try again later",
+                f"this request would take about {seconds:.0f} s because others are waiting, longer than the "
+                f"deadline of {self._limits.deadline_seconds:g} s; try again later",
                 seconds - self._limits.deadline_seconds,
             )
 

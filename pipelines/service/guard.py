@@ -101,7 +101,7 @@ class Guard:
                 413, f"the body has {size:,} bytes, over the limit of {limits.body_bytes:,}; send a smaller request"
             )
         if size and self._body_bytes + size > limits.bodies_bytes:
-            raise overloaded("too many large requests at the same time; try again later", 1)
+            raise overloaded("too many large requests are being received; try again later", 1)
         self._body_bytes += size
         return size
 

@@ -55,7 +55,7 @@ class ServedIndex:
         if index.manifest == before.manifest:
             return
         if index.manifest.model.get("fingerprint") != before.manifest.model.get("fingerprint"):
-            raise UsageError(f"{before.root} was built again with another model; restart the service")
+            raise UsageError(f"{before.root} was built again with another model; restart the service to serve it")
         held = index.manifest.spec.precisions
         precision = before.precision if before.precision in held else held[0]
         changed = TokenIndex(index, before.model, precision=precision)
@@ -148,7 +148,7 @@ def open_indexes(
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise UsageError(
-            f"two indexes have the name {repeated[0]!r}, but clients choose an index by name; rename one directory"
+            f"two indexes have the name {repeated[0]!r}, so clients could not choose between them; rename one directory"
         )
     opened = [
         ServedIndex(name, TokenIndex.open(path, model, device=device, dtype=dtype))

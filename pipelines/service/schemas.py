@@ -43,7 +43,7 @@ class SearchRequest(_Request):
         if self.query is not None and not self.query.strip():
             raise ValueError("the query is empty; send a text")
         if self.pool < self.k:
-            raise ValueError(f"pool must be at least k, got pool {self.pool} and k {self.k}")
+            raise ValueError(f"pool must be at least k, got pool = {self.pool} and k = {self.k}")
         return self
 
 

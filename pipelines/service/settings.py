@@ -102,8 +102,8 @@ def read_api_keys(text: str, source: str) -> tuple[str, ...]:
         raise UsageError(f"{source} holds no API key; write one key per line")
     if any(len(key) < MIN_KEY_LETTERS or not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise UsageError(
-            f"{source} holds an invalid API key; use keys of at least {MIN_KEY_LETTERS} printable ASCII characters "
-            "without spaces"
+            f"{source} holds an invalid API key; a key must have at least {MIN_KEY_LETTERS} printable "
+            "ASCII characters and no spaces"
         )
     return keys
 

@@ -49,7 +49,7 @@ def open_sources(specs: Iterable[str], column: str | None = None) -> list[Source
     sources = [open_source(name, column) for spec in specs for name in _expanded(spec)]
     if column is not None and not any(source.kind == "list" for source in sources):
         raise UsageError(
-            f"column {column} is given, but no source is a list of paths; leave the column out", parameter="column"
+            f"the column {column} is given, but no source is a list of paths; leave the column out", parameter="column"
         )
     _refuse_overlaps(sources)
     return sources
@@ -97,11 +97,11 @@ def open_source(spec: str, column: str | None = None) -> Source:
     suffix = os.path.splitext(spec)[1].lower()
     if _SCHEME.match(spec):
         raise UsageError(
-            f"{spec} is not a local path; mount the storage or copy the files to this machine", parameter="sources"
+            f"{spec} is not a local path; mount the storage, or copy the files to this machine", parameter="sources"
         )
     if os.path.isdir(spec):
         if not os.access(spec, os.R_OK | os.X_OK):
-            raise UsageError(f"cannot list {spec}: permission denied", parameter="sources")
+            raise UsageError(f"cannot list the directory {spec}: permission denied", parameter="sources")
         return FolderSource(spec)
     if suffix in LIST_SUFFIXES and os.path.isfile(spec):
         return PathListSource(spec, column)
@@ -117,7 +117,7 @@ def open_source(spec: str, column: str | None = None) -> Source:
         return WebDatasetSource(spec)
     if image_format(head) or has_image_suffix(os.fsencode(spec)):
         return ImageFileSource(spec)
-    raise UsageError(f"{spec} is not a source of images; a source is {ACCEPTED}", parameter="sources")
+    raise UsageError(f"{spec} is not a source of images; give {ACCEPTED}", parameter="sources")
 
 
 def _expanded(spec: str) -> list[str]:
@@ -127,9 +127,7 @@ def _expanded(spec: str) -> list[str]:
 def _head(spec: str) -> bytes:
     try:
         if not stat.S_ISREG(os.stat(spec).st_mode):
-            raise UsageError(
-                f"{spec} is neither a directory nor a regular file; a source is {ACCEPTED}", parameter="sources"
-            )
+            raise UsageError(f"{spec} is neither a directory nor a regular file; give {ACCEPTED}", parameter="sources")
         return read_head(os.fsencode(spec))
     except FileNotFoundError as error:
         raise UsageError(f"{spec} does not exist; check the path", parameter="sources") from error

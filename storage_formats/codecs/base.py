@@ -144,7 +144,9 @@ def check_indices(indices: Indices, count: int, name: str = "rows") -> NDArray[n
     """Return a copy of `indices`, int64 [k]. Raises UsageError unless all indices are in 0..count - 1."""
     checked = as_indices(indices, name)
     if checked.size and (checked.min() < 0 or checked.max() >= count):
-        raise UsageError(f"{name} must be in 0..{count - 1}, got {checked.min()}..{checked.max()}")
+        raise UsageError(
+            f"{name} must be in 0..{count - 1}, but the given values are in {checked.min()}..{checked.max()}"
+        )
     return np.array(checked, dtype=np.int64, order="C")
 
 

@@ -38,8 +38,8 @@ class GroupScaledCodec(CompiledCodec):
         m, d = block_shape
         if d % group:
             raise UsageError(
-                f"precision '{self.name}' needs a token width that is a multiple of {group}, "
-                f"got {d} (blocks of {m} x {d}); use fp8 or int8, which take any width"
+                f"precision '{self.name}' needs tokens whose width is a multiple of {group}, but the width is "
+                f"{d}; use fp8 or int8, which take any width"
             )
         self.group = group
         self.codes_bytes = m * d if self.element is E4M3 else m * d // 2

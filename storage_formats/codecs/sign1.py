@@ -44,8 +44,8 @@ class Sign1Codec(CompiledCodec):
         m, d = block_shape
         if d % 8:
             raise UsageError(
-                f"precision 'sign1' needs a token width that is a multiple of 8, got {d} (blocks of {m} x {d}); "
-                "use fp8 or int8, which take any width"
+                f"precision 'sign1' needs tokens whose width is a multiple of 8, but the width is {d}; use "
+                "fp8 or int8, which take any width"
             )
         super().__init__(block_shape, m * (d // 8 + 2))
 

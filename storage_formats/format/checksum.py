@@ -61,7 +61,9 @@ def read_checksums(layout: Layout, precision: str, shard: int, rows: int) -> NDA
         length = os.fstat(file.fileno()).st_size
         data = file.read(4 * rows) if length == 4 * rows else b""  # a read that fails raises; np.fromfile ends early
     if len(data) != 4 * rows:
-        raise CorruptIndexError(f"{path} has {length} bytes instead of {4 * rows}; run 'edje-index verify'")
+        raise CorruptIndexError(
+            f"the checksum file {path} has {length} bytes instead of {4 * rows}; run 'edje-index verify'"
+        )
     return np.frombuffer(data, dtype="<u4")
 
 

@@ -86,7 +86,7 @@ class _Table:
                 groups = list(self._groups.read(file, shards))
                 return [group.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA) for group in groups]
         except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-            raise CorruptIndexError(f"cannot read the shard table {self.path}: {error}; {EXCHANGED}") from error
+            raise CorruptIndexError(f"cannot read the shard table {self.path} ({error}): {EXCHANGED}") from error
 
     def _open(self, file: BinaryIO) -> None:
         status = os.fstat(file.fileno())

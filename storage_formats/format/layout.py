@@ -81,8 +81,9 @@ class IndexSpec:
         spans = positive and used[-1].stop == self.rows
         if not (apart and aligned and spans):
             raise UsageError(
-                f"the segments {used} do not fit {self.rows} rows in shards of {self.shard_size}: each segment must "
-                "start at a multiple of the shard size, and the last segment must end at the last row"
+                f"the segments {used} do not fit {self.rows} rows in shards of {self.shard_size}: every "
+                f"segment must start at a multiple of {self.shard_size}, and the last segment must end at row "
+                f"{self.rows}"
             )
 
     @property

@@ -43,8 +43,8 @@ class Counts:
         total = self.indexed + self.duplicates + self.failed_total
         if total != self.inputs:
             raise CorruptIndexError(
-                f"the counts do not add up: {self.indexed} indexed + {self.duplicates} duplicates + "
-                f"{self.failed_total} failed = {total}, but there are {self.inputs} inputs"
+                f"the counts of inputs do not add up: {self.indexed} indexed + {self.duplicates} duplicates + "
+                f"{self.failed_total} failed = {total}, not {self.inputs}"
             )
 
 
@@ -91,7 +91,10 @@ class Snapshot:
             deleted_rows=0 if deleted is None else int(deleted["rows"]),
         )
         if snapshot.number < 0 or not 0 <= snapshot.next_shard < _MAX_SHARDS:
-            raise ValueError(f"snapshot {snapshot.number} or next_shard {snapshot.next_shard} is out of range")
+            raise ValueError(
+                f"the snapshot number {snapshot.number} or the member next_shard ({snapshot.next_shard}) is "
+                "out of range"
+            )
         return snapshot
 
 
@@ -177,7 +180,9 @@ class Manifest:
             return cls._read(layout, layout.snapshot(snapshot))
         except FileNotFoundError:
             numbers = ", ".join(map(str, [*earlier_snapshots(layout, current), current.snapshot.number]))
-            raise UsageError(f"{root} has no snapshot {snapshot}; it has: {numbers}", parameter="snapshot") from None
+            raise UsageError(
+                f"{root} has no snapshot {snapshot}; choose one of: {numbers}", parameter="snapshot"
+            ) from None
 
     @classmethod
     def _read(cls, layout: Layout, path: Path) -> Manifest:
@@ -284,34 +289,36 @@ def _absent(layout: Layout) -> Exception:
 
 def _parse(where: Path, value: Any) -> Manifest:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise UsageError(f"{where} is not the manifest of an EDJE index; give the directory of an index")
+        raise UsageError(f"{where} is not the manifest of an EDJE index; give the path of an EDJE index")
     format_version = str(value.get("format_version"))
     if format_version.split(".")[0] != FORMAT_VERSION.split(".")[0]:
         raise UsageError(
-            f"{where} has format version {format_version}, but this version reads {FORMAT_VERSION}; upgrade edje-index"
+            f"{where} has format version {format_version}, but this version of edje-index reads "
+            f"{FORMAT_VERSION}; upgrade edje-index"
         )
     if value.get("crc32c") != json_checksum(value):
         raise CorruptIndexError(
-            f"{where} does not match its own checksum: the file was damaged or edited; restore the file"
+            f"{where} does not match its checksum, so it was damaged or edited; restore the file from a backup"
         )
     try:
         manifest = _from_members(value)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptIndexError(
-            f"a member of {where} is missing or has the wrong type: {error!r}; restore the file"
+            f"a member of {where} is missing or has the wrong type ({error!r}); restore the file from a backup"
         ) from error
     manifest.counts.check()
     spec = manifest.spec
     for segment, table in zip(spec.used_segments, manifest.shard_tables, strict=True):
         if len(spec.segment_shards(segment)) > table.bytes:  # each shard has several lines in the table
             raise CorruptIndexError(
-                f"{where} claims {len(spec.segment_shards(segment))} shards, more than a shard table of {table.bytes} "
-                "bytes can list; restore the file"
+                f"{where} names {len(spec.segment_shards(segment))} shards, too many for a shard table of "
+                f"{table.bytes} bytes; restore the file from a backup"
             )
     if manifest.counts.inputs != spec.used_rows or int(value.get("shards", -1)) != spec.shards:
         raise CorruptIndexError(
-            f"{where} contradicts itself: it names {spec.used_rows} rows for {manifest.counts.inputs} inputs, and "
-            f"{value.get('shards')} shards of {spec.shard_size} rows; restore the file"
+            f"{where} contradicts itself: it counts {spec.used_rows} rows but {manifest.counts.inputs} "
+            f"inputs, and {value.get('shards')} shards of {spec.shard_size} rows; restore the file from a "
+            "backup"
         )
     return manifest
 

@@ -54,7 +54,7 @@ def read_table(data: bytes, columns: list[str] | None = None) -> pa.Table:
         schema, leaves = file.schema_arrow, [file.schema.column(index) for index in range(len(file.schema))]
     names = schema.names if columns is None else columns
     if missing := sorted(set(names) - set(schema.names)):
-        raise ValueError(f"the file has no column {missing[0]!r}")
+        raise ValueError(f"the Parquet file has no column {missing[0]!r}")
     # Text is read as a dictionary, so that one long value of many rows is in memory once until its size is checked.
     texts = [leaf.path for leaf in leaves if leaf.logical_type.type in ("STRING", "NONE") and _is_bytes(leaf)]
     with pq.ParquetFile(pa.py_buffer(data), read_dictionary=texts, pre_buffer=False) as file:
@@ -95,7 +95,7 @@ class ParquetRowGroups:
             self._schema = opened.schema_arrow
         index = self._schema.get_field_index(column)
         if index < 0 or not pa.types.is_integer(self._schema.field(index).type):
-            raise ValueError(f"the file has no column {column!r} of integers")
+            raise ValueError(f"the Parquet file has no integer column {column!r}")
         _check_size(self._metadata, length)
         self._length = length
         groups = [self._metadata.row_group(group).column(index) for group in range(self._metadata.num_row_groups)]
@@ -132,7 +132,7 @@ def _check_texts(table: pa.Table, length: int) -> None:
     lengths = [pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in chunks]
     total = sum(pc.sum(each).as_py() or 0 for each in lengths)
     if total > max(_MIN_TEXT_BYTES, _MAX_TEXT_EXPANSION * length):
-        raise ValueError(f"the file claims {total} bytes of text, too many for its length of {length} bytes")
+        raise ValueError(f"the Parquet file claims {total} bytes of text, too many for a file of {length} bytes")
 
 
 def _check_size(metadata: pq.FileMetaData, length: int) -> None:
@@ -143,4 +143,6 @@ def _check_size(metadata: pq.FileMetaData, length: int) -> None:
     decoded = sum(group.column(index).total_uncompressed_size for group in groups for index in range(group.num_columns))
     values = max((group.column(index).num_values for group in groups for index in range(group.num_columns)), default=0)
     if max(rows, values) > _MAX_ROWS_PER_BYTE * length or decoded > _MAX_EXPANSION * length:
-        raise ValueError(f"the file claims {rows} rows of {decoded} bytes, too many for its length of {length} bytes")
+        raise ValueError(
+            f"the Parquet file claims {rows} rows of {decoded} bytes in total, too many for a file of {length} bytes"
+        )

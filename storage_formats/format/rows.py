@@ -161,7 +161,7 @@ def read_shard_rows(
         return _with_schema(data, schema)
     except (OSError, ValueError, TypeError, pa.ArrowException) as error:  # damaged names and text raise ValueError
         raise CorruptIndexError(
-            f"cannot read the rows of shard {shard} ({path}): {error}; run 'edje-index verify'"
+            f"cannot read the rows of shard {shard} in {path}: {error}; run 'edje-index verify'"
         ) from error
 
 
@@ -259,7 +259,7 @@ def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, column
     index.deleted.refuse(ids)
     refuse_renumbered(ids, spec)
     if len(unused := ids[~rows_in_use(ids, spec)]):
-        raise RowIdError(f"row id {unused[0]} belongs to no input: no segment of the index holds this row")
+        raise RowIdError(f"row id {unused[0]} belongs to no input; leave this row id out")
     if not len(ids):
         schema = row_schema(index.manifest.columns)
         check_names(columns or (), schema.names)

@@ -67,7 +67,7 @@ class FileEntry:
         """
         path = str(value["path"])
         if "\0" in path:
-            raise ValueError(f"a path holds a NUL character: {path!r}")
+            raise ValueError(f"the path {path!r} contains a NUL character")
         return cls(path, int(value["bytes"]), int(value["crc32c"], 16))
 
 
@@ -95,11 +95,15 @@ def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, File
         action = remedy(error, "restore the file")
         raise CorruptIndexError(f"cannot read the shard table {path}: {error}; {action}") from error
     if len(data) != table.bytes or crc32c(data) != table.crc32c:
-        raise CorruptIndexError(f"the shard table {path} does not match its checksum in index.json; restore the file")
+        raise CorruptIndexError(
+            f"the shard table {path} does not match its checksum in index.json; restore the file from a backup"
+        )
     try:
         lines = read_table(data, SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise CorruptIndexError(f"cannot read the shard table {path}: {error}; restore the file") from error
+        raise CorruptIndexError(
+            f"cannot read the shard table {path}: {error}; restore the file from a backup"
+        ) from error
     shards, *columns = (column.to_pylist() for column in lines.columns)
     return list(zip(shards, map(FileEntry, *columns), strict=True))
 

@@ -94,14 +94,16 @@ class Tombstones:
         width = _bitmap_bytes(spec.shard_size)
         count, rest = divmod(len(data), 8 + width)
         if rest:
-            raise ValueError(f"the file has {len(data)} bytes, which is not a multiple of {8 + width}")
+            raise ValueError(f"the file of deleted rows has {len(data)} bytes, which is not a multiple of {8 + width}")
         shards = np.frombuffer(data, dtype="<i8", count=count).astype(np.int64)
         bits = np.frombuffer(data, dtype=np.uint8, offset=8 * count).reshape(count, width)
         if count and (shards[0] < 0 or shards[-1] >= spec.shards or not (np.diff(shards) > 0).all()):
-            raise ValueError(f"the shard numbers must be ascending and in 0..{spec.shards - 1}")
+            raise ValueError(
+                f"the shard numbers in the file of deleted rows are not ascending, or not in 0..{spec.shards - 1}"
+            )
         tombstones = cls(spec.shard_size, shards, bits)
         if not rows_in_use(tombstones.row_ids(), spec).all():
-            raise ValueError("the file names rows that no segment of the index holds")
+            raise ValueError("the file of deleted rows names rows that the index does not have")
         return tombstones
 
 
@@ -139,11 +141,13 @@ def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombston
         check_content(path, entry, data)
         tombstones = Tombstones.from_bytes(data, spec)
     except (OSError, ValueError) as error:
-        raise CorruptIndexError(f"cannot read the tombstones {path}: {error}; restore the file") from error
+        raise CorruptIndexError(
+            f"cannot read the file of deleted rows {path}: {error}; restore the file from a backup"
+        ) from error
     if len(tombstones) != snapshot.deleted_rows:
         raise CorruptIndexError(
-            f"{path} marks {len(tombstones)} rows as deleted, but index.json counts {snapshot.deleted_rows}; "
-            "restore the file"
+            f"{path} marks {len(tombstones)} rows as deleted, but index.json says "
+            f"{snapshot.deleted_rows}; restore both files from a backup"
         )
     return tombstones
 

@@ -133,7 +133,7 @@ class BlockChecksums:
             except OSError as error:
                 raise CorruptIndexError(
                     f"cannot read the checksum file {error.filename}: {error.strerror}; run 'edje-index verify', "
-                    "or turn the checks of blocks off (verify_reads=False)"
+                    "or read unchecked (verify_reads=False)"
                 ) from error
         return {shard: self._checked(shard, content, entries[shard]) for shard, content in contents.items()}
 
@@ -141,8 +141,8 @@ class BlockChecksums:
         rows, path = tuple(self._shard_rows(shard)), self._path(shard)
         if len(content) != 4 * len(rows):
             raise CorruptIndexError(
-                f"the checksum file {path} must have {4 * len(rows)} bytes (4 per row), but has more or fewer; run "
-                "'edje-index verify', or turn the checks of blocks off (verify_reads=False)",
+                f"the checksum file {path} does not have {4 * len(rows)} bytes (4 per row); run 'edje-index "
+                "verify', or read unchecked (verify_reads=False)",
                 row_ids=rows,
             )
         check_content(path, entry, content, row_ids=rows)

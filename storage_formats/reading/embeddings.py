@@ -40,8 +40,7 @@ def _open_shard(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[BinaryI
             actual = os.fstat(file.fileno()).st_size
             if actual != length:
                 raise CorruptIndexError(
-                    f"{path} has {actual} bytes instead of {length} for {spec.shard_size} x {spec.embed_dim} "
-                    "float32 numbers; run 'edje-index verify'"
+                    f"the embedding file {path} has {actual} bytes instead of {length}; run 'edje-index verify'"
                 )
             yield file
     except OSError as error:

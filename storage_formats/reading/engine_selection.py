@@ -69,10 +69,12 @@ class StoreFiles:
                 actual = path.stat().st_size
             except OSError as error:
                 raise CorruptIndexError(
-                    f"cannot open {error.filename}: {error.strerror}; run 'edje-index verify'"
+                    f"cannot open the token file {error.filename}: {error.strerror}; run 'edje-index verify'"
                 ) from error
             if actual != length:
-                raise CorruptIndexError(f"{path} has {actual} bytes instead of {length}; run 'edje-index verify'")
+                raise CorruptIndexError(
+                    f"the token file {path} has {actual} bytes instead of {length}; run 'edje-index verify'"
+                )
 
 
 @functools.cache
@@ -106,7 +108,9 @@ class ReadEngines:
         available = engines()
         if name not in ("auto", *available):
             choices = ", ".join(("auto", *available))
-            raise UsageError(f"engine '{name}' is unknown or does not work on this machine; choose one of: {choices}")
+            raise UsageError(
+                f"the read engine '{name}' is unknown or does not work on this machine; choose one of: {choices}"
+            )
         self.buffers = BufferPool()
         self._name = name
         self._files = files

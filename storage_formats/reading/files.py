@@ -59,7 +59,8 @@ class ShardFile:
         size = os.fstat(self.fd).st_size
         if size < self.size:
             raise CorruptIndexError(
-                f"{self.path} was shortened from {self.size} to {size} bytes while it was open; run 'edje-index verify'"
+                f"the token file {self.path} was shortened from {self.size} to {size} bytes while it was "
+                "open; run 'edje-index verify'"
             )
         with self._lock:
             if self._map is None:
@@ -164,7 +165,9 @@ class ShardFiles:
             return ShardFile(fd, os.fstat(fd).st_size, path)
         except OSError as error:
             advice = remedy(error, "run 'edje-index verify'")
-            raise CorruptIndexError(f"cannot open {error.filename}: {error.strerror}; {advice}") from error
+            raise CorruptIndexError(
+                f"cannot open the token file {error.filename}: {error.strerror}; {advice}"
+            ) from error
 
     def _open_direct(self, path: Path) -> int:
         try:

@@ -94,7 +94,7 @@ def convert_shard(
         for first, blocks in stack.enter_context(contextlib.closing(_read_ahead(_checked_blocks(task, layout)))):
             if should_stop():
                 raise ConversionInterrupted(
-                    f"the conversion was stopped in shard {task.shard}; start it again to resume"
+                    f"the conversion stopped at shard {task.shard}; run the same command again to resume"
                 )
             kept = np.flatnonzero(~np.isnan(blocks[:, 0, 0].astype(np.float32)))
             for file in files.values():
@@ -218,7 +218,7 @@ def drop_precision(root: str | Path, name: str) -> Manifest:
             f"the index at {root} does not hold precision '{name}'; it holds: {', '.join(manifest.spec.precisions)}"
         )
     if len(manifest.spec.precisions) == 1:
-        raise UsageError(f"'{name}' is the only precision of {root}; add another precision before dropping it")
+        raise UsageError(f"'{name}' is the only precision of {root}; add another precision before you drop it")
     spec = replace(manifest.spec, precisions=tuple(held for held in manifest.spec.precisions if held != name))
     folders = [layout.token_array(name), layout.checksums(name, 0).parent]
     dropped = tuple(f"{layout.relative(folder)}/" for folder in folders)

@@ -107,7 +107,7 @@ class IndexWriter:
         m, d = block_shape
         spec = IndexSpec(shard_size, shard_size, (m, d), embed_dim, tuple(dict.fromkeys(precisions)))
         if not spec.precisions:
-            raise UsageError("an index needs at least one precision, got none")
+            raise UsageError("precisions is empty; name at least one precision")
         for name in spec.precisions:
             codec(name, spec.block_shape)
         root = Path(path)
@@ -201,7 +201,8 @@ class IndexWriter:
         if not _locks(self._lock) and was_begun:
             self._close()
             raise UsageError(
-                f"{self._layout.root} holds an unfinished index; if no process writes this index, delete the directory"
+                f"{self._layout.root} holds an unfinished index; if no other process is writing to it, delete "
+                "the directory"
             )
         self._clear()
 
@@ -243,7 +244,7 @@ class IndexWriter:
     def _commit_index(self, build_ann: BuildAnn | None) -> Manifest:
         root = self._layout.root
         if not len(self):
-            raise UsageError(f"no row was appended; {root} is not written, because an index needs at least one row")
+            raise UsageError(f"no row was appended to {root}; append at least one row before you finish the index")
         if self._held:
             self._commit_shard()
         spec = self._spec_of(sum(receipt.rows for receipt in self._receipts))
@@ -256,7 +257,7 @@ class IndexWriter:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise UsageError(f"the writer of {self._layout.root} is closed; create another writer for a new index")
+            raise UsageError(f"the writer of {self._layout.root} is closed; create a new writer")
 
     def _check_shapes(self, blocks: NDArray[Any], embeddings: NDArray[Any]) -> None:
         m, d = self._spec.block_shape
@@ -268,9 +269,13 @@ class IndexWriter:
                 f"embeddings of {len(blocks)} blocks must have the shape {expected}, got {list(embeddings.shape)}"
             )
         if blocks.dtype not in _BLOCK_TYPES:
-            raise UsageError(f"blocks must be float32, float16 or bfloat16, got {blocks.dtype}; convert them first")
+            raise UsageError(
+                f"blocks must be float32, float16 or bfloat16, got {blocks.dtype}; convert the blocks first"
+            )
         if embeddings.dtype not in _EMBEDDING_TYPES:
-            raise UsageError(f"embeddings must be floating-point numbers, got {embeddings.dtype}; convert them first")
+            raise UsageError(
+                f"embeddings must be floating-point numbers, got {embeddings.dtype}; convert the embeddings first"
+            )
 
     def _close(self) -> None:
         self._open = False
@@ -300,7 +305,7 @@ def _check_free(layout: Layout) -> None:
     if not root.is_dir():
         raise UsageError(f"{root} exists and is not a directory; give another path")
     if layout.manifest.exists():
-        raise UsageError(f"{root} holds a finished index; give another path, or delete this index first")
+        raise UsageError(f"{root} holds a finished index; give another path, or delete this index")
     entries = list(root.iterdir())
     only_begun = entries == [layout.build] and layout.build.is_dir() and not any(layout.build.iterdir())
     if entries and not layout.writer.exists() and not only_begun:
@@ -315,7 +320,7 @@ def _as_bf16(blocks: NDArray[Any], first: int) -> Blocks:
     if not finite.all():
         row = first + int(np.argmin(finite))
         raise UsageError(
-            f"the block of row {row} has a value that is NaN, infinite or too large for bfloat16; correct this value"
+            f"the block of row {row} has a value that is NaN, infinite or too large for bfloat16; correct the value"
         )
     return converted
 
@@ -328,7 +333,7 @@ def _as_unit_vectors(embeddings: NDArray[Any], first: int) -> NDArray[np.float32
     if not directed.all():
         row = first + int(np.argmin(directed))
         raise UsageError(
-            f"the embedding of row {row} is zero, or has a value that is NaN or infinite; correct this embedding"
+            f"the embedding of row {row} is zero, or has a value that is NaN or infinite; correct the embedding"
         )
     unit: NDArray[np.float32] = (vectors / norms).astype(np.float32)
     return unit
@@ -338,16 +343,16 @@ def _given_columns(rows: Rows | None, count: int) -> dict[str, Any]:
     if rows is None:
         return {}
     if isinstance(rows, str):
-        raise UsageError(f"rows must be a sequence of URIs, a table or a mapping of columns, got the string {rows!r}")
+        raise UsageError(f"rows must be a list of URIs, a table or a mapping of columns, got the string {rows!r}")
     if isinstance(rows, pa.Table | pa.RecordBatch):
         columns: dict[str, Any] = {name: rows[name] for name in rows.schema.names}
     else:
         columns = dict(rows) if isinstance(rows, Mapping) else {"uri": list(rows)}
     if unknown := sorted(set(columns) - set(ROW_COLUMNS)):
-        raise UsageError(f"rows have unknown columns {', '.join(unknown)}; choose from: {', '.join(ROW_COLUMNS)}")
+        raise UsageError(f"rows has the unknown columns {', '.join(unknown)}; choose from: {', '.join(ROW_COLUMNS)}")
     for name, values in columns.items():
         if len(values) != count:
-            raise UsageError(f"{count} blocks need {count} rows, but column {name} has {len(values)} values")
+            raise UsageError(f"{count} blocks need {count} rows, but column {name} of rows has {len(values)} values")
     return {name: _column(ROW_SCHEMA.field(name), values) for name, values in columns.items()}
 
 
@@ -356,9 +361,9 @@ def _column(field: pa.Field, values: Any) -> Any:
         column = values if isinstance(values, pa.ChunkedArray | pa.Array) else pa.array(values)
         column = column.cast(field.type)
     except (pa.ArrowException, ValueError, TypeError) as error:
-        raise UsageError(f"column {field.name} of the rows cannot be read as {field.type}: {error}") from error
+        raise UsageError(f"column {field.name} of rows cannot be converted to {field.type}: {error}") from error
     if not field.nullable and column.null_count:
-        raise UsageError(f"column {field.name} of the rows has {column.null_count} nulls; every row needs a value")
+        raise UsageError(f"column {field.name} of rows has {column.null_count} nulls; give every row a value")
     return column
 
 

@@ -75,8 +75,8 @@ class ShardWriter:
         ascending = positions[0] >= self._next and bool((np.diff(positions) > 0).all())
         if not ascending or positions[-1] >= len(self._rows):
             raise UsageError(
-                f"positions must ascend, within a call and from call to call, and lie in 0..{len(self._rows) - 1}; "
-                f"got {positions}"
+                "positions must ascend, within a call and from call to call, and be in "
+                f"0..{len(self._rows) - 1}; got {positions}"
             )
         if tokens.shape[0] != len(positions) or embeddings.shape != (len(positions), self._spec.embed_dim):
             raise UsageError(
@@ -102,7 +102,8 @@ class ShardWriter:
         """
         if len(rows) != len(self._rows):
             raise UsageError(
-                f"shard {self._shard} has {len(self._rows)} rows, but the rows table has {len(rows)} lines"
+                f"shard {self._shard} has {len(self._rows)} rows, but the rows table has {len(rows)}; give "
+                "one line per row"
             )
         for name, file in self._files.items():
             stage_tokens(self._staged, self._layout, self._shard, name, file)

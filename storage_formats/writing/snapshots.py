@@ -102,9 +102,7 @@ def plan_deletion(index: CommittedIndex, row_ids: RowIds) -> Deletion:
     ids = np.unique(check_row_ids(row_ids, index.manifest.spec.rows))
     refuse_renumbered(ids, index.manifest.spec)
     if len(unused := ids[~rows_in_use(ids, index.manifest.spec)]):
-        raise RowIdError(
-            f"row id {unused[0]} belongs to no input, because it lies between two segments; leave this row id out"
-        )
+        raise RowIdError(f"row id {unused[0]} belongs to no input; leave this row id out")
     is_deleted = index.deleted.contain(ids)
     return Deletion(tuple(ids[~is_deleted].tolist()), int(is_deleted.sum()))
 
@@ -172,7 +170,9 @@ def roll_back(index: CommittedIndex, number: int) -> Manifest:
         CorruptIndexError: a file of snapshot `number` is missing.
     """
     if number == index.manifest.snapshot.number:
-        raise UsageError(f"snapshot {number} is the current one; choose an earlier snapshot", parameter="snapshot")
+        raise UsageError(
+            f"snapshot {number} is the current snapshot already; choose an earlier snapshot", parameter="snapshot"
+        )
     earlier = CommittedIndex.open(index.root, number)
     check_files(earlier)
     return commit_snapshot(index, earlier.manifest, {"kind": "rollback", "to": number})
@@ -208,9 +208,7 @@ def remove_snapshots(index: CommittedIndex, keep: int) -> Removal:
         UsageError: `keep` is less than 1.
     """
     if keep < 1:
-        raise UsageError(
-            f"keep must be at least 1, because the current snapshot is always kept; got {keep}", parameter="keep"
-        )
+        raise UsageError(f"keep must be at least 1, got {keep}; the current snapshot is always kept", parameter="keep")
     layout = Layout(index.root)
     numbers = earlier_snapshots(layout, index.manifest)
     removed = numbers[: max(0, len(numbers) + 1 - keep)]

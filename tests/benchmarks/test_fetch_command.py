@@ -111,15 +111,15 @@ def test_with_a_model_the_verdict_says_what_is_needed(index, bench_run, tmp_path
     [
         ([], "give either INDEX or --synthetic N"),
         (["--synthetic", 10], "--synthetic needs --scratch"),
-        (["--synthetic", 10**9, "--scratch", "s"], "GB free and the benchmark needs 5"),
+        (["--synthetic", 10**9, "--scratch", "s"], "GB free, but the benchmark needs 5"),
         (["--synthetic", 10, "--scratch", "s", "--precision", "fp7"], "fp7"),
         (
             ["--synthetic", 10, "--scratch", "s", "--engine", "steam"],
             "engine 'steam' is not available",
         ),
         (["nowhere"], "no index at nowhere"),
-        (["--synthetic", 10, "--scratch", "s", "--memory-cap", 1000], "is less than a run needs"),
-        (["--synthetic", 10, "--scratch", "s", "--memory-cap", 10**15], "has no effect"),
+        (["--synthetic", 10, "--scratch", "s", "--memory-cap", 1000], "GiB, but a run needs"),
+        (["--synthetic", 10, "--scratch", "s", "--memory-cap", 10**15], "GiB, but only"),
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_written(bench_run, tmp_path, monkeypatch, options, words):
@@ -134,7 +134,7 @@ def test_wrong_usage_is_refused_before_anything_is_written(bench_run, tmp_path, 
 def test_a_precision_that_the_index_lacks_is_refused(bench_run, index, tmp_path):
     code, _, err = bench_run("fetch", index, "--precision", "nvfp4", "--scratch", tmp_path)
     assert code == 2
-    assert "does not store 'nvfp4'; it stores bf16, fp8" in err
+    assert "does not hold the precision 'nvfp4', only bf16, fp8" in err
 
 
 def test_nothing_is_left_behind_when_it_is_stopped(index, tmp_path):

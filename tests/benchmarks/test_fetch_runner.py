@@ -99,7 +99,7 @@ def test_wrong_bytes_are_found_and_the_run_is_discarded(runner):
 def test_a_failing_peer_is_declared_and_our_own_failure_ends_the_benchmark(runner):
     for run in only(runner, Entry("np.memmap", "np.memmap", COLD)):  # its copy was never made
         assert run["discarded"].startswith("failed: ended with code 1: FileNotFoundError")
-    with pytest.raises(EdjeError, match=r"a run of edje \(random\) failed: .*engine"):
+    with pytest.raises(EdjeError, match=r"the run of edje \(random\) failed: .*engine"):
         only(runner, Entry("edje", "edje", COLD, {"engine": "steam"}))
 
 

@@ -143,7 +143,7 @@ def test_a_small_rows_table_takes_no_memory(layout, rows, text_bytes):
     assert path.stat().st_size < 1 << 20
     commit(layout, path)
     outcomes = opened(layout)
-    assert "too many for its length" in outcomes["rows"]
+    assert "too many for a file of" in outcomes["rows"]
     assert [layout.relative(path), "cannot be read"] in [
         [where, message.partition(":")[0]] for where, message in outcomes["verify"]
     ]

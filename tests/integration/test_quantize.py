@@ -55,7 +55,7 @@ def test_quantize_resumes_repeats_and_drops(case, tmp_path):
         (["--to", "fp3"], "unknown precision 'fp3'"),
         (["--drop", "fp3"], "unknown precision 'fp3'"),
         (["--to", "fp8", "--from", "fp3"], "unknown precision 'fp3'"),
-        (["--to", "int8", "--from", "bf16"], "does not hold 'bf16' to convert from"),
+        (["--to", "int8", "--from", "bf16"], "does not hold the precision 'bf16'"),
         (["--to", "int8", "--workers", 2], "need --engine ray"),
         (["--to", "int8", "--address", "head:1"], "need --engine ray"),
     ]:
@@ -77,7 +77,7 @@ def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch)
     assert 0 < left < 4
     size = padded_shard_bytes(8, 8, codec("fp8", Manifest.load(tmp_path / "a").spec.block_shape).record_bytes)[1]
     monkeypatch.setattr("pipelines.jobs.quantize.free_disk", lambda _: left * size - 1)
-    with pytest.raises(UsageError, match=f"fp8 of {left} shards need up to {left * size} bytes"):
+    with pytest.raises(UsageError, match=f"shards? to fp8 needs up to {left * size} bytes"):
         run_quantize(config, engine, lambda _: None)
     monkeypatch.setattr("pipelines.jobs.quantize.free_disk", lambda _: left * size)
     assert run_quantize(config, engine, lambda _: None).added == ("fp8",)

@@ -287,7 +287,7 @@ def test_dev_captions_of_images_that_are_trained_on_are_refused(case, tmp_path):
     arguments[1] = case / "all.jsonl"
     options = [*arguments, "--steps", "1", "--set", "inputs.split=train", "--dev", case / "all.jsonl"]
     error = run_here(*options, expect=2)["error"]
-    assert "20 images of the development set are trained on too" in error
+    assert "20 images are in both the training set and the development set" in error
     assert not (tmp_path / "out.run").exists()
     result = run_here(*options, "--set", "inputs.dev_split=dev")
     assert result["dev"]["images"]["queries"] == 8
@@ -355,7 +355,7 @@ def test_a_checkpoint_of_an_evaluation_is_exported(case, tmp_path):
 
 def test_a_teacher_that_reads_other_captions_is_refused(case, tmp_path):
     error = run_here(*training(case, tmp_path / "out"), "--teacher", case / "model", expect=2)["error"]
-    assert "architecture.canonical_captions is True, but the teacher" in error
+    assert "architecture.canonical_captions is True for the student" in error
 
 
 @pytest.mark.slow

@@ -274,14 +274,14 @@ def test_indexes_are_compared_on_the_images_of_both(run, world, tiny_bundle, tmp
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--split", "test"], "no captions of split 'test'"),
-        (["--precision", "fp8"], "does not hold precision 'fp8'"),
+        (["--split", "test"], "no captions of the split 'test'"),
+        (["--precision", "fp8"], "does not hold the precision 'fp8'"),
         (["--precision", "fp3", "--simulate"], "unknown precision"),
         (["--full-captions", "x.jsonl"], "--full"),
-        (["--score", "joint"], "unknown part 'joint' of the score: use 'bundle', or PART=WEIGHT"),
+        (["--score", "joint"], "unknown part 'joint' of the score: give 'bundle', or PART=WEIGHT"),
         (["--score", "late=x"], "the weight of 'late' must be a finite number, got 'x'"),
         (["--score", "logit", "--no-rerank"], "leave one of them out"),
-        (["--images", "nowhere"], "no folder"),
+        (["--images", "nowhere"], "no directory"),
         (["--also", "=x"], "INDEX=MODEL"),
         (["--also", "nowhere"], "no index at nowhere"),
     ],
@@ -296,7 +296,7 @@ def test_senseless_requests_are_refused(run, world, tmp_path, monkeypatch, optio
 def test_a_part_that_the_bundle_lacks_is_refused(run, world):
     code, out, err = run(*arguments(world, "--score", "logit=1,hubness=1"))
     assert (code, out) == (1, "")
-    assert "has no hubness correction; its parts are logit, late, embedding" in err
+    assert "has no hubness correction: use only the parts logit, late, embedding" in err
 
 
 def test_captions_of_other_images_are_refused(run, world, tmp_path):

@@ -26,7 +26,7 @@ def test_train_embedding_writes_a_model_and_json(tmp_path, capsys):
     out = tmp_path / "dual"
     command = ["train-embedding", str(captions), "--split", "train", "--dev", str(captions), "--json"]
     assert main([*command, "--out", str(out), "--towers", str(tmp_path)]) == 2
-    assert "trained on too" in capsys.readouterr().err
+    assert "in both the training set and the development set" in capsys.readouterr().err
     command += ["--dev-split", "dev", "--out", str(out)]
     command += ["--image-tower", f"test_vit:{sources.image_weights}", "--text-tower", str(sources.text)]
     command += ["--image-size", "64", "--embed-dim", "12", "--epochs", "2", "--batch-size", "8"]

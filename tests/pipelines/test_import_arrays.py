@@ -68,7 +68,7 @@ def test_other_commands_take_the_index(run, files, tmp_path, tiny_bundle):
     assert len(TokenStore.open(out, "fp8")) == ROWS
     code, _, message = run("search", out, "a page about boats")
     assert code == 1
-    assert message.endswith("has no text tower; use edje_index.LateInteractionSearch instead\n")
+    assert message.endswith("has no text tower: use edje_index.LateInteractionSearch\n")
     code, _, message = run("build", files[0].parent, "--out", out, "--model", tiny_bundle)
     assert (code, message.count("\n")) == (2, 1)
     query = np.load(files[0])[7, :2]
@@ -134,7 +134,7 @@ def test_files_that_are_refused(run, files, tmp_path):
 def test_rows_that_are_refused(run, files, tmp_path):
     bad = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"url": ["a"] * ROWS}), bad)
-    assert "has no column 'uri'; its columns are: url" in refused(run, tmp_path, *files[:2], bad)
+    assert "has no column 'uri', only url" in refused(run, tmp_path, *files[:2], bad)
     pq.write_table(pa.table({"uri": ["a"]}), bad)
     assert f"has 1 rows, but the arrays have {ROWS}" in refused(run, tmp_path, *files[:2], bad)
     bad.write_bytes(b"no table")

@@ -110,7 +110,7 @@ def test_more_workers_than_the_cluster_has_room_for(cluster, tmp_path):
 
 def test_a_worker_that_no_node_has_room_for_is_refused(cluster, tmp_path):
     done = run_engine(cluster, tmp_path, workers=1, cpus=4)
-    assert "a worker needs 4 CPUs and 0 GPUs on one node of the Ray cluster" in done.stderr
+    assert "a worker needs 4 CPUs and 0 GPUs on one node" in done.stderr
 
 
 def test_a_busy_cluster_delays_some_workers_only(cluster, tmp_path):

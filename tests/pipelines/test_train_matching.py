@@ -71,5 +71,5 @@ def test_rows_in_further_indexes(tmp_path):
     assert np.load(rows.teacher.rows).tolist() == [3, 0]
     assert rows.views is None
     lacking = match(features, items(3, 4), [])
-    with pytest.raises(UsageError, match="other lacks 1 of the training images; build that index from all of them"):
+    with pytest.raises(UsageError, match="other lacks 1 training images; build that index from all training images"):
         further_rows(inputs, config, FurtherIndexes(other, features, None), lacking, tmp_path)

@@ -94,11 +94,11 @@ def test_columns_of_rows(tmp_path, rows):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (["a"], "2 blocks need 2 rows, but column uri has 1"),
+        (["a"], "2 blocks need 2 rows, but column uri of rows has 1"),
         ("ab", "got the string 'ab'"),
         ({"status": ["failed"] * 2}, "unknown columns status"),
-        ({"width": ["wide", "narrow"]}, "column width of the rows cannot be read as int32"),
-        ({"uri": ["a", None]}, "column uri of the rows has 1 nulls"),
+        ({"width": ["wide", "narrow"]}, "column width of rows cannot be converted to int32"),
+        ({"uri": ["a", None]}, "column uri of rows has 1 nulls"),
     ],
 )
 def test_rows_that_are_refused(tmp_path, rows, message):

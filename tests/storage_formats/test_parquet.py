@@ -22,7 +22,7 @@ def test_columns_come_in_the_requested_order():
 
 
 def test_a_missing_column_is_an_error():
-    with pytest.raises(ValueError, match="the file has no column 'b'"):
+    with pytest.raises(ValueError, match="the Parquet file has no column 'b'"):
         read_table(parquet(pa.table({"a": [1]})), ["b"])
 
 
@@ -30,7 +30,7 @@ def test_a_small_file_of_many_equal_rows_is_refused_before_it_is_decoded():
     data = parquet(pa.table({"a": pa.array([7], pa.int64()).take(pa.array([0] * 2_000_000))}))
     assert len(data) < 20_000
     before = pa.total_allocated_bytes()
-    with pytest.raises(ValueError, match="the file claims 2000000 rows"):
+    with pytest.raises(ValueError, match="the Parquet file claims 2000000 rows"):
         read_table(data)
     assert pa.total_allocated_bytes() == before
 

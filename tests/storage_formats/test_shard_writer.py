@@ -125,7 +125,7 @@ def test_shapes_must_agree(tmp_path):
     with ShardWriter(tmp_path, SPEC, 0) as writer:
         with pytest.raises(UsageError, match="embeddings"):
             writer.put(np.array([0]), np.zeros((1, 4, 16), ml_dtypes.bfloat16), np.ones((1, 7), np.float32))
-        with pytest.raises(UsageError, match="has 8 rows, but the rows table has 3 lines"):
+        with pytest.raises(UsageError, match="has 8 rows, but the rows table has 3;"):
             writer.commit(table_of(SPEC, 1), "plan", {})
 
 

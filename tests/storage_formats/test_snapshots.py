@@ -138,9 +138,9 @@ def test_rollback_and_removal(index):
         assert same_bits(store.fetch([0, 3]), blocks[[0, 3]])
         with pytest.raises(DeletedRowError):
             store.fetch([2])
-    with pytest.raises(UsageError, match=r"has no snapshot 4; it has: 0, 1, 2, 3"):
+    with pytest.raises(UsageError, match=r"has no snapshot 4; choose one of: 0, 1, 2, 3"):
         roll_back(CommittedIndex.open(root), 4)
-    with pytest.raises(UsageError, match="3 is the current one"):
+    with pytest.raises(UsageError, match="3 is the current snapshot"):
         roll_back(CommittedIndex.open(root), 3)
     assert remove_snapshots(CommittedIndex.open(root), 2).snapshots == (0, 1)
     assert len(list((root / "manifest").glob("deleted-*"))) == 2

@@ -85,7 +85,9 @@ def distributions(*scores: NDArray[np.float64]) -> tuple[tuple[float, ...], list
         UsageError: an array holds fewer than two scores.
     """
     if min(map(len, scores)) < 2:
-        raise UsageError("alignment needs at least two captions with content words; add captions for indexed images")
+        raise UsageError(
+            "alignment needs at least two captions with content words; give more captions of indexed images"
+        )
     edges = np.histogram_bin_edges(np.concatenate(scores), BINS)
     made = [
         Distribution(
@@ -110,7 +112,10 @@ def paired_test(first: NDArray[np.float64], second: NDArray[np.float64]) -> Pair
     differences = second - first
     deviation = float(differences.std(ddof=1))
     if deviation == 0:
-        raise UsageError("both representations have the same alignment scores; compare two different representations")
+        raise UsageError(
+            "the scores of both indexes differ by the same amount for every caption, so the t-test is "
+            "undefined; compare two different indexes"
+        )
     result = ttest_rel(second, first)
     mean = float(differences.mean())
     return PairedTest(mean, float(result.statistic), float(result.pvalue), mean / deviation)

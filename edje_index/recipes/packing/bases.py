@@ -75,7 +75,7 @@ def _fits(base: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 def _read(path: Path) -> State:
     if not path.is_file():
         raise ModelError(
-            f"no base tower at {path}: download both with 'edje-index model fetch-towers {path.parents[1]}'"
+            f"there is no base tower at {path}; download both with 'edje-index model fetch-towers {path.parents[1]}'"
         )
     return read_weights(path)
 

@@ -66,7 +66,7 @@ def pack_model(
             packing, or the packed model would exceed ``max_bytes``.
     """
     if new_tensors not in NEW_TENSOR_PACKINGS:
-        raise ModelError(f"unknown packing {new_tensors!r} of new tensors: use {' or '.join(NEW_TENSOR_PACKINGS)}")
+        raise ModelError(f"unknown packing {new_tensors!r} of new tensors; use {' or '.join(NEW_TENSOR_PACKINGS)}")
     info = read_bundle_info(bundle)
     verify_files(info)
     bases = BaseTowers.read(Path(towers))
@@ -79,9 +79,9 @@ def pack_model(
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         if size > max_bytes:
             raise ModelError(
-                f"the packed model takes {size / 1e6:.1f} MB, more than {max_bytes / 1e6:.1f} MB "
-                f"({_sizes(packings)}): pack new tensors as int8, train a narrower adapter, or freeze the "
-                "token embeddings"
+                f"the packed model takes {size / 1000000.0:.1f} MB, more than the limit of "
+                f"{max_bytes / 1000000.0:.1f} MB ({_sizes(packings)}); pack new tensors as int8, or train a "
+                "smaller adapter"
             )
     return PackedModel(Path(out), size, packings, unpacked.fingerprint)
 

@@ -66,12 +66,12 @@ def unpack_tensor(packing: str, parts: Mapping[str, Array], *, shape: tuple[int,
     if packing == INT8:
         return (parts["codes"].astype(np.float32) * parts["scales"][:, None]).reshape(shape)
     if base is None:
-        raise ValueError(f"packing {packing!r} needs a base tensor")
+        raise ValueError(f"the packing {packing!r} needs the tensor of a base tower, which is missing")
     result = _extended(base, shape)
     if packing == DELTA8:
         _rows(result)[parts["rows"]] += parts["codes"].astype(np.float32) * parts["scales"][:, None]
     elif packing != BASE:
-        raise ValueError(f"unknown packing {packing!r}")
+        raise ValueError(f"the packing {packing!r} is unknown")
     return result
 
 
@@ -83,7 +83,7 @@ def _rows(tensor: Array) -> Array:
 def _extended(base: Array, shape: tuple[int, ...]) -> Array:
     """Return a copy of `base`, extended to `shape` with rows of zeros."""
     if base.shape[1:] != shape[1:] or len(base) > shape[0]:
-        raise ValueError(f"a base of shape {list(base.shape)} does not fit a tensor of shape {list(shape)}")
+        raise ValueError(f"a base tensor of shape {list(base.shape)} does not fit a tensor of shape {list(shape)}")
     result = np.zeros(shape, base.dtype)
     result[: len(base)] = base
     return result

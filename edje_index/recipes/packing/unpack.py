@@ -59,15 +59,15 @@ def unpack_model(packed: str | Path, towers: str | Path, out: str | Path) -> Bun
     bases = BaseTowers.read(Path(towers))
     if bases.digests != description["towers"]:
         raise ModelError(
-            f"{folder} was packed with other base towers than the towers in {towers}: "
-            "download the base towers again with 'edje-index model fetch-towers'"
+            f"{folder} was packed with other base towers than those in {towers}; download the base towers "
+            "again with 'edje-index model fetch-towers'"
         )
     with new_folder(Path(out)) as staging:
         shutil.copytree(folder / BUNDLE_FOLDER, staging, dirs_exist_ok=True)
         try:
             write_weights(tensors, bases, staging)
         except (KeyError, ValueError, TypeError) as error:
-            raise ModelError(f"{folder} is damaged ({error!r}): copy the whole folder again") from error
+            raise ModelError(f"{folder} is damaged ({error!r}); copy the whole directory again") from error
         verify_files(read_bundle_info(staging))
     return read_bundle_info(out)
 
@@ -91,9 +91,9 @@ def _read(folder: Path) -> tuple[dict[str, Any], PackedTensors]:
         tensors = PackedTensors(load_file(folder / TENSORS_FILE), description["tensors"])
         if unknown := set(tensors.records) - set(WEIGHT_FILES):
             raise ModelError(
-                f"{folder / PACKING_FILE} lists {min(unknown)!r}, which is not a weight file of a "
-                "bundle; copy the whole folder again"
+                f"{folder / PACKING_FILE} lists {min(unknown)!r}, which is not a weight file of a bundle; "
+                "copy the whole directory again"
             )
         return description, tensors
     except (OSError, SafetensorError, KeyError) as error:
-        raise ModelError(f"cannot read {folder / TENSORS_FILE}: {error}; copy the whole folder again") from error
+        raise ModelError(f"cannot read {folder / TENSORS_FILE}: {error}; copy the whole directory again") from error

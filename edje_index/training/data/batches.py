@@ -108,7 +108,7 @@ class Features:
         holes = self._store.holes(blocks)
         if holes.any():
             raise CorruptIndexError(
-                f"{self.index.root} holds no features of row {rows[holes][0]}; run 'edje-index verify' on this index"
+                f"{self.index.root} holds no features of row {rows[holes][0]}; run 'edje-index verify'"
             )
         tensor = as_tensor(blocks)
         return tensor if self._reduction is None else self._reduction(tensor.float()).bfloat16()

@@ -155,9 +155,7 @@ def prepare_data(
     """
     texts = items.texts()
     if not texts:
-        raise UsageError(
-            "no captioned image has features to train on; check that the captions name images in the feature index"
-        )
+        raise UsageError("no captioned image has features; give captions of images in the feature index")
     ids = [np.array(caption, dtype=np.int32) for caption in _token_ids(tokenizer, texts)]
     embeddings = embed_texts(tower, texts, on_progress)
     mining = embeddings if miner.text is tower else embed_texts(miner.text, texts, on_progress)

@@ -58,8 +58,8 @@ def draw_negatives(
     free = (~masked).sum(axis=1)
     if not free.all():
         raise UsageError(
-            "a pair has no possible negative: all other pairs of the batch have the same image or the same words; "
-            "raise loop.batch_size"
+            "a pair has no possible negative, because all other pairs of its batch have the same image "
+            "or the same words; raise loop.batch_size"
         )
     # Gumbel top-k: the largest values of log-weight + noise are a draw without replacement. Both terms are multiplied
     # by the temperature, so that a temperature of 0 is allowed.

@@ -30,7 +30,7 @@ def trained_bundle(task: TrainTask, start: ModelBundle, step: int | None = None)
     checkpoints = Checkpoints(run_dir, task.run)
     state = checkpoints.latest() if step is None else checkpoints.at(step)
     if state is None or not any(name.startswith("joint.") for name in state.weights):
-        raise ModelError(f"{run_dir} holds no checkpoint of the joint phase yet; continue the training run")
+        raise ModelError(f"{run_dir} holds no checkpoint of the joint phase yet; resume the training run")
     trained_part(start.adapter).load_state_dict(_with_prefix(state.weights, "adapter."))
     start.joint.load_state_dict(_with_prefix(state.weights, "joint."))
     return replace(start, trained=True, info=None), state.step

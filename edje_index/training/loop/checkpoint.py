@@ -114,7 +114,7 @@ class Checkpoints:
         steps = sorted(kept for stage, kept in positions if stage == last)
         if step not in steps:
             raise ModelError(
-                f"{self._folder} has no checkpoint of step {step}; the folder has steps {', '.join(map(str, steps))}"
+                f"{self._folder} has no checkpoint of step {step}; choose one of the steps {', '.join(map(str, steps))}"
             )
         path = self._path(last, step)
         try:
@@ -129,8 +129,8 @@ class Checkpoints:
             raise _UnreadableError(str(error)) from error
         if state.run != self._run:
             raise ModelError(
-                f"{path} belongs to another training run; use another run folder, or remove "
-                f"{self._folder} to train again from step 0"
+                f"the checkpoint {path} belongs to another training run; use another run folder, or remove "
+                f"{self._folder} to start again from step 0"
             )
         return state
 

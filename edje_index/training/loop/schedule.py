@@ -23,7 +23,7 @@ def total_steps(config: LoopConfig, pairs: int) -> int:
     if config.steps is not None:
         return config.steps
     if config.epochs is None:
-        raise UsageError("the length of the training run is missing; set loop.steps or loop.epochs")
+        raise UsageError("the length of the training run is not set; set loop.steps or loop.epochs")
     return max(1, math.ceil(config.epochs * steps_per_epoch(config, pairs)))
 
 

@@ -152,7 +152,9 @@ class Trainer:
                     if stop or keeps or done % self._runtime.checkpoint_every == 0 or done == phase.steps:
                         self._save(phase, optimizer, done)
                     if stop and done < phase.steps:
-                        raise TrainingStopped(f"stopped after step {done} of {phase.steps} of the {phase.name} phase")
+                        raise TrainingStopped(
+                            f"the training run stopped after step {done} of {phase.steps} of the {phase.name} phase"
+                        )
         finally:
             if log is not None:
                 log.close()
@@ -194,9 +196,9 @@ class Trainer:
         self._skipped = (total, 0) if finite else (total + 1, consecutive + 1)
         if self._skipped[1] >= self._loop.max_bad_steps:
             raise ModelError(
-                f"no finite gradient in {self._skipped[1]} steps in a row, up to step {step + 1} of the {phase.name} "
-                "phase; train again in a new run folder with a lower optimizer.lr or optimizer.adapter_lr_factor, a "
-                "higher optimizer.warmup_steps, or loop.dtype float32"
+                f"{self._skipped[1]} steps in a row had no finite gradient, up to step {step + 1} of the "
+                f"{phase.name} phase; train again in a new run folder with a lower optimizer.lr, a higher "
+                "optimizer.warmup_steps, or loop.dtype float32"
             )
 
     def _save(self, phase: Phase, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -262,8 +264,9 @@ def _restore(optimizer: torch.optim.Optimizer, state: TrainState) -> None:
         optimizer.load_state_dict(state.optimizer)
     except ValueError as error:
         raise ModelError(
-            f"the optimiser state in the checkpoint of step {state.step} does not fit the parameters ({error}); resume "
-            "with the version of edje-index that wrote the checkpoint, or train again in another run folder"
+            f"the optimiser state in the checkpoint of step {state.step} does not fit the parameters "
+            f"({error}); resume with the version of edje-index that wrote the checkpoint, or use another "
+            "run folder"
         ) from error
 
 

@@ -49,7 +49,9 @@ def _read(folder: Path) -> State:
     """Read the weights in `folder` as float32, by their names in a Hugging Face BERT model."""
     path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if path is None:
-        raise ModelError(f"no weights in {folder}: the folder holds neither {' nor '.join(WEIGHTS)}")
+        raise ModelError(
+            f"there are no weights in {folder}, neither {' nor '.join(WEIGHTS)}; give the directory of a BERT model"
+        )
     raw: State = read_weights(path) if path.suffix == ".safetensors" else read_checkpoint(path)
     named = {k if k.startswith(("bert.", "cls.")) else f"bert.{k}": v for k, v in raw.items()}
     return {k: v.float() for k, v in named.items() if not k.endswith("position_ids")}
@@ -73,11 +75,11 @@ def _assign(joint: JointEncoder, state: State, folder: Path) -> None:
             target[name].copy_(tensor)
         elif name.startswith("bert."):
             raise ModelError(
-                f"the weights in {folder} do not fit its config.json: {name} has the unexpected shape "
-                f"{list(tensor.shape)}"
+                f"the weights in {folder} do not fit its config.json: {name} has the shape {list(tensor.shape)}"
             )
     missing = [name for name in target if name.startswith("bert.") and name not in state and name != WORD_EMBEDDINGS]
     if missing:
         raise ModelError(
-            f"the weights in {folder} lack {len(missing)} tensors of the language model, for example {missing[0]}"
+            f"the weights in {folder} lack {len(missing)} tensors of the language model, for example "
+            f"{missing[0]}; give another directory"
         )

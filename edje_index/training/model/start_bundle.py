@@ -107,7 +107,8 @@ def keep_layers(joint: JointEncoder, count: int) -> None:
     layers = joint.language_model.bert.encoder.layer
     if count > len(layers):
         raise ModelError(
-            f"cannot keep {count} layers: the language model has {len(layers)}; lower architecture.language_layers"
+            f"cannot keep {count} layers, because the language model has only {len(layers)}; lower "
+            "architecture.language_layers"
         )
     joint.language_model.bert.encoder.layer = layers[:count]
     joint.config.num_hidden_layers = count
@@ -153,7 +154,7 @@ def _towers(origin: Origin) -> ModelBundle:
     if origin.model is not None:
         return ModelBundle.load(origin.model)
     if origin.vision is None or not (origin.language or origin.init):
-        raise ModelError("no frozen towers are given: set model, or set vision and one of language and init")
+        raise ModelError("the towers are missing: set model, or set vision and one of language and init")
     clip, config = load_clip(origin.vision, None)
     folder = Path(origin.vision.removeprefix(LOCAL_DIR)) if origin.vision.startswith(LOCAL_DIR) else None
     vision = vision_tower(clip.visual)  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ def prepared_data(
         miner, tokenizer = Miner(bundle.text, image_embeddings), start.bundle.joint.tokenizer
         prepare_data(matched.captions, tokenizer, start.bundle.text, miner, on_progress).save(folder)
     if TrainingData.open(folder).images != len(matched.items):
-        raise UsageError(f"the training data in {folder} was made from other captions; set run.dir to another folder")
+        raise UsageError(f"{folder} holds the training data of other captions; set run.dir to another folder")
     temperature = 0.0 if settings.selection == "top" else settings.temperature
     if temperature is None:
         temperature = 1 / float(bundle.clip.get_parameter("logit_scale").exp())

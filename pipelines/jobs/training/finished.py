@@ -40,8 +40,8 @@ def finished_result(run: RunSettings, fitting: FittingConfig, fingerprint: str) 
         return None
     if result.fitting != fitting.model_dump():
         raise UsageError(
-            f"{run.out} was finished with other settings of the final score (the group fitting); remove this bundle to "
-            "write a new bundle from the last checkpoint, or set run.out to another folder"
+            f"{run.out} was trained with other settings of the final score (the group fitting); remove "
+            f"{run.out} to write it again from the last checkpoint, or set run.out to another folder"
         )
     return replace(result, already_finished=True)
 
@@ -51,8 +51,8 @@ def _read_result(path: Path, out: Path) -> TrainResult:
         return TypeAdapter(TrainResult).validate_json(path.read_bytes(), strict=True)
     except (OSError, ValidationError) as error:
         raise EdjeError(
-            f"cannot read {path}: {_first_problem(error)}; restore the file, or remove {out} to write the bundle again "
-            "from the last checkpoint"
+            f"cannot read {path}: {_first_problem(error)}; restore the file, or remove {out} to write the "
+            "bundle again from the last checkpoint"
         ) from error
 
 

@@ -262,8 +262,9 @@ def _checked(index: CommittedIndex, accepted: Sequence[str], content: str) -> Co
     encoder = index.manifest.model["fingerprint"]
     if encoder not in accepted:
         raise UsageError(
-            f"{index.root} does not hold the required features ({content}): its encoder fingerprint is {encoder}, but "
-            f"{' or '.join(accepted)} is required; give another index, or leave the setting out to compute the features"
+            f"{index.root} does not hold the required features ({content}), because its encoder "
+            f"fingerprint is {encoder} instead of {' or '.join(accepted)}; give another index, or leave "
+            "the setting out to compute a new index"
         )
     return index
 
@@ -272,12 +273,12 @@ def _check_tokenizers(teacher: Path, student_info: BundleInfo, teacher_info: Bun
     """Raise UsageError unless student and teacher turn a caption into the same token ids."""
     if student_info.canonical_captions != teacher_info.canonical_captions:
         raise UsageError(
-            f"architecture.canonical_captions is {student_info.canonical_captions}, but the teacher {teacher} was "
-            f"trained with {teacher_info.canonical_captions}; set the student's value to the teacher's"
+            f"architecture.canonical_captions is {student_info.canonical_captions} for the student, but "
+            f"{teacher_info.canonical_captions} for the teacher {teacher}; use the value of the teacher"
         )
     student, other = (info.files.get("joint/tokenizer.json") for info in (student_info, teacher_info))
     if student is None or other is None or student["sha256"] != other["sha256"]:
         raise UsageError(
-            f"the teacher {teacher} has a different tokenizer from the student; set inputs.language or inputs.init to "
-            "a model with the teacher's tokenizer"
+            f"the teacher {teacher} has another tokenizer than the student; set inputs.language or "
+            "inputs.init to a model with the tokenizer of the teacher"
         )

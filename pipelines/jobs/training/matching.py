@@ -63,8 +63,8 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
     matched = _match(index, [*captions.trained, *captions.dev])
     if absent := matched.missing().get(NOT_IN_INDEX):
         raise UsageError(
-            f"{absent:,} of {len(matched.rows):,} captioned images are not in {index.root}; build that index from all "
-            "training and dev images, or leave inputs.features out to compute the features"
+            f"{absent:,} of {len(matched.rows):,} captioned images are not in {index.root}; build that "
+            "index from all training and dev images, or leave inputs.features out"
         )
     trained_rows, dev_rows = matched.split(len(captions.trained))
     if left_out := trained_rows.missing():
@@ -87,7 +87,9 @@ def _caption_set(
     kept, rows = matched.indexed(items)
     if not kept:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in matched.missing().items())
-        raise UsageError(f"none of the {len(items):,} images of {setting} has features ({reasons}); correct the files")
+        raise UsageError(
+            f"none of the {len(items):,} images of {setting} has features ({reasons}); correct the image files"
+        )
     return kept, CaptionSet(rows, [item.captions for item in kept])
 
 
@@ -155,7 +157,7 @@ def _rows(index: CommittedIndex, matched: MatchedCaptions) -> NDArray[np.int64]:
         return matched.captions.rows
     rows = _match(index, matched.items).rows
     if missing := int((rows < 0).sum()):
-        raise UsageError(f"{index.root} lacks {missing:,} of the training images; build that index from all of them")
+        raise UsageError(f"{index.root} lacks {missing:,} training images; build that index from all training images")
     return rows
 
 
@@ -170,8 +172,8 @@ def _view_rows(views: ViewIndex, photos: Sequence[CaptionedImage], count: int) -
     lacking = int((rows < 0).any(axis=1).sum())
     if lacking and views.is_given:
         raise UsageError(
-            f"{views.index.root} lacks at least one of the {count} views of {lacking:,} of {len(photos):,} photos; "
-            "leave inputs.view_features out to compute the views"
+            f"{views.index.root} lacks at least one of the {count} views of {lacking:,} of "
+            f"{len(photos):,} photos; leave inputs.view_features out to compute all views"
         )
     return rows
 

@@ -56,7 +56,8 @@ def _language_digest(path: Path | None) -> str | None:
     files = [path / name for name in _LANGUAGE_FILES if (path / name).is_file()]
     if not files:
         raise UsageError(
-            f"{path} is not a language model: it holds neither config.json nor bundle.json; choose another directory"
+            f"{path} holds no language model, because there is neither config.json nor bundle.json in it; "
+            "choose another directory"
         )
     return hashlib.sha256("".join(map(_file_digest, files)).encode()).hexdigest()
 

@@ -39,16 +39,14 @@ def run_training(
     check_request(request, config)
     with locked_index(run.folder):
         if run.export and not (run.folder / "checkpoints").is_dir():
-            raise UsageError(
-                f"{run.folder} holds no checkpoint to export; set run.dir to the run folder of the training"
-            )
+            raise UsageError(f"{run.folder} holds no checkpoint to export; set run.dir to the folder of a training run")
         on_event(StatusMessage("reading captions"))
         given = read_inputs(request.inputs)
         fingerprint = begin_run(run.folder, training_record(request.inputs, given, config))
         if (finished := finished_result(run, config.fitting, fingerprint)) is not None:
             return finished
         if run.out.exists():
-            raise UsageError(f"{run.out} exists already; remove this folder, or set run.out to another folder")
+            raise UsageError(f"{run.out} exists already; remove it, or set run.out to another folder")
         task = prepare_training(request, config, given, fingerprint, on_event, should_stop)
         if not run.export:
             run_steps(task.train, on_event, should_stop)

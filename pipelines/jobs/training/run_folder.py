@@ -34,7 +34,7 @@ def _read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_bytes())
         if not isinstance(record, dict):
-            raise ValueError(f"the file holds a {type(record).__name__} instead of a JSON object")
+            raise ValueError(f"the file must hold a JSON object, but holds a {type(record).__name__}")
     except (OSError, ValueError, RecursionError) as error:
         raise EdjeError(f"cannot read {path}: {error}; restore the file, or set run.dir to another folder") from error
     return record
@@ -44,16 +44,14 @@ def _refuse_other_files(folder: Path) -> None:
     names = {entry.name for entry in folder.iterdir()} - {"build"}  # holds the lock
     others = sorted(name for name in names if not name.startswith(f".{RUN_FILE}."))  # an unfinished write
     if others:
-        raise UsageError(
-            f"{folder} is not empty and is not a run folder (it holds {others[0]}); set run.dir to another folder"
-        )
+        raise UsageError(f"{folder} is not a run folder, because it holds {others[0]}; set run.dir to another folder")
 
 
 def _refuse_differences(folder: Path, recorded: dict[str, Any], current: dict[str, Any]) -> None:
     if recorded.get("format") != FORMAT:
         raise UsageError(
-            f"another version of this program began the run in {folder}, so it cannot be resumed; set run.dir to "
-            "another folder"
+            f"the training run in {folder} was started by another version of edje-index, so it cannot be "
+            "resumed; set run.dir to another folder"
         )
     lines = [
         f"{name} was {recorded.get(name)}, is {current.get(name)}"

@@ -61,7 +61,7 @@ def write_views(
         done = 0
         while batch := list(itertools.islice(photos, _AHEAD)):
             if should_stop():
-                raise JobStopped(f"stopped after cropping {done:,} photos; the next run crops all of them again")
+                raise JobStopped(f"stopped after cropping {done:,} photos; the next run crops all photos again")
             for written in pool.map(lambda ref: _write(ref, folder, views, size, seed), batch):
                 lines += [json.dumps({"path": str(path)}) + "\n" for path in written]
             done += len(batch)

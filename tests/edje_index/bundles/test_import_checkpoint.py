@@ -73,7 +73,7 @@ def test_refuses_early(tmp_path: Path, tower: tuple[str, ClipConfig]) -> None:
     with pytest.raises(ModelError, match="exists already"):
         import_checkpoint(checkpoint, tower[0], tmp_path / "run")
     (tmp_path / "run" / "tokenizer").rename(tmp_path / "elsewhere")
-    with pytest.raises(ModelError, match="no joint tokenizer"):
+    with pytest.raises(ModelError, match="there is no tokenizer"):
         import_checkpoint(checkpoint, tower[0], tmp_path / "bundle")
     import_checkpoint(checkpoint, tower[0], tmp_path / "bundle", tokenizer_dir=tmp_path / "elsewhere")
 
@@ -97,7 +97,7 @@ def test_named_tower_with_weights_from_a_file(tmp_path: Path) -> None:
         ("ViT-B-32", "nope", "has no weights 'nope'"),
         ("ViT-B-32:openai", "laion400m_e31", "two sources of weights"),
         ("local-dir:/nowhere", None, "not found"),
-        ("local-dir:/nowhere", "openai", "has weights of its own"),
+        ("local-dir:/nowhere", "openai", "already names its weights"),
     ],
 )
 def test_unknown_towers(vision: str, pretrained: str | None, message: str) -> None:

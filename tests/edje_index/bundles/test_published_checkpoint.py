@@ -131,10 +131,10 @@ def test_never_runs_what_a_checkpoint_holds(tmp_path: Path, save: str) -> None:
     [
         (b"", "cannot read|refused to read"),
         (b"not a checkpoint", "refused to read|cannot read"),
-        ([1, 2], "not a training checkpoint"),
+        ([1, 2], "is not a checkpoint"),
         ({"state_dict": {}}, "no 'model' weights"),
         ({"model": {"weight": 3}}, "no 'model' weights"),
-        ({"model": {}}, "the weights lack"),
+        ({"model": {}}, "it lacks the weights"),
     ],
     ids=["empty", "text", "list", "no-model", "no-tensors", "no-weights"],
 )
@@ -168,5 +168,5 @@ def test_says_what_is_missing_or_does_not_fit(tmp_path: Path) -> None:
         load_published_checkpoint(tmp_path / "part.pth", tokenizer, vision_heads=3)
     wide = state | {"vision_projection.projection.weight": torch.zeros(20, 24)}
     torch.save({"model": wide | {"vision_projection.projection.bias": torch.zeros(20)}}, tmp_path / "part.pth")
-    with pytest.raises(ModelError, match="width 20, but the joint encoder reads width 16"):
+    with pytest.raises(ModelError, match="width 20, but the joint encoder reads tokens of width 16"):
         load_published_checkpoint(tmp_path / "part.pth", tokenizer, vision_heads=3)

@@ -51,7 +51,7 @@ def test_images_may_lie_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert read_captions("c.jsonl", images="photos") == found
     assert read_captions("c.jsonl")[0].path == tmp_path / "x/a.jpg"
-    with pytest.raises(UsageError, match="no folder of images"):
+    with pytest.raises(UsageError, match="there is no directory"):
         read_captions(file, images=tmp_path / "nowhere")
 
 
@@ -146,9 +146,9 @@ def test_webdataset(tmp_path):
 
 
 def test_a_sample_without_captions_is_named(tmp_path):
-    with pytest.raises(UsageError, match="sample a: the sample has neither"):
+    with pytest.raises(UsageError, match="sample a: the sample has no captions"):
         read_captions(tar(tmp_path / "s.tar", {"a.jpg": b"pixels"}))
-    with pytest.raises(UsageError, match="sample a: the sample has 2 images"):
+    with pytest.raises(UsageError, match="sample a: a sample must have one image, but this one has 2"):
         read_captions(tar(tmp_path / "s.tar", {"a.jpg": b"", "a.png": b"", "a.txt": b"x"}))
 
 
@@ -213,11 +213,11 @@ def test_a_file_of_blank_captions_is_refused(tmp_path):
     ("content", "words"),
     [
         ("{", "not JSON"),
-        ("{}", "neither a list"),
-        ('{"images": [{"filename": "a"}]}', "images 1: the record has no list of 'sentences'"),
+        ("{}", "is in no known format"),
+        ('{"images": [{"filename": "a"}]}', "images 1: the record has no list 'sentences'"),
         ('{"images": [{"filename": "a", "sentences": [{}]}]}', "images 1: one of the captions"),
         ('{"images": [{"id": 1, "file_name": "a"}], "annotations": []}', "images 1: the record has no captions"),
-        ('{"images": [], "annotations": [{"caption": "x"}]}', "annotations 1: the annotation must have an 'image_id'"),
+        ('{"images": [], "annotations": [{"caption": "x"}]}', "annotations 1: the annotation has no 'image_id'"),
         ("[]", "holds no captions"),
     ],
 )

@@ -67,14 +67,14 @@ def test_same_embeddings_give_the_same_bytes(root):
 
 def test_query_of_another_width_is_refused(root):
     add_ann(root)
-    with pytest.raises(ModelError, match="has 5 dimensions, but the embeddings have 12"):
+    with pytest.raises(ModelError, match="has width 5, but the embeddings of the index have width 12"):
         AnnIndex.open(root).nearest(np.ones(5, np.float32), 1)
 
 
 def test_damaged_index_is_one_clear_error(own_root):
     (own_root / "ann" / "index.faiss").write_bytes(b"nonsense")
     with pytest.raises(
-        CorruptIndexError, match=r"the file has 8 bytes instead of the \d+ in index.json; run 'edje-index verify"
+        CorruptIndexError, match=r"the FAISS file has 8 bytes instead of the \d+ in index.json; run 'edje-index verify"
     ):
         AnnIndex.open(own_root)
 
@@ -92,7 +92,7 @@ def test_the_file_of_another_index_is_refused(own_root, tmp_path):
     spare = np.fromfile(other / "ann" / "index.faiss", dtype=np.uint8)
     path = own_root / "ann" / "index.faiss"
     spare[: path.stat().st_size].tofile(path)
-    with pytest.raises(CorruptIndexError, match="the file has CRC-32C"):
+    with pytest.raises(CorruptIndexError, match="the FAISS file has the CRC-32C"):
         AnnIndex.open(own_root)
 
 
@@ -115,14 +115,14 @@ def test_lists_on_disk_are_refused(own_root, tmp_path):
     index = faiss.IndexIDMap2(lists)
     index.add_with_ids(vectors, np.arange(len(vectors)))
     commit(own_root, index)
-    with pytest.raises(CorruptIndexError, match="the file holds the structure 'ilod' where ilar is expected"):
+    with pytest.raises(CorruptIndexError, match="the FAISS file holds the structure 'ilod' instead of ilar"):
         AnnIndex.open(own_root)
 
 
 @pytest.mark.parametrize(
     ("vectors", "dimensions", "first_id", "message"),
     [
-        (297, 12, 10, "ids from 10 to 306; ids must be in 0..299"),
+        (297, 12, 10, "ids from 10 to 306, but ids must be in 0..299"),
         (296, 12, 0, "number of vectors is 296 instead of 297"),
         (297, 13, 0, "number of dimensions is 13 instead of 12"),
     ],

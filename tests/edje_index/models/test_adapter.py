@@ -39,7 +39,7 @@ def test_patches_are_stored_untouched_by_an_adapter_without_weights() -> None:
     assert torch.equal(adapter(PATCHES), PATCHES)
     assert not adapter.state_dict()
     assert adapter.config.is_feature
-    with pytest.raises(ModelError, match="hidden_dim must be 0"):
+    with pytest.raises(ModelError, match="hidden_dim of a patches adapter must be 0"):
         build_adapter(replace(adapter.config, hidden_dim=4))
 
 

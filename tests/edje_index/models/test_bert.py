@@ -63,7 +63,7 @@ def bert(stock: BertModel) -> Bert:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "must describe a BERT model, got a model of type 'gpt2'"),
+        ({"model_type": "gpt2"}, "describes a model of type 'gpt2': give a BERT model"),
         ({"is_decoder": True}, "describes a decoder"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
         ({"num_hidden_layers": 0}, "at least one layer"),

@@ -124,5 +124,5 @@ def test_towers_without_patch_tokens_are_refused() -> None:
     convolutional = timm_config("resnet18", 64, pool="avg", embed_dim=512)
     with pytest.raises(ModelError, match="no patch features"):
         vision_tower(random_clip(convolutional).visual)
-    with pytest.raises(ModelError, match="at least 2 layers"):
+    with pytest.raises(ModelError, match="need at least 2"):
         vision_tower(random_clip(clip_config(layers=1)).visual)

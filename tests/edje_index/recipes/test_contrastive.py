@@ -223,7 +223,7 @@ def test_refusals(sources, items, tmp_path):
     with pytest.raises(UsageError, match="lr must be positive, got 0"):
         ContrastiveConfig(lr=0)
     too_many = EmbeddingRequest(items, [], sources, ContrastiveConfig(tune_text=3), tmp_path / "o", tmp_path / "c")
-    with pytest.raises(UsageError, match="layers in the text tower is 2"):
+    with pytest.raises(UsageError, match="the text tower has only 2"):
         train_embedding(too_many, quiet, quiet)
     with pytest.raises(ModelError, match="exists already"):
         train_embedding(EmbeddingRequest(items, [], sources, SMALL, tmp_path, tmp_path / "c"), quiet, quiet)

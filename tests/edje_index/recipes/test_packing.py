@@ -172,7 +172,7 @@ def test_damage_is_found(towers, trained, tmp_path):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ModelError, match="differs from the file"):
+    with pytest.raises(ModelError, match="has changed since the bundle was made"):
         unpack_model(tmp_path / "packed", towers, tmp_path / "out")
     description = tmp_path / "packed" / "carried.json"
     description.write_text(json.dumps({**json.loads(description.read_text()), "format_version": 2}))

@@ -114,7 +114,7 @@ def test_a_weight_without_its_part_is_refused(tiny_bundle, tmp_path):
 
 def test_a_bank_of_another_width_is_refused(tiny_bundle, tmp_path):
     bundle = replace(bundle_with_all_parts(tiny_bundle), hubness_bank=random_bank(dim=4))
-    with pytest.raises(ModelError, match="pooled vectors of width 4, but the pooled similarity has width 5"):
+    with pytest.raises(ModelError, match="vectors of width 4, but the pooled similarity has width 5"):
         bundle.save(tmp_path / "never")
 
 

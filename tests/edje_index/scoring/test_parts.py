@@ -103,7 +103,9 @@ def test_bfloat16_rounds_the_logits_alone(bundle, pairs, monkeypatch):
 def test_a_bundle_without_parts_scores_by_the_logit(tiny_model):
     assert tiny_model.weights("t2i") == tiny_model.weights("i2t") == ScoreWeights()
     assert set(tiny_model.parts("t2i", ScoreWeights())) == {"logit", "late", "embedding"}
-    with pytest.raises(ModelError, match="this model bundle has no hubness correction; its parts are logit, late, emb"):
+    with pytest.raises(
+        ModelError, match="this model bundle has no hubness correction: use only the parts logit, late, emb"
+    ):
         tiny_model.weights("t2i", "hubness=1")
     with pytest.raises(ModelError, match="no pooled similarity"):
         tiny_model.weights("i2t", "logit=1,pooled=1")

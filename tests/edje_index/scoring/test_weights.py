@@ -102,5 +102,7 @@ def test_other_spellings_are_refused(score, words):
 
 def test_missing_parts_are_named():
     check_parts(ScoreWeights(), {"logit": None}, "the bundle")
-    with pytest.raises(ModelError, match="the bundle has no pooled similarity and no hubness correction; its parts"):
+    with pytest.raises(
+        ModelError, match="the bundle has no pooled similarity and no hubness correction: use only the parts"
+    ):
         check_parts(ScoreWeights(pooled=1, hubness=1), {"logit": None, "late": None}, "the bundle")

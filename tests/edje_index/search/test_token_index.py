@@ -130,7 +130,7 @@ def test_the_embedding_alone_reads_no_tokens(with_all_parts, monkeypatch):
 
 
 def test_a_part_that_the_bundle_lacks_is_refused(built):
-    with pytest.raises(ModelError, match="no hubness correction; its parts are logit, late, embedding"):
+    with pytest.raises(ModelError, match="no hubness correction: use only the parts logit, late, embedding"):
         TokenIndex.open(built[0], score="logit=1,hubness=1")
     with pytest.raises(ModelError, match="no pooled similarity"):
         TokenIndex.open(built[0]).search("a red canoe", score="pooled")
@@ -154,7 +154,7 @@ def test_holes_are_never_found(built):
 def test_features_to_train_on_are_not_reranked(built, monkeypatch):
     opened = TokenIndex.open(built[0])
     monkeypatch.setattr(SearchModel, "adapter_config", AdapterConfig(PATCHES, 16, 32, 32, hidden_dim=0))
-    with pytest.raises(ModelError, match="makes features for training"):
+    with pytest.raises(ModelError, match="stores features for training"):
         opened.search("anything", k=1, pool=1)
     assert len(opened.search("anything", k=2, pool=2, rerank=False)) == 2
 

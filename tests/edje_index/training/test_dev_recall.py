@@ -117,7 +117,7 @@ def test_the_best_are_kept_also_after_a_stop(case, dev, everything, tmp_path):
     steps = {int(path.stem.partition("-")[2]) for path in Checkpoints(tmp_path, "run").paths()}
     assert set(best) <= steps
     assert steps <= {*best, 10, 12}
-    with pytest.raises(ModelError, match="has no checkpoint of step 3; the folder has"):
+    with pytest.raises(ModelError, match="has no checkpoint of step 3; choose one of"):
         trained_bundle(made, ModelBundle.load(made.start), 3)
 
 

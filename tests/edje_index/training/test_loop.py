@@ -131,7 +131,7 @@ def test_gradients_that_are_no_numbers_are_skipped_and_then_end_it(case, tmp_pat
     state = load_file(path)
     state["text_projection.bias"].fill_(float("nan"))
     save_file(state, path)
-    with pytest.raises(ModelError, match=r"no finite gradient in 3 steps in a row, up to step 3 .*optimizer.lr"):
+    with pytest.raises(ModelError, match=r"3 steps in a row had no finite gradient, up to step 3 .*optimizer.lr"):
         run_worker(task, WorkerGroup(), never)
     assert same(
         {k: v for k, v in weights(tmp_path).items() if k.startswith("adapter.")},

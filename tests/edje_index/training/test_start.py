@@ -74,7 +74,7 @@ def test_a_masked_language_models_head_is_kept(language):
 
 
 def test_what_is_no_language_model_is_refused(language, tmp_path):
-    with pytest.raises(ModelError, match="no tokenizer folder"):
+    with pytest.raises(ModelError, match="there is no directory"):
         load_language_model(tmp_path / "nowhere", 24)
     (language / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"neither model.safetensors nor pytorch_model.bin"):

@@ -96,7 +96,7 @@ def test_alignment_is_compared_pair_by_pair(case, run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["99"], "has no tokens of row 99"),
+        (["99"], "has no tokens; choose a row"),
         (["--split", "x"], "--images, --split and --against need --captions"),
         (["--precision", "fp8"], "fp8"),
         (["--model", "OTHER"], "did not build"),
