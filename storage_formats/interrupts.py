@@ -1,9 +1,8 @@
 """Cleanup after an exception that may be raised between any two instructions.
 
-Python runs signal handlers in the main thread, between instructions. A handler may raise: Ctrl-C raises
-KeyboardInterrupt. An exception can therefore end a function before the function has recorded what it started. An
-exception can also interrupt the cleanup. Code that starts helper threads or kernel requests which write into the
-caller's memory follows this pattern:
+A signal handler may raise in the main thread at any instruction: Ctrl-C raises KeyboardInterrupt. Such an exception can
+end a function before it has recorded what it started, and it can interrupt the cleanup. Code that starts helper threads
+or kernel requests which write into the caller's memory follows this pattern:
 
     pending = unsettled()
     settle(pending)
@@ -15,15 +14,11 @@ caller's memory follows this pattern:
         settle(pending)
         raise
 
-A second exception within microseconds of the first can still prevent the cleanup, because the interpreter may raise
-before the first instruction of `settle`. The task then stays in `pending`, which keeps the task's memory alive. The
-next read in the same thread waits for the task first.
+`abandon` waits until the task has stopped writing, and may be called repeatedly. If another exception prevents the
+cleanup, the task stays in `pending`, and the next read in the same thread waits for it.
 
-`abandon` waits until the task has stopped writing, and may be called repeatedly. It must determine what is running from
-state that is correct at every instruction. The only locks in such code are `threading.Lock` in a `with` statement and
-`queue.SimpleQueue`. Classes written in Python, such as `threading.Condition` and `concurrent.futures.Future`, can be
-interrupted after they take their lock and before they record that they hold it. They then block every other thread for
-ever.
+Such code uses only `threading.Lock` in a `with` statement and `queue.SimpleQueue`. An exception can leave the locks of
+classes written in Python, such as `threading.Condition`, taken for ever.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs the entries of a section alternately and keeps every run.
 
-A cold run is valid if at most 1 % of the subject's pages were in the page cache before the run, and nearly all
-requested bytes were read from the disk.
+A cold run is valid if at most 1 % of the pages were in the page cache before it, and it read nearly all bytes from the
+disk.
 """
 
 from __future__ import annotations

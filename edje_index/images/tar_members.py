@@ -1,7 +1,7 @@
 """Lists the members of an uncompressed tar archive, with the position of their data.
 
-`TarFile` is not used, because it ends without an error at a damaged header, follows negative sizes backwards, stops at
-the first of several joined archives, and keeps every member in memory.
+`TarFile` is not used, because it ends without an error at a damaged header, stops at the first of several joined
+archives, and keeps every member in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """The frozen vision tower: patch features and the pooled embedding of an image in one pass.
 
-Shape letters: b images, n patches, t positions (class and register tokens, then n patches), h heads, c width of a head,
-d width of the tower, e width of the embedding. As in the published EDJE code, the patch features are the last hidden
-state of timm trunks, and the output of the last but one layer of open_clip's own transformer.
+The patch features are those of the published EDJE code. For timm trunks they are the last hidden state. For open_clip's
+own transformer they are the output of the last but one layer.
+
+Shape letters: b images, n patches, t positions, h heads, c width of a head, d width of the tower, e width of the
+embedding. The positions are class and register tokens, then patches.
 """
 
 from __future__ import annotations

@@ -4,14 +4,12 @@ A model bundle may hold a `HubnessBank` of captions and images from its training
 
     t log mean_j exp((w <e, e_j> + u <p, p_j>) / t)
 
-over the captions j of the bank. Here e is the embedding of the image and p the pooled vector of the image; e_j and p_j
-are those of caption j. The weights w and u and the temperature t are fields of `HubnessSimilarity`. The hubness of a
-caption is the same expression over the images of the bank. The hubness correction is minus the hubness. It is
-query-bank normalisation (Bogolin et al., CVPR 2022) as a term of the score, based on the inverted softmax of Smith et
-al. (ICLR 2017).
+over the captions j of the bank, with embeddings e and pooled vectors p. The weights w and u and the temperature t are
+fields of `HubnessSimilarity`. The hubness of a caption is the same over the images of the bank. The hubness correction
+is minus the hubness (Bogolin et al., CVPR 2022; Smith et al., ICLR 2017).
 
-The hubness has a lower limit: the 10 % quantile of the hubness of the images (or captions) in the bank. Without the
-limit, images unlike any training image would have the lowest hubness and rank first for every caption.
+The hubness is at least the 10 % quantile of the hubness in the bank. Otherwise, images unlike any training image would
+rank first for every caption.
 """
 
 from __future__ import annotations
@@ -37,9 +35,7 @@ _FLOOR_QUANTILE = 0.1
 def hubness(
     embedding_products: torch.Tensor, pooled_products: torch.Tensor, *, embedding: Any, pooled: Any, temperature: Any
 ) -> torch.Tensor:
-    """Compute the hubness of n candidates [n], without the lower limit.
-
-    The result is differentiable with respect to `embedding`, `pooled` and `temperature`.
+    """Compute the hubness of n candidates [n], without the lower limit. The result is differentiable.
 
     Args:
         embedding_products: inner products of candidate embeddings with bank embeddings [n, b].
@@ -102,7 +98,7 @@ class HubnessBank(nn.Module):
     def hubness(
         self, embeddings: torch.Tensor, vectors: torch.Tensor, similarity: HubnessSimilarity, direction: str
     ) -> torch.Tensor:
-        """Compute the hubness of n candidates [n]. Values below :meth:`floor` are raised to :meth:`floor`.
+        """Compute the hubness of n candidates [n], at least :meth:`floor`.
 
         Args:
             embeddings: embeddings of the candidates, float32 [n, e].
@@ -114,7 +110,7 @@ class HubnessBank(nn.Module):
         return values.clamp(min=self.floor(similarity, direction))
 
     def floor(self, similarity: HubnessSimilarity, direction: str) -> float:
-        """Return the lower limit of the hubness. The limit is cached per similarity and direction."""
+        """Return the lower limit of the hubness."""
         if (similarity, direction) not in self._floors:
             images = direction == TEXT_TO_IMAGE
             embeddings = self.image_embeddings if images else self.caption_embeddings
@@ -138,10 +134,10 @@ class HubnessBank(nn.Module):
     def products(
         self, embeddings: torch.Tensor, vectors: torch.Tensor, direction: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute inner products of n candidates with the bank, of embeddings [n, b] and of pooled vectors [n, b].
+        """Compute inner products of n candidates with the bank, of embeddings and of pooled vectors [n, b].
 
-        In "t2i", candidates are images and are compared with the captions of the bank; in "i2t" the reverse. If the
-        model has no pooled similarity, the products of pooled vectors are zeros [1, 1].
+        In "t2i", candidates are images and are compared with captions; in "i2t" the reverse. Without pooled similarity,
+        the second result is zeros [1, 1].
         """
         captions = direction == TEXT_TO_IMAGE
         bank_embeddings = self.caption_embeddings if captions else self.image_embeddings

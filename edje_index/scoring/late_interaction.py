@@ -1,10 +1,8 @@
 """Late interaction of image tokens with the words of a caption, as in ColBERT (Khattab and Zaharia, 2020).
 
-The score is the mean, over the content words of a caption, of each word's largest cosine similarity with a token of
-the image. The mean word vector is subtracted from word vectors and tokens first, because the word vectors of a language
-model share one large component that carries no information. The score is meaningful only if an alignment phase trained
-the adapter to make tokens similar to word vectors. `training.model.losses.alignment_scores` computes the same score for
-all pairs of a training batch.
+The score is the mean, over the content words of a caption, of each word's largest cosine similarity with a token of the
+image. The mean word vector is subtracted first, because it carries no information. The score is meaningful only if an
+alignment phase trained the adapter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Pooled similarity: the cosine similarity of one vector per image and one vector per caption.
 
-The vector of an image is a linear map of the mean, standard deviation and maximum over the image's tokens. The vector
-of a caption is a linear map of a bag of the caption's words and of the mean hidden state of the language model, which
-reads the caption without an image. `training.fitting.pooled_similarity` fits the maps in closed form.
+The vector of an image is a linear map of the mean, standard deviation and maximum over its tokens. The vector of a
+caption is a linear map of its bag of words and of the mean hidden state of the language model.
+`training.fitting.pooled_similarity` fits the maps in closed form.
 """
 
 from __future__ import annotations

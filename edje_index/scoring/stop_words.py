@@ -24,8 +24,7 @@ STOP_WORDS = frozenset(_STOP_WORDS.split())
 def content_token_mask(tokenizer: JointTokenizer) -> NDArray[np.bool_]:
     """Return which token ids of `tokenizer` are content words, bool [v], read-only.
 
-    Content words are words and word pieces, but not stop words, punctuation or special tokens. The mask is cached,
-    because every query needs the mask and computing it takes tens of milliseconds.
+    Stop words, punctuation and special tokens are not content words. The mask is cached.
     """
     mask = np.zeros(len(tokenizer), dtype=bool)
     special_ids = {*map(tokenizer.special_id, SPECIAL_TOKEN_NAMES), tokenizer.image_token_id}

@@ -1,7 +1,4 @@
-"""Weights of the final score: one `ScoreWeights` per direction of search.
-
-The module loads neither torch nor NumPy, so that ``bundle.json`` can be read without them.
-"""
+"""Weights of the final score: one `ScoreWeights` per direction of search."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Reranker:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the final score needs the tokens of the candidates."""
+        """True if the final score needs the tokens of the candidates."""
         return reads_tokens(self._score.parts, TEXT_TO_IMAGE)
 
     def scores(

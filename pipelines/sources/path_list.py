@@ -39,8 +39,7 @@ class PathListSource:
     """The files that a list of paths names, in the order of the list, with the values of the other columns.
 
     Relative paths start at the directory of the list. A missing file gives an input with the problem "missing". An
-    entry without a usable path gives an input with the problem "bad-list-line" and the uri "<list>#<number>", where the
-    number counts lines or Parquet rows from 1.
+    entry without a usable path gives an input with the problem "bad-list-line" and the uri "<list>#<number>".
 
     Raises:
         UsageError: the list cannot be read or has no path column. `iter_inputs` also raises this error if a Parquet

@@ -1,10 +1,7 @@
 """`bf16`: bfloat16 values, stored unchanged.
 
-A record holds m x d bfloat16 values, little endian, tokens in order: 2 m d bytes.
-
-A bfloat16 (Google, "BFloat16: the secret to high performance on Cloud TPUs", 2019) is the upper half of an IEEE 754
-binary32: sign 1, exponent 8 (bias 127), fraction 7. Encoding and decoding keep every bit, NaN payloads included, and
-need only NumPy.
+A record holds m x d bfloat16 values, little endian, tokens in order: 2 m d bytes. A bfloat16 is the upper half of an
+IEEE 754 binary32: sign 1, exponent 8 (bias 127), fraction 7. Every bit is kept, also of NaN.
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec

@@ -1,14 +1,14 @@
 """`fp16`: IEEE 754 binary16, without a scale.
 
-A record holds m x d binary16 values (sign 1, exponent 5 with bias 15, fraction 10), little endian, tokens in order:
-2 m d bytes. A block of 64 x 384 takes 49,152 bytes, 12 pages, as in `bf16`.
+A record holds m x d binary16 values, little endian, tokens in order: 2 m d bytes.
 
-bfloat16 values with a magnitude from 2 ** -14 to 65,504 are stored exactly. Smaller values are rounded to a multiple
-of 2 ** -24, ties to even. Larger values saturate at 65,504. Values that are not finite become the NaN 0x7E00. Decoding
-rounds each value to the nearest bfloat16, ties to even. An infinity in a record decodes to an infinity, although no
-encoder writes one.
+- Magnitudes from 2 ** -14 to 65,504 are stored exactly.
+- Smaller magnitudes are rounded to a multiple of 2 ** -24, ties to even.
+- Larger magnitudes saturate at 65,504.
+- Values that are not finite become the NaN 0x7E00.
 
-The values of the Zarr array can be decoded with NumPy alone:
+Decoding rounds each value to the nearest bfloat16, ties to even. The values of the Zarr array can be decoded with
+NumPy alone:
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec, fill_record

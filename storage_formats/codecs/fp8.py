@@ -1,18 +1,16 @@
 """`fp8`: E4M3 codes with one power-of-two scale per token.
 
-A record of m tokens of width d holds m x d E4M3 codes of one byte, tokens in order, and then m E8M0 scales of one
-byte. A block of 64 x 384 takes 24,576 + 64 = 24,640 bytes.
+A record holds, for m tokens of width d:
+
+- m x d E4M3 codes of one byte, tokens in order
+- m E8M0 scales of one byte
 
 An E4M3 code has the sign in bit 7, the exponent (bias 7) in bits 6-3 and the fraction in bits 2-0. Exponent 0 is
-subnormal, 0x7F and 0xFF are NaN, there are no infinities, and the largest value is 448 (Micikevicius et al., "FP8
-Formats for Deep Learning", 2022; OCP OFP8 1.0). An E8M0 scale is 2 ** (byte - 127), and 0xFF is NaN (OCP MX 1.0,
-section 5.4.1). The value is code x scale, which bfloat16 holds exactly.
+subnormal. 0x7F and 0xFF are NaN (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). An E8M0 scale is 2 **
+(byte - 127), and 0xFF is NaN (OCP MX 1.0, section 5.4.1). The value is code x scale.
 
-The encoder takes the smallest scale for which the token's largest magnitude / scale does not exceed 448. cuBLAS uses
-the same rule for the groups of MXFP8. No code saturates, and the relative error does not depend on the magnitude of the
-tokens. Without a scale, E4M3 would lose tokens whose values are far below 2 ** -6 or above 448.
-
-The values of the Zarr array can be decoded with NumPy alone:
+The encoder takes the smallest scale with which no code exceeds 448. Without a scale, E4M3 would lose tokens with values
+far below 2 ** -6 or above 448. The values of the Zarr array can be decoded with NumPy alone:
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec, fill_record

@@ -1,14 +1,13 @@
 """`int8`: integers with one scale per token.
 
-A record of m tokens of width d holds m x d two's complement integers of one byte, tokens in order, and then m
-bfloat16 scales, little endian. A block of 64 x 384 takes 24,576 + 128 = 24,704 bytes. The value is integer x scale,
-rounded once to bfloat16.
+A record holds, for m tokens of width d:
 
-The encoder takes the scale nearest to the token's largest magnitude / 127 and rounds value / scale to the nearest
-integer, ties to even, saturated at -127 and 127 (the symmetric scheme of Jacob et al., "Quantization and Training
-of Neural Networks for Efficient Integer-Arithmetic-Only Inference", 2018). The scale is at least 2 ** -133, the
-smallest positive bfloat16, and at most 2 ** 121, so that 127 x scale is still a bfloat16. Because the scale is a
-bfloat16, integer x scale is exact in float32.
+- m x d two's complement integers of one byte, tokens in order
+- m bfloat16 scales, little endian
+
+The value is integer x scale, rounded once to bfloat16. The encoder takes the scale nearest to the largest magnitude of
+the token / 127. It rounds value / scale to the nearest integer, ties to even, saturated at -127 and 127 (the symmetric
+scheme of Jacob et al., 2018). The scale is at least 2 ** -133 and at most 2 ** 121.
 
 The values of the Zarr array can be decoded with NumPy alone (a bfloat16 is the upper half of a float32):
 

@@ -3,15 +3,13 @@
 A kernel runs on the calling thread and releases the GIL, so the caller may run it on several threads at once. Each
 kernel takes flat arrays and some of these arguments:
 
-- `geometry` (values, width, group): values per block (m x d), values per token (d), values that share one scale;
-- `span` (start, stop): an encoder converts blocks [start, stop), a decoder converts items [start, stop) of `moves`;
-- `moves` (offsets, blocks), for decoders: the record that starts at byte `offsets[i]` of `records` is decoded to block
-  `blocks[i]` of the output. Both are writeable int64 arrays, because Numba accepts no read-only array in a tuple.
+- `geometry`: (values per block, values per token, values that share one scale)
+- `span`: (start, stop) of the blocks to encode, or of the items of `moves` to decode
+- `moves`: (offsets, blocks); the record at byte `offsets[i]` is decoded to block `blocks[i]` of the output
 
-All kernels and their helpers are in one module because Numba's cache notices changes only in a kernel's own file.
-Indices are unsigned: this avoids Numba's handling of negative indices and lets LLVM vectorise. A helper takes an array
-and the index of the first element to use, not a slice, because Numba counts the references to a slice. Unsigned and
-signed integers are not mixed, because their sum is a float in Numba.
+All kernels and their helpers are in one module, because Numba's cache notices changes only in a kernel's own file.
+Indices are unsigned, so that LLVM can vectorise. A helper takes an array and the index of the first element, because
+Numba counts the references to a slice.
 """
 
 from __future__ import annotations

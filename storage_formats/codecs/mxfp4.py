@@ -1,17 +1,15 @@
 """`mxfp4`: MXFP4 (OCP Microscaling Formats (MX) Specification 1.0, 2023).
 
-A record of m tokens of width d holds m x d / 2 bytes of E2M1 codes, tokens in order, two codes per byte with the
-first in the low half, and then m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a token.
-d must be a multiple of 32. A block of 64 x 384 takes 12,288 + 768 = 13,056 bytes.
+A record holds, for m tokens of width d, where d is a multiple of 32:
 
-An E2M1 code (section 5.3.3 of the standard) has the sign in bit 3, the exponent (bias 1) in bits 2-1 and the fraction
-in bit 0; its magnitudes are 0, 0.5, 1, 1.5, 2, 3, 4, 6. A scale is 2 ** (byte - 127), and 0xFF is NaN. The value is
-code x scale, which bfloat16 holds exactly.
+- m x d / 2 bytes of E2M1 codes, tokens in order, two codes per byte with the first in the low half
+- m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a token
 
-The encoder follows section 6.3 of the standard: the scale is the largest power of two that does not exceed the group's
-largest magnitude, divided by 2 ** 2, the largest power of two of E2M1. Values above 6 x scale saturate.
+An E2M1 code has the sign in bit 3, the exponent (bias 1) in bits 2-1 and the fraction in bit 0. Its magnitudes are 0,
+0.5, 1, 1.5, 2, 3, 4 and 6. A scale is 2 ** (byte - 127), and 0xFF is NaN. The value is code x scale.
 
-The values of the Zarr array can be decoded with NumPy alone:
+The scale of a group is the largest power of two that does not exceed its largest magnitude / 4 (section 6.3). Values
+above 6 x scale saturate. The values of the Zarr array can be decoded with NumPy alone:
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec, fill_record

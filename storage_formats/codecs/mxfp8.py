@@ -1,13 +1,12 @@
 """`mxfp8`: MXFP8 with E4M3 elements (OCP Microscaling Formats (MX) Specification 1.0, 2023).
 
-A record of m tokens of width d holds m x d E4M3 codes of one byte (see `fp8`), tokens in order, and then m x d / 32
-E8M0 scales of one byte, one per group of 32 consecutive values of a token. d must be a multiple of 32. A block of
-64 x 384 takes 24,576 + 768 = 25,344 bytes. The value is code x scale.
+A record holds, for m tokens of width d, where d is a multiple of 32:
 
-The encoder follows section 6.3 of the standard: the scale is the largest power of two that does not exceed the
-group's largest magnitude, divided by 2 ** 8, the largest power of two of E4M3. Values above 448 x scale saturate.
+- m x d E4M3 codes of one byte (see `fp8`), tokens in order
+- m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a token
 
-The values of the Zarr array can be decoded with NumPy alone:
+The value is code x scale. The scale of a group is the largest power of two that does not exceed its largest magnitude /
+256 (section 6.3). Values above 448 x scale saturate. The values of the Zarr array can be decoded with NumPy alone:
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec, fill_record

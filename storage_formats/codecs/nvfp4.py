@@ -1,19 +1,16 @@
 """`nvfp4`: NVFP4 (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025) with a fixed second-level scale.
 
-A record of m tokens of width d holds m x d / 2 bytes of E2M1 codes (see `mxfp4`), tokens in order, two codes per byte
-with the first in the low half, and then m x d / 16 E4M3 scales of one byte (see `fp8`), one per group of 16
-consecutive values of a token. d must be a multiple of 16. A block of 64 x 384 takes 12,288 + 1,536 = 13,824 bytes.
+A record holds, for m tokens of width d, where d is a multiple of 16:
 
-The value is code x scale / 8, which bfloat16 holds exactly. The factor 1/8 = 2 ** -3 is NVFP4's second-level (fp32)
-scale, which is a constant in this format. If the largest magnitude of a group is between 0.012 and 336, the group's
-scale has full precision. If the magnitude is between 0.0015 and 0.012, the scale is a subnormal E4M3. Values above 336
-saturate. Because the constant is a power of two, the products are exact. Because the constant is not stored, a record
-has 13,824 bytes and does not depend on other records.
+- m x d / 2 bytes of E2M1 codes (see `mxfp4`), tokens in order, two codes per byte with the first in the low half
+- m x d / 16 E4M3 scales of one byte (see `fp8`), one per group of 16 consecutive values of a token
 
-The encoder takes the E4M3 scale nearest to 8/6 of the group's largest magnitude, and at least 2 ** -9, the smallest
-positive E4M3. Values above 6 x scale / 8 saturate.
+The value is code x scale / 8, which bfloat16 holds exactly. The factor 1/8 is the second-level scale of NVFP4. It is
+constant here, so that a record does not depend on other records.
 
-The values of the Zarr array can be decoded with NumPy alone:
+The encoder takes the E4M3 scale nearest to 8/6 of the largest magnitude of the group, and at least 2 ** -9. Values
+above
+6 x scale / 8 saturate, and so do values above 336. The values of the Zarr array can be decoded with NumPy alone:
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec, fill_record

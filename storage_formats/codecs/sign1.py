@@ -1,13 +1,13 @@
 """`sign1`: the sign of each value, with one scale per token.
 
-A record of m tokens of width d holds m x d / 8 bytes of sign bits, tokens in order, and then m bfloat16 scales, little
-endian. A byte holds eight sign bits, the first in the lowest bit. A sign bit is 1 for negative values, including -0.
-d must be a multiple of 8. A block of 64 x 384 takes 3,072 + 128 = 3,200 bytes. The value is +scale or -scale. If the
-scale is NaN, all values of the token are NaN.
+A record holds, for m tokens of width d, where d is a multiple of 8:
 
-The scale is the mean magnitude of the token, which minimises the squared error of signs with one scale (Rastegari et
-al., "XNOR-Net", 2016, section 3.1). The encoder sums in float64 from the first value to the last, divides by d, and
-rounds to float32 and then to bfloat16.
+- m x d / 8 bytes of sign bits, tokens in order; the first of eight is in the lowest bit, and 1 is negative
+- m bfloat16 scales, little endian
+
+The value is +scale or -scale. The scale is the mean magnitude of the token, which minimises the squared error
+(Rastegari et al., "XNOR-Net", 2016, section 3.1). The encoder sums in float64 from the first value to the last, divides
+by d, and rounds to float32 and then to bfloat16.
 
 The values of the Zarr array can be decoded with NumPy alone (a bfloat16 is the upper half of a float32):
 

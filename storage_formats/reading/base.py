@@ -73,7 +73,7 @@ class Destination(Protocol):
     """
 
     direct: bool
-    """Whether reading into `records` avoids a copy."""
+    """True if reading into `records` avoids a copy."""
     record_indices: Ints
 
     @property

@@ -1,7 +1,7 @@
 """Compiled loops that compute CRC-32C checksums of records, optionally while copying the records.
 
-The processor's CRC-32C instruction (SSE 4.2) takes eight bytes per cycle and returns its result three cycles later,
-so the loops process three records at a time. Importing this module imports Numba.
+The loops process three records at a time, because the processor's CRC-32C instruction (SSE 4.2) returns its result
+three cycles later. Importing this module imports Numba.
 """
 
 from __future__ import annotations

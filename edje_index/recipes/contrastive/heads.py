@@ -21,8 +21,7 @@ Parameters = list[nn.Parameter]
 class Heads(nn.Module):
     """The trained parts of an open_clip model: image head, text head, tuned text-tower layers, and temperature.
 
-    During training, the image head takes standardised features (:meth:`standardise`). :meth:`fold` moves the
-    standardisation into the first layer of the image head, so that the saved model takes raw features.
+    During training, the image head takes standardised features. :meth:`fold` moves the standardisation into the head.
     """
 
     mean: torch.Tensor

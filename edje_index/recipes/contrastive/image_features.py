@@ -1,7 +1,7 @@
-"""Computes the features of all images with the frozen image tower, and caches them. An interrupted run resumes.
+"""Computes the features of all images with the frozen image tower, and caches them.
 
-    CACHE/<key>.f32     float32 [images, d], features in the order of the images; NaN for an unreadable image
-    CACHE/<key>.seen    int64 [images, 2], modification time and size of each file when its features were computed
+    CACHE/<key>.f32     float32 [images, d], NaN for an unreadable image
+    CACHE/<key>.seen    int64 [images, 2], modification time and size of each file
 
 The key is a hash of the tower's weights, the preprocessing and the list of images.
 """

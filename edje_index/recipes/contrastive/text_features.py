@@ -1,7 +1,6 @@
 """Computes the features of all captions once, with the frozen layers of the text tower.
 
-If no layer is tuned, the feature of a caption is one pooled vector. Otherwise the features of a caption are the float16
-hidden states of its tokens below the tuned layers.
+The feature of a caption is one pooled vector, or the hidden states of its tokens if layers are tuned.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class CaptionFeatures:
 
     Attributes:
         values: pooled vectors, float32 [c, d], or hidden states of the s tokens of all captions, float16 [s, d].
-        starts: offsets of the captions in ``values``, int64 [c + 1]. Caption i has the rows from ``starts[i]`` up to,
-            but not including, ``starts[i + 1]``. None for pooled vectors.
+        starts: offsets of the captions in ``values``, int64 [c + 1]; None for pooled vectors.
     """
 
     values: Array

@@ -1,8 +1,4 @@
-"""Builds an open_clip model from two towers: configuration, weights before training, and output folder.
-
-The image tower is pooled by its class token and projected by timm's ``Mlp`` (Linear, GELU, Linear). The text tower is
-pooled by the mean of its tokens and projected by open_clip's ``mlp`` (the same layers without biases).
-"""
+"""Builds an open_clip model from an image tower and a text tower."""
 
 from __future__ import annotations
 

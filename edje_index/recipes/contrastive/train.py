@@ -1,7 +1,4 @@
-"""The training loop of the heads. The loop keeps the weights of the epoch with the best development-set recall.
-
-The same data, seed, library versions and number of threads give the same weights.
-"""
+"""The training loop of the heads, which keeps the weights of the epoch with the best recall."""
 
 from __future__ import annotations
 
@@ -103,10 +100,7 @@ def train_heads(
 
 @torch.inference_mode()
 def recall(heads: Heads, data: PairFeatures) -> dict[str, dict[str, float]]:
-    """Return the recall in percent, by direction (``t2i``, ``i2t``) and cut-off (``R@1``, ...).
-
-    In ``i2t``, the rank of an image is the rank of its highest-scoring caption.
-    """
+    """Return the recall in percent, by direction (``t2i``, ``i2t``) and cut-off (``R@1``, ...)."""
     images = functional.normalize(heads.image_embedding(data.images), dim=-1)
     batches = torch.split(torch.arange(len(data.captions)), EVALUATION_BATCH)
     texts = torch.cat([heads.text_embedding(data.captions.batch(batch)) for batch in batches])

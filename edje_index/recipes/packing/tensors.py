@@ -1,18 +1,14 @@
-"""Packs one tensor. The base of a tensor is the base-tower tensor that training started from, if there is one.
+"""Packs one tensor. Its base is the base-tower tensor that training started from, if there is one.
 
 The packings are:
 
     base     for a tensor that equals its base: nothing is stored
-    delta8   for a matrix with a base: int8 differences of the changed rows, and one float32 scale per changed row
-    int8     for a large matrix without a base: int8 values, and one float32 scale per row
+    delta8   for a matrix with a base: int8 differences of the changed rows, with one scale per row
+    int8     for a large matrix without a base: int8 values, with one scale per row
     fp16     for a large matrix without a base: values rounded to float16
-    raw      for all other tensors (vectors, small tensors without a base, types other than float32): stored unchanged
+    raw      for all other tensors: stored unchanged
 
-The scale of a row is the largest absolute value of the row divided by 127. A small tensor has at most RAW_ELEMENTS
-numbers.
-
-A base may have fewer rows than the tensor, for example if tokens were added to a vocabulary. Missing rows of the base
-count as zeros. Unpacking multiplies and adds in float32, element by element, so every machine computes the same bits.
+A base may have fewer rows than the tensor; missing rows count as zeros. Every machine computes the same bits.
 """
 
 from __future__ import annotations

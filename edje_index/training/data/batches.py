@@ -46,16 +46,13 @@ class JointBatch(OnDevice):
         pairs: number of positive pairs, b.
         negatives: number of negative images, and of negative texts, per pair, k.
         patches: patch features of the u distinct images [u, n, d_v].
-        inputs: input rows of the joint encoder: b positive pairs, b k pairs with negative images, b k pairs with
-            negative texts, and with masked language modelling b pairs with masked captions. The k negatives of one
-            positive pair are adjacent.
-        image: position among the u images for each input row, int64.
-        masked: positions of the masked tokens in the flattened last b rows, and the original token ids; None without
-            masked language modelling.
-        text_inputs: input rows of the b captions without images, and embeddings of these captions by the text tower
-            [b, e]; None without text-embedding recovery.
-        teacher: input rows of all pairs for the teacher, and the teacher's tokens or features of the u images; None
-            without a teacher.
+        inputs: rows of the joint encoder: positive pairs, negative images, negative texts, then masked captions if
+            any.
+        image: position among the u images for each row of `inputs`, int64.
+        masked: positions and original token ids of the masked tokens; None without masked language modelling.
+        text_inputs: rows without images, and embeddings of their captions [b, e]; None without text-embedding
+            recovery.
+        teacher: rows for the teacher, and its tokens or features of the u images; None without a teacher.
     """
 
     pairs: int
@@ -75,8 +72,7 @@ class AlignmentBatch(OnDevice):
     Attributes:
         patches: patch features [b, n, d_v].
         words: distinct token ids in all captions, without special tokens and stop words, int64 [w].
-        shares: share of each token id in `words` among the counted tokens of each caption, float32 [w, s b]. The
-            captions are ordered as s sets of one caption per image.
+        shares: share of each of `words` in each caption, float32 [w, s b], as s sets of one caption per image.
     """
 
     patches: torch.Tensor
@@ -252,7 +248,7 @@ class BatchSource:
         return drawn[0], drawn[1]
 
     def alignment(self, counted: NDArray[np.bool_]) -> Callable[[int], AlignmentBatch]:
-        """Return a function that makes this worker's part of an alignment-phase batch from the batch number.
+        """Return a function that makes this worker's part of an alignment-phase batch, given its number.
 
         Args:
             counted: True for each token id that is a word to align, see `stop_words.content_token_mask`, bool [v].

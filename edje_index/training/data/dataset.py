@@ -72,10 +72,7 @@ class TrainingData:
         return len(self.rows)
 
     def pairs(self, epoch_of: str) -> int:
-        """Return the number of pairs per epoch.
-
-        `epoch_of` says what an epoch visits once: every caption ("captions") or every image ("images").
-        """
+        """Return the number of pairs per epoch, which visits each of `epoch_of` once: "captions" or "images"."""
         return self.images if epoch_of == "images" else len(self.caption_keys)
 
     def caption(self, number: int) -> NDArray[np.int32]:
@@ -97,10 +94,7 @@ class CaptionSet:
     captions: Sequence[Sequence[str]]
 
     def pairs(self, epoch_of: str) -> int:
-        """Return the number of pairs per epoch.
-
-        `epoch_of` says what an epoch visits once: every caption ("captions") or every image ("images").
-        """
+        """Return the number of pairs per epoch, which visits each of `epoch_of` once: "captions" or "images"."""
         return len(self.rows) if epoch_of == "images" else sum(map(len, self.captions))
 
     def texts(self) -> list[str]:

@@ -1,7 +1,6 @@
 """Hard-negative mining within a batch, by the similarities of an embedding model.
 
-A batch spans all workers. The seed and the batch number determine its pairs, and every worker has all embeddings. So
-each worker computes the negatives of the whole batch without communication, and can prepare batches ahead.
+A batch spans all workers. Each worker computes the negatives of the whole batch, so no communication is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Similarities = NDArray[np.floating[Any]]
 def negative_mask(image_keys: NDArray[np.int64], caption_keys: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return which pairs (caption i, image j) of a batch cannot be negatives, bool [b, b], symmetric.
 
-    An entry is True if pairs i and j of the batch show the same image or have captions with the same words.
+    Pairs i and j that show the same image or have captions with the same words cannot be negatives of each other.
 
     Args:
         image_keys: a number per image; equal numbers mean the same image, int64 [b].
@@ -40,9 +39,8 @@ def draw_negatives(
 ) -> NDArray[np.int64]:
     """Draw `count` negatives for each row of `similarities`. Return their columns, int64 [b, count].
 
-    Negatives are drawn without replacement with probabilities softmax(similarity / temperature) over the columns that
-    are not masked. With probability 1 - `mined`, a row is drawn uniformly instead. If a row has fewer than `count`
-    columns that are not masked, these columns are repeated.
+    The probabilities are softmax(similarity / temperature) over the columns that are not masked. With probability 1 -
+    `mined`, a row is drawn uniformly instead. If there are too few columns, they are repeated.
 
     Args:
         similarities: similarity of each query with every candidate of the batch [b, c].
@@ -74,8 +72,8 @@ def draw_negatives(
 
 
 def mined_share(step: int, curriculum_steps: int) -> float:
-    """Return the probability that negatives are mined at `step`.
+    """Return the probability that negatives are mined at `step`: it grows from 0 to 1 over `curriculum_steps`.
 
-    The probability grows from 0 to 1 over `curriculum_steps`. If `curriculum_steps` is 0, the probability is always 1.
+    If `curriculum_steps` is 0, the probability is always 1.
     """
     return min(1.0, step / curriculum_steps) if curriculum_steps else 1.0

@@ -16,8 +16,7 @@ DEPTH = 2
 def prefetched(make: Callable[[int], Batch], numbers: range) -> Generator[Generator[Batch, None, None], None, None]:
     """Return a context manager that yields an iterator over the batches `make(number)` for `numbers`.
 
-    A thread makes up to `DEPTH` batches ahead. An exception of `make` is raised when the failed batch is requested.
-    Leaving the context ends the thread.
+    A thread makes up to `DEPTH` batches ahead, and ends when the context is left.
     """
     ready: queue.Queue[tuple[Batch | None, BaseException | None]] = queue.Queue(DEPTH)
     stop = threading.Event()

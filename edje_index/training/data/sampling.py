@@ -1,8 +1,7 @@
-"""Which pairs a batch holds: a pure function of the seed and the batch number, so that resuming needs no saved state.
+"""Which pairs a batch holds: a pure function of the seed and the batch number.
 
-By default an epoch visits every caption once, in a new random order, as in the published code. Several data sets then
-contribute pairs in proportion to their captions. If `epoch_of` is "images", an epoch visits every image once, with one
-of its captions. An image with c captions then uses each of them once in c epochs.
+By default an epoch visits every caption once, in a new random order. If `epoch_of` is "images", it visits every image
+once, with one of its captions.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def stream(seed: int, purpose: int, *position: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Draws batches of `batch_size` pairs. The last pairs of an epoch are left out if they do not fill a batch.
+    """Draws batches of `batch_size` pairs. An incomplete last batch is left out.
 
     Attributes:
         data: images and captions to draw from.

@@ -1,9 +1,9 @@
-"""Fits the weights of the final score to captions and images that were not trained on, by maximum likelihood.
+"""Fits the weights of the final score by maximum likelihood, to captions and images that were not trained on.
 
-A candidate is relevant if its image and caption belong together. The fit maximises the probability that a softmax over
-the candidates of a query assigns to the relevant candidates. Maximising recall directly overfits a small dev set
-(docs/lab/score.md has the comparison). The hubness correction depends on the weights of the embedding similarity and
-the pooled similarity, so these weights are fitted together with the weight of the correction.
+The fit maximises the softmax probability of the relevant candidates of each query. A candidate is relevant if its image
+and caption belong together. Maximising recall directly overfits a small dev set (docs/lab/score.md). The weights of the
+embedding similarity, the pooled similarity and the hubness correction are fitted together, because the correction
+depends on the other two.
 """
 
 from __future__ import annotations
@@ -99,14 +99,12 @@ class DevPools:
 
 @dataclass(frozen=True)
 class WeightChoice:
-    """The weights of one direction, and R@1 with these weights. Each R@1 is between 0 and 1.
+    """The weights of one direction, and R@1 with these weights, between 0 and 1.
 
     Attributes:
         weights: the fitted and given weights.
         recall: R@1 with `weights` on the queries that `weights` was fitted to.
-        held_out_recall: R@1 by 5-fold cross-validation. The queries of each fifth of the images are scored with weights
-            that were fitted to the other queries. Images of this fifth may still be candidates of those queries. None
-            if all queries have the same image.
+        held_out_recall: R@1 by 5-fold cross-validation over images; None if all queries have the same image.
         logit_recall: R@1 with the logit alone.
         embedding_recall: R@1 with the embedding similarity alone, that is, without re-ranking.
         queries: number of queries.
@@ -123,10 +121,9 @@ class WeightChoice:
 
 
 def choose_weights(pools: DevPools, given: Given, on_fit: Callable[[], None] = lambda: None) -> WeightChoice:
-    """Fit the weights of one direction to `pools` and measure R@1 with them.
+    """Fit the weights of one direction to `pools`, and measure R@1 with them.
 
-    A number in `given` is a fixed weight, and None is a weight to fit. `on_fit` is called before each
-    fit; an exception that `on_fit` raises ends the function.
+    A number in `given` is a fixed weight, and None is a weight to fit. `on_fit` is called before each fit.
     """
     on_fit()
     weights = fit_weights(pools, given)
@@ -155,12 +152,12 @@ def _cross_validate(pools: DevPools, given: Given, on_fit: Callable[[], None]) -
 
 
 def fit_weights(pools: DevPools, given: Given) -> ScoreWeights:
-    """Return the maximum-likelihood weights. The logit has weight 1, and no fitted weight is negative.
+    """Return the maximum-likelihood weights. The logit has weight 1, and no weight is negative.
 
-    The weights are fitted without the hubness correction first and then with it. A weight that is 0 after the first fit
-    stays 0. The hubness correction has weight 0 if it does not increase the likelihood. Queries without a relevant
-    candidate in their pool are ignored.
+    Queries without a relevant candidate in their pool are ignored.
     """
+    # The weights are fitted without the hubness correction first and then with it. A weight that is 0 after the first
+    # fit stays 0. The hubness correction has weight 0 if it does not increase the likelihood.
     answered: NDArray[np.bool_] = np.any(pools.right, axis=1)
     start = _weights({LOGIT: 1.0, **_fit_without_hubness(pools, given, answered)}, temperature=1.0)
     if pools.hubness is None or not answered.any():

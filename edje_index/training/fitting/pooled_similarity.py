@@ -1,9 +1,9 @@
 """Fits the pooled similarity of a trained adapter in closed form, from the training images and captions.
 
-First, canonical correlation analysis with ridges (Vinod, 1976) between the pooled patch features of images and their
-captions gives the common space. Each dimension is scaled by a power of its correlation (Gong et al., 2014). Second,
-ridge regression predicts an image's vector in the common space from the statistics of the image's *tokens*. The second
-fit does not use the captions, because adapter tokens overfit their training captions; patch features do not.
+1. Canonical correlation analysis (Vinod, 1976) of pooled patch features and captions gives the common space.
+2. Ridge regression predicts an image's vector in this space from its tokens.
+
+The first step uses patch features, because adapter tokens overfit their training captions.
 """
 
 from __future__ import annotations

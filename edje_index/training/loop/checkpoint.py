@@ -1,8 +1,6 @@
 """Checkpoints: everything that a training run needs to continue as if it had never stopped.
 
-The seed and the step determine all random numbers, so a checkpoint holds the weights, the optimiser state and the step.
-A checkpoint file appears complete or not at all. The last two checkpoints are kept, and those that the caller of
-:meth:`Checkpoints.save` asks to keep.
+The seed and the step determine all random numbers. A checkpoint file appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -62,10 +60,9 @@ class Checkpoints:
         self._run = run
 
     def save(self, state: TrainState, kept: Callable[[int, int], bool] = lambda stage, step: False) -> Path:
-        """Write `state` as a checkpoint and remove old checkpoints.
+        """Write `state` as a checkpoint, remove old checkpoints, and return the path of the new one.
 
-        The last two checkpoints are kept, and those for which ``kept(stage, step)`` is True. Return the path of the new
-        checkpoint.
+        The last two checkpoints are kept, and those for which ``kept(stage, step)`` is True.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(state.stage, state.step)

@@ -18,8 +18,7 @@ Record = Mapping[str, Any]
 class TrainLog:
     """Appends records to the log of a training run.
 
-    Opening the log removes records after `step` of `stage`. A run that was killed leaves such records if it had logged
-    steps after its last checkpoint.
+    Opening the log removes records after `step` of `stage`, which a killed run may have left.
 
     Args:
         run_dir: run folder.
@@ -35,7 +34,7 @@ class TrainLog:
 
     @property
     def has_tensorboard(self) -> bool:
-        """Whether records are also written for TensorBoard, that is, whether TensorBoard is installed."""
+        """True if TensorBoard is installed, so that records are also written for it."""
         return self._tensorboard is not None
 
     def write(self, record: Record) -> None:

@@ -35,10 +35,11 @@ def steps_per_epoch(config: LoopConfig, pairs: int) -> float:
 def learning_rate(step: int, total_steps: int, steps_per_epoch: float, peak: float, config: OptimizerConfig) -> float:
     """Return the learning rate of optimiser step `step`, counted from 0.
 
-    The learning rate first rises linearly from `config.warmup_lr` to `peak`. With decay ``epoch`` the value is
-    then peak * decay_rate^finished_epochs, but at least `config.min_lr`; as in the published code, warm-up ends with
-    the first epoch. With decay ``cosine`` the value falls along a cosine to `config.min_lr` at the last step.
+    It rises linearly from `config.warmup_lr` to `peak`. With decay ``epoch`` it is then peak *
+    decay_rate^finished_epochs, and at least `config.min_lr`. With decay ``cosine`` it falls to `config.min_lr` at the
+    last step.
     """
+    # As in the published code, warm-up with decay ``epoch`` ends with the first epoch.
     if step < config.warmup_steps and (config.decay == "cosine" or step < steps_per_epoch):
         return config.warmup_lr + (peak - config.warmup_lr) * step / config.warmup_steps
     floor = min(config.min_lr, peak)

@@ -1,8 +1,7 @@
 """Adapter initialisation before alignment: queries at cluster centres of patch features.
 
-With random queries, every token is close to the mean patch at first. Here each query starts at the centre of a cluster
-of patches, and the projections of keys and values start as the identity. A token is then a soft mean of similar
-patches, as in NetVLAD (Arandjelovic et al., 2016). Training then updates all of these weights.
+A token is then a soft mean of similar patches, as in NetVLAD (Arandjelovic et al., 2016). With random queries, every
+token would be close to the mean patch. Training updates all of these weights.
 """
 
 from __future__ import annotations

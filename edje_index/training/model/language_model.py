@@ -18,12 +18,10 @@ HEAD = "cls.predictions."
 
 
 def load_language_model(folder: Path, embed_dim: int) -> JointEncoder:
-    """Return a joint encoder with the weights of the BERT model in `folder`.
+    """Return a joint encoder with the weights of the BERT model in `folder`, in float32.
 
-    ``<image>`` is appended to the vocabulary. Embeddings and layers come from the files. The pooler of the BERT model
-    becomes the first layer of the scoring head. If the files hold a language-model head, it is used too; its decoder
-    shares the word embeddings. All other weights are random. All weights are float32, also if the files hold 16-bit
-    weights.
+    ``<image>`` is appended to the vocabulary. The pooler becomes the first layer of the scoring head. A language-model
+    head is used too, if there is one. All other weights are random.
 
     Args:
         folder: folder with ``config.json``, ``model.safetensors`` (or ``pytorch_model.bin``) and the tokenizer.

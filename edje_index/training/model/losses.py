@@ -12,10 +12,10 @@ from torch.nn import functional
 
 
 def itm_loss(positive: torch.Tensor, negative_images: torch.Tensor, negative_texts: torch.Tensor) -> torch.Tensor:
-    """Image-text matching loss: cross-entropy of each positive pair against its negatives, as in the published code.
+    """Image-text matching loss: cross-entropy of each positive pair against its negatives.
 
-    The logits of a caption with its own image and with k other images form a row [1 + k] with target 0. The logits of
-    an image with its own caption and with k other captions form such a row, too. The loss is the mean over all rows.
+    As in the published code, the loss is the mean over captions against k other images and images against k other
+    captions.
 
     Args:
         positive: logits of the positive pairs [b].
@@ -31,10 +31,9 @@ def itm_loss(positive: torch.Tensor, negative_images: torch.Tensor, negative_tex
 def binary_itm_loss(
     positive: torch.Tensor, negative_images: torch.Tensor, negative_texts: torch.Tensor
 ) -> torch.Tensor:
-    """Image-text matching loss as in the EDJE paper: binary cross-entropy of positive and negative pairs.
+    """Image-text matching loss of the EDJE paper: binary cross-entropy of positive and negative pairs.
 
-    All positive pairs together have the same weight as all negative pairs together. The arguments are those of
-    :func:`itm_loss`.
+    Positive and negative pairs have the same total weight. The arguments are those of :func:`itm_loss`.
     """
     negatives = torch.cat([negative_images, negative_texts], dim=1)
     true = functional.binary_cross_entropy_with_logits(positive, torch.ones_like(positive))
@@ -65,10 +64,9 @@ def recovery_loss(projected: torch.Tensor, embeddings: torch.Tensor) -> torch.Te
 
 
 def distillation_loss(student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Distillation loss: -[y log s + (1 - y) log(1 - s)] with y = sigmoid(teacher) and s = sigmoid(student).
+    """Distillation loss: binary cross-entropy of the student's probabilities against the teacher's.
 
-    The loss is averaged within each group of pairs and then over the groups, so groups have equal weight. The loss is
-    smallest, but not 0, when student and teacher agree.
+    It is averaged within each group of pairs and then over the groups.
 
     Args:
         student: logits of the student for three groups: positive pairs, pairs with negative images and pairs with
@@ -99,9 +97,6 @@ def alignment_loss(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Ten
 
 def alignment_scores(tokens: torch.Tensor, words: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Return the late-interaction scores of b images with c captions [b, c].
-
-    A score is the mean, over the words of the caption, of the word's largest cosine similarity with a token of the
-    image.
 
     Args:
         tokens: tokens of the images [b, m, d].

@@ -1,8 +1,4 @@
-"""The objectives of both phases: modules whose ``forward`` returns the losses of a batch.
-
-In the joint phase the adapter runs once per distinct image of a batch. The language model runs twice: on all pairs
-together with the pairs with masked captions, and on the short input rows without images.
-"""
+"""The objectives of both phases: modules whose ``forward`` returns the losses of a batch."""
 
 from __future__ import annotations
 
@@ -99,12 +95,9 @@ class JointObjective(nn.Module):
 
 
 class AlignmentObjective(nn.Module):
-    """Alignment-phase objective: late interaction of adapter tokens with caption words, without the language model.
+    """Alignment-phase objective: late interaction of adapter tokens with caption words."""
 
-    The mean word embedding is subtracted from word embeddings and tokens first, because all word embeddings of a
-    language model share one large component that carries no information.
-    """
-
+    # The mean word embedding is subtracted from word embeddings and tokens first, because it carries no information.
     words: torch.Tensor
     mean: torch.Tensor
 
@@ -120,7 +113,7 @@ class AlignmentObjective(nn.Module):
     def forward(self, batch: AlignmentBatch) -> Losses:
         """Return ``loss`` and ``accuracy``.
 
-        ``accuracy`` is the share of images whose own caption has the highest score among the first set of captions.
+        ``accuracy`` is the share of images whose own caption has the highest score in the first set of captions.
         """
         tokens = self.adapter(kept_patches(batch.patches, self._augmentation)) - self.mean
         scores = alignment_scores(tokens, self.words[batch.words] - self.mean, batch.shares).float()
@@ -138,8 +131,7 @@ def kept_patches(patches: torch.Tensor, augmentation: AugmentationConfig) -> tor
 def random_subset(blocks: torch.Tensor, count: int | None) -> torch.Tensor:
     """Keep at most `count` random tokens of each block [b, n, d], at the same positions in every block.
 
-    The kept tokens stay in order. Their positions are drawn with torch's global random state. A `count` of None keeps
-    all tokens.
+    A `count` of None keeps all tokens.
     """
     n = blocks.shape[1]
     if count is None or count >= n:

@@ -79,11 +79,10 @@ def make_trainable(bundle: ModelBundle, architecture: ArchitectureConfig, device
 
 
 def feature_fingerprints(info: BundleInfo, trained: AdapterConfig) -> list[str]:
-    """Return the fingerprints of the encoders whose indexes hold features for training the adapter `trained`.
+    """Return the fingerprints of the encoders whose indexes hold features for the adapter `trained`.
 
-    The encoders use the vision tower of the bundle that `info` describes. The first fingerprint is of the encoder that
-    makes exactly the features that the adapter reads. If the adapter reduces patches, the second fingerprint is of the
-    encoder that stores all patches.
+    The first encoder makes exactly the features that the adapter reads. If the adapter reduces patches, the second
+    encoder stores all patches.
     """
     patches = int(info.vision["num_patches"])
     features = trained.features(patches)
@@ -116,7 +115,7 @@ def keep_layers(joint: JointEncoder, count: int) -> None:
 
 @torch.no_grad()
 def extend_positions(joint: JointEncoder, count: int) -> None:
-    """Extend the language model to at least `count` positions. New position embeddings start as copies of the last."""
+    """Extend the language model to at least `count` positions, with copies of the last one."""
     embeddings = joint.language_model.bert.embeddings
     table: nn.Embedding = embeddings.position_embeddings
     if table.num_embeddings >= count:
@@ -128,10 +127,9 @@ def extend_positions(joint: JointEncoder, count: int) -> None:
 
 
 def set_dropout(joint: JointEncoder, hidden: float | None, attention: float | None) -> None:
-    """Set dropout probabilities for training; None leaves a probability unchanged.
+    """Set the dropout probabilities of hidden states and of attention weights for training.
 
-    `hidden` applies to hidden states, `attention` to attention weights. The saved configuration of the language model
-    does not change.
+    None leaves a probability unchanged. The saved configuration of the language model does not change.
     """
     for name, module in joint.named_modules():
         probability = attention if name.endswith(".self.dropout") else hidden
@@ -140,11 +138,8 @@ def set_dropout(joint: JointEncoder, hidden: float | None, attention: float | No
 
 
 def set_attention(joint: JointEncoder, device: torch.device) -> None:
-    """Choose the attention implementation for training on `device`.
-
-    On a CPU, attention uses separate matrix products, because the backward pass of torch's fused attention is slow on a
-    CPU.
-    """
+    """Choose the attention implementation for training on `device`."""
+    # On a CPU, the backward pass of torch's fused attention is slow, so separate matrix products are used.
     if device.type == "cpu":
         joint.language_model.set_attn_implementation("eager")
 
