@@ -9,8 +9,7 @@ The value is code x scale / 8, which bfloat16 holds exactly. The factor 1/8 is t
 constant here, so that a record does not depend on other records.
 
 The encoder takes the E4M3 scale nearest to 8/6 of the largest magnitude of the group, and at least 2 ** -9. Values
-above
-6 x scale / 8 saturate, and so do values above 336. The values of the Zarr array can be decoded with NumPy alone:
+above 6 x scale / 8 saturate. The values of the Zarr array can be decoded with NumPy alone:
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec, fill_record
