@@ -79,7 +79,7 @@ def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ModelError(f"{path.parent} is not a {kind}: there is no file {path.name} in it") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
+        raise ModelError(f"cannot read {path}: {error}; restore this file") from error
     if not isinstance(content, dict) or content.get("format") != form:
         raise ModelError(f"{path} does not describe a {kind}: 'format' is not {form!r} in this file")
     if content.get("format_version") not in versions:

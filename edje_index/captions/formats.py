@@ -48,7 +48,9 @@ def read_records(path: Path) -> Iterator[CaptionRecord]:
     try:
         yield from reader(path)
     except OSError as error:
-        raise UsageError(f"cannot read captions from {path}: {error.strerror or error}") from error
+        raise UsageError(
+            f"cannot read captions from {path}: {error.strerror or error}; check the path and the permissions"
+        ) from error
 
 
 def _json_lines(path: Path) -> Iterator[CaptionRecord]:
@@ -209,7 +211,8 @@ def _located(path: Path, position: str = "") -> Iterator[None]:
     try:
         yield
     except RecordError as error:
-        raise UsageError(f"{path}{', ' if position else ''}{position}: {error}") from error
+        location = f"{path}, {position}" if position else str(path)
+        raise UsageError(f"{location}: {error}") from error
 
 
 _READERS: dict[str, Callable[[Path], Iterator[CaptionRecord]]] = {

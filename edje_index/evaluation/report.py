@@ -62,7 +62,7 @@ def write_report(evaluation: Evaluation, folder: str | Path) -> list[Path]:
         names = [path.name for path in figures]
         (out / "report.md").write_text(markdown_report(evaluation, names), encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot write the report into {out}: {error.strerror}") from error
+        raise UsageError(f"cannot write the report into {out}: {error.strerror}; choose another directory") from error
     return [out / "report.md", out / "report.json", *figures]
 
 

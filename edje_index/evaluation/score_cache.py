@@ -45,7 +45,9 @@ class ScoreCache:
             self._key_folder.mkdir(parents=True, exist_ok=True)
             (self._key_folder / "key.json").write_text(json.dumps(dict(self.key), indent=2, sort_keys=True) + "\n")
         except OSError as error:
-            raise UsageError(f"cannot write the score cache {self.folder}: {error.strerror}") from error
+            raise UsageError(
+                f"cannot write the score cache {self.folder}: {error.strerror}; choose another directory"
+            ) from error
 
     def load(self) -> tuple[Ints, Floats]:
         """Return the stored pairs, ascending, int64 [k], and their scores, float32 [k]."""

@@ -69,7 +69,7 @@ def retry_transient(read: Callable[[], _T], uri: str) -> _T:
             if pause is None:
                 raise transient_error(uri, error) from error
         time.sleep(pause)
-    raise AssertionError("the last attempt returns or raises")
+    raise AssertionError("this line is never reached, because the last attempt returns or raises")
 
 
 def retry_memory(decode: Callable[[], _T], uri: str, enough_bytes: int) -> _T:
@@ -92,7 +92,7 @@ def retry_memory(decode: Callable[[], _T], uri: str, enough_bytes: int) -> _T:
             if pause is None:
                 raise _memory_error(uri, enough_bytes) from error
         time.sleep(pause)
-    raise AssertionError("the last attempt returns or raises")
+    raise AssertionError("this line is never reached, because the last attempt returns or raises")
 
 
 def _memory_error(uri: str, enough_bytes: int) -> Exception:

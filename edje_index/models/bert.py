@@ -149,7 +149,10 @@ class Bert:
         self.words = weights.take("embeddings.word_embeddings.weight", -1, -1)
         self.width = self.words.shape[1]
         if self.width % shape.heads:
-            raise ModelError(f"the width {self.width} of the BERT model is not divisible by its {shape.heads} heads")
+            raise ModelError(
+                f"the width {self.width} of the BERT model is not divisible by its {shape.heads} heads: give "
+                "another model"
+            )
         self._positions = weights.take("embeddings.position_embeddings.weight", -1, self.width)
         self._types = weights.take("embeddings.token_type_embeddings.weight", -1, self.width)
         self._norm = weights.norm("embeddings.LayerNorm", self.width, shape.eps)

@@ -151,7 +151,9 @@ def load_joint_tokenizer(folder: Path, *, canonical: bool = False) -> JointToken
     try:
         return _own_tokenizer(folder, canonical) or _stock_tokenizer(folder, canonical)
     except Exception as error:
-        raise ModelError(f"cannot read the tokenizer in {folder}: {' '.join(str(error).split())[:300]}") from error
+        raise ModelError(
+            f"cannot read the tokenizer in {folder}: {' '.join(str(error).split())[:300]}; copy these files again"
+        ) from error
 
 
 def _own_tokenizer(folder: Path, canonical: bool) -> JointTokenizer | None:

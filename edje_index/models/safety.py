@@ -73,7 +73,7 @@ def read_configuration(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {file}: {error}") from error
+        raise ModelError(f"cannot read {file}: {error}; restore this file") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file} must hold a JSON object, but holds a {type(content).__name__}: restore this file")
     for key, value in _items(content):

@@ -41,7 +41,9 @@ def _pixels(encoder: ImageEncoder, image: Picture) -> torch.Tensor:
         return encoder.preprocess(_rgb(image))
     except ImageError as error:
         name = "" if not isinstance(image, (str, Path)) else f" {image}"
-        raise UsageError(f"cannot read the query image{name}: {error}", parameter="image") from error
+        raise UsageError(
+            f"cannot read the query image{name}: {error}; give another image", parameter="image"
+        ) from error
 
 
 def _rgb(image: Picture) -> Image.Image:

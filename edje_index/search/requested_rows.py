@@ -50,7 +50,9 @@ def _rows_of_uris(index: CommittedIndex, uris: Sequence[str]) -> Mapping[str, in
             break
     unknown = [uri for uri in wanted.to_pylist() if uri not in row_of_uri]
     if unknown:
-        raise UsageError(f"no row of {index.root} has the uri {_listed(unknown)}", parameter="rows")
+        raise UsageError(
+            f"no row of {index.root} has the uri {_listed(unknown)}; give uris of indexed images", parameter="rows"
+        )
     return row_of_uri
 
 

@@ -96,8 +96,9 @@ def build(as_json: bool, quiet: bool, **options: Any) -> None:
         except FailedInputsError as error:
             if not error.over_limit:
                 raise
-            advice = "To finish the index without the failed inputs, run"
-            raise EdjeError(f"{error.problem}. {advice}: {this_command()} --max-failed 1") from error
+            raise EdjeError(
+                f"{error.problem}. To finish the index without the failed inputs, run: {this_command()} --max-failed 1"
+            ) from error
     if as_json:
         print_json(asdict(result))
     else:

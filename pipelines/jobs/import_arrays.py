@@ -140,7 +140,7 @@ def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
     except (OSError, ValueError, EOFError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the operating system's, not NumPy's own
             raise
-        raise UsageError(f"cannot read {path} as a .npy file: {error}") from error
+        raise UsageError(f"cannot read {path} as a .npy file: {error}; save the array with numpy.save") from error
     if not isinstance(array, np.memmap):  # an .npz archive
         array.close()
         raise UsageError(f"{path} is an .npz archive, not a .npy file; save one array with numpy.save")
@@ -172,7 +172,7 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
     except (OSError, pa.ArrowException) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise UsageError(f"cannot read {path} as a Parquet file: {error}") from error
+        raise UsageError(f"cannot read {path} as a Parquet file: {error}; write this file again") from error
     columns = [name for name in file.schema_arrow.names if name in ROW_COLUMNS]
     if "uri" not in columns:
         raise UsageError(

@@ -114,9 +114,10 @@ def _stopped_by_errors(job: ShardJob, receipts: Receipts) -> Iterator[None]:
         raise
     except (EdjeError, OSError) as error:
         rows = sum(receipt.rows for receipt in receipts.values()) + job.rows_in_pieces(receipts)
-        kept = f"{rows:,} of {counted(job.rows, 'row')} are kept"
-        shards = f"{len(receipts):,} of {counted(len(job.shards), 'shard')} are finished"
-        raise JobStopped(f"{describe_error(error)}; {kept}, {shards}") from error
+        raise JobStopped(
+            f"{describe_error(error)}; {rows:,} of {counted(job.rows, 'row')} are kept, {len(receipts):,} of "
+            f"{counted(len(job.shards), 'shard')} are finished"
+        ) from error
 
 
 def _failure(failure: TaskFailure) -> EdjeError:

@@ -118,5 +118,8 @@ def read_api_key_file(path: Path) -> tuple[str, ...]:
         with path.open("rb") as file:
             text = file.read(_MAX_KEYS_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read API keys from {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise UsageError(
+            f"cannot read API keys from {path}: {getattr(error, 'strerror', None) or error}; check the "
+            "path and the permissions"
+        ) from error
     return read_api_keys(text, str(path))

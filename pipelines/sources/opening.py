@@ -101,7 +101,9 @@ def open_source(spec: str, column: str | None = None) -> Source:
         )
     if os.path.isdir(spec):
         if not os.access(spec, os.R_OK | os.X_OK):
-            raise UsageError(f"cannot list the directory {spec}: permission denied", parameter="sources")
+            raise UsageError(
+                f"cannot list the directory {spec}: permission denied; change its permissions", parameter="sources"
+            )
         return FolderSource(spec)
     if suffix in LIST_SUFFIXES and os.path.isfile(spec):
         return PathListSource(spec, column)
@@ -132,7 +134,7 @@ def _head(spec: str) -> bytes:
     except FileNotFoundError as error:
         raise UsageError(f"{spec} does not exist; check the path", parameter="sources") from error
     except OSError as error:
-        raise UsageError(f"cannot read {spec}: {error.strerror}", parameter="sources") from error
+        raise UsageError(f"cannot read {spec}: {error.strerror}; check the permissions", parameter="sources") from error
 
 
 def _refuse_overlaps(sources: Sequence[Source]) -> None:

@@ -58,7 +58,9 @@ class PathListSource:
         try:
             self.column = self._choose(self._columns())
         except (OSError, ValueError, csv.Error) as error:
-            raise UsageError(f"cannot read the list {self.spec}: {error}", parameter="sources") from error
+            raise UsageError(
+                f"cannot read the list {self.spec}: {error}; check the path and the format", parameter="sources"
+            ) from error
 
     def iter_inputs(self) -> Iterator[InputRef]:
         directory = os.path.dirname(self.path)

@@ -54,7 +54,7 @@ def read_queries(path: Path) -> list[str]:
     try:
         texts = list(_json_texts(path) if path.suffix == ".jsonl" else path.read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read queries from {path}: {error}") from error
+        raise UsageError(f"cannot read queries from {path}: {error}; check the path and the permissions") from error
     queries = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
     if not queries:
         raise UsageError(f"{path} contains no query: write one query per line")
@@ -66,7 +66,8 @@ def _json_texts(path: Path) -> Iterator[str]:
         texts = None if line.error else _texts(line.value)
         if texts is None:
             raise UsageError(
-                f"{path}, line {line.number}: expected a JSON string or an object with a member {', '.join(_MEMBERS)}"
+                f"{path}, line {line.number}: a query must be a JSON string, or an object with one of the members "
+                f"{', '.join(_MEMBERS)}"
             )
         yield from texts
 
