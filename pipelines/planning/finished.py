@@ -37,8 +37,8 @@ def check_finished(config: BuildConfig, index: CommittedIndex, inputs_digest: st
     if digest.hexdigest() != inputs_digest:
         before = counted(index.manifest.counts.inputs, "input")
         raise UsageError(
-            f"the sources of {config.out} have changed: they had {before} at the build and have {inputs} "
-            "now, with other names or sizes. Add new inputs with 'edje-index append', or choose another "
-            "output directory",
+            f"the sources have changed since {config.out} was built: they had {before} and have {inputs} now, with "
+            "other names, sizes or metadata. Add new inputs with 'edje-index append', or choose another output "
+            "directory",
             parameter="sources",
         )
