@@ -37,7 +37,7 @@ bench.add_command(train_step_command)
 @click.option("--rows", type=click.IntRange(min=1), required=True, help="Number of rows.")
 @stored_precisions_option
 @shard_size_option
-@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens per block.")
+@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Number of tokens per block.")
 @click.option("--width", type=click.IntRange(min=1), default=384, show_default=True, help="Width of a token.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random blocks.")
 @json_option
@@ -65,9 +65,11 @@ def make_synthetic_command(
 
 
 @bench.command("write")
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Folder on the disk to measure.")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Directory on the disk to measure.")
 @click.option("--rows", type=click.IntRange(min=1), default=8192, show_default=True, help="Number of blocks to write.")
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each writer.")
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Number of runs of each writer."
+)
 @json_option
 def write_command(folder: Path, rows: int, repeats: int, as_json: bool) -> None:
     """Compare the shard writer with zarr-python and dd on the same blocks and disk.
@@ -86,9 +88,13 @@ def write_command(folder: Path, rows: int, repeats: int, as_json: bool) -> None:
 
 @bench.command("quantize")
 @click.option("--folder", type=click.Path(path_type=Path), required=True, help="Folder for the record files.")
-@click.option("--blocks", type=click.IntRange(min=1), default=512, show_default=True, help="Blocks per call.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of the codecs.  [default: all CPUs]")
-@click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Runs of each codec.")
+@click.option(
+    "--blocks", type=click.IntRange(min=1), default=512, show_default=True, help="Number of blocks per conversion."
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Number of threads of the codecs.  [default: all CPUs]")
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Number of runs of each codec."
+)
 @json_option
 def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: int, as_json: bool) -> None:
     """Compare codecs with torch, torchao (if installed) and ml_dtypes, in GB/s of bfloat16 tokens.
@@ -110,22 +116,26 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
 
 @bench.command("build")
 @click.argument("photos", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--model", type=click.Path(exists=True, path_type=Path), required=True, help="Model bundle.")
+@click.option(
+    "--model", type=click.Path(exists=True, path_type=Path), required=True, help="Directory of the model bundle."
+)
 @click.option("--folder", type=click.Path(path_type=Path), required=True, help="Folder for temporary indexes.")
 @click.option(
     "--images",
     type=click.IntRange(min=1),
     default=1000,
     show_default=True,
-    help="Number of images to index. If there are fewer PHOTOS, they repeat.",
+    help="Number of images to index; PHOTOS repeat if there are fewer.",
 )
-@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="CPU threads of the model.")
+@click.option(
+    "--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Number of CPU threads of the model."
+)
 @click.option(
     "--repeats",
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Runs per engine and of the loop.",
+    help="Number of runs of each engine and of the loop.",
 )
 @click.option(
     "--engine",
@@ -134,7 +144,7 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
     multiple=True,
     default=["inline", "ray"],
     show_default=True,
-    help="Execution engine; repeatable.",
+    help="Execution engine to measure, inline or ray; repeatable.",
 )
 @json_option
 def build_command(

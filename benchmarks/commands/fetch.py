@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     "--synthetic",
     type=click.IntRange(min=2),
     metavar="N",
-    help="Use a new index of N random rows, not INDEX.",
+    help="Measure a new index of N random rows instead of INDEX.",
 )
 @click.option(
     "--precision",
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=50_000,
     show_default=True,
-    help="Blocks of a large fetch, limited to half the rows of the index.",
+    help="Number of blocks of a large fetch, at most half the rows of the index.",
 )
 @click.option(
     "--cold", "state", flag_value="cold", help="Measure only with an empty page cache.  [default: cold and warm]"
@@ -49,33 +49,36 @@ if TYPE_CHECKING:
     "engines",
     multiple=True,
     metavar="NAME",
-    help="I/O engine of the reader; repeatable.  [default: auto]",
+    help="Read engine to measure; repeatable.",
 )
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each measurement.")
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Number of runs of each measurement."
+)
 @click.option(
     "--seconds",
     type=float,
     default=10.0,
     show_default=True,
-    help="Target time per run of another library. A slow library fetches fewer blocks: at least 10,000, or as many as "
-    "fit in 30 s.",
+    help="Target seconds per run of another library. A slow library fetches fewer blocks.",
 )
 @click.option(
-    "--memory-cap", type=click.IntRange(min=1), metavar="BYTES", help="Add runs with only BYTES of memory left."
+    "--memory-cap", type=click.IntRange(min=1), metavar="BYTES", help="Also measure with only BYTES of free memory."
 )
 @click.option(
     "--model",
     type=click.Path(exists=True, path_type=Path),
-    help="Model bundle. The report compares the fetch rate with the speed of its joint encoder.",
+    help="Directory of a model bundle, to compare the fetch rate with the speed of its joint encoder.",
 )
-@click.option("--scratch", type=click.Path(path_type=Path), help="Folder for temporary files.  [default: beside INDEX]")
-@click.option("--keep", is_flag=True, help="Keep the files in the scratch folder.")
+@click.option(
+    "--scratch", type=click.Path(path_type=Path), help="Directory for temporary files.  [default: beside INDEX]"
+)
+@click.option("--keep", is_flag=True, help="Keep the files in the directory --scratch.")
 @click.option(
     "--report",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder to write a Markdown, PNG and JSON report to.",
+    help="Directory to write the report to, as Markdown, JSON and plots.",
 )
-@click.option("--targets", is_flag=True, help="Compare the figures with the project's own targets.")
+@click.option("--targets", is_flag=True, help="Compare the results with the project's own targets.")
 @json_option
 def fetch_command(
     index: Path | None,

@@ -17,15 +17,23 @@ from pipelines.cli.options import engine_option, json_option
     type=click.IntRange(min=1),
     default=102_400,
     show_default=True,
-    help="Number of rows, each one block of 49,152 bytes. The default makes 5 GB.",
+    help="Number of rows, each one block of 49,152 bytes. The default takes 5 GB.",
 )
 @click.option("--to", default="fp8", show_default=True, metavar="NAME", help="Precision to convert to.")
 @engine_option("inline")
 @click.option(
-    "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Worker processes, with --engine ray."
+    "--workers",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Number of worker processes, with --engine ray.",
 )
 @click.option(
-    "--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of `quantize` and of `cp`."
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Number of runs of `quantize` and of `cp`.",
 )
 @json_option
 def quantize_index_command(

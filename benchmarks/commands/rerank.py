@@ -18,29 +18,39 @@ from storage_formats.errors import UsageError
 @click.option(
     "--model",
     type=click.Path(exists=True, path_type=Path),
-    help="Model bundle.  [default: random weights in the sizes of MiniLM-L6 and L12]",
+    help="Directory of the model bundle.  [default: random weights in the sizes of MiniLM-L6 and L12]",
 )
 @click.option(
     "--index", type=click.Path(exists=True, path_type=Path), help="Also measure each stage of a query on this index."
 )
 @score_option
-@click.option("--caption", help="Text of every pair.  [default: a caption of 16 tokens]")
+@click.option("--caption", help="Caption of every pair.  [default: a caption of 16 tokens]")
 @click.option(
     "--batch-size",
     "batch_sizes",
     multiple=True,
     type=click.IntRange(min=1),
-    help="Pairs per forward pass; repeatable.  [default: 1, 32, 128]",
+    help="Number of pairs per forward pass; repeatable.  [default: 1, 32, 128]",
 )
 @click.option(
     "--threads",
     multiple=True,
     type=click.IntRange(min=1),
-    help="CPU threads; repeatable.  [default: 1, and all CPUs]",
+    help="Number of CPU threads; repeatable.  [default: 1, and all CPUs]",
 )
-@click.option("--pool", type=click.IntRange(min=1), default=100, show_default=True, help="Candidates per query.")
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each setting.")
-@click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N.")
+@click.option(
+    "--pool", type=click.IntRange(min=1), default=100, show_default=True, help="Number of candidates per query."
+)
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Number of runs of each setting."
+)
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help="Device that runs the model: auto, cpu, cuda or cuda:N.",
+)
 @dtype_option
 @json_option
 def rerank_command(as_json: bool, **options: Any) -> None:

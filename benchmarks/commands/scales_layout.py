@@ -12,9 +12,15 @@ from pipelines.cli.options import json_option
 
 @click.command("scales-layout")
 @click.option("--folder", type=click.Path(path_type=Path), required=True, help="Folder for temporary files.")
-@click.option("--rows", type=click.IntRange(min=2), default=100_000, show_default=True, help="Rows of each file.")
-@click.option("--blocks", type=click.IntRange(min=1), default=50_000, show_default=True, help="Rows fetched per run.")
-@click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Runs of each layout.")
+@click.option(
+    "--rows", type=click.IntRange(min=2), default=100_000, show_default=True, help="Number of rows of each file."
+)
+@click.option(
+    "--blocks", type=click.IntRange(min=1), default=50_000, show_default=True, help="Number of rows to fetch per run."
+)
+@click.option(
+    "--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Number of runs of each layout."
+)
 @json_option
 def scales_layout_command(folder: Path, rows: int, blocks: int, repeats: int, as_json: bool) -> None:
     """Compare FP4 records with scales in the record, in memory, or in a padded record. Linux only.

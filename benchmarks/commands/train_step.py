@@ -12,15 +12,33 @@ from pipelines.cli.options import dtype_option, json_option
 
 
 @click.command("train-step")
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="New directory for model and features.")
-@click.option("--images", type=click.IntRange(min=8), default=1024, show_default=True, help="Images in the index.")
-@click.option("--batch-size", type=click.IntRange(min=2), default=16, show_default=True, help="Pairs per step.")
-@click.option("--negatives", type=click.IntRange(min=1), default=3, show_default=True, help="Hard negatives per pair.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), required=True, help="New directory for the model and its features."
+)
+@click.option(
+    "--images", type=click.IntRange(min=8), default=1024, show_default=True, help="Number of images in the index."
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=2),
+    default=16,
+    show_default=True,
+    help="Number of caption-image pairs per step.",
+)
+@click.option(
+    "--negatives", type=click.IntRange(min=1), default=3, show_default=True, help="Number of hard negatives per pair."
+)
 @click.option("--dropout", type=float, default=0.1, show_default=True, help="Dropout of the language model.")
 @dtype_option
-@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="CPU threads of torch.")
-@click.option("--windows", type=click.IntRange(min=1), default=5, show_default=True, help="Timed runs of each variant.")
-@click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Training steps per timed run.")
+@click.option(
+    "--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Number of CPU threads of torch."
+)
+@click.option(
+    "--windows", type=click.IntRange(min=1), default=5, show_default=True, help="Number of timed runs of each variant."
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Number of training steps per timed run."
+)
 @json_option
 def train_step_command(folder: Path, as_json: bool, **options: Any) -> None:
     """Compare a training step with the model's forward and backward passes on prepared tensors.

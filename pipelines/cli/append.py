@@ -29,7 +29,7 @@ from storage_formats.format.layout import Layout
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @model_option
 @engine_option("ray")
-@click.option("--workers", type=POSITIVE, help="Worker processes.  [default: as for 'build']")
+@click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: as for 'build']")
 @address_option
 @column_option
 @max_failed_option
@@ -39,9 +39,7 @@ def append(as_json: bool, quiet: bool, **options: Any) -> None:
     """Add the images of every SOURCE to INDEX.
 
     'build --help' describes SOURCE. The settings of INDEX apply to the new rows. Images whose content INDEX already
-    holds are skipped and counted as duplicates. Existing rows keep their ids, and existing files do not change. New
-    rows start in a new shard. INDEX can be searched during the append. Programs that have INDEX open see the new rows
-    after they reopen it.
+    holds are skipped and counted as duplicates. Existing rows keep their ids. INDEX can be searched during the append.
 
     Run the same command again to resume a stopped append.
 

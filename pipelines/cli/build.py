@@ -45,36 +45,39 @@ _NO_MODEL = (
 @click.option(
     "--workers",
     type=POSITIVE,
-    help="Worker processes.  [default: one per GPU, or the number of CPUs / --threads]",
+    help="Number of worker processes.  [default: one per GPU, or the number of CPUs / --threads]",
 )
-@click.option("--threads", type=POSITIVE, help="CPU threads per worker.  [default: all CPUs, at most 4]")
+@click.option("--threads", type=POSITIVE, help="Number of CPU threads per worker.  [default: all CPUs, at most 4]")
 @address_option
 @shard_size_option
-@click.option("--batch-size", type=POSITIVE, default=BATCH_SIZE, show_default=True, help="Images per forward pass.")
+@click.option(
+    "--batch-size", type=POSITIVE, default=BATCH_SIZE, show_default=True, help="Number of images per forward pass."
+)
 @device_option
 @click.option(
     "--dtype",
     type=DTYPE,
     default="auto",
     show_default=True,
-    help="Data type of matrix products. auto is bfloat16 on cuda and float32 on cpu.",
+    help="Data type of the model's matrix products. auto is bfloat16 on cuda and float32 on cpu.",
 )
 @stored_precisions_option
-@click.option("--dedupe", is_flag=True, help="Encode byte-identical images once.")
+@click.option("--dedupe", is_flag=True, help="Encode byte-identical images only once.")
 @column_option
 @max_failed_option
-@click.option("--max-pixels", type=POSITIVE, help="Reject images with more pixels.  [default: 89478485]")
+@click.option("--max-pixels", type=POSITIVE, help="Reject images with more pixels than this.  [default: 89478485]")
 @quiet_option
 @json_option
 def build(as_json: bool, quiet: bool, **options: Any) -> None:
     """Index the images of every SOURCE into one new index.
 
-    A SOURCE is a directory (searched recursively), a WebDataset tar ('shards/{0000..0015}.tar' names several), a
-    Parquet, CSV or JSON Lines file with a column of paths, or an image file. An image that cannot be read becomes a
-    failed row with a reason. If more inputs fail than --max-failed allows, the build stops with exit code 1 and keeps
-    the finished shards. To continue with any number of failures, run the same command with --max-failed 1.
+    A SOURCE is a directory, a WebDataset tar, an image file, or a list of paths (Parquet, CSV or JSON Lines).
+    Directories are searched recursively. The pattern 'shards/{0000..0015}.tar' names several tars.
 
-    Run the same command again to resume a stopped build. If the index is already finished, the command does nothing.
+    An image that cannot be read becomes a failed row with a reason. If more inputs fail than --max-failed allows, the
+    build stops with exit code 1 and keeps the finished shards.
+
+    Run the same command again to resume a stopped build. If the index is finished already, the command does nothing.
 
     \b
     Examples:

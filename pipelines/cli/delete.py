@@ -17,15 +17,14 @@ _SHOWN = 10
 @click.command()
 @click.argument("index", type=PATH)
 @click.option("--rows", "rows", type=int, multiple=True, metavar="N", help="Row id to delete; repeatable.")
-@click.option("--uri", metavar="GLOB", help="Delete the rows whose uri matches this pattern; * also matches slashes.")
+@click.option("--uri", metavar="GLOB", help="Delete the rows whose URI matches this pattern; * also matches slashes.")
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted and change nothing.")
 @json_option
 def delete(index: Path, rows: tuple[int, ...], uri: str | None, dry_run: bool, as_json: bool) -> None:
     """Delete rows of INDEX.
 
-    Deleted rows are no longer searched, fetched or evaluated. The other rows keep their ids. The bytes of deleted rows
-    stay on disk, so that 'rollback' can bring the rows back. Processes that have the index open see the rows until they
-    reopen the index; 'serve' reopens it within seconds.
+    Deleted rows are no longer searched, fetched or evaluated. The other rows keep their ids. The data of deleted rows
+    stays on disk, so that 'rollback' can bring the rows back.
 
     \b
     Examples:

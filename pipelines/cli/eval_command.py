@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     "precisions",
     multiple=True,
     metavar="NAME",
-    help="Token precision to measure; repeatable.  [default: all that INDEX holds]",
+    help="Precision of the tokens to measure; repeatable.  [default: all that INDEX holds]",
 )
 @click.option("--simulate", is_flag=True, help="Also measure precisions that INDEX does not hold.")
 @click.option(
@@ -66,17 +66,17 @@ if TYPE_CHECKING:
 @click.option(
     "--full",
     is_flag=True,
-    help="Full-dataset protocol: all images of INDEX and all CAPTIONS are candidates. Reports recall at 5, 10 and 20.",
+    help="Use all images of INDEX and all CAPTIONS as candidates. Reports recall at 5, 10 and 20.",
 )
 @click.option(
     "--full-captions",
     type=PATH,
     metavar="FILE",
     multiple=True,
-    help="File of more candidate captions; needs --full; repeatable.",
+    help="Further file of candidate captions, with --full; repeatable.",
 )
 @score_option
-@click.option("--rerank/--no-rerank", default=True, help="Re-rank, or measure the embeddings alone.")
+@click.option("--rerank/--no-rerank", default=True, help="Re-rank the candidates, or measure the embeddings alone.")
 @click.option("--queries", type=POSITIVE, metavar="N", help="Sample N queries per direction.")
 @click.option(
     "--bootstrap",
@@ -95,11 +95,11 @@ if TYPE_CHECKING:
 def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: Any) -> None:
     """Measure the recall of INDEX on captioned images, with embeddings alone and after re-ranking.
 
-    CAPTIONS is a .jsonl file, a .json file (Karpathy or COCO captions), a .parquet file or a WebDataset .tar. In
-    text-to-image search, the correct hit is the image of the caption. In image-to-text search, any caption of the image
-    is a correct hit. The candidates are the images and captions of CAPTIONS, or of one split with --split.
+    CAPTIONS is a file of captions in JSONL, JSON (Karpathy or COCO), Parquet or WebDataset tar format. In text-to-image
+    search, the correct hit is the image of the caption. In image-to-text search, every caption of the image is a
+    correct hit.
 
-    With --score, you can measure each part of the final score separately, with any bundle.
+    The candidates are the images and captions of CAPTIONS, or of one split with --split.
 
     \b
     Examples:

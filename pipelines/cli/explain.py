@@ -37,30 +37,32 @@ _FREQUENT = 10
     type=POSITIVE,
     default=1000,
     show_default=True,
-    help="Number of images to sample for the table of words.",
+    help="Number of images whose words are counted.",
 )
 @click.option(
     "--captions",
     type=PATH,
     metavar="FILE",
-    help="File of captions, to measure how well caption words align with tokens.",
+    help="File of captions. Measures how well caption words align with tokens.",
 )
-@click.option("--images", type=PATH, help="Base directory of relative image paths.  [default: directory of --captions]")
-@click.option("--split", metavar="NAME", help="Split of the captions.  [default: all]")
+@click.option(
+    "--images",
+    type=PATH,
+    help="Base directory of the relative image paths in --captions.  [default: directory of --captions]",
+)
+@click.option("--split", metavar="NAME", help="Use only this split of --captions.  [default: all]")
 @click.option(
     "--against",
     metavar="INDEX[=MODEL]",
-    help="Another index of the same images. A paired t-test compares the alignment of both.",
+    help="Another index of the same images, whose alignment is compared by a paired t-test.",
 )
 @quiet_option
 @json_option
 def explain(index: Path, rows: tuple[int, ...], out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
     """Write an HTML page that shows what the tokens of INDEX mean.
 
-    The page shows the images of the given rows, or of a few sampled rows. Beside each image are the words of the
-    language model that are nearest to the tokens. The page also shows the most frequent words in a sample of images,
-    the share of special and unused tokens and, with --captions, how well caption words align with tokens. The page
-    loads nothing from the network.
+    The page shows images, each with the words of the language model that are nearest to its tokens. It also shows the
+    most frequent words in a sample of images. With --captions, it shows how well caption words align with tokens.
 
     \b
     Examples:

@@ -22,8 +22,7 @@ from storage_formats.format.layout import Layout
 def failures(index: Path, reasons: tuple[str, ...], as_json: bool) -> None:
     """List the inputs of INDEX that could not be indexed.
 
-    Prints one line per failed row: row id, reason, URI and details. For an unfinished index, the list covers only the
-    finished shards. 'info' counts the reasons.
+    The command prints one line per failed row: row id, reason, URI and details. 'info' counts the reasons.
 
     \b
     Examples:

@@ -20,8 +20,7 @@ _INDEX = click.argument("index", type=PATH)
 def history(index: Path, as_json: bool) -> None:
     """List the snapshots of INDEX, oldest first. The last one is current.
 
-    Every change of a finished index (append, delete, rollback) makes a snapshot. Earlier snapshots are kept until 'gc'
-    removes them.
+    Every change of a finished index makes a snapshot. Earlier snapshots are kept until 'gc' removes them.
 
     \b
     Example:
@@ -48,8 +47,7 @@ def history(index: Path, as_json: bool) -> None:
 def rollback(index: Path, snapshot: int, as_json: bool) -> None:
     """Return INDEX to its state at SNAPSHOT, a number that 'history' lists.
 
-    A rollback makes a new snapshot, so you can undo it with another rollback. The row ids of appended rows are never
-    reused.
+    A rollback makes a new snapshot, so you can undo it with another rollback.
 
     \b
     Example:
@@ -72,8 +70,7 @@ def rollback(index: Path, snapshot: int, as_json: bool) -> None:
 def gc(index: Path, keep: int, as_json: bool) -> None:
     """Remove old snapshots of INDEX and the files that no remaining snapshot needs.
 
-    After 'gc', a stopped append or conversion cannot be resumed. A process that has one of the removed
-    snapshots open may report missing files.
+    After 'gc', a stopped append or conversion cannot be resumed.
 
     \b
     Example:

@@ -19,13 +19,11 @@ from storage_formats.format.layout import Layout
 def info(index: Path, as_json: bool) -> None:
     """Show what INDEX contains, or how far its build has come.
 
-    Shows the counts of inputs, the size, the precisions, and the model that built the index. For an unfinished index,
-    shows how many shards are finished.
+    The output has the counts of inputs, the size, the precisions, and the model that built the index. For an unfinished
+    index, it has the number of finished shards.
 
-    The encoder fingerprint identifies the vision tower and the adapter, which computed the tokens and embeddings. Any
-    bundle with the same encoder fingerprint can search the index. 'edje-index model show' also prints the fingerprint
-    of the whole bundle, including the joint encoder and the score weights. 'plan' is the fingerprint of the inputs
-    and settings.
+    A bundle can search the index if it has the encoder fingerprint that is shown. 'edje-index model show' prints the
+    fingerprints of a bundle.
 
     \b
     Examples:

@@ -21,19 +21,27 @@ DTYPE = click.Choice(["auto", "float32", "bfloat16"])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
 quiet_option = click.option("--quiet", is_flag=True, help="Show no progress.")
-seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Random seed.")
+seed_option = click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all random numbers."
+)
 
 model_option = click.option(
     "--model", type=PATH, help="Directory of the model bundle.  [default: the bundle that built INDEX]"
 )
-device_option = click.option("--device", type=DEVICE, default="auto", show_default=True, help="Device of the model.")
+device_option = click.option(
+    "--device",
+    type=DEVICE,
+    default="auto",
+    show_default=True,
+    help="Device that runs the model. auto takes cuda if there is one.",
+)
 dtype_option = click.option(
     "--dtype",
     type=DTYPE,
     default="float32",
     show_default=True,
-    help="Data type of the joint encoder's matrix products. bfloat16 is about twice as fast on processors that "
-    "support it, and slower on others. auto is bfloat16 on cuda and float32 on cpu.",
+    help="Data type of the joint encoder's matrix products. bfloat16 is faster than float32 only on "
+    "processors that support it. auto is bfloat16 on cuda and float32 on cpu.",
 )
 read_precision_option = click.option(
     "--precision", metavar="NAME", help="Precision of the tokens to read.  [default: the first that 'info' lists]"
@@ -55,7 +63,9 @@ address_option = click.option(
     "--address", metavar="HOST:PORT", help="Ray cluster to join.  [default: start Ray on this machine]"
 )
 column_option = click.option(
-    "--column", metavar="NAME", help="Column of paths in a list file.  [default: path, image, file, uri, ...]"
+    "--column",
+    metavar="NAME",
+    help="Column of image paths, if SOURCE is a list of paths.  [default: the first of path, image, file, uri, ...]",
 )
 max_failed_option = click.option(
     "--max-failed",
@@ -67,7 +77,7 @@ max_failed_option = click.option(
 images_option = click.option(
     "--images", type=PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]"
 )
-wheels_option = click.option("--wheels", type=PATH, help="Directory with both wheels, to avoid the download.")
+wheels_option = click.option("--wheels", type=PATH, help="Directory that holds the two wheels, instead of a download.")
 new_bundle_option = click.option("--out", required=True, type=PATH, help="New directory for the bundle.")
 text_tokenizer_option = click.option(
     "--text-tokenizer", type=PATH, help="Directory of the text tower's tokenizer, instead of a download."
@@ -77,7 +87,11 @@ text_tokenizer_option = click.option(
 def engine_option(default: str) -> Callable[[_Command], _Command]:
     """Return the option `--engine` with the engine that a command uses by default: "ray" or "inline"."""
     return click.option(
-        "--engine", type=click.Choice(["ray", "inline"]), default=default, show_default=True, help="Execution engine."
+        "--engine",
+        type=click.Choice(["ray", "inline"]),
+        default=default,
+        show_default=True,
+        help="Run the work in this process (inline) or in Ray workers (ray).",
     )
 
 
@@ -101,6 +115,6 @@ score_option = click.option(
     show_default=True,
     metavar="SCORE",
     callback=_check_score,
-    help="Score to re-rank by: 'bundle' for the weights of the model bundle, or PART=WEIGHT,... for a weighted sum of "
-    f"parts, where PART alone means weight 1. Parts: {_PARTS}.",
+    help="Final score to sort by: 'bundle' (the weights of the model bundle), or PART=WEIGHT,... (a "
+    f"weighted sum). A PART alone has weight 1. The parts are {_PARTS}.",
 )

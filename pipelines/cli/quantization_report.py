@@ -32,18 +32,20 @@ _OPTIONS = (
     click.option(
         "--queries",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="With --report: file of queries, one per line, or .jsonl.  [default: 24 built-in captions]",
+        help="With --report: file of queries, as text or .jsonl.  [default: 24 built-in captions]",
     ),
-    click.option("--pool", type=click.IntRange(2, 1000), help="With --report: candidates per query.  [default: 50]"),
+    click.option(
+        "--pool", type=click.IntRange(2, 1000), help="With --report: number of candidates per query.  [default: 50]"
+    ),
     click.option(
         "--model",
         type=PATH,
-        help="With --report: model bundle.  [default: the bundle that built INDEX]",
+        help="With --report: directory of the model bundle.  [default: the bundle that built INDEX]",
     ),
     click.option(
         "--device",
         type=DEVICE,
-        help="With --report: device of the model.  [default: auto]",
+        help="With --report: device that runs the model.  [default: auto]",
     ),
 )
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("index", type=PATH)
 @click.option("--to", "to", multiple=True, metavar="NAME", help="Precision to add; repeatable.")
-@click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove at the end; repeatable.")
+@click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove after the conversion; repeatable.")
 @click.option(
-    "--from", "source", metavar="NAME", help="Precision to convert from.  [default: highest-fidelity precision stored]"
+    "--from", "source", metavar="NAME", help="Precision to convert from.  [default: the most accurate precision stored]"
 )
 @engine_option("inline")
-@click.option("--workers", type=POSITIVE, help="Worker processes, with --engine ray.  [default: 2]")
+@click.option("--workers", type=POSITIVE, help="Number of worker processes, with --engine ray.  [default: 2]")
 @click.option("--address", metavar="HOST:PORT", help="Ray cluster to join, with --engine ray.")
 @report_options
 @quiet_option
@@ -47,13 +47,12 @@ def quantize(
 ) -> None:
     """Store the tokens of INDEX in additional precisions.
 
-    The vision model is not needed. Precisions: bf16, fp16, fp8, mxfp8, int8, nvfp4, mxfp4, sign1. The index can be
-    searched during the conversion. Run the same command again to resume a stopped conversion. If INDEX already holds
-    the requested precisions, the command does nothing.
+    The precisions are bf16, fp16, fp8, mxfp8, int8, nvfp4, mxfp4 and sign1. INDEX can be searched during the
+    conversion. Run the same command again to resume a stopped conversion.
 
-    --report compares the tokens and the re-ranking of each precision with those of the highest-fidelity precision
-    stored. It covers the precisions of --to, or every precision without --to. The report needs no labels and does not
-    change INDEX. With --to or --drop, the report is made before the conversion.
+    With --report, the command measures how much each precision changes the tokens and the re-ranking, compared with the
+    most accurate precision stored. The report covers the precisions of --to, or all precisions without --to. It is made
+    before the conversion.
 
     \b
     Examples:

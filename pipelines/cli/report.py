@@ -22,15 +22,14 @@ _DEFAULT_QUERIES = 4
     "queries",
     multiple=True,
     metavar="TEXT",
-    help="Query to show hits of; repeatable.  [default: general captions]",
+    help="Query of a sample search; repeatable.  [default: general captions]",
 )
 @quiet_option
 def report(index: Path, out: Path, queries: tuple[str, ...], quiet: bool) -> None:
     """Write one HTML page about INDEX.
 
-    The page shows the counts, failed inputs by reason with samples, sizes, the effect of each precision, the
-    slowest stage of the build, and sample searches with images. The page loads nothing from the
-    network.
+    The page shows the counts, the failed inputs, the sizes, the effect of each precision, the times of the build, and
+    sample searches with images.
 
     \b
     Examples:

@@ -59,12 +59,16 @@ class _Request:
 @click.option(
     "--image",
     type=FILE,
-    help="Image file instead of TEXT: find the images with the nearest embeddings.",
+    help="Image file to search with, instead of TEXT. Hits are sorted by embedding alone.",
 )
 @click.option("-k", "k", type=POSITIVE, default=10, show_default=True, help="Number of hits.")
 @click.option("--pool", type=POSITIVE, default=100, show_default=True, help="Number of candidates to re-rank.")
 @score_option
-@click.option("--rerank/--no-rerank", default=True, help="Re-rank the candidates, or keep the order by embedding.")
+@click.option(
+    "--rerank/--no-rerank",
+    default=True,
+    help="Sort the candidates by the final score, or keep the order of the embeddings.",
+)
 @read_precision_option
 @model_option
 @device_option
@@ -72,7 +76,7 @@ class _Request:
 @click.option(
     "--html",
     type=FILE,
-    help="Also write an HTML page of images before and after re-ranking to this file.",
+    help="Also write an HTML page that shows the images before and after re-ranking.",
 )
 @click.option("--open", "open_page", is_flag=True, help="Open the page of --html in the browser.")
 @json_option
@@ -89,13 +93,11 @@ def search(
 ) -> None:
     """Find the images that match TEXT best. Without a query, prompt for queries on the terminal.
 
-    The candidates are the rows whose embeddings are nearest to the embedding of TEXT. The tokens of the candidates are
-    fetched, and the candidates are sorted by the final score, a weighted sum of parts. The model bundle holds the
-    weights; --score replaces these weights. An imported checkpoint uses the joint encoder's logit alone, as published.
+    The candidates are the rows whose embeddings are nearest to the embedding of TEXT. They are sorted by the final
+    score, a weighted sum of parts. The weights are in the model bundle; --score replaces them.
 
-    With --json each hit has `score`, its unweighted `parts`, `embedding_score` (cosine similarity of the embeddings)
-    and `joint_score` (weighted logit, late interaction and pooled similarity). `stages_ms` holds the milliseconds of
-    each stage. With --queries, --json prints one JSON object per query, each on one line.
+    With --json, each hit has the final score, its unweighted parts, `embedding_score` and `joint_score` (weighted
+    logit, late interaction and pooled similarity). With --queries, --json prints one JSON object per query and line.
 
     \b
     Examples:

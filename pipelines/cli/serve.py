@@ -23,7 +23,7 @@ _KEYS_VARIABLE = "EDJE_API_KEYS"
     type=click.IntRange(0, 65535),
     default=8000,
     show_default=True,
-    help="Port to listen on; 0 chooses a free one.",
+    help="Port to listen on; 0 chooses a free port.",
 )
 @model_option
 @device_option
@@ -32,7 +32,7 @@ _KEYS_VARIABLE = "EDJE_API_KEYS"
     "--api-keys",
     "key_file",
     type=FILE,
-    help=f"File of API keys, one per line; or set {_KEYS_VARIABLE}.",
+    help=f"File of API keys, one per line. The variable {_KEYS_VARIABLE} can hold the keys instead.",
 )
 @click.option(
     "--allowed-host",
@@ -46,14 +46,14 @@ _KEYS_VARIABLE = "EDJE_API_KEYS"
     type=click.IntRange(1, 10_000),
     default=64,
     show_default=True,
-    help="Number of requests that may wait. Others get HTTP status 429.",
+    help="Number of requests that may wait; others fail with HTTP status 429.",
 )
 @click.option(
     "--deadline",
     type=click.FloatRange(0.1, 3600),
     default=30.0,
     show_default=True,
-    help="Time limit of a request in seconds; then HTTP status 504.",
+    help="Seconds after which a request fails with HTTP status 504.",
 )
 def serve(
     indexes: tuple[Path, ...],
@@ -69,13 +69,10 @@ def serve(
 ) -> None:
     """Serve search and re-ranking of INDEX... over HTTP, with a search page for browsers.
 
-    Prints the address when the service is ready. On SIGTERM or Ctrl-C, the service answers the requests that have
-    arrived, then exits.
-    Requests can search, re-rank rows or images (in the formats of text-embeddings-inference and Cohere), embed texts
-    and images, and fetch tokens. docs/serve.md and /openapi.json describe all requests.
+    The command prints its address when the service is ready. On SIGTERM or Ctrl-C, it answers the requests that have
+    arrived, then exits. docs/serve.md and /openapi.json describe all requests.
 
-    Anyone who can reach the address can search and see thumbnails, so the default address is 127.0.0.1. On a network,
-    use API keys and a proxy with TLS.
+    Anyone who can reach the address can search and see thumbnails. On a network, use API keys and a proxy with TLS.
 
     \b
     Examples:

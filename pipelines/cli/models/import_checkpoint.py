@@ -37,8 +37,8 @@ def import_checkpoint(
 ) -> None:
     """Convert a trained checkpoint into a bundle.
 
-    CHECKPOINT is a file that the published EDJE training code wrote, with an adapter and a joint encoder. The vision
-    tower is loaded from open_clip. If CHECKPOINT also holds a vision tower, the two towers must be equal.
+    CHECKPOINT is a file that the published EDJE training code wrote. The vision tower is loaded from open_clip. If
+    CHECKPOINT also holds a vision tower, both must be equal.
 
     \b
     Examples:

@@ -22,11 +22,10 @@ from pipelines.cli.output import note
 )
 @json_option
 def init_model(out: Path, seed: int, as_json: bool) -> None:
-    """Write a model bundle with random weights.
+    """Write a model bundle with random weights to the new directory OUT.
 
-    OUT is a new directory. The model has the size of a real one (ViT-S/16, 64 x 384 tokens, a joint encoder of six
-    layers), so that you can try every command at its real cost. It is untrained: the order of its search results has
-    no meaning.
+    The model has the size of a real one, so that you can try every command at its real cost. The order of its search
+    results has no meaning.
 
     \b
     Example:

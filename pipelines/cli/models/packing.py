@@ -29,11 +29,10 @@ _towers_option = click.option("--towers", type=PATH, required=True, help="Direct
 @click.option("--max-mb", default=25.0, show_default=True, help="Maximum size of OUT in megabytes.")
 @json_option
 def pack(bundle: Path, out: Path, towers: Path, new_tensors: str, max_mb: float, as_json: bool) -> None:
-    """Pack BUNDLE into a small directory.
+    """Pack BUNDLE into the new directory OUT, small enough for a Git repository.
 
-    OUT is a new directory, small enough for a Git repository. OUT stores only the differences from the base
-    towers: tuned layers as 8-bit differences, new layers as float16 or int8. Packing rounds the weights, so evaluate
-    the bundle that 'model unpack' restores.
+    OUT holds only the differences from the base towers. Packing rounds the weights, so evaluate the bundle that 'model
+    unpack' restores.
 
     \b
     Example:
@@ -57,10 +56,9 @@ def pack(bundle: Path, out: Path, towers: Path, new_tensors: str, max_mb: float,
 @_towers_option
 @json_option
 def unpack(packed: Path, out: Path, towers: Path, as_json: bool) -> None:
-    """Restore the bundle of a packed model.
+    """Restore the bundle of a packed model to the new directory OUT.
 
-    PACKED is a directory that 'model pack' wrote; OUT is a new directory. The same base towers give the same bytes on
-    every machine. Towers other than those given to 'model pack' are refused.
+    PACKED is a directory that 'model pack' wrote. The same base towers give the same bytes on every machine.
 
     \b
     Example:

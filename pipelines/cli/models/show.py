@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def show(bundle: Path, as_json: bool) -> None:
     """Show what the model bundle BUNDLE contains.
 
-    Two fingerprints identify a bundle. The encoder fingerprint covers the image tower and the adapter, which compute
-    the tokens and embeddings of an index. Only a bundle with the same encoder fingerprint can search that index. The
-    other fingerprint covers the whole bundle, including the text tower, the joint encoder and the score weights.
+    The encoder fingerprint covers the vision tower and the adapter, which compute the tokens and embeddings of an
+    index. Only a bundle with the same encoder fingerprint can search that index. The other fingerprint covers the whole
+    bundle.
 
     \b
     Examples:
