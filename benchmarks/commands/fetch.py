@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     "engines",
     multiple=True,
     metavar="NAME",
-    help="Read engine to measure; repeatable.",
+    help="Read engine to measure; repeatable.  [default: auto]",
 )
 @click.option(
     "--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Number of runs of each measurement."

@@ -41,7 +41,7 @@ def quantize_index_command(
 ) -> None:
     """Compare `quantize` of a BF16 index with `cp` of its token files, cold and with fsync. Linux only.
 
-    Rates count bytes read and written. 'with start' includes process start-up.
+    Rates count the bytes read and written. The results 'with start' include process start-up.
 
     \b
     Example:
