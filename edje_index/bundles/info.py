@@ -71,7 +71,7 @@ class BundleDescription:
 
     @property
     def vision_name(self) -> str:
-        """Name of the model that holds the towers, in open_clip."""
+        """Name in open_clip of the model that holds the towers."""
         return str(self.vision["name"])
 
     @property

@@ -19,7 +19,7 @@ _CHUNK_DRAWS = 1 << 22  # draws in memory at a time
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with the lower and upper bound of its 95 % confidence interval; None without resamples."""
+    """A mean with the bounds of its 95 % confidence interval. The bounds are None without resamples."""
 
     value: float
     low: float | None = None

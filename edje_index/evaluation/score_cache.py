@@ -26,7 +26,7 @@ SAVE_SECONDS = 20.0
 
 @dataclass
 class ScoreCache:
-    """Scores of pairs in the directory `folder`, one subdirectory per `key`. None stores nothing.
+    """Scores of pairs in the directory `folder`, one subdirectory per `key`. If `folder` is None, nothing is stored.
 
     `key` holds everything else that determines a score: bundle, index, precision, captions, data type and part.
     """

@@ -13,10 +13,7 @@ CLUSTER_ITERATIONS = 25
 
 
 def stride_tokens(tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Keep m tokens at equal distances, patch floor(i n / m) for token i: [b, n, d] to [b, m, d].
-
-    `count` is m.
-    """
+    """Keep `count` = m tokens at equal distances: [b, n, d] to [b, m, d]. Token i is patch floor(i n / m)."""
     _check(tokens, count)
     n = tokens.shape[1]
     kept = torch.arange(count, device=tokens.device) * n // count

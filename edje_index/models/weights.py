@@ -34,7 +34,7 @@ def save_tensors(state: State, path: Path) -> None:
 
 
 def read_weights(path: Path, prefix: str = "") -> State:
-    """Read the tensors of a safetensors file whose names begin with ``prefix``, by name without the prefix.
+    """Return the tensors of a safetensors file whose names begin with ``prefix``, by name without the prefix.
 
     Raises:
         ModelError: the file cannot be read, or is not a safetensors file.
@@ -55,7 +55,7 @@ def read_weights(path: Path, prefix: str = "") -> State:
 
 
 def assign_weights(module: torch.nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
-    """Copy the tensors in ``state`` into ``module``. The names must be equal.
+    """Copy the tensors in ``state`` into ``module``, which must have the same names.
 
     Args:
         module: the module to fill.

@@ -51,8 +51,8 @@ def quantize(
     conversion. Run the same command again to resume a stopped conversion.
 
     With --report, the command measures how much each precision changes the tokens and the re-ranking, compared with the
-    most accurate precision stored. The report covers the precisions of --to, or all precisions without --to. It is made
-    before the conversion.
+    most accurate precision stored. The report covers the precisions of --to, or all precisions without --to. The report
+    is made before the conversion.
 
     \b
     Examples:

@@ -1,7 +1,7 @@
 """The nearest word of each stored token, as in "Emerging vision-token semantics" of the EDJE paper.
 
-It is the vocabulary entry whose embedding has the highest cosine similarity with the token. The `<image>` placeholder
-is left out.
+The nearest word is the vocabulary entry whose embedding has the highest cosine similarity with the token. The `<image>`
+placeholder is left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes a joint encoder from a Hugging Face BERT model; all other weights of the joint encoder are random."""
+"""Makes a joint encoder from a Hugging Face BERT model. Weights that the model lacks are random."""
 
 from __future__ import annotations
 
