@@ -56,7 +56,7 @@ class AdapterConfig:
         return self.hidden_dim == 0
 
     def features(self, patches: int) -> AdapterConfig:
-        """Return the configuration of an adapter without weights, whose tokens are the training input of this adapter."""
+        """Return the configuration of a weightless adapter that stores the training input of this adapter."""
         # This is the output of the training-free reduction if there is one, else the features of all patches.
         kind, tokens = (self.kind, self.num_tokens) if self.kind in REDUCTIONS else (PATCHES, patches)
         return AdapterConfig(kind, tokens, self.vision_dim, self.vision_dim, hidden_dim=0)

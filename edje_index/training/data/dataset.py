@@ -72,7 +72,7 @@ class TrainingData:
         return len(self.rows)
 
     def pairs(self, epoch_of: str) -> int:
-        """Return the number of pairs per epoch, which visits each of `epoch_of` once: "captions" or "images"."""
+        """Return the number of pairs per epoch, which visits each caption or image once, see `Sampler`."""
         return self.images if epoch_of == "images" else len(self.caption_keys)
 
     def caption(self, number: int) -> NDArray[np.int32]:
@@ -94,7 +94,7 @@ class CaptionSet:
     captions: Sequence[Sequence[str]]
 
     def pairs(self, epoch_of: str) -> int:
-        """Return the number of pairs per epoch, which visits each of `epoch_of` once: "captions" or "images"."""
+        """Return the number of pairs per epoch, which visits each caption or image once, see `Sampler`."""
         return len(self.rows) if epoch_of == "images" else sum(map(len, self.captions))
 
     def texts(self) -> list[str]:
