@@ -211,8 +211,9 @@ def _check(config: AdapterConfig) -> None:
         )
     if config.hidden_dim == 0 and (config.kind in (COMPRESSED, LOCAL) or config.vision_dim != config.language_dim):
         raise ModelError(
-            "hidden_dim 0 needs a strided, clustered or pruned adapter with equal vision_dim and "
-            f"language_dim, got a {config.kind} adapter with {config.vision_dim} and {config.language_dim}"
+            "hidden_dim 0 needs a training-free adapter (strided, clustered or pruned) with equal "
+            f"vision_dim and language_dim, got a {config.kind} adapter with vision_dim "
+            f"{config.vision_dim} and language_dim {config.language_dim}"
         )
     if config.kind == PATCHES and config.hidden_dim:
         raise ModelError(f"hidden_dim of a patches adapter must be 0, got {config.hidden_dim}")

@@ -101,7 +101,7 @@ def test_texts_are_re_ranked_by_the_joint_encoder(tmp_path: Path, tiny_bundle: P
     for arguments in ({"k": 0}, {"k": 5, "pool": 4}):
         with pytest.raises(UsageError, match="at most pool"):
             search_texts(opened, 1, TEXTS, **arguments)
-    with pytest.raises(UsageError, match="not blank"):
+    with pytest.raises(UsageError, match="no blank text"):
         search_texts(opened, 1, ["a", " "])
 
 

@@ -157,7 +157,7 @@ def test_says_what_is_missing_or_does_not_fit(tmp_path: Path) -> None:
         load_published_checkpoint(tmp_path / "absent.pth", tokenizer, vision_heads=3)
     with pytest.raises(ModelError, match="configuration"):
         load_published_checkpoint(checkpoint, tmp_path / "absent", vision_heads=3)
-    with pytest.raises(ModelError, match="width 24 is not divisible by 5 heads"):
+    with pytest.raises(ModelError, match="width 24 of the tower is not divisible by 5 heads"):
         load_published_checkpoint(checkpoint, tokenizer, vision_heads=5)
     for name in ("vision_projection.value.bias", "language_model.bert.encoder.layer.1.output.dense.weight"):
         torch.save({"model": {k: v for k, v in state.items() if k != name}}, tmp_path / "part.pth")

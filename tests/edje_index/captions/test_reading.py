@@ -157,8 +157,8 @@ def test_a_sample_without_captions_is_named(tmp_path):
     [
         ('{"image": "a.jpg", "caption": "x"', "not JSON"),
         ("[1]", "not a JSON object"),
-        ('{"caption": "x"}', "no 'image'"),
-        ('{"image": 3, "caption": "x"}', "no 'image'"),
+        ('{"caption": "x"}', "no file name in 'image'"),
+        ('{"image": 3, "caption": "x"}', "no file name in 'image'"),
         ('{"image": "a.jpg"}', "no captions"),
         ('{"image": "a.jpg", "captions": []}', "no captions"),
         ('{"image": "a.jpg", "captions": ["x", 3]}', "not a string"),

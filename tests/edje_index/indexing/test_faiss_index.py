@@ -123,8 +123,8 @@ def test_lists_on_disk_are_refused(own_root, tmp_path):
     ("vectors", "dimensions", "first_id", "message"),
     [
         (297, 12, 10, "ids from 10 to 306, but ids must be in 0..299"),
-        (296, 12, 0, "number of vectors is 296 instead of 297"),
-        (297, 13, 0, "number of dimensions is 13 instead of 12"),
+        (296, 12, 0, "number of vectors in the FAISS file is 296 instead of 297"),
+        (297, 13, 0, "number of dimensions in the FAISS file is 13 instead of 12"),
     ],
 )
 def test_another_shape_is_refused(own_root, vectors, dimensions, first_id, message):
