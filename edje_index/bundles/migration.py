@@ -13,8 +13,8 @@ _RENAMED_SIZES = {"pooled": "pooled_similarity", "bank": "hubness_bank"}
 def migrate_version_1(joint: Mapping[str, Any]) -> tuple[dict[str, Any], DirectionWeights]:
     """Convert the ``joint`` entry of version 1 to the ``joint`` and ``score`` entries of version 2.
 
-    In version 1, ``joint`` also holds the weights of the final score: those of image-to-text search in
-    ``caption_weights``, and those of text-to-image search directly. Weights without effect are left out.
+    In version 1, ``joint`` also holds the weights of the final score. Its entry ``caption_weights`` holds the weights
+    of image-to-text search. Weights without effect are left out.
 
     Raises:
         KeyError, TypeError, ValueError: ``joint`` is damaged.

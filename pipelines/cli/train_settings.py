@@ -182,7 +182,7 @@ def _read_toml(path: Path) -> Values:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
+        raise UsageError(f"cannot read {path}: {error}; give a TOML file") from error
     if loose := [key for key, value in content.items() if not isinstance(value, dict)]:
         raise UsageError(
             f"{path}: {', '.join(loose)} must be in a group, such as [loop]; --show-settings lists all groups"

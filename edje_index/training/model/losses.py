@@ -14,8 +14,7 @@ from torch.nn import functional
 def itm_loss(positive: torch.Tensor, negative_images: torch.Tensor, negative_texts: torch.Tensor) -> torch.Tensor:
     """Image-text matching loss: cross-entropy of each positive pair against its negatives.
 
-    As in the published code, the loss is the mean over captions against k other images and images against k other
-    captions.
+    As in the published code, each caption competes with k other images, and each image with k other captions.
 
     Args:
         positive: logits of the positive pairs [b].
