@@ -9,10 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelines.api import append_index, build_index, compact_index, delete_rows, quantize_index, train, update_index
+    from pipelines.api import (
+        append_index,
+        build_index,
+        compact_index,
+        delete_rows,
+        merge_indexes,
+        quantize_index,
+        train,
+        update_index,
+    )
     from pipelines.jobs.append import AppendResult
     from pipelines.jobs.build_result import BuildResult
     from pipelines.jobs.compact import CompactResult
+    from pipelines.jobs.merge import MergeResult
     from pipelines.jobs.quantize import QuantizeResult
     from pipelines.jobs.snapshots import DeleteResult
     from pipelines.jobs.training.result import TrainResult
@@ -25,6 +35,7 @@ _MODULES = {
     "CompactResult": "pipelines.jobs.compact",
     "DeleteResult": "pipelines.jobs.snapshots",
     "JobStopped": "pipelines.progress.stopping",
+    "MergeResult": "pipelines.jobs.merge",
     "QuantizeResult": "pipelines.jobs.quantize",
     "TrainResult": "pipelines.jobs.training.result",
     "UpdateResult": "pipelines.jobs.update",
@@ -32,6 +43,7 @@ _MODULES = {
     "build_index": "pipelines.api",
     "compact_index": "pipelines.api",
     "delete_rows": "pipelines.api",
+    "merge_indexes": "pipelines.api",
     "quantize_index": "pipelines.api",
     "train": "pipelines.api",
     "update_index": "pipelines.api",
@@ -43,6 +55,7 @@ __all__ = [
     "CompactResult",
     "DeleteResult",
     "JobStopped",
+    "MergeResult",
     "QuantizeResult",
     "TrainResult",
     "UpdateResult",
@@ -50,6 +63,7 @@ __all__ = [
     "build_index",
     "compact_index",
     "delete_rows",
+    "merge_indexes",
     "quantize_index",
     "train",
     "update_index",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.append import AppendResult
     from pipelines.jobs.build_result import BuildResult
     from pipelines.jobs.compact import CompactResult
+    from pipelines.jobs.merge import MergeResult
     from pipelines.jobs.quantize import QuantizeResult
     from pipelines.jobs.snapshots import DeleteResult
     from pipelines.jobs.training.result import TrainResult
@@ -285,6 +286,44 @@ def compact_index(index: str | Path, *, on_event: OnEvent = _ignore, should_stop
     from pipelines.jobs.compact import run_compact
 
     return run_compact(Path(index), on_event, should_stop)
+
+
+@name_missing_extra("search")
+def merge_indexes(
+    indexes: Sequence[str | Path],
+    out: str | Path,
+    *,
+    on_event: OnEvent = _ignore,
+    should_stop: ShouldStop = _never,
+) -> MergeResult:
+    """Copy several indexes of one model into a new index, as `edje-index merge` does. The model is not needed.
+
+    Rows whose content an earlier index holds are deleted in the new index. The indexes do not change. The same call
+    resumes a stopped merge.
+
+    Args:
+        indexes: directories of the indexes. They need the same model, block shape, shard size and precisions.
+        out: directory of the new index. It appears once it is complete.
+        on_event: as in `build_index`.
+        should_stop: as in `build_index`.
+
+    Raises:
+        UsageError: an index does not exist or does not fit the first one, or `out` exists.
+        JobStopped: the merge stopped before its end, or a file is damaged; the same call resumes the merge.
+        EdjeError: another process is writing to `out`.
+        MissingExtraError: FAISS is not installed, but an index has a nearest-neighbour index.
+
+    Example:
+        >>> import shutil
+        >>> from pipelines import merge_indexes
+        >>> _ = shutil.copytree("photos.edje", "copy.edje")
+        >>> result = merge_indexes(["photos.edje", "copy.edje"], "all.edje")
+        >>> [each.offset for each in result.inputs]
+        [0, 1024]
+    """
+    from pipelines.jobs.merge import run_merge
+
+    return run_merge([Path(index) for index in indexes], Path(out), on_event, should_stop)
 
 
 @name_missing_extra("train")

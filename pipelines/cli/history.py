@@ -33,7 +33,8 @@ def history(index: Path, as_json: bool) -> None:
         print_json({"index": str(index), "snapshots": [asdict(snapshot) for snapshot in snapshots]})
         return
     for snapshot in snapshots:
-        details = ", ".join(f"{name} {value}" for name, value in snapshot.change.items())
+        counts = {name: value for name, value in snapshot.change.items() if not isinstance(value, list)}
+        details = ", ".join(f"{name} {value}" for name, value in counts.items())
         print_line(
             f"{snapshot.snapshot:>4}  {snapshot.kind:<9} {snapshot.created or '':<26} {counted(snapshot.rows, 'row')}, "
             f"{snapshot.deleted:,} deleted{f' ({details})' if details else ''}"

@@ -36,6 +36,7 @@ SECTIONS = {
         "update": "pipelines.cli.update:update",
         "delete": "pipelines.cli.delete:delete",
         "compact": "pipelines.cli.compact:compact",
+        "merge": "pipelines.cli.merge:merge",
         "history": "pipelines.cli.history:history",
         "rollback": "pipelines.cli.history:rollback",
         "gc": "pipelines.cli.history:gc",

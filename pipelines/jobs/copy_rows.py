@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from storage_formats.writing.row_copy import RowCopier, RowCopy
 
 
+@dataclass(frozen=True)
+class ShardCopy:
+    """The task of writing one shard of a new segment or index, given its number."""
+
+    shard: int
+
+
 def copy_rows(
     copy: RowCopy, activity: str, finished: Mapping[int, ShardReceipt], on_event: OnEvent, should_stop: ShouldStop
 ) -> list[ShardReceipt]:
@@ -45,22 +52,15 @@ def copy_rows(
             shards=copy.shards,
             rows=rows,
             make_worker=lambda: functools.partial(_copy_shard, copier),
-            make_task=_ShardTask,
+            make_task=ShardCopy,
             state_of_report=lambda report: report,
             state_of_receipt=lambda receipt: ShardState(receipt.rows),
         )
         return run_shards(job, dict(finished), open_engine("inline", None), on_event, should_stop).receipts
 
 
-@dataclass(frozen=True)
-class _ShardTask:
-    """A shard of the target to write."""
-
-    shard: int
-
-
 def _copy_shard(
-    copier: RowCopier, task: _ShardTask, on_progress: Callable[[Any], None], should_stop: ShouldStop
+    copier: RowCopier, task: ShardCopy, on_progress: Callable[[Any], None], should_stop: ShouldStop
 ) -> ShardReceipt:
     from storage_formats.writing.row_copy import CopyInterrupted
 

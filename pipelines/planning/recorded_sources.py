@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from pipelines.sources import Source
     from storage_formats.format.manifest import Manifest
 
-_MEMBER = "indexed_sources"
+SOURCES_MEMBER = "indexed_sources"
+"""Name of the member of the settings."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
     """
     settings = manifest.settings
     try:
-        if _MEMBER in settings:
-            return tuple(SourceGroup(_texts(group["sources"]), group["column"]) for group in settings[_MEMBER])
+        if SOURCES_MEMBER in settings:
+            return tuple(SourceGroup(_texts(group["sources"]), group["column"]) for group in settings[SOURCES_MEMBER])
         if len(manifest.spec.used_segments) > 1 or manifest.row_maps or "sources" not in settings:
             return None
         return (SourceGroup(_texts(settings["sources"]), settings.get("column")),)
@@ -54,7 +55,7 @@ def _texts(value: Sequence[Any]) -> tuple[str, ...]:
 
 def with_sources(manifest: Manifest, groups: tuple[SourceGroup, ...]) -> Manifest:
     """Return `manifest` with `groups` as the sources of all rows."""
-    return replace(manifest, settings={**manifest.settings, _MEMBER: [asdict(group) for group in groups]})
+    return replace(manifest, settings={**manifest.settings, SOURCES_MEMBER: [asdict(group) for group in groups]})
 
 
 def with_further_source(before: Manifest, changed: Manifest, group: SourceGroup) -> Manifest:

@@ -182,6 +182,10 @@ class Layout:
         return self.build / "compact.json"
 
     @property
+    def copying(self) -> Path:
+        return self.build / "copy.json"
+
+    @property
     def lock(self) -> Path:
         return self.build / "lock"
 

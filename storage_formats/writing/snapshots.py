@@ -25,7 +25,7 @@ from storage_formats.format.manifest import CommittedIndex, Manifest, RowMap, Sn
 from storage_formats.format.receipts import ShardReceipt
 from storage_formats.format.row_map import write_row_map
 from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
-from storage_formats.format.tombstones import refuse_renumbered, rows_in_use
+from storage_formats.format.tombstones import Tombstones, refuse_renumbered, rows_in_use
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.presence import check_files
 from storage_formats.row_ids import RowIds, check_row_ids
@@ -121,12 +121,8 @@ def with_deleted_rows(index: CommittedIndex, changed: Manifest, row_ids: RowIds)
         changed: manifest after the change, apart from the tombstones.
         row_ids: row ids to delete.
     """
-    layout = Layout(index.root)
     tombstones = index.deleted.with_rows(np.asarray(row_ids, dtype=np.int64))
-    data = tombstones.to_bytes()
-    path = layout.tombstones(crc32c(data))
-    write_bytes_atomic(path, data)
-    entry = FileEntry(layout.relative(path), len(data), crc32c(data))
+    entry = write_tombstones(Layout(index.root), tombstones)
     return replace(changed, snapshot=replace(changed.snapshot, deleted=entry, deleted_rows=len(tombstones)))
 
 
@@ -160,6 +156,14 @@ def commit_compaction(
     return commit_snapshot(
         index, changed, {"kind": "compact", "first_row": first_row, "rows": copy.segment.rows, "removed": removed}
     )
+
+
+def write_tombstones(layout: Layout, tombstones: Tombstones) -> FileEntry:
+    """Write a file of tombstones and return its file entry."""
+    data = tombstones.to_bytes()
+    path = layout.tombstones(crc32c(data))
+    write_bytes_atomic(path, data)
+    return FileEntry(layout.relative(path), len(data), crc32c(data))
 
 
 def roll_back(index: CommittedIndex, number: int) -> Manifest:

@@ -1,0 +1,46 @@
+"""The command `edje-index merge`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from pipelines.cli.options import PATH, json_option, quiet_option
+from pipelines.cli.output import print_json, print_line, running_job
+from pipelines.progress.wording import counted
+
+
+@click.command()
+@click.argument("indexes", nargs=-1, required=True, type=PATH, metavar="INDEX...")
+@click.option("--out", required=True, type=PATH, help="New directory for the merged index.")
+@quiet_option
+@json_option
+def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> None:
+    """Copy several indexes of the same model into one new index.
+
+    Every INDEX must have the same shard size and precisions. The model is not needed, because tokens and embeddings are
+    copied. Row ids of the first INDEX stay the same. Those of each further INDEX grow by a constant, which the command
+    prints. If an earlier INDEX has an image with the same content, the row is deleted in the new index. Every INDEX
+    stays as it is. The new index appears once it is complete.
+
+    Run the same command again to resume a stopped merge.
+
+    \b
+    Example:
+      edje-index merge 2024.edje 2025.edje --out photos.edje
+    """
+    from pipelines.jobs.merge import run_merge
+    from pipelines.jobs.new_index import partial_directory
+
+    with running_job(quiet=quiet, can_resume=partial_directory(out).exists) as (on_event, should_stop):
+        result = run_merge(indexes, out, on_event, should_stop)
+    if as_json:
+        print_json(asdict(result))
+        return
+    for each in result.inputs:
+        print_line(
+            f"{each.index}: {counted(each.rows, 'row')}, {each.duplicates:,} duplicates; row ids + {each.offset:,}"
+        )
+    print_line(f"{out}: {counted(result.rows, 'row')} in {counted(result.shards, 'shard')}, {result.seconds:.1f} s")

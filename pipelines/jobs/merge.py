@@ -1,0 +1,153 @@
+"""The merge job: copies the shards of several indexes into a new index."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines.engines import open_engine
+from pipelines.jobs.copy_rows import ShardCopy
+from pipelines.jobs.new_index import new_index
+from pipelines.jobs.shard_run import ShardJob, run_shards
+from pipelines.planning.recorded_sources import SOURCES_MEMBER, recorded_sources
+from pipelines.progress.events import OnEvent, PlanReady, StatusMessage
+from pipelines.progress.meter import ShardState
+from pipelines.progress.stopping import ShouldStop
+
+if TYPE_CHECKING:
+    from storage_formats.format.manifest import Manifest
+    from storage_formats.format.receipts import ShardReceipt
+    from storage_formats.writing.merge import Merge, ShardMover
+
+
+@dataclass(frozen=True)
+class MergedInput:
+    """What became of the rows of one index in a merge.
+
+    Attributes:
+        index: directory of the index.
+        offset: row id in the merged index minus row id in this index, the same for all its rows.
+        rows: number of rows, including deleted rows and duplicates.
+        duplicates: rows that are deleted in the merged index, because an earlier index has the same content.
+    """
+
+    index: str
+    offset: int
+    rows: int
+    duplicates: int
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """The result of a merge.
+
+    Attributes:
+        inputs: the merged indexes, in the order of their rows.
+        rows: number of rows of the new index that are not deleted.
+        duplicates: number of rows that were deleted, because an earlier index has the same content.
+        shards: number of shards of the new index.
+        seconds: wall time of this run.
+
+    Example:
+        >>> from pipelines import append_index, build_index, merge_indexes
+        >>> _ = build_index("photos/0.jpg", "more.edje", "model", engine="inline", threads=1)
+        >>> result = merge_indexes(["photos.edje", "more.edje"], "all.edje")
+        >>> result.rows, result.duplicates, [each.offset for each in result.inputs]
+        (6, 1, [0, 1024])
+    """
+
+    inputs: tuple[MergedInput, ...]
+    rows: int
+    duplicates: int
+    shards: int
+    seconds: float
+
+
+def run_merge(
+    indexes: Sequence[Path], out: Path, on_event: OnEvent, should_stop: ShouldStop = lambda: False
+) -> MergeResult:
+    """Copy the current snapshots of `indexes` into a new index at `out`. A merge that stopped early is resumed.
+
+    Raises:
+        UsageError: an index does not exist or does not fit the first one, or `out` exists.
+        JobStopped: the merge ended early, or a file is damaged; the same call resumes the merge.
+        EdjeError: another process is writing to `out`.
+    """
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.writing.merge import commit_merge, plan_merge
+
+    started = time.monotonic()
+    merge = plan_merge([CommittedIndex.open(root) for root in indexes])
+    with new_index(out, merge.plan, merge.spec) as partial:
+        receipts = _copy_shards(merge, partial, on_event, should_stop)
+        ann = _ann(merge, partial, on_event)
+        on_event(StatusMessage("looking for duplicates"))
+        manifest = commit_merge(merge, partial, receipts, settings=_settings(merge), ann=ann)
+    return _result(indexes, manifest, len(receipts), time.monotonic() - started)
+
+
+def _copy_shards(merge: Merge, partial: Path, on_event: OnEvent, should_stop: ShouldStop) -> list[ShardReceipt]:
+    from storage_formats.format.layout import Layout
+    from storage_formats.format.receipts import read_receipts
+    from storage_formats.writing.begin import clear_staging
+    from storage_formats.writing.merge import ShardMover
+
+    shards, rows = list(merge.spec.shard_numbers()), merge.spec.used_rows
+    finished = read_receipts(Layout(partial), shards, merge.plan)
+    clear_staging(partial)
+    on_event(PlanReady(rows, len(shards), len(finished)))
+    mover = ShardMover(merge, partial)
+    job = ShardJob(
+        activity="copying",
+        shards=shards,
+        rows=rows,
+        make_worker=lambda: functools.partial(_copy_shard, mover),
+        make_task=ShardCopy,
+        state_of_report=lambda report: report,
+        state_of_receipt=lambda receipt: ShardState(receipt.rows),
+    )
+    return run_shards(job, finished, open_engine("inline", None), on_event, should_stop).receipts
+
+
+def _copy_shard(
+    mover: ShardMover, task: ShardCopy, on_progress: Callable[[Any], None], should_stop: ShouldStop
+) -> ShardReceipt:
+    return mover.copy_shard(task.shard)
+
+
+def _ann(merge: Merge, partial: Path, on_event: OnEvent) -> dict[str, Any]:
+    """Build the nearest-neighbour index from the copied embeddings, if one of the inputs has one."""
+    if not any(each.index.manifest.ann_files for each in merge.inputs):
+        return merge.inputs[0].index.manifest.ann
+    from edje_index.indexing.faiss_index import build_ann
+
+    on_event(StatusMessage("building the nearest-neighbour index"))
+    return build_ann(partial, merge.spec)
+
+
+def _settings(merge: Merge) -> dict[str, Any]:
+    """Return the settings of the new index: those of the first index, with the sources of all of them."""
+    manifests = [each.index.manifest for each in merge.inputs]
+    settings = {name: value for name, value in manifests[0].settings.items() if name != SOURCES_MEMBER}
+    digests = [manifest.settings.get("inputs_digest") for manifest in manifests]
+    if None not in digests:
+        settings["inputs_digest"] = hashlib.sha256(" ".join(map(str, digests)).encode()).hexdigest()
+    groups = [recorded_sources(manifest) for manifest in manifests]
+    if None in groups:
+        return settings
+    every = dict.fromkeys(group for of_input in groups for group in of_input or ())
+    return {**settings, SOURCES_MEMBER: [asdict(group) for group in every]}
+
+
+def _result(indexes: Sequence[Path], manifest: Manifest, shards: int, seconds: float) -> MergeResult:
+    merged = tuple(
+        MergedInput(str(root), each["offset"], each["rows"], each["duplicates"])
+        for root, each in zip(indexes, manifest.snapshot.change["inputs"], strict=True)
+    )
+    rows = manifest.counts.inputs - manifest.snapshot.deleted_rows
+    return MergeResult(merged, rows, sum(each.duplicates for each in merged), shards, seconds)

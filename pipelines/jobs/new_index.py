@@ -1,0 +1,71 @@
+"""Writes a new index under a hidden name, and renames it once it is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipelines.engines.base import describe_error
+from pipelines.jobs.lock import locked_index
+from pipelines.progress.stopping import JobStopped
+from storage_formats.atomic import fsync_parent
+from storage_formats.errors import UsageError
+from storage_formats.format.layout import IndexSpec, Layout
+
+
+def partial_directory(out: Path) -> Path:
+    """Return the directory that holds the index of `out` until it is complete."""
+    return out.absolute().with_name(f".{out.name}.partial")
+
+
+@contextlib.contextmanager
+def new_index(out: Path, plan: str, spec: IndexSpec) -> Iterator[Path]:
+    """Yield the directory in which to write the index of the new directory `out`. Rename it at the end.
+
+    The directory `.<name>.partial` next to `out` keeps the finished shards if the job stops. It is emptied first if it
+    belongs to a job with another `plan`.
+
+    Raises:
+        UsageError: `out` exists already.
+        JobStopped: a file cannot be written.
+        EdjeError: another process is writing the same index.
+    """
+    from storage_formats.writing.begin import begin_index
+    from storage_formats.writing.publish import remove_build
+
+    out = out.absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists already; choose another output directory", parameter="out")
+    partial = partial_directory(out)
+    try:
+        with locked_index(partial):
+            _keep_only(partial, plan)
+            begin_index(partial, spec)
+            yield partial
+            remove_build(Layout(partial))
+        partial.replace(out)
+        fsync_parent(out)
+    except OSError as error:
+        raise JobStopped(f"cannot write {partial}: {describe_error(error)}; finished shards are kept") from error
+
+
+def _keep_only(partial: Path, plan: str) -> None:
+    """Empty the directory `partial`, apart from the lock, unless a job with the same `plan` has begun it."""
+    from storage_formats.atomic import write_json_atomic
+    from storage_formats.format.index_files import read_index_file
+
+    layout, marker = Layout(partial), {"plan": plan}
+    try:
+        if json.loads(read_index_file(partial, layout.copying)) == marker:
+            return
+    except (OSError, ValueError, RecursionError):
+        pass  # nothing is there, or it was damaged
+    for path in {*partial.iterdir(), *layout.build.iterdir()} - {layout.build, layout.lock}:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    write_json_atomic(layout.copying, marker)

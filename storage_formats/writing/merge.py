@@ -1,0 +1,295 @@
+"""Merges several indexes of one model into a new index, without decoding a block (SPEC.md section 12.2)."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.codecs import codec
+from storage_formats.errors import CorruptIndexError, UsageError
+from storage_formats.format.layout import EXTENDED_VERSION, SNAPSHOT_VERSION, IndexSpec, Layout, Segment
+from storage_formats.format.manifest import CommittedIndex, Manifest, Snapshot, created_by
+from storage_formats.format.receipts import ShardReceipt
+from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, iter_rows, read_shard_rows, write_rows
+from storage_formats.format.shard_table import FileEntry, read_shard_tables, write_shard_table
+from storage_formats.format.source_columns import MAX_COLUMNS, SourceColumn, merge_columns
+from storage_formats.format.tombstones import Tombstones
+from storage_formats.writing.file_copy import copy_file
+from storage_formats.writing.publish import check_receipts, total_counts
+from storage_formats.writing.row_copy import with_columns
+from storage_formats.writing.snapshots import write_tombstones
+from storage_formats.writing.staging import StagedFiles
+
+Ints = NDArray[np.int64]
+Hashes = NDArray[np.bytes_]
+_HASH = "S64"  # SHA-256, hexadecimal
+
+
+@dataclass(frozen=True)
+class MergeInput:
+    """An index to merge.
+
+    Attributes:
+        index: the index.
+        offset: row id in the merged index minus row id in `index`, a multiple of the shard size.
+    """
+
+    index: CommittedIndex
+    offset: int
+
+    @property
+    def first_row(self) -> int:
+        """Row id of the first row in the merged index."""
+        return self.index.manifest.spec.used_segments[0].first_row + self.offset
+
+    @property
+    def shard_offset(self) -> int:
+        return self.offset // self.index.manifest.spec.shard_size
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A merge to run.
+
+    Attributes:
+        inputs: the indexes, in the order of their rows in the merged index.
+        spec: shape of the merged index.
+        columns: source columns of the merged index.
+        plan: fingerprint of the merge.
+    """
+
+    inputs: tuple[MergeInput, ...]
+    spec: IndexSpec
+    columns: tuple[SourceColumn, ...]
+    plan: str
+
+
+def plan_merge(indexes: Sequence[CommittedIndex]) -> Merge:
+    """Plan a merge: compare the indexes and give each a range of row ids.
+
+    Raises:
+        UsageError: fewer than two indexes are given, an index is given twice, or two indexes do not fit together.
+    """
+    if len(indexes) < 2:
+        raise UsageError("a merge needs at least two indexes", parameter="indexes")
+    if len({index.root.resolve() for index in indexes}) < len(indexes):
+        raise UsageError("an index is given twice; name each index once", parameter="indexes")
+    for index in indexes[1:]:
+        _refuse_differences(indexes[0], index)
+    first, inputs, segments = indexes[0].manifest.spec, list[MergeInput](), list[Segment]()
+    for index in indexes:
+        used = index.manifest.spec.used_segments
+        next_row = -(-segments[-1].stop // first.shard_size) * first.shard_size if segments else 0
+        offset = next_row - used[0].first_row
+        inputs.append(MergeInput(index, offset))
+        segments += [Segment(segment.first_row + offset, segment.rows) for segment in used]
+    columns = sorted(merge_columns(*(index.manifest.columns for index in indexes)), key=lambda column: column.name)
+    if len(columns) > MAX_COLUMNS:
+        raise UsageError(f"together, the indexes have {len(columns)} source columns; at most {MAX_COLUMNS} are allowed")
+    states = [(str(index.root), index.manifest.shard_tables, index.manifest.snapshot.deleted) for index in indexes]
+    plan = hashlib.sha256(f"merge {states} {columns}".encode()).hexdigest()
+    spec = replace(first, rows=segments[-1].stop, segments=tuple(segments))
+    return Merge(tuple(inputs), spec, tuple(columns), plan)
+
+
+_ADVICE = {
+    "encoder fingerprint": "only indexes of the same model can be merged",
+    "block shape": "only indexes of the same model can be merged",
+    "width of embeddings": "only indexes of the same model can be merged",
+    "rows per shard": "build one of them again with the shard size of the other",
+    "precisions": "add or drop precisions with 'edje-index quantize' first",
+}
+"""What to do if a property of two indexes differs."""
+
+
+def _refuse_differences(first: CommittedIndex, other: CommittedIndex) -> None:
+    """Raise UsageError unless the two indexes have the same model and shape."""
+    expected, actual = _properties(first), _properties(other)
+    for name, advice in _ADVICE.items():
+        if expected[name] != actual[name]:
+            raise UsageError(
+                f"{first.root} and {other.root} do not fit together: the {name} is {expected[name]} in {first.root} "
+                f"and {actual[name]} in {other.root}; {advice}",
+                parameter="indexes",
+            )
+
+
+def _properties(index: CommittedIndex) -> dict[str, str]:
+    spec = index.manifest.spec
+    return {
+        "encoder fingerprint": str(index.manifest.model["fingerprint"]),
+        "block shape": " x ".join(map(str, spec.block_shape)),
+        "width of embeddings": str(spec.embed_dim),
+        "rows per shard": str(spec.shard_size),
+        "precisions": ", ".join(sorted(spec.precisions)),
+    }
+
+
+class ShardMover:
+    """Copies the shards of a merge to the new index, one per call.
+
+    Args:
+        merge: the merge.
+        target: directory of the new index.
+    """
+
+    def __init__(self, merge: Merge, target: Path) -> None:
+        self._merge = merge
+        self._layout = Layout(target)
+        self._inputs: dict[int, MergeInput] = {}
+        self._entries: dict[int, dict[str, FileEntry]] = {}
+        for each in merge.inputs:
+            for shard, file in read_shard_tables(each.index.root, each.index.manifest.shard_tables):
+                self._inputs[shard + each.shard_offset] = each
+                self._entries.setdefault(shard + each.shard_offset, {})[file.path] = file
+
+    def copy_shard(self, shard: int) -> ShardReceipt:
+        """Copy and commit the files of a shard of the new index, and write its receipt.
+
+        Raises:
+            CorruptIndexError: a file of the input is missing or damaged. Damaged data is never copied.
+            OSError: the new index cannot be written.
+        """
+        source = self._inputs[shard]
+        old_layout, old_shard = Layout(source.index.root), shard - source.shard_offset
+        staged = StagedFiles(self._layout, shard)
+        try:
+            new_paths = _copied_paths(self._layout, self._merge.spec, shard)
+            old_paths = _copied_paths(old_layout, self._merge.spec, old_shard)
+            for number, (old, new) in enumerate(zip(old_paths, new_paths, strict=True)):
+                entry = self._entry(shard, old_layout.relative(old))
+                copy_file(source.index.root, entry, staged.path(str(number)))
+                staged.add(str(number), new, entry.bytes, entry.crc32c)
+            rows = self._entry(shard, old_layout.relative(old_layout.rows_file(old_shard)))
+            table = read_shard_rows(old_layout, old_shard, None, rows, source.index.manifest.columns)
+            originals = [None if row is None else row + source.offset for row in table["duplicate_of"].to_pylist()]
+            row_ids = list(self._merge.spec.shard_rows(shard))
+            write_rows(staged.path("rows"), with_columns(table, {"row_id": row_ids, "duplicate_of": originals}))
+            staged.add("rows", self._layout.rows_file(shard))
+            files = staged.commit()
+        finally:
+            staged.remove()
+        statuses = table["status"].to_pylist()
+        counts = statuses.count(INDEXED), statuses.count(DUPLICATE), failures_by_reason(table)
+        receipt = ShardReceipt(shard, self._merge.plan, len(statuses), *counts, files, seconds={})
+        receipt.write(self._layout)
+        return receipt
+
+    def _entry(self, shard: int, path: str) -> FileEntry:
+        entry = self._entries[shard].get(path)
+        if entry is None:
+            root = self._inputs[shard].index.root
+            raise CorruptIndexError(f"the shard table of {root} does not list {path}; run 'edje-index verify'")
+        return entry
+
+
+def _copied_paths(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[Path]:
+    """Yield the paths of the files of a shard that are copied byte by byte."""
+    yield layout.embedding_shard(shard)
+    for name in spec.precisions:
+        yield layout.token_shard(name, shard, len(codec(name, spec.block_shape).record_shape))
+        yield layout.checksums(name, shard)
+
+
+def find_duplicates(merge: Merge) -> list[Ints]:
+    """Return for each input the rows whose content an indexed row of an earlier input has, as row ids of the input.
+
+    Deleted rows are neither found nor searched.
+    """
+    known: Hashes = np.empty(0, _HASH)
+    duplicates = []
+    for each in merge.inputs:
+        rows, hashes = [np.empty(0, np.int64)], [np.empty(0, _HASH)]
+        for table in iter_rows(each.index, ["row_id", "content_hash", "status"]):
+            values = np.array([(value or "").encode() for value in table["content_hash"].to_pylist()], _HASH)
+            is_duplicate = (values != b"") & _among(values, known)
+            rows.append(table["row_id"].to_numpy()[is_duplicate])
+            indexed = np.array([status == INDEXED for status in table["status"].to_pylist()], dtype=np.bool_)
+            hashes.append(values[(values != b"") & indexed])
+        duplicates.append(np.concatenate(rows))
+        known = np.unique(np.concatenate([known, *hashes]))
+    return duplicates
+
+
+def _among(values: Hashes, known: Hashes) -> NDArray[np.bool_]:
+    """Return which of `values` are in `known`, which is sorted."""
+    if not len(known):
+        return np.zeros(len(values), dtype=np.bool_)
+    positions = np.minimum(np.searchsorted(known, values), len(known) - 1)
+    return np.asarray(known[positions] == values)
+
+
+def commit_merge(
+    merge: Merge, target: Path, receipts: Sequence[ShardReceipt], *, settings: dict[str, Any], ann: dict[str, Any]
+) -> Manifest:
+    """Write tombstones, shard tables and `index.json` of the merged index, and return its manifest.
+
+    Args:
+        merge: the merge.
+        target: directory of the new index.
+        receipts: receipts of all its shards.
+        settings: settings of the new index.
+        ann: description of its nearest-neighbour index.
+    """
+    layout, spec, duplicates = Layout(target), merge.spec, find_duplicates(merge)
+    check_receipts(receipts, list(spec.shard_numbers()))
+    files = [(receipt.shard, file) for receipt in receipts for file in receipt.files]
+    tables = [
+        write_shard_table(layout, [(shard, file) for shard, file in files if shard in spec.segment_shards(segment)])
+        for segment in spec.used_segments
+    ]
+    deleted = Tombstones.none(spec.shard_size)
+    for each, rows in zip(merge.inputs, duplicates, strict=True):
+        deleted = deleted.with_rows(np.concatenate([each.index.deleted.row_ids(), rows]) + each.offset)
+    first = merge.inputs[0].index.manifest
+    manifest = Manifest(
+        spec=spec,
+        counts=total_counts(receipts),
+        model=first.model,
+        settings=settings,
+        plan=merge.plan,
+        shard_table=tables[0],
+        ann=ann,
+        created_by=created_by(),
+        format_version=EXTENDED_VERSION if merge.columns else SNAPSHOT_VERSION,
+        encoded_from=_origins(merge),
+        snapshot=Snapshot(
+            change=_change(merge, duplicates),
+            next_shard=spec.shards,
+            deleted=write_tombstones(layout, deleted) if len(deleted) else None,
+            deleted_rows=len(deleted),
+        ),
+        further_tables=tuple(tables[1:]),
+        columns=merge.columns,
+    )
+    manifest.write(layout)
+    return manifest
+
+
+def _origins(merge: Merge) -> dict[str, tuple[str, ...]]:
+    """Return `encoded_from` of the merged index: the longest list of the inputs for each precision."""
+    lists = [each.index.manifest.encoded_from for each in merge.inputs]
+    longest = {name: max((origins.get(name, ()) for origins in lists), key=len) for name in merge.spec.precisions}
+    return {name: origins for name, origins in longest.items() if origins}
+
+
+def _change(merge: Merge, duplicates: Sequence[Ints]) -> dict[str, Any]:
+    inputs = [
+        {
+            "name": each.index.root.name,
+            "first_row": each.first_row,
+            "offset": each.offset,
+            "rows": each.index.manifest.spec.used_rows,
+            "duplicates": len(rows),
+        }
+        for each, rows in zip(merge.inputs, duplicates, strict=True)
+    ]
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"kind": "merge", "created": created, "inputs": inputs}

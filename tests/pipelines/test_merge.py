@@ -1,0 +1,213 @@
+"""Merges: the rows of every index, their new ids, duplicates, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelines import JobStopped, compact_index, delete_rows, merge_indexes, quantize_index
+from storage_formats import IndexSpec, Manifest, TokenStore, UsageError, read_rows, verify_index
+from storage_formats.format.checksum import json_checksum
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.tombstones import live_rows
+from storage_formats.reading.embeddings import read_embeddings
+from tests.conftest import same_bits, write_random_index
+from tests.storage_formats.test_source_columns import ROWS, write_index
+
+LEFT = IndexSpec(rows=21, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
+RIGHT = IndexSpec(rows=30, shard_size=8, block_shape=(2, 8), embed_dim=4, precisions=("bf16", "fp8"))
+OFFSET = 24  # of the rows of the right index: row i of both indexes has the same content hash
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two indexes of which the first 21 rows have equal content hashes. Row 5 failed in the left one."""
+    left, right = tmp_path / "left", tmp_path / "right"
+    blocks = write_random_index(left, LEFT, failed=frozenset({5}), duplicates=frozenset({9}), seed=1)
+    others = write_random_index(right, RIGHT, failed=frozenset({25}), duplicates=frozenset({29}), seed=2)
+    return left, right, blocks, others
+
+
+def check_part(merged: Path, part: Path, spec: IndexSpec, rows: list[int], offset: int) -> None:
+    """The rows `rows` of the index `part` are in the merged index, with ids that are `offset` larger."""
+    row_ids = [row + offset for row in rows]
+    for precision in spec.precisions:
+        with TokenStore.open(merged, precision) as store, TokenStore.open(part, precision) as origin:
+            assert (store.fetch_records(row_ids) == origin.fetch_records(rows)).all()
+    merged_spec = Manifest.load(merged).spec
+    np.testing.assert_array_equal(read_embeddings(merged, merged_spec, row_ids), read_embeddings(part, spec, rows))
+    moved = read_rows(merged, row_ids).to_pylist()
+    for row, original in zip(moved, read_rows(part, rows).to_pylist(), strict=True):
+        original["row_id"] += offset
+        original["duplicate_of"] = None if original["duplicate_of"] is None else original["duplicate_of"] + offset
+        assert row == original
+
+
+def test_rows_keep_their_content_and_get_ids_by_a_constant(pair, tmp_path):
+    left, right, blocks, others = pair
+    delete_rows(left, rows=[3])
+    delete_rows(right, rows=[22])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    out = tmp_path / "merged"
+    result = merge_indexes([left, right], out)
+    assert {path: path.read_bytes() for path in before} == before
+    assert verify_index(out) == []
+    # Of the right rows 0 to 20, the left index has the contents, but 3 is deleted there and 5 has failed. Row 29 of the
+    # right index is a duplicate of row 0, which is one more content of the left index: its own hash is new, though.
+    duplicates = [row for row in range(21) if row not in (3, 5, 9)]
+    assert [(each.offset, each.rows, each.duplicates) for each in result.inputs] == [(0, 21, 0), (24, 30, 18)]
+    assert (result.duplicates, result.shards) == (18, 7)
+    kept_left = [row for row in range(21) if row != 3]
+    kept_right = [row for row in range(30) if row != 22 and row not in duplicates]
+    assert result.rows == len(kept_left) + len(kept_right)
+    assert live_rows(CommittedIndex.open(out)).tolist() == [*kept_left, *(row + OFFSET for row in kept_right)]
+    check_part(out, left, LEFT, kept_left, 0)
+    check_part(out, right, RIGHT, kept_right, OFFSET)
+    with TokenStore.open(out) as store:
+        assert same_bits(store.fetch([4, OFFSET + 29]), np.stack([blocks[4], others[29]]))
+    manifest = Manifest.load(out)
+    assert manifest.counts.failed == {"truncated": 2}
+    assert (manifest.counts.inputs, manifest.counts.duplicates) == (51, 2)
+
+
+def test_no_file_is_shared(pair, tmp_path):
+    left, right, *_ = pair
+    merge_indexes([left, right], tmp_path / "merged")
+    assert all(path.stat().st_nlink == 1 for path in tmp_path.rglob("*") if path.is_file())
+    path = left / "tokens/bf16/c.0.0.0"
+    path.write_bytes(bytes(path.stat().st_size))
+    assert verify_index(tmp_path / "merged") == []
+
+
+def test_three_indexes_and_one_that_was_compacted(pair, tmp_path):
+    left, right, _, _ = pair
+    third = shutil.copytree(left, tmp_path / "third")
+    delete_rows(left, rows=[0, 1])
+    compact_index(left)
+    result = merge_indexes([left, right, third], tmp_path / "merged")
+    assert [each.offset for each in result.inputs] == [-24, 24, 56]
+    assert verify_index(tmp_path / "merged") == []
+    assert Manifest.load(tmp_path / "merged").row_maps == ()
+    # The contents of the rows 0, 1, 5 and 9 of the third index come from the right one, all others from the left one.
+    assert result.inputs[2].duplicates == 21
+    check_part(tmp_path / "merged", left, Manifest.load(left).spec, live_rows(CommittedIndex.open(left)).tolist(), -24)
+
+
+def test_changes_of_a_merged_index(pair, tmp_path):
+    left, right, _, others = pair
+    out = tmp_path / "merged"
+    merge_indexes([left, right], out)
+    delete_rows(out, rows=[OFFSET + 26])
+    compact_index(out)
+    assert verify_index(out) == []
+    with TokenStore.open(out) as store:
+        old = [OFFSET + 21, OFFSET + 26, OFFSET + 27]
+        new = store.translate(old)
+        assert new[1] == -1
+        assert same_bits(store.fetch(new[[0, 2]]), others[[21, 27]])
+    quantize_index(out, drop=["fp8"])
+    assert verify_index(out) == []
+
+
+def rewrite(root: Path, **members: object) -> None:
+    """Replace members of `index.json`."""
+    value = json.loads((root / "index.json").read_text()) | members
+    (root / "index.json").write_text(json.dumps({**value, "crc32c": json_checksum(value)}))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (IndexSpec(21, 8, (2, 8), 4), r"precisions is bf16, fp8 in .*left and bf16 in .*other; add or drop precisions"),
+        (IndexSpec(21, 4, (2, 8), 4, ("bf16", "fp8")), "rows per shard is 8 in .*left and 4 in .*other"),
+        (IndexSpec(21, 8, (2, 16), 4, ("bf16", "fp8")), "block shape is 2 x 8 in .*left and 2 x 16 in .*other"),
+        (IndexSpec(21, 8, (2, 8), 6, ("bf16", "fp8")), "width of embeddings is 4 in .*left and 6 in .*other"),
+    ],
+)
+def test_indexes_that_do_not_fit_are_refused(pair, tmp_path, spec, message):
+    write_random_index(tmp_path / "other", spec)
+    with pytest.raises(UsageError, match=message):
+        merge_indexes([pair[0], tmp_path / "other"], tmp_path / "merged")
+    assert not list(tmp_path.glob("*merged*"))
+
+
+def test_other_refusals(pair, tmp_path):
+    left, right, *_ = pair
+    rewrite(right, model={"fingerprint": "b" * 64})
+    with pytest.raises(UsageError, match=f"encoder fingerprint is {'f' * 64} in .*left and {'b' * 64} in .*right"):
+        merge_indexes([left, right], tmp_path / "merged")
+    with pytest.raises(UsageError, match="at least two indexes"):
+        merge_indexes([left], tmp_path / "merged")
+    with pytest.raises(UsageError, match="given twice"):
+        merge_indexes([left, left.parent / "." / "left"], tmp_path / "merged")
+    rewrite(right, model={"fingerprint": "f" * 64})
+    with pytest.raises(UsageError, match="left exists already"):
+        merge_indexes([left, right], left)
+    assert not list(tmp_path.glob("*merged*"))
+
+
+def stopping_after(calls: int):
+    """Return a `ShouldStop` that returns True from the call number `calls` on."""
+    counted = iter(range(10**9))
+    return lambda: next(counted) >= calls
+
+
+def test_a_stopped_merge_resumes_unless_an_index_has_changed(pair, tmp_path):
+    left, right, *_ = pair
+    out, partial = tmp_path / "merged", tmp_path / ".merged.partial"
+    for stop in (3, 2):
+        with pytest.raises(JobStopped, match=r"of 51 rows are kept"):
+            merge_indexes([left, right], out, should_stop=stopping_after(stop))
+        assert not out.exists()
+    written = {path.name: path.stat().st_ino for path in (partial / "rows").iterdir()}
+    assert 1 < len(written) < 7
+    merge_indexes([left, right], out)
+    assert not partial.exists()
+    assert {name: (out / "rows" / name).stat().st_ino for name in written} == written
+    with pytest.raises(JobStopped):
+        merge_indexes([left, right], tmp_path / "again", should_stop=stopping_after(5))
+    delete_rows(right, rows=[24])
+    assert merge_indexes([left, right], tmp_path / "again").rows == 51 - 1 - 19
+    assert verify_index(tmp_path / "again") == []
+
+
+@pytest.mark.parametrize(
+    ("file", "harm"),
+    [
+        ("tokens/fp8/c.1.0", "flipped"),
+        ("tokens/bf16/c.1.0.0", "short"),
+        ("checksums/bf16/00000001.crc32c", "missing"),
+        ("embeddings/c.1.0", "flipped"),
+        ("rows/00000001.parquet", "flipped"),
+    ],
+)
+def test_damage_is_never_copied(pair, tmp_path, file, harm):
+    left, right, *_ = pair
+    path = right / file
+    data = path.read_bytes()
+    if harm == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(bytes([data[0] ^ 1]) + data[1:] if harm == "flipped" else data[:-1])
+    with pytest.raises(JobStopped, match=path.name):
+        merge_indexes([left, right], tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    path.write_bytes(data)
+    merge_indexes([left, right], tmp_path / "merged")
+    assert verify_index(tmp_path / "merged") == []
+
+
+def test_source_columns_are_united(tmp_path):
+    write_index(tmp_path / "left", ROWS)
+    write_index(tmp_path / "right", [{"rating": "high", "weight": 3}] * 6)
+    merge_indexes([tmp_path / "left", tmp_path / "right"], tmp_path / "merged")
+    rows = read_rows(tmp_path / "merged").to_pylist()
+    assert [row["rating"] for row in rows] == ["3.0", "4.5", *[None] * 4, *["high"] * 6]
+    assert [row["weight"] for row in rows] == [None] * 6 + [3] * 6
+    assert rows[0]["captions"] == ROWS[0]["captions"]
+    problems = [problem for problem in verify_index(tmp_path / "merged") if problem.code == "columns"]
+    assert problems == []
