@@ -81,7 +81,7 @@ def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}; restore this file") from error
     if not isinstance(content, dict) or content.get("format") != form:
-        raise ModelError(f"{path} does not describe a {kind}: 'format' is not {form!r} in this file")
+        raise ModelError(f"{path} does not describe a {kind}, because 'format' is not {form!r}; give another path")
     if content.get("format_version") not in versions:
         raise ModelError(
             f"the {kind} {path.parent} has format version {content.get('format_version')}, but this "

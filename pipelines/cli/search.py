@@ -97,7 +97,7 @@ def search(
     score, a weighted sum of parts. The weights are in the model bundle; --score replaces them.
 
     With --json, each hit has the final score, its unweighted parts, `embedding_score` and `joint_score` (weighted
-    logit, late interaction and pooled similarity). With --queries, --json prints one JSON object per query and line.
+    logit, late interaction and pooled similarity). With --queries, --json prints one line per query.
 
     \b
     Examples:

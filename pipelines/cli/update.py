@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     metavar="SHARE",
     default=0.5,
     show_default=True,
-    help="Stop if a larger share of the rows has no input any more. 1 allows every row to vanish.",
+    help="Stop if more than this share of the rows has vanished from the sources.",
 )
 @model_option
 @engine_option("ray")

@@ -141,7 +141,7 @@ class _ThreadedReader:
 def _hold(
     files: ShardFiles, batch: Batch, held_files: contextlib.ExitStack
 ) -> tuple[dict[int, ShardFile], contextlib.ExitStack]:
-    """Return the open files by shard, and a context that closes them."""
+    """Open the files of `batch`. Return the files by shard, and a context that closes them."""
     acquired = files.acquire(batch)
     release = held_files.enter_context(contextlib.ExitStack())
     release.callback(files.release, acquired)

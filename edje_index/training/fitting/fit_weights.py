@@ -167,7 +167,7 @@ def fit_weights(pools: DevPools, given: Given) -> ScoreWeights:
 
 
 def _weights(weights: Mapping[str, Any], temperature: float) -> ScoreWeights:
-    """Return `ScoreWeights` for the weights of the parts, also as weights of the hubness similarity."""
+    """Return the weights as `ScoreWeights`. The hubness similarity has the same embedding and pooled weights."""
     by_part = {part: _number(weight) for part, weight in weights.items()}
     similarity = HubnessSimilarity(by_part.get(EMBEDDING, 0.0), by_part.get(POOLED, 0.0), temperature)
     return ScoreWeights.of_parts(by_part, similarity)
