@@ -111,7 +111,8 @@ def check_local_name(name: str | None, source: str) -> None:
     """Raise ModelError if a timm model name refers to a hub or a folder. `source` names the file."""
     if name is not None and (":" in name or "/" in name):
         raise ModelError(
-            f"{source} names the timm model {name!r}, which timm does not have: use a name from timm.list_models()"
+            f"{source} names the timm model {name!r}, which is not an architecture of timm: use a name from "
+            "timm.list_models()"
         )
 
 
