@@ -108,7 +108,7 @@ def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldSt
     ) as writer:
         for count, rows in parts:
             if should_stop():
-                raise JobStopped(f"the import stopped, and {config.out} was not written; run the import again")
+                raise JobStopped(f"stopped; {config.out} was not written, so run the import again")
             part = slice(len(writer), len(writer) + count)
             writer.append(tokens[part], embeddings[part], rows)
             on_event(Progress("importing", len(writer), spec.rows))

@@ -100,7 +100,7 @@ def run_shards(
                 on_event(meter.finish(receipt.shard, job.state_of_receipt(receipt)))
                 job.on_receipt(receipt)
         if len(receipts) < len(job.shards):
-            raise JobStopped("the job stopped; finished shards are kept")
+            raise JobStopped("stopped")
     rows = sum(receipts[shard].rows for shard in missing)
     return ShardRun([receipts[shard] for shard in sorted(receipts)], rows, time.monotonic() - started)
 
