@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import json
 import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
 from pathlib import Path
 
 import httpx
@@ -27,7 +29,7 @@ def connect(service) -> socket.socket:
     return socket.create_connection(("127.0.0.1", service.port), timeout=30)
 
 
-def test_requests_need_a_key(index, tmp_path):
+def test_requests_need_a_key_and_finish_after_a_signal(index, tmp_path):
     (tmp_path / "keys").write_text(f"# keys\n{KEY}\nanother-key-of-letters\n")
     with serve(tmp_path, index, "--api-keys", tmp_path / "keys") as service:
         for headers in ({}, {"Authorization": KEY}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": "Bearer"}):
@@ -39,6 +41,7 @@ def test_requests_need_a_key(index, tmp_path):
         assert httpx.get(f"{service.url}/healthz").json() == {"status": "ok"}
         with Client(service.url, KEY) as client:
             assert len(client.search("a dog", 2)) == 2
+        check_that_requests_finish(service, signal.SIGTERM, f"Authorization: Bearer {KEY}")
     assert KEY not in service.log.read_text()
 
 
@@ -76,17 +79,57 @@ def test_wrong_use_is_refused(index, tmp_path, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_requests_finish(index, tmp_path, number):
+def test_ctrl_c_lets_requests_finish(index, tmp_path):
     with serve(tmp_path, index) as service:
-        with ThreadPoolExecutor(8) as pool, Client(service.url) as client:
-            client.search("a dog")
-            documents = [0, 1, 2, 3] * 250
-            answers = [pool.submit(client.rerank, f"{query} dogs", documents) for query in range(8)]
-            time.sleep(0.1)
-            assert service.stop(number) == 0
-            assert [len(answer.result()) for answer in answers] == [1000] * 8
-        assert service.log.read_text() == ""
+        check_that_requests_finish(service, signal.SIGINT)
+
+
+def check_that_requests_finish(service, number: int, *headers: str) -> None:
+    """Send a signal while eight requests are in progress. They must be answered before the service exits."""
+    bodies = [json.dumps({"query": f"{query} dogs", "documents": [0, 1, 2, 3] * 250}).encode() for query in range(8)]
+    with contextlib.ExitStack() as connections:
+        clients = [connections.enter_context(connect(service)) for _ in bodies]
+        for client, body in zip(clients, bodies, strict=True):
+            begin_request(client, "/v2/rerank", len(body), *headers)
+        service.process.send_signal(number)
+        wait_until_refused(service)
+        for client, body in zip(clients, bodies, strict=True):
+            client.sendall(body)
+        for client in clients:
+            answer = HTTPResponse(client)
+            answer.begin()
+            assert (answer.status, len(json.load(answer)["results"])) == (200, 1000)
+    assert service.process.wait(60) == 0
+    assert service.log.read_text() == ""
+
+
+def begin_request(client: socket.socket, path: str, body_bytes: int, *headers: str) -> None:
+    """Send the headers of a request, and wait until the service has begun the request and asks for the body."""
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {body_bytes}",
+        "Expect: 100-continue",
+        *headers,
+    ]
+    client.sendall("\r\n".join([*lines, "", ""]).encode())
+    answer = b""
+    while not answer.endswith(b"\r\n\r\n"):
+        answer += client.recv(1) or pytest.fail(f"the service hung up after {answer!r}")
+    assert answer.startswith(b"HTTP/1.1 100 ")
+
+
+def wait_until_refused(service) -> None:
+    """Wait until the service accepts no more connections."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        try:
+            connect(service).close()
+        except ConnectionRefusedError:
+            return
+        time.sleep(0.01)
+    pytest.fail("the service still accepts connections")
 
 
 @pytest.mark.slow
