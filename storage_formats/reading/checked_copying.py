@@ -33,26 +33,23 @@ def has_crc_instruction() -> bool:
     return bool(binding.get_host_cpu_features().get("sse4.2"))
 
 
-@intrinsic
-def _crc_word(_: Any, crc: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        crc, address = arguments
-        name, function_type = "llvm.x86.sse42.crc32.64.64", ir.FunctionType(_WORD, [_WORD, _WORD])
-        function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
-        return builder.call(function, [crc, builder.load(builder.inttoptr(address, _WORD.as_pointer()), align=1)])
+def _crc_instruction(name: str, value: ir.IntType) -> Any:
+    """Return a compiled function that adds the `value` at an address to a CRC."""
 
-    return types.uint64(types.uint64, types.int64), generate
+    def add(_: Any, crc: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+            crc, address = arguments
+            function_type = ir.FunctionType(_WORD, [_WORD, value])
+            function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
+            return builder.call(function, [crc, builder.load(builder.inttoptr(address, value.as_pointer()), align=1)])
+
+        return types.uint64(types.uint64, types.int64), generate
+
+    return intrinsic(add)
 
 
-@intrinsic
-def _crc_byte(_: Any, crc: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        crc, address = arguments
-        name, function_type = "llvm.x86.sse42.crc32.64.8", ir.FunctionType(_WORD, [_WORD, _BYTE])
-        function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
-        return builder.call(function, [crc, builder.load(builder.inttoptr(address, _BYTE.as_pointer()), align=1)])
-
-    return types.uint64(types.uint64, types.int64), generate
+_crc_word = _crc_instruction("llvm.x86.sse42.crc32.64.64", _WORD)
+_crc_byte = _crc_instruction("llvm.x86.sse42.crc32.64.8", _BYTE)
 
 
 def _line_copier(nontemporal: bool) -> Any:
