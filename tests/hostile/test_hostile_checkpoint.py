@@ -49,7 +49,7 @@ def code_of_the_tokenizer(path: Path) -> None:
 
 
 def with_tensor(path: Path, name: str, *shape: int) -> None:
-    """Replace a tensor by one of `shape`, of which the file stores a single element."""
+    """Replace a tensor by one of `shape`. The file stores a single element of the new tensor."""
     content = torch.load(path, weights_only=True)
     content["model"][name] = torch.zeros(()).expand(shape)
     torch.save(content, path)

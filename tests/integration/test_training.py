@@ -34,7 +34,7 @@ OPTIONS = [
 
 
 def write_captions(folder: Path) -> None:
-    """32 pictures of a coloured half; the last 8 are for choosing."""
+    """32 images of a coloured half; the last 8 are for choosing."""
     (folder / "photos").mkdir()
     lines = []
     for at in range(32):
@@ -341,7 +341,7 @@ def test_a_pooled_similarity_that_would_weigh_nothing_is_refused(case, tmp_path)
 
 
 def test_a_checkpoint_of_an_evaluation_is_exported(case, tmp_path):
-    """48 captions in batches of 8: six steps per epoch, of which all are kept."""
+    """48 captions in batches of 8: six steps per epoch. The checkpoints of all epochs are kept."""
     arguments = [*training(case, tmp_path / "out"), "--dev", case / "dev.jsonl", "--set", "run.keep_all=true"]
     run_here(*arguments, "--steps", "12")
     recalls = {record["step"]: record["t2i"] for record in read_log(tmp_path / "out.run") if record["phase"] == "dev"}
