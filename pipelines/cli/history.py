@@ -66,15 +66,19 @@ def rollback(index: Path, snapshot: int, as_json: bool) -> None:
 
 @click.command()
 @_INDEX
-@click.option("--keep", type=POSITIVE, required=True, help="Number of snapshots to keep, including the current one.")
+@click.option(
+    "--keep", type=POSITIVE, help="Number of snapshots to keep, including the current one.  [default: all snapshots]"
+)
 @json_option
-def gc(index: Path, keep: int, as_json: bool) -> None:
-    """Remove old snapshots of INDEX and the files that no remaining snapshot needs.
+def gc(index: Path, keep: int | None, as_json: bool) -> None:
+    """Remove old snapshots of INDEX, stopped changes, and the files that no remaining snapshot needs.
 
-    After 'gc', a stopped append or conversion cannot be resumed.
+    The command discards a stopped append or conversion, which then cannot be resumed. Without --keep, all snapshots
+    stay.
 
     \b
-    Example:
+    Examples:
+      edje-index gc photos.edje
       edje-index gc photos.edje --keep 1
     """
     from pipelines.jobs.snapshots import run_gc

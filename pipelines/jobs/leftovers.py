@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.jobs.lock import locked_index
+from pipelines.planning.plan import discard_change
 from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout
 
@@ -45,5 +46,5 @@ def refuse_unfinished_append(layout: Layout) -> None:
     if layout.append_plan.exists():
         raise EdjeError(
             f"a change that adds rows to {layout.root} has not finished; run the same command again, or "
-            "discard it with 'edje-index gc', which keeps the committed rows"
+            f"{discard_change(layout.root)}"
         )

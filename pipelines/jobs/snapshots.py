@@ -150,8 +150,10 @@ def run_rollback(root: Path, snapshot: int) -> SnapshotEntry:
         return _entry(roll_back(CommittedIndex.open(root), snapshot))
 
 
-def run_gc(root: Path, keep: int) -> Removal:
-    """Keep the newest `keep` snapshots, and remove earlier snapshots and files that no snapshot needs.
+def run_gc(root: Path, keep: int | None) -> Removal:
+    """Keep the newest `keep` snapshots, and remove earlier snapshots, unfinished changes and files without a snapshot.
+
+    If `keep` is None, all snapshots are kept.
 
     Raises:
         UsageError: there is no index at `root`, or `keep` is less than 1.

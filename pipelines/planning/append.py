@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipelines.planning.config import AppendConfig
 from pipelines.planning.new_rows import NewInputs, PreparedRows, RowsRequest, request_rows
-from pipelines.planning.plan import BuildPlan, read_plan
+from pipelines.planning.plan import BuildPlan, discard_change, read_plan
 from pipelines.progress.events import OnEvent
 from pipelines.progress.stopping import ShouldStop
 from storage_formats.errors import EdjeError
@@ -46,12 +46,12 @@ def _refuse_other_change(stored: BuildPlan, request: RowsRequest) -> None:
     if stored.settings != request.settings:
         raise EdjeError(
             f"an append of {', '.join(stored.settings.sources)} to {stored.root} has not finished; run "
-            "the same append again, or discard it with 'edje-index gc', which keeps the committed rows"
+            f"the same append again, or {discard_change(stored.root)}"
         )
     if not request.fits(stored):
         raise EdjeError(
             f"{stored.root} has changed since an append of {', '.join(stored.settings.sources)} stopped; "
-            "discard that append with 'edje-index gc', which keeps the committed rows, and append again"
+            f"{discard_change(stored.root)}, and append again"
         )
 
 
@@ -59,8 +59,8 @@ def refuse_change_of_another_kind(stored: BuildPlan, change: str) -> None:
     """Raise EdjeError if `stored` is the plan of another kind of change than `change`."""
     if stored.change != change:
         raise EdjeError(
-            f"'{stored.change}' of {stored.root} has not finished; run 'edje-index {stored.change}' "
-            "again, or discard it with 'edje-index gc', which keeps the committed rows"
+            f"'{stored.change}' of {stored.root} has not finished; run 'edje-index {stored.change}' again, or "
+            f"{discard_change(stored.root)}"
         )
 
 

@@ -140,7 +140,7 @@ class BuildPlan:
     def restart(self) -> str:
         """Advice for error messages: what to do if the plan cannot be resumed."""
         if self.is_append:
-            return f"discard the {self.change} of {self.root} with 'edje-index gc' and run it again"
+            return f"{discard_change(self.root)}, and run '{self.change}' again"
         return f"remove {self.root} and build again"
 
     @property
@@ -154,6 +154,11 @@ class BuildPlan:
         content["columns"] = [column.to_json() for column in self.columns]
         del content["root"]
         write_json_atomic(self.path, {**content, "crc32c": json_checksum(content)})
+
+
+def discard_change(root: Path) -> str:
+    """Return advice for error messages: how to discard a stopped append or update of the index at `root`."""
+    return f"discard the stopped change with 'edje-index gc {root}', which keeps the committed rows"
 
 
 def plan_of_manifest(root: Path, manifest: Manifest) -> BuildPlan:
@@ -184,11 +189,7 @@ def read_plan(root: Path, *, append: bool = False) -> BuildPlan | None:
         CorruptIndexError: the plan is damaged, or another version of this program wrote it.
     """
     path = Layout(root).append_plan if append else Layout(root).plan
-    restart = (
-        f"discard the append to {root} with 'edje-index gc', which keeps the index"
-        if append
-        else f"remove {root} and build again"
-    )
+    restart = discard_change(root) if append else f"remove {root} and build again"
     try:
         value = json.loads(read_index_file(root, path))
     except FileNotFoundError:

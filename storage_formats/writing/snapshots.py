@@ -203,19 +203,19 @@ class Removal:
     bytes: int
 
 
-def remove_snapshots(index: CommittedIndex, keep: int) -> Removal:
+def remove_snapshots(index: CommittedIndex, keep: int | None = None) -> Removal:
     """Keep the newest `keep` snapshots, including the current one, and remove all earlier snapshots.
 
-    Then remove unfinished changes and the files that no kept snapshot names.
+    Then remove unfinished changes and the files that no kept snapshot names. If `keep` is None, all snapshots are kept.
 
     Raises:
         UsageError: `keep` is less than 1.
     """
-    if keep < 1:
+    if keep is not None and keep < 1:
         raise UsageError(f"keep must be at least 1, got {keep}; the current snapshot is always kept", parameter="keep")
     layout = Layout(index.root)
     numbers = earlier_snapshots(layout, index.manifest)
-    removed = numbers[: max(0, len(numbers) + 1 - keep)]
+    removed = [] if keep is None else numbers[: max(0, len(numbers) + 1 - keep)]
     for number in removed:
         layout.snapshot(number).unlink(missing_ok=True)
     if removed:

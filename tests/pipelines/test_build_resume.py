@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 
 import pytest
 
 from edje_index.images.inputs import read_inputs, write_inputs
+from pipelines.jobs.append import run_append
 from pipelines.jobs.build import run_build
+from pipelines.jobs.snapshots import history
+from pipelines.planning.config import AppendConfig
 from pipelines.planning.prepare import prepare_build
 from pipelines.progress.events import PlanReady, Progress
 from pipelines.progress.stopping import JobStopped
@@ -16,17 +21,17 @@ from storage_formats import verify_index
 from storage_formats.errors import CorruptIndexError
 from storage_formats.format.layout import Layout
 from storage_formats.format.rows import read_rows
+from tests.pipelines.conftest import write_photo
 
 
-def stop_after_one_shard(config):
+def stop_after_one_shard(job, config):
     events = []
 
     def finished():
         return [event for event in events if isinstance(event, Progress) and event.shards and event.shards.finished]
 
     with pytest.raises(JobStopped):
-        run_build(config, events.append, lambda: bool(finished()))
-    return Layout(config.out)
+        job(config, events.append, lambda: bool(finished()))
 
 
 def finished_before(config):
@@ -52,13 +57,15 @@ def test_a_missing_list_of_inputs_is_one_clear_error(config):
 
 
 def test_lists_of_finished_shards_are_not_needed(config):
-    stop_after_one_shard(config()).inputs(0).unlink()
+    stop_after_one_shard(run_build, config())
+    Layout(config().out).inputs(0).unlink()
     assert finished_before(config()) == 1
 
 
 @pytest.mark.parametrize("damage", ["indexed", "crc32c"])
 def test_a_shard_with_a_damaged_receipt_is_encoded_again(config, damage):
-    path = stop_after_one_shard(config()).receipt(0)
+    stop_after_one_shard(run_build, config())
+    path = Layout(config().out).receipt(0)
     receipt = json.loads(path.read_text())
     if damage == "indexed":
         receipt["indexed"], receipt["duplicates"] = 3, 1
@@ -69,7 +76,7 @@ def test_a_shard_with_a_damaged_receipt_is_encoded_again(config, damage):
 
 
 def test_an_intact_receipt_counts(config):
-    stop_after_one_shard(config())
+    stop_after_one_shard(run_build, config())
     assert finished_before(config()) == 1
 
 
@@ -94,6 +101,25 @@ def test_a_later_build_keeps_a_conversion_that_can_be_resumed(config):
     receipt.write_text("{}")
     run_build(config(), lambda _: None)
     assert receipt.exists()
+
+
+def test_the_advice_on_a_stopped_append_discards_it_and_keeps_the_index(config, run, tmp_path):
+    run_build(config(), lambda _: None)
+    root = config().out
+    assert run("delete", root, "--rows", 0)[0] == 0
+    for seed in range(10, 18):
+        write_photo(tmp_path / "new" / f"{seed}.jpg", seed)
+    write_photo(tmp_path / "newer" / "18.jpg", 18)
+    stop_after_one_shard(run_append, AppendConfig(root, (str(tmp_path / "new"),), engine="inline"))
+    code, _, message = run("append", root, tmp_path / "newer", "--engine", "inline")
+    advised = re.search("'edje-index (gc .*)'", message)
+    assert (code, bool(advised)) == (1, True), message
+    assert run(*shlex.split(advised[1]))[0] == 0
+    assert not Layout(root).build.exists()
+    assert [entry.kind for entry in history(root)] == ["build", "delete"]
+    assert verify_index(root) == []
+    assert run("append", root, tmp_path / "newer", "--engine", "inline")[0] == 0
+    assert [entry.rows for entry in history(root)] == [10, 9, 10]
 
 
 def test_a_full_disk_while_faiss_writes_is_one_clear_error(config, monkeypatch):
