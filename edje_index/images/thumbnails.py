@@ -103,10 +103,10 @@ def _thumbnail(row_id: int, row: dict[str, Any], side: int) -> Thumbnail:
 
 
 def _shrink(data: bytes, side: int) -> bytes:
-    picture = decode_rgb(data, DEFAULT_MAX_PIXELS)
-    picture.thumbnail((side, side))
+    image = decode_rgb(data, DEFAULT_MAX_PIXELS)
+    image.thumbnail((side, side))
     out = io.BytesIO()
-    picture.save(out, "JPEG", quality=_JPEG_QUALITY)
+    image.save(out, "JPEG", quality=_JPEG_QUALITY)
     return out.getvalue()
 
 

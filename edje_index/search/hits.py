@@ -13,14 +13,14 @@ from storage_formats.errors import EdjeError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_index_rows
 
-_SHOWN = 50  # pictures in a notebook; each is part of its file
+_SHOWN = 50  # images in a notebook; each is part of its file
 _SIDE = 160
 _TEMPLATE = """<table>
 <thead><tr><th>rank</th><th>photo</th><th>score</th><th>embedding</th><th>row</th><th>uri</th></tr></thead>
 <tbody>
 {% for hit in hits %}
 <tr><td>{{ loop.index }}</td>
-<td>{% if hit.row_id in pictures %}<img src="{{ pictures[hit.row_id] }}" alt="">{% else %}no picture{% endif %}</td>
+<td>{% if hit.row_id in images %}<img src="{{ images[hit.row_id] }}" alt="">{% else %}no image{% endif %}</td>
 <td>{{ "%.4f" | format(hit.score) }}</td><td>{{ "%.4f" | format(hit.embedding_score) }}</td>
 <td>{{ hit.row_id }}</td><td>{{ hit.uri }}</td></tr>
 {% endfor %}
@@ -87,9 +87,9 @@ class Hits(list[Hit]):
 
         shown = self[:_SHOWN]
         template = Template(_TEMPLATE, autoescape=True)
-        return str(template.render(hits=shown, pictures=self._pictures(shown), more=len(self) - len(shown)))
+        return str(template.render(hits=shown, images=self._images(shown), more=len(self) - len(shown)))
 
-    def _pictures(self, hits: list[Hit]) -> dict[int, str]:
+    def _images(self, hits: list[Hit]) -> dict[int, str]:
         """Return data URIs of thumbnails by row id. Images that cannot be read are left out."""
         from edje_index.images.thumbnails import read_thumbnails
 

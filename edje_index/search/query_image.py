@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from edje_index.indexing.image_encoder import ImageEncoder
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Picture: TypeAlias = "str | Path | bytes | Image.Image"
+QueryImage: TypeAlias = "str | Path | bytes | Image.Image"
 """An image: a path of an image file, the bytes of an image file, or a PIL image."""
 
 
-def encode_images(encoder: ImageEncoder, images: Sequence[Picture]) -> tuple[Array, Array]:
+def encode_images(encoder: ImageEncoder, images: Sequence[QueryImage]) -> tuple[Array, Array]:
     """Encode `images` as a build does.
 
     Returns:
@@ -36,7 +36,7 @@ def encode_images(encoder: ImageEncoder, images: Sequence[Picture]) -> tuple[Arr
     return encoder.encode(torch.stack([_pixels(encoder, image) for image in images]))
 
 
-def _pixels(encoder: ImageEncoder, image: Picture) -> torch.Tensor:
+def _pixels(encoder: ImageEncoder, image: QueryImage) -> torch.Tensor:
     try:
         return encoder.preprocess(_rgb(image))
     except ImageError as error:
@@ -46,7 +46,7 @@ def _pixels(encoder: ImageEncoder, image: Picture) -> torch.Tensor:
         ) from error
 
 
-def _rgb(image: Picture) -> Image.Image:
+def _rgb(image: QueryImage) -> Image.Image:
     if isinstance(image, (str, Path)):
         path = os.fsencode(image)
         image = read_bytes(InputRef(display_path(path), path))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_FREQUENT = 50
 _CLOUD_WORDS = 64
-_SMALLEST, _SPAN = 0.8, 1.8  # font size in rem of the rarest word of a picture, and what the most frequent adds
+_SMALLEST, _SPAN = 0.8, 1.8  # font size in rem of the rarest word of an image, and what the most frequent adds
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from edje_index.search.requested_rows import requested_rows
 from pipelines.service.errors import ServiceError
-from pipelines.service.images import is_data_uri, picture_bytes
+from pipelines.service.images import image_bytes, is_data_uri
 from pipelines.service.schemas import Document, DocumentObject, ImageUrl
 from pipelines.service.settings import Limits
 from storage_formats.errors import RowIdError, UsageError
@@ -22,11 +22,11 @@ class Documents:
 
     Attributes:
         rows: row ids or uris of the documents that are rows.
-        pictures: encoded bytes of the documents that are images.
+        images: encoded bytes of the documents that are images.
     """
 
     rows: dict[int, int | str]
-    pictures: dict[int, bytes]
+    images: dict[int, bytes]
 
 
 def read_documents(documents: Sequence[Document], limits: Limits) -> Documents:
@@ -38,16 +38,16 @@ def read_documents(documents: Sequence[Document], limits: Limits) -> Documents:
     if len(documents) > limits.documents:
         raise ServiceError(413, f"send fewer documents: {len(documents)} are over the limit of {limits.documents}")
     rows: dict[int, int | str] = {}
-    pictures: dict[int, bytes] = {}
+    images: dict[int, bytes] = {}
     for position, document in enumerate(documents):
         value = _value(document, position)
         if isinstance(value, bytes):
-            pictures[position] = value
+            images[position] = value
         else:
             rows[position] = value
-    if len(pictures) > limits.images:
-        raise ServiceError(413, f"send fewer images: {len(pictures)} are over the limit of {limits.images}")
-    return Documents(rows, pictures)
+    if len(images) > limits.images:
+        raise ServiceError(413, f"send fewer images: {len(images)} are over the limit of {limits.images}")
+    return Documents(rows, images)
 
 
 def resolve_rows(index: CommittedIndex, documents: Documents) -> dict[int, int]:
@@ -73,7 +73,7 @@ def _value(document: Document, position: int) -> int | str | bytes:
 def _text_value(text: str) -> int | str | bytes:
     """Return an image for a data URI, a row id for digits, else the text as a uri."""
     if is_data_uri(text):
-        return picture_bytes(text)
+        return image_bytes(text)
     if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS:
         return int(text)
     return text
@@ -88,11 +88,11 @@ def _object_value(document: DocumentObject, position: int) -> int | str | bytes:
     text = document.text or (part.text if part else None)
     if text is not None:
         return _text_value(text)
-    picture = document.image or document.image_url or (part.image_url if part else None)
-    if isinstance(picture, ImageUrl):
-        picture = picture.url
-    if not picture:
+    image = document.image or document.image_url or (part.image_url if part else None)
+    if isinstance(image, ImageUrl):
+        image = image.url
+    if not image:
         raise ServiceError(
             422, f"document {position} is empty: set one of row_id, uri, text, image, image_url and content"
         )
-    return picture_bytes(picture)
+    return image_bytes(image)

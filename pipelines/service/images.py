@@ -22,7 +22,7 @@ def is_data_uri(text: str) -> bool:
     return text[:5].lower() == "data:"
 
 
-def picture_bytes(text: str) -> bytes:
+def image_bytes(text: str) -> bytes:
     """Return the encoded bytes of an image that a client sent.
 
     Args:
@@ -40,7 +40,7 @@ def picture_bytes(text: str) -> bytes:
         raise ServiceError(422, "an image is not valid base64; send the bytes of the image file as base64") from error
 
 
-def decode_picture(data: bytes, max_pixels: int) -> Image.Image:
+def decode_image(data: bytes, max_pixels: int) -> Image.Image:
     """Decode an image, upright and in mode RGB.
 
     Raises:

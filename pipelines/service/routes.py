@@ -17,7 +17,7 @@ from pipelines.service.arrow import ARROW_TYPE, blocks_as_arrow
 from pipelines.service.batching import Timing, Work
 from pipelines.service.documents import Documents, read_documents, resolve_rows
 from pipelines.service.errors import ServiceError, overloaded
-from pipelines.service.images import picture_bytes
+from pipelines.service.images import image_bytes
 from pipelines.service.indexes import ServedIndex
 from pipelines.service.schemas import (
     CohereAnswer,
@@ -95,7 +95,7 @@ def _search_work(state: ServiceState, index: Any, body: SearchRequest) -> Work:
     if body.row_id is not None:
         return works.search_row(index, body.row_id, body.k)
     if body.image is not None:
-        return works.search_picture(index, picture_bytes(body.image), body.k, state.limits.image_pixels)
+        return works.search_image(index, image_bytes(body.image), body.k, state.limits.image_pixels)
     assert body.query is not None
     _check_query(state, body.query)
     if body.pool > state.limits.pool:
@@ -153,11 +153,11 @@ async def _rerank(
         hits, _ = await state.batcher.submit(works.rerank_rows(index, query, sorted(set(row_ids.values()))))
         of_row = {hit.row_id: hit.score for hit in hits}
         scores |= {position: of_row[row_id] for position, row_id in row_ids.items()}
-    if parsed.pictures:
-        pictures = list(parsed.pictures.values())
-        work = works.score_pictures(index, query, pictures, state.limits.image_pixels)
+    if parsed.images:
+        images = list(parsed.images.values())
+        work = works.score_images(index, query, images, state.limits.image_pixels)
         values, _ = await state.batcher.submit(work)
-        scores |= dict(zip(parsed.pictures, values, strict=True))
+        scores |= dict(zip(parsed.images, values, strict=True))
     return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
 
 
@@ -167,13 +167,13 @@ async def embed(request: Request, body: EmbedRequest) -> list[list[float]]:
     state = _state(request)
     inputs = body.inputs if isinstance(body.inputs, list) else [body.inputs]
     texts = [value for value in inputs if isinstance(value, str)]
-    pictures = [picture_bytes(value.image) for value in inputs if isinstance(value, ImageInput)]
-    if len(inputs) > state.limits.documents or len(pictures) > state.limits.images:
+    images = [image_bytes(value.image) for value in inputs if isinstance(value, ImageInput)]
+    if len(inputs) > state.limits.documents or len(images) > state.limits.images:
         raise ServiceError(
             413,
             f"{len(inputs)} inputs: send at most {state.limits.documents} texts or {state.limits.images} images",
         )
-    if texts and pictures:
+    if texts and images:
         raise ServiceError(422, "a request cannot mix texts and images; send either texts or images")
     for text in texts:
         _check_query(state, text)
@@ -181,8 +181,8 @@ async def embed(request: Request, body: EmbedRequest) -> list[list[float]]:
         return []
     index = state.indexes.get(body.index).at(None)
     work = works.embed_texts(index, texts)
-    if pictures:
-        work = works.embed_pictures(index, pictures, state.limits.image_pixels)
+    if images:
+        work = works.embed_images(index, images, state.limits.image_pixels)
     embeddings, _ = await state.batcher.submit(work)
     assert isinstance(embeddings, list)
     return embeddings
@@ -212,11 +212,11 @@ async def thumbnail(
 ) -> Response:
     """Return a small JPEG of the photo of a row, or status 404 with the reason if there is none."""
     state = _state(request)
-    picture = await _in_thread(state, state.indexes.get(index).thumbnail, row_id)
-    if picture.jpeg is None:
-        raise ServiceError(404, f"row {row_id} has no thumbnail: {picture.problem}")
+    row_thumbnail = await _in_thread(state, state.indexes.get(index).thumbnail, row_id)
+    if row_thumbnail.jpeg is None:
+        raise ServiceError(404, f"row {row_id} has no thumbnail: {row_thumbnail.problem}")
     caching = {"Cache-Control": f"private, max-age={_THUMBNAIL_SECONDS}"}
-    return Response(picture.jpeg, media_type="image/jpeg", headers=caching)
+    return Response(row_thumbnail.jpeg, media_type="image/jpeg", headers=caching)
 
 
 def _check_query(state: ServiceState, text: str) -> None:

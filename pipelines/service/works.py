@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from edje_index.search.query_image import encode_images
 from pipelines.service.batching import Work
-from pipelines.service.images import decode_picture
+from pipelines.service.images import decode_image
 
 if TYPE_CHECKING:
     from edje_index.search.hits import Hits
@@ -46,11 +46,11 @@ def _search_texts(index: TokenIndex, options: ScoreOptions, payloads: Sequence[t
     return [hits.first(k) for hits, k in zip(found, counts, strict=True)]
 
 
-def search_picture(index: TokenIndex, data: bytes, k: int, max_pixels: int) -> Work:
+def search_image(index: TokenIndex, data: bytes, k: int, max_pixels: int) -> Work:
     """Return work that finds the `k` rows most similar to an encoded image."""
 
     def run(payloads: Sequence[bytes]) -> list[Hits]:
-        return [index.search_image(decode_picture(payload, max_pixels), k) for payload in payloads]
+        return [index.search_image(decode_image(payload, max_pixels), k) for payload in payloads]
 
     return Work(("image", id(index), k), _PAIRS_PER_IMAGE * _tokens(index), data, run)
 
@@ -69,17 +69,16 @@ def rerank_rows(index: TokenIndex, text: str, row_ids: Sequence[int]) -> Work:
     return Work(("rerank", id(index)), len(row_ids) * _tokens(index), (text, row_ids), run)
 
 
-def score_pictures(index: TokenIndex, text: str, pictures: Sequence[bytes], max_pixels: int) -> Work:
+def score_images(index: TokenIndex, text: str, images: Sequence[bytes], max_pixels: int) -> Work:
     """Return work that computes the scores of encoded images for a text."""
 
     def run(payloads: Sequence[tuple[str, Sequence[bytes]]]) -> list[list[float]]:
         return [
-            index.score_images(text, [decode_picture(data, max_pixels) for data in pictures])
-            for text, pictures in payloads
+            index.score_images(text, [decode_image(data, max_pixels) for data in images]) for text, images in payloads
         ]
 
-    cost = len(pictures) * _PAIRS_PER_IMAGE * _tokens(index)
-    return Work(("pictures", id(index)), cost, (text, pictures), run)
+    cost = len(images) * _PAIRS_PER_IMAGE * _tokens(index)
+    return Work(("images", id(index)), cost, (text, images), run)
 
 
 def embed_texts(index: TokenIndex, texts: Sequence[str]) -> Work:
@@ -92,19 +91,17 @@ def embed_texts(index: TokenIndex, texts: Sequence[str]) -> Work:
     return Work(("embed", id(index)), len(texts) * _tokens(index), texts, run)
 
 
-def embed_pictures(index: TokenIndex, pictures: Sequence[bytes], max_pixels: int) -> Work:
+def embed_images(index: TokenIndex, images: Sequence[bytes], max_pixels: int) -> Work:
     """Return work that computes the embeddings of encoded images."""
 
     def run(payloads: Sequence[Sequence[bytes]]) -> list[Any]:
         return [
-            encode_images(index.model.image_encoder, [decode_picture(data, max_pixels) for data in pictures])[
-                1
-            ].tolist()
-            for pictures in payloads
+            encode_images(index.model.image_encoder, [decode_image(data, max_pixels) for data in images])[1].tolist()
+            for images in payloads
         ]
 
-    cost = len(pictures) * _PAIRS_PER_IMAGE * _tokens(index)
-    return Work(("embed pictures", id(index)), cost, pictures, run)
+    cost = len(images) * _PAIRS_PER_IMAGE * _tokens(index)
+    return Work(("embed images", id(index)), cost, images, run)
 
 
 def _tokens(index: TokenIndex) -> int:

@@ -56,9 +56,9 @@ def test_everything_on_an_index(index, bench_run, tmp_path):
     assert set(sections["cold random"]["entries"]) >= {"device", "edje", "np.memmap"}
     assert list(sections)[-2:] == ["warm random", "warm queries"]
     assert list((tmp_path / "s").iterdir()) == []
-    pictures = sorted(path.name.split("fetch-")[1] for path in (tmp_path / "r").glob("*.png"))
+    images = sorted(path.name.split("fetch-")[1] for path in (tmp_path / "r").glob("*.png"))
     names = ("latency", "peers", "throughput")
-    assert pictures == [f"{precision}-{name}.png" for precision in ("bf16", "fp8") for name in names]
+    assert images == [f"{precision}-{name}.png" for precision in ("bf16", "fp8") for name in names]
 
 
 def test_cold_fetches_from_a_synthetic_index(index, bench_run, tmp_path, monkeypatch):

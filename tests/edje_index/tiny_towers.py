@@ -1,4 +1,4 @@
-"""Tiny towers to train heads on: a timm ViT and a BERT with random weights, and pictures in one colour."""
+"""Tiny towers to train heads on: a timm ViT and a BERT with random weights, and images in one colour."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tiny_sources(folder: Path) -> TowerSources:
 
 
 def coloured_items(folder: Path, count: int) -> list[CaptionedImage]:
-    """Pictures with two captions each."""
+    """Images with two captions each."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     items = []

@@ -1,4 +1,4 @@
-"""The kinds of query of `edje-index search`, on a real index of random pictures."""
+"""The kinds of query of `edje-index search`, on a real index of random images."""
 
 from __future__ import annotations
 

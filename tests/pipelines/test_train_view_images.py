@@ -47,7 +47,7 @@ def refs(tmp_path):
     """Two photos and a file that is none."""
     for at in range(2):
         gradient(40 + at, 30).save(tmp_path / f"{at}.png")
-    (tmp_path / "2.png").write_bytes(b"no picture")
+    (tmp_path / "2.png").write_bytes(b"no image")
     return [InputRef(str(path), str(path).encode()) for path in (tmp_path / f"{at}.png" for at in range(3))]
 
 
@@ -56,9 +56,9 @@ def test_every_photo_has_its_views_in_the_list(refs, tmp_path):
     made = write_views(refs, folder, 3, (16, 24), 0, lambda: False)
     listed = [json.loads(line)["path"] for line in made.read_text().splitlines()]
     assert listed == [str(view_path(folder, ref.uri, view)) for ref in refs[:2] for view in range(3)]
-    pictures = [decode_rgb(Path(path).read_bytes()) for path in listed]
-    assert all(picture.size == (24, 16) for picture in pictures)
-    assert len({picture.tobytes() for picture in pictures}) == 6
+    images = [decode_rgb(Path(path).read_bytes()) for path in listed]
+    assert all(image.size == (24, 16) for image in images)
+    assert len({image.tobytes() for image in images}) == 6
 
 
 def test_the_seed_alone_decides_them(refs, tmp_path):

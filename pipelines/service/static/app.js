@@ -3,7 +3,7 @@
 
 const byId = (id) => document.getElementById(id);
 const HITS = 12;
-const PICTURE_SIDE = 1024; // an image is made smaller before it is sent
+const IMAGE_SIDE = 1024; // an image is made smaller before it is sent
 const PART_NAMES = {
   logit: "logit",
   late: "late interaction",
@@ -13,7 +13,7 @@ const PART_NAMES = {
 };
 
 let indexes = [];
-let picture = null; // a data URI
+let queryImage = null; // a data URI
 let shown = null; // the latest answer, with what was asked
 let running = null; // AbortController of the search that runs
 
@@ -183,7 +183,7 @@ function card(hit, result, kind) {
   inside(".name").title = hit.uri;
   inside(".facts").textContent = `row ${hit.row_id}, cosine ${hit.embedding_score.toFixed(4)}`;
   inside("img").alt = name;
-  loadPicture(inside("img"), hit.row_id, result.index);
+  loadThumbnail(inside("img"), hit.row_id, result.index);
   if (kind !== "single") showMovement(inside(".movement"), hit, kind);
   if (kind === "after") showParts(inside(".parts"), hit, result.weights);
   const similar = inside(".similar");
@@ -223,9 +223,9 @@ function showParts(details, hit, weights) {
   details.querySelector("tbody").replaceChildren(...rows);
 }
 
-async function loadPicture(image, rowId, index) {
+async function loadThumbnail(image, rowId, index) {
   const path = `/thumbnails/${rowId}?index=${encodeURIComponent(index)}`;
-  image.addEventListener("error", () => replacePicture(image), { once: true });
+  image.addEventListener("error", () => replaceThumbnail(image), { once: true });
   if (!key()) {
     image.src = path;
     return;
@@ -235,30 +235,30 @@ async function loadPicture(image, rowId, index) {
     image.addEventListener("load", () => URL.revokeObjectURL(url), { once: true });
     image.src = url;
   } catch {
-    replacePicture(image);
+    replaceThumbnail(image);
   }
 }
 
-function replacePicture(image) {
+function replaceThumbnail(image) {
   const note = document.createElement("div");
   note.className = "missing";
   note.textContent = "The photo cannot be shown";
   image.replaceWith(note);
 }
 
-async function usePicture(file) {
+async function useImage(file) {
   try {
-    picture = await shrink(file);
+    queryImage = await shrink(file);
   } catch {
-    picture = await readAsIs(file); // a format that the browser does not know
+    queryImage = await readAsIs(file); // a format that the browser does not know
   }
   byId("query").value = "";
-  search({ image: picture });
+  search({ image: queryImage });
 }
 
 async function shrink(file) {
   const bitmap = await createImageBitmap(file);
-  const scale = Math.min(1, PICTURE_SIDE / Math.max(bitmap.width, bitmap.height));
+  const scale = Math.min(1, IMAGE_SIDE / Math.max(bitmap.width, bitmap.height));
   const canvas = document.createElement("canvas");
   canvas.width = Math.max(1, Math.round(bitmap.width * scale));
   canvas.height = Math.max(1, Math.round(bitmap.height * scale));
@@ -301,7 +301,7 @@ byId("index").addEventListener("change", () => {
   showIndex();
   searchAgain();
 });
-byId("picture").addEventListener("change", (event) => event.target.files[0] && usePicture(event.target.files[0]));
+byId("image").addEventListener("change", (event) => event.target.files[0] && useImage(event.target.files[0]));
 byId("copy").addEventListener("click", async () => {
   try {
     await navigator.clipboard.writeText(location.href);
@@ -319,7 +319,7 @@ addEventListener("drop", (event) => {
   event.preventDefault();
   byId("drop").classList.remove("over");
   const file = event.dataTransfer.files[0];
-  if (file) usePicture(file);
+  if (file) useImage(file);
 });
 addEventListener("keydown", (event) => {
   const isWriting = event.target instanceof HTMLElement && event.target.matches("input[type=search], input[type=password]");

@@ -91,12 +91,12 @@ def test_json_has_every_figure():
 @pytest.mark.parametrize("intervals", [True, False])
 def test_plots_are_drawn(tmp_path, intervals):
     written = write_report(evaluation(intervals=intervals), tmp_path / "a" / "b")
-    pictures = [path for path in written if path.suffix == ".png"]
-    assert [path.name for path in pictures] == ["recall-pool-t2i-photos.png", "recall-bytes-t2i.png"]
-    for path in pictures:
-        with Image.open(path) as picture:
-            colours = picture.convert("RGB").getcolors(1 << 20)
-            assert picture.width > 600
+    images = [path for path in written if path.suffix == ".png"]
+    assert [path.name for path in images] == ["recall-pool-t2i-photos.png", "recall-bytes-t2i.png"]
+    for path in images:
+        with Image.open(path) as image:
+            colours = image.convert("RGB").getcolors(1 << 20)
+            assert image.width > 600
             assert len(colours) > 10
 
 

@@ -68,7 +68,7 @@ def test_orientation_in_xmp_is_applied() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_broken_exif_does_not_cost_the_picture(exif: bytes, kind: str) -> None:
+def test_broken_exif_does_not_cost_the_image(exif: bytes, kind: str) -> None:
     plain = encoded(Image.fromarray(gradient()), kind)
     broken = encoded(Image.fromarray(gradient()), kind, exif=exif)
     assert (pixels(broken) == pixels(plain)).all()
@@ -77,14 +77,14 @@ def test_broken_exif_does_not_cost_the_picture(exif: bytes, kind: str) -> None:
 @pytest.mark.parametrize(
     "entry", [(34665, 4, 1, 9999), (34853, 4, 1, 8), (274, 3, 1, 99), (274, 2, 4, 7), (274, 5, 1, 9999)]
 )
-def test_broken_tiff_metadata_does_not_cost_the_picture(entry: tuple[int, int, int, int]) -> None:
+def test_broken_tiff_metadata_does_not_cost_the_image(entry: tuple[int, int, int, int]) -> None:
     data = tiff(2, 1, {258: (3, 1, 8), 262: (3, 1, 1), entry[0]: entry[1:]}, b"\0\xff")
     assert pixels(data)[0, :, 0].tolist() == [0, 255]
 
 
 @given(st.binary(max_size=200), st.binary(max_size=20))
 @settings(deadline=None)
-def test_no_exif_at_all_costs_the_picture(tail: bytes, start: bytes) -> None:
+def test_no_exif_at_all_costs_the_image(tail: bytes, start: bytes) -> None:
     for exif in (b"Exif\0\0II*\0\x08\0\0\0" + tail, b"Exif\0\0MM\0*\0\0\0\x08\0\x03" + tail, b"Exif\0\0" + start):
         assert pixels(encoded(Image.fromarray(gradient()), "JPEG", exif=exif)).shape == (16, 24, 3)
 
@@ -272,14 +272,14 @@ def test_transparent_gif_lies_on_white() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_huge_png_text_does_not_cost_the_picture(packed: bool) -> None:
+def test_huge_png_text_does_not_cost_the_image(packed: bool) -> None:
     text = PngImagePlugin.PngInfo()
     text.add_text("comment", "x" * (5 << 20), zip=packed)
     data = encoded(Image.fromarray(gradient()), "PNG", pnginfo=text)
     assert (pixels(data) == gradient()).all()
 
 
-def test_huge_icc_profile_does_not_cost_the_picture() -> None:
+def test_huge_icc_profile_does_not_cost_the_image() -> None:
     plain = encoded(Image.fromarray(gradient()), "PNG")
     assert (pixels(with_chunk(plain, b"iCCP", b"x\0\0" + zlib.compress(bytes(5 << 20)))) == gradient()).all()
 

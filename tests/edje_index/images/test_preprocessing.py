@@ -42,7 +42,7 @@ def test_equals_open_clip(mode: dict[str, Any], size: tuple[int, int], seed: int
     assert torch.equal(pixels, expected)
 
 
-def test_a_picture_too_narrow_to_resize_is_an_image_error() -> None:
+def test_an_image_too_narrow_to_resize_is_an_image_error() -> None:
     preprocess = Preprocessor(ClipConfig("any", {}, {"size": [32, 32], "resize_mode": "longest"}))
     with pytest.raises(ImageError, match="1 x 200 pixels"):
         preprocess(noise(1, 200))

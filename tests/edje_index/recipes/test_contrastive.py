@@ -40,7 +40,7 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def items(tmp_path_factory):
-    return coloured_items(tmp_path_factory.mktemp("pictures") / "images", 16)
+    return coloured_items(tmp_path_factory.mktemp("coloured") / "images", 16)
 
 
 def reference_loss(images, texts, scale, ids):
@@ -164,7 +164,7 @@ def test_features_resume_where_they_stopped(sources, items, tmp_path):
     np.testing.assert_array_equal(again, whole)
 
 
-def test_features_are_made_anew_of_pictures_that_changed_or_came_later(sources, items, tmp_path):
+def test_features_are_made_anew_of_images_that_changed_or_came_later(sources, items, tmp_path):
     model = start_model(sources, 12, seed=0)
     tower = PooledTower(model.clip.visual.trunk, model.config)
     paths = [tmp_path / f"{at}.png" for at in range(3)]
@@ -187,9 +187,9 @@ def test_features_are_made_anew_of_pictures_that_changed_or_came_later(sources, 
     np.testing.assert_allclose(image_features(tower, paths, tmp_path / "cache", quiet), fresh, atol=1e-5)
 
 
-def test_pictures_that_cannot_be_read_are_left_out(sources, items, tmp_path):
+def test_images_that_cannot_be_read_are_left_out(sources, items, tmp_path):
     broken = tmp_path / "broken.png"
-    broken.write_bytes(b"no picture")
+    broken.write_bytes(b"no image")
     bad = [*items, type(items[0])("broken.png", broken, ("a broken thing",), None, "broken.png")]
     request = EmbeddingRequest(bad, [], sources, SMALL, tmp_path / "model", tmp_path / "cache")
     result = train_embedding(request, quiet, quiet)

@@ -1,4 +1,4 @@
-"""A small index of random pictures, built with a tiny random model."""
+"""A small index of random images, built with a tiny random model."""
 
 from __future__ import annotations
 

@@ -183,12 +183,12 @@ def test_several_texts_rerank_rows_of_their_own(index):
     assert index.rerank_each(["a dog"], [[]]) == [[]]
 
 
-def test_new_pictures_get_the_scores_of_their_rows(index, built):
+def test_new_images_get_the_scores_of_their_rows(index, built):
     scores = {hit.row_id: hit.score for hit in index.rerank("a red canoe", [7, 0])}
     with Image.open(built[0].parent / "0.png") as image:
         new = index.score_images("a red canoe", [(built[0].parent / "7.png").read_bytes(), image])
     np.testing.assert_allclose(new, [scores[7], scores[0]], atol=1e-3, rtol=0)
-    assert abs(scores[7] - scores[0]) > 1e-2, "the pictures can be told apart"
+    assert abs(scores[7] - scores[0]) > 1e-2, "the images can be told apart"
     assert index.score_images("a red canoe", []) == []
     with pytest.raises(UsageError, match="not-an-image"):
         index.score_images("a red canoe", [b"not an image"])

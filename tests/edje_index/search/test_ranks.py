@@ -35,7 +35,7 @@ def test_a_notebook_escapes_names_and_survives_a_lost_index():
     html = hits._repr_html_()
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
-    assert "no picture" in html
+    assert "no image" in html
     assert hits == [hit(0, 1.0, 0.5, "<script>alert(1)</script>")]
 
 

@@ -45,7 +45,7 @@ def explained(case, run, tmp_path, *arguments: object) -> tuple[Page, dict]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "sign1"])
-def test_rows_show_their_picture_and_the_words_of_their_tokens(case, run, tmp_path, tiny_bundle, precision):
+def test_rows_show_their_image_and_the_words_of_their_tokens(case, run, tmp_path, tiny_bundle, precision):
     page, result = explained(case, run, tmp_path, "4", "1", "--precision", precision)
     assert [row["row_id"] for row in result["rows"]] == [4, 1]
     assert len([tag for tag, _ in page.tags if tag == "img"]) == 2

@@ -105,9 +105,9 @@ class Watched:
         return [int(text.split(",")[0].removeprefix("row ")) for text in facts]
 
 
-def picture_widths(page) -> list[int]:
+def image_widths(page) -> list[int]:
     """Widths of the photos, 0 if one is not loaded. The page loads those that come into view."""
-    images = page.locator(".picture img")
+    images = page.locator(".image img")
     for image in images.all():
         image.scroll_into_view_if_needed()
     page.wait_for_load_state("networkidle")
@@ -139,7 +139,7 @@ def test_a_search_shows_both_orders_of_the_service(watched):
         moved = hit["embedding_rank"] - hit["rank"]
         assert text.split(" ", 3)[2] == str(hit["embedding_rank"])
         assert (f"up {moved}" if moved > 0 else f"down {-moved}" if moved < 0 else "stays") in text
-    assert all(picture_widths(watched.page))
+    assert all(image_widths(watched.page))
     watched.page.locator("#after summary").first.click()
     assert "logit" in watched.page.locator("#after details table").first.inner_text()
     assert "in the queue" in watched.page.inner_text("#status")
@@ -158,11 +158,11 @@ def test_the_precision_switch_says_what_changed(watched):
     assert watched.page.inner_text("#after-title") == "Re-ranked with sign1 tokens"
 
 
-def test_a_picture_finds_itself_chosen_or_dropped(watched, index):
+def test_an_image_finds_itself_chosen_or_dropped(watched, index):
     path = index.parent / "photos" / "7.jpg"
     row = answer(watched, {"image": base64.b64encode(path.read_bytes()).decode(), "k": 1})["hits"][0]["row_id"]
     with watched.page.expect_response("**/search"):
-        watched.page.set_input_files("#picture", path)
+        watched.page.set_input_files("#image", path)
     watched.wait()
     assert watched.rows("after")[0] == row
     watched.search("a dog")
@@ -237,7 +237,7 @@ def test_the_keyboard_is_enough(watched):
     for _ in range(12):
         watched.page.keyboard.press("Tab")
         reached.add(watched.page.evaluate("document.activeElement.id || document.activeElement.className"))
-    assert {"precision", "pool", "picture"} <= reached
+    assert {"precision", "pool", "image"} <= reached
     assert any("similar" in name for name in reached)
 
 
@@ -275,6 +275,6 @@ def test_the_page_asks_for_the_key(browser, index, tmp_path):
         page.wait_for_selector("#key-form", state="hidden")
         Watched(page, service.url).search("a dog")
         page.wait_for_load_state("networkidle")
-        assert len(picture_widths(page)) == 24
-        assert all(picture_widths(page))
+        assert len(image_widths(page)) == 24
+        assert all(image_widths(page))
         context.close()

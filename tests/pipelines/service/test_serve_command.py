@@ -205,7 +205,7 @@ def test_a_request_ends_at_its_deadline(index, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_picture_with_too_many_pixels_is_refused(index, tmp_path):
+def test_an_image_with_too_many_pixels_is_refused(index, tmp_path):
     out = io.BytesIO()
     Image.new("1", (9000, 9000)).save(out, "PNG")  # 10 kB
     with serve(tmp_path, index) as service:

@@ -59,7 +59,7 @@ def test_search_in_another_precision(client, library):
     assert not same_hits(client.search("a red canoe", 5), rough)
 
 
-def test_search_by_picture_and_by_row(client, library, index, http):
+def test_search_by_image_and_by_row(client, library, index, http):
     assert same_hits(client.search(photo(index, 7), k=3), library.search_image(photo(index, 7), 3))
     answer = http.post("/search", json={"row_id": 7, "k": 3}).json()
     assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in library.search_row(7, 3)]
@@ -101,14 +101,14 @@ def test_the_dialect_of_cohere(http, library, path):
     assert answer["id"]
 
 
-def test_rows_and_pictures_are_scored_together(client, library, index):
+def test_rows_and_images_are_scored_together(client, library, index):
     expected = {hit.row_id: hit.score for hit in library.rerank("a dog", [3, 7, 9])}
     scores = dict(client.rerank("a dog", [3, photo(index, 7), str(index.parent / "photos" / "09.jpg")]))
     assert scores == {position: pytest.approx(expected[row], abs=_CLOSE) for position, row in enumerate((3, 7, 9))}
     assert abs(expected[3] - expected[7]) > 4 * _CLOSE
 
 
-def test_every_spelling_of_a_picture(http, index):
+def test_every_spelling_of_an_image(http, index):
     data = base64.b64encode(photo(index, 7)).decode()
     uri = f"data:image/jpeg;base64,{data}"
     documents = [
@@ -125,7 +125,7 @@ def test_every_spelling_of_a_picture(http, index):
     assert len({round(result["relevance_score"], 3) for result in results}) == 1
 
 
-def test_embed_texts_and_pictures(client, library, index):
+def test_embed_texts_and_images(client, library, index):
     np.testing.assert_allclose(client.embed(["a dog", "b"]), library.model.text.encode(["a dog", "b"]), atol=1e-5)
     embedding = client.embed([photo(index, 7)])[0]
     assert library.search_row(7, 1)
