@@ -8,11 +8,10 @@ outcome of each way to load it, or the signal that ended the child.
 from __future__ import annotations
 
 import json
-import os
 import resource
-import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from edje_index.bundles.bundle import ModelBundle
 from edje_index.errors import ModelError
 from edje_index.indexing.image_encoder import ImageEncoder
 from edje_index.search.search_model import SearchModel
+from tests.hostile.child import in_child
 
 MORE_ADDRESS_SPACE = 1 << 30
-SECONDS = 60
 
 
 def outcome(load: Callable[[], Any]) -> str:
@@ -47,29 +46,15 @@ def load_checkpoint(path: Path) -> dict[str, str]:
     return {"checkpoint": outcome(lambda: load_published_checkpoint(path, path.parent / "tokenizer", vision_heads=3))}
 
 
-def in_child(load: Callable[[Path], dict[str, str]], path: Path) -> dict[str, Any]:
-    """What `load` returns in a child process, or how the process ended."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            signal.alarm(SECONDS)  # ends the process
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            limit = pages * resource.getpagesize() + MORE_ADDRESS_SPACE
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-            os.write(writing, json.dumps(load(path)).encode())
-            os._exit(0)
-        except BaseException as error:
-            os.write(writing, json.dumps({"unexpected": repr(error)}).encode())
-            os._exit(1)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        answer = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    return json.loads(answer) if answer else {"ended": os.waitstatus_to_exitcode(status)}
+def limited(load: Callable[[Path], dict[str, str]], path: Path) -> dict[str, str]:
+    """Call `load` with at most `MORE_ADDRESS_SPACE` beside the memory that this process has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MORE_ADDRESS_SPACE
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return load(path)
 
 
 if __name__ == "__main__":
     loader = {"bundle": load_bundle, "checkpoint": load_checkpoint}[sys.argv[1]]
     for argument in sys.argv[2:]:
-        print(json.dumps(in_child(loader, Path(argument))), flush=True)
+        print(json.dumps(in_child(partial(limited, loader), Path(argument))), flush=True)

@@ -1,4 +1,8 @@
-"""Opens an index in every way, within limited memory: `python -m tests.hostile.open_index INDEX` prints JSON."""
+"""Opens indexes in every way, within limited memory: `python -m tests.hostile.open_index`.
+
+Reads the path of one index per line. Opens the index in a child of this process, which has imported everything, and
+prints a line of JSON: the outcome of each way to open the index, or how the child ended.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from edje_index.indexing.faiss_index import AnnIndex
 from storage_formats import EdjeError, Manifest, TokenStore, read_rows, verify_index
 from storage_formats.format.layout import Layout
 from storage_formats.reading.embeddings import read_embeddings, read_shard_embeddings
+from tests.hostile.child import in_child
 
 ADDRESS_SPACE = 1 << 30
 
@@ -25,7 +30,7 @@ def outcome(action: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def main(root: Path) -> dict[str, Any]:
+def open_index(root: Path) -> dict[str, Any]:
     def embeddings() -> list[int]:
         spec = Manifest.load(root).spec
         read_shard_embeddings(Layout(root), spec, 0)
@@ -42,4 +47,5 @@ def main(root: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-    print(json.dumps(main(Path(sys.argv[1]))))
+    for line in sys.stdin:
+        print(json.dumps(in_child(open_index, Path(line.rstrip("\n")))), flush=True)

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,28 @@ def layout(tmp_path):
     return Layout(root)
 
 
-def opened(layout: Layout) -> dict[str, Any]:
-    """What each way to open the index gives, in a process of its own."""
-    command = [sys.executable, "-m", "tests.hostile.open_index", str(layout.root)]
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Callable[[Layout], dict[str, Any]]]:
+    """What each way to open an index gives, in a process of its own with little memory."""
     one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    environment = {**os.environ, "PYTHONPATH": str(REPO), **one_thread}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=REPO, env=environment)
-    assert done.returncode == 0, done.stderr
-    outcomes: dict[str, Any] = json.loads(done.stdout)
-    return outcomes
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.hostile.open_index"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": str(REPO), **one_thread},
+    ) as process:
+
+        def call(layout: Layout) -> dict[str, Any]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(layout.root, file=process.stdin, flush=True)
+            outcomes: dict[str, Any] = json.loads(process.stdout.readline())
+            assert set(outcomes) == {"verify", "fetch", "rows", "embeddings", "ann"}, outcomes
+            return outcomes
+
+        yield call
 
 
 def commit(layout: Layout, *changed: Path, **spec: Any) -> None:
@@ -55,7 +68,7 @@ def commit(layout: Layout, *changed: Path, **spec: Any) -> None:
     replace(manifest, spec=replace(SPEC, **spec), counts=counts, shard_table=table).write(layout)
 
 
-def test_a_sound_index_opens(layout):
+def test_a_sound_index_opens(opened, layout):
     assert opened(layout) == {"verify": [], "fetch": [2, 2, 4], "rows": 2, "embeddings": [1, 12], "ann": 40}
 
 
@@ -69,7 +82,7 @@ FILES: dict[str, tuple[Callable[[Layout], Path], str]] = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["fifo", "device", "outside"])
-def test_only_regular_files_inside_the_index_are_opened(layout, tmp_path, name, kind):
+def test_only_regular_files_inside_the_index_are_opened(opened, layout, tmp_path, name, kind):
     path_of, reader = FILES[name]
     path = path_of(layout)
     path.rename(tmp_path / "original")
@@ -88,14 +101,14 @@ def test_only_regular_files_inside_the_index_are_opened(layout, tmp_path, name, 
 
 
 @pytest.mark.parametrize("name", ["index.json", "manifest", "tokens/zarr.json", "checksums/bf16/00000000.crc32c"])
-def test_a_fifo_for_any_other_file_is_reported(layout, name):
+def test_a_fifo_for_any_other_file_is_reported(opened, layout, name):
     path = next((layout.root / "manifest").iterdir()) if name == "manifest" else layout.root / name
     path.unlink()
     os.mkfifo(path)
     assert "not a regular file" in str(opened(layout)["verify"])
 
 
-def test_a_stray_link_is_reported(layout):
+def test_a_stray_link_is_reported(opened, layout):
     (layout.rows / "99999999.parquet").symlink_to("/dev/zero")
     assert opened(layout)["verify"] == [["rows/99999999.parquet", "does not belong to this index; delete the file"]]
 
@@ -112,7 +125,7 @@ def test_a_stray_link_is_reported(layout):
     ],
     ids=str,
 )
-def test_claimed_sizes_take_no_memory(layout, sizes):
+def test_claimed_sizes_take_no_memory(opened, layout, sizes):
     commit(layout, **sizes)
     outcomes = opened(layout)
     assert outcomes["verify"]
@@ -121,7 +134,7 @@ def test_claimed_sizes_take_no_memory(layout, sizes):
 
 
 @pytest.mark.parametrize("name", ["tokens", "embeddings"])
-def test_a_file_of_many_gigabytes_takes_no_memory(layout, name):
+def test_a_file_of_many_gigabytes_takes_no_memory(opened, layout, name):
     path = FILES[name][0](layout)
     os.truncate(path, 64 << 30)
     outcomes = opened(layout)
@@ -132,7 +145,7 @@ def test_a_file_of_many_gigabytes_takes_no_memory(layout, name):
 
 
 @pytest.mark.parametrize(("rows", "text_bytes"), [(20_000_000, 1), (40, 100 << 20)], ids=["many rows", "long text"])
-def test_a_small_rows_table_takes_no_memory(layout, rows, text_bytes):
+def test_a_small_rows_table_takes_no_memory(opened, layout, rows, text_bytes):
     """Parquet stores a value that repeats once, however long it is and however often it repeats."""
     path = layout.rows_file(0)
     numbers = pa.nulls(rows, pa.int64()).fill_null(0) if rows > SPEC.rows else pa.array(range(rows), pa.int64())

@@ -16,7 +16,7 @@ import pytest
 
 from edje_index.bundles.random_bundle import TINY, create_untrained_bundle
 from storage_formats import verify_index
-from tests.command_line import command, environment, run_process
+from tests.command_line import command, environment, run_here, run_process
 from tests.integration.builds import contents, make_photos
 
 PHOTOS, SHARD_SIZE = 120, 8
@@ -28,7 +28,7 @@ def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("crashes")
     make_photos(folder / "photos", PHOTOS)
     create_untrained_bundle(folder / "model", sizes=TINY)
-    run_process(*build(folder, folder / "calm", "inline"))
+    run_here(*build(folder, folder / "calm", "inline"))
     return folder
 
 
@@ -108,7 +108,7 @@ def crash_and_resume(case: Path, out: Path, kind: str, chance: random.Random) ->
         shutil.rmtree(out)
         delay /= 2
     assert hit, f"no process of kind {kind} could be killed in five builds"
-    result = run_process(*build(case, out, "inline"))
+    result = run_here(*build(case, out, "inline"))
     assert result["inputs"] == result["indexed"] + result["duplicates"] + result["failed"] == PHOTOS
     assert verify_index(out) == []
     assert contents(out) == contents(case / "calm")
@@ -119,7 +119,7 @@ def test_a_killed_build_resumes_to_the_same_bytes(case, tmp_path, kind):
     crash_and_resume(case, tmp_path / "index", kind, random.Random(1))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_engines_and_workers_give_the_same_bytes(case, tmp_path, workers):
     result = run_process(*build(case, tmp_path / "index", "ray", workers))
     assert result["failed"] == 16

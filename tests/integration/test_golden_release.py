@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from storage_formats import TokenStore, verify_index
-from tests.command_line import run_process
+from tests.command_line import run_here
 from tests.conftest import REPO
 
 GOLDEN = REPO / "tests" / "golden" / "release_0_1"
@@ -35,9 +35,7 @@ def test_blocks_have_the_same_bits(precision):
 
 @pytest.mark.parametrize("pool", [4, 20])
 def test_search_gives_the_same_hits_and_scores(pool):
-    found = run_process(
-        "search", INDEX, "a dog plays in the snow", "-k", str(pool), "--pool", str(pool), "--model", MODEL
-    )
+    found = run_here("search", INDEX, "a dog plays in the snow", "-k", str(pool), "--pool", str(pool), "--model", MODEL)
     wanted = expected(f"search-{pool}.json")["hits"]
     assert [hit["uri"] for hit in found["hits"]] == [hit["uri"] for hit in wanted]
     for name in ("score", "embedding_score", "joint_score"):
@@ -46,7 +44,7 @@ def test_search_gives_the_same_hits_and_scores(pool):
 
 def test_evaluation_gives_the_same_recall():
     options = ["--images", "/photos", "--pool", "4", "--pool", "10", "--bootstrap", "0", "--model", MODEL]
-    found = run_process("eval", INDEX, GOLDEN / "captions.jsonl", *map(str, options))
+    found = run_here("eval", INDEX, GOLDEN / "captions.jsonl", *map(str, options))
     wanted = expected("eval.json")
     assert found["inputs"] == wanted["inputs"]
     assert found["results"] == wanted["results"]

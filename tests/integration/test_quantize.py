@@ -15,7 +15,7 @@ from pipelines.progress.stopping import JobStopped
 from storage_formats import UsageError, codec, verify_index
 from storage_formats.format.layout import IndexSpec, padded_shard_bytes
 from storage_formats.format.manifest import Manifest
-from tests.command_line import run_process
+from tests.command_line import run_here, run_process
 from tests.conftest import write_random_index
 from tests.integration.builds import contents, make_photos
 
@@ -32,21 +32,21 @@ def case(tmp_path_factory):
 
 def build(case, out, *options):
     common = ["--model", case / "model", "--engine", "inline", "--shard-size", 8, "--threads", 1]
-    return run_process("build", case / "photos", "--out", out, *common, *options)
+    return run_here("build", case / "photos", "--out", out, *common, *options)
 
 
 def test_quantize_resumes_repeats_and_drops(case, tmp_path):
     build(case, tmp_path / "a")
-    first = run_process("quantize", tmp_path / "a", "--to", "fp8", "--to", "sign1")
+    first = run_here("quantize", tmp_path / "a", "--to", "fp8", "--to", "sign1")
     assert (first["source"], first["added"], first["precisions"]) == (
         "bf16",
         ["fp8", "sign1"],
         ["bf16", "fp8", "sign1"],
     )
     assert first["bytes_per_image"]["bf16"] == 128
-    again = run_process("quantize", tmp_path / "a", "--to", "fp8")
+    again = run_here("quantize", tmp_path / "a", "--to", "fp8")
     assert (again["source"], again["added"]) == (None, [])
-    dropped = run_process("quantize", tmp_path / "a", "--to", "fp8", "--drop", "bf16")
+    dropped = run_here("quantize", tmp_path / "a", "--to", "fp8", "--drop", "bf16")
     assert (dropped["dropped"], dropped["precisions"]) == (["bf16"], ["fp8", "sign1"])
     assert verify_index(tmp_path / "a") == []
     for options, words in [
@@ -59,8 +59,8 @@ def test_quantize_resumes_repeats_and_drops(case, tmp_path):
         (["--to", "int8", "--workers", 2], "need --engine ray"),
         (["--to", "int8", "--address", "head:1"], "need --engine ray"),
     ]:
-        assert words in run_process("quantize", tmp_path / "a", *options, expect=2)["error"]
-    assert "there is no index" in run_process("quantize", tmp_path / "b", "--to", "fp8", expect=2)["error"]
+        assert words in run_here("quantize", tmp_path / "a", *options, expect=2)["error"]
+    assert "there is no index" in run_here("quantize", tmp_path / "b", "--to", "fp8", expect=2)["error"]
 
 
 def test_resuming_needs_disk_for_what_is_left_alone(case, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from storage_formats import IndexSpec, Manifest, TokenStore, UsageError, codec
 from storage_formats.format.checksum import crc32c
 from storage_formats.format.layout import Layout
 from storage_formats.format.shard_table import FileEntry, read_shard_table, write_shard_table
-from tests.command_line import run_process
+from tests.command_line import run_here
 from tests.conftest import write_random_index
 from tests.integration.builds import make_photos
 
@@ -42,7 +42,7 @@ def built(tmp_path_factory):
     make_photos(folder / "photos", 30)
     create_untrained_bundle(folder / "model", sizes=TINY)
     options = ["--model", folder / "model", "--engine", "inline", "--shard-size", 8, "--threads", 1]
-    run_process("build", folder / "photos", "--out", folder / "index", *options)
+    run_here("build", folder / "photos", "--out", folder / "index", *options)
     return folder / "index"
 
 
@@ -181,7 +181,7 @@ def test_the_command_prints_writes_and_changes_nothing(synthetic, tmp_path, caps
 
 def test_a_reference_of_lossy_origin_is_named(tmp_path):
     write_random_index(tmp_path, replace(SPEC, precisions=("int8",)))
-    run_process("quantize", tmp_path, "--to", "bf16", "--from", "int8", "--drop", "int8")
+    run_here("quantize", tmp_path, "--to", "bf16", "--from", "int8", "--drop", "int8")
     report = measure_precisions(ReportConfig(tmp_path, ("int8",)))
     assert (report.reference, report.reference_encoded_from) == ("bf16", ("int8",))
     assert "The reference bf16 was encoded from int8: those errors come in addition." in markdown(report)

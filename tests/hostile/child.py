@@ -1,0 +1,31 @@
+"""Runs a function in a child process, so that a crash, a hang or the use of too much memory ends only the child."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SECONDS = 60
+
+
+def in_child(load: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
+    """What `load` returns in a child process, or how the process ended."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            signal.alarm(SECONDS)  # ends the process
+            os.write(writing, json.dumps(load(path)).encode())
+            os._exit(0)
+        except BaseException as error:
+            os.write(writing, json.dumps({"unexpected": repr(error)}).encode())
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    return json.loads(answer) if answer else {"ended": os.waitstatus_to_exitcode(status)}
