@@ -13,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import faiss  # noqa: F401  # imported before the fork, so that no child has to
+import zarr  # noqa: F401
+
 from edje_index.indexing.faiss_index import AnnIndex
 from storage_formats import EdjeError, Manifest, TokenStore, read_rows, verify_index
 from storage_formats.format.layout import Layout
