@@ -9,6 +9,7 @@ import click
 
 from benchmarks.commands.fetch import fetch_command
 from benchmarks.commands.output import show
+from benchmarks.commands.paper import paper_command
 from benchmarks.commands.quantize_index import quantize_index_command
 from benchmarks.commands.rerank import rerank_command
 from benchmarks.commands.scales_layout import scales_layout_command
@@ -27,6 +28,7 @@ def bench() -> None:
 
 bench.add_command(fetch_command)
 bench.add_command(rerank_command)
+bench.add_command(paper_command)
 bench.add_command(quantize_index_command)
 bench.add_command(scales_layout_command)
 bench.add_command(train_step_command)

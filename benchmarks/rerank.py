@@ -92,6 +92,7 @@ def _rates(bench: RerankBench, joint: JointEncoder, block_shape: tuple[int, int]
     }
     medians = {setting: statistics.median(values) for setting, values in rates.items()}
     return {
+        "parameters": sum(parameter.numel() for parameter in joint.parameters()),
         "tokens_per_pair": joint.tokenizer.inputs([bench.caption], block_shape[0]).input_ids.shape[1],
         "pairs_per_s": rates,
         "median": medians,

@@ -1,0 +1,233 @@
+"""Finds the captions, images, towers and language models of the paper's experiments in a data folder.
+
+Layout of the full data, below the data folder:
+
+    pretrain/                             caption files of CC12M, CC3M, SBU, Visual Genome and COCO, with their images
+    flickr30k/dataset_flickr30k.json      captions and splits of Karpathy
+    flickr30k/flickr30k-images/           photos
+    coco/dataset_coco.json                captions and splits of Karpathy; photos in coco/train2014, coco/val2014
+    towers/NAME/                          bundles that `edje-index model from-open-clip` wrote
+    languages/NAME/                       Hugging Face folders of language models
+
+The small data are Flickr8k photos in one folder: `flickr8k/captions_train.jsonl`, `flickr8k/captions_dev.jsonl` and
+`weights/minilm_l6_h384`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from edje_index.captions.reading import read_captions
+
+TOWERS: Mapping[str, str] = {
+    "clip-b16-224": "ViT-B-16:openai",
+    "clip-l14-224": "ViT-L-14:openai",
+    "clip-l14-336": "ViT-L-14-336:openai",
+    "dfn-l14-224": "ViT-L-14-quickgelu:dfn2b",
+    "metaclip-l14-224": "ViT-L-14-quickgelu:metaclip_fullcc",
+    "siglip2-b16-384": "ViT-B-16-SigLIP2-384:webli",
+    "siglip2-l16-384": "ViT-L-16-SigLIP2-384:webli",
+}
+"""The towers of the paper, as open_clip names them."""
+
+LANGUAGES: Mapping[str, str] = {
+    "minilm-l12": "microsoft/MiniLM-L12-H384-uncased",
+    "bert-base": "google-bert/bert-base-uncased",
+}
+"""The language models of the paper, as the Hugging Face hub names them."""
+
+MAIN_TOWER = "siglip2-l16-384"
+MAIN_LANGUAGE = "minilm-l12"
+
+
+_SMALL_MODEL = (
+    *("--set", "loop.batch_size=8"),
+    *("--set", "architecture.language_layers=2"),
+    *("--set", "architecture.adapter_hidden=64"),
+)
+
+
+class MissingDataError(Exception):
+    """Data that an experiment needs is not in the data folder. The message says what to put where."""
+
+
+@dataclass(frozen=True)
+class Captions:
+    """Caption files, the folder of their images, and one split of them.
+
+    Attributes:
+        files: caption files.
+        images: base directory of relative image paths.
+        split: split to use; None uses all images.
+    """
+
+    files: tuple[Path, ...]
+    images: Path
+    split: str | None = None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Options that bound the cost of the experiments.
+
+    Attributes:
+        train: options of `edje-index train` in both phases.
+        pretrain: further options of the first phase.
+        finetune: further options of the second phase.
+        evaluation: options of `edje-index eval`.
+        fetch_rows: rows of the index of the I/O test.
+    """
+
+    train: tuple[str, ...]
+    pretrain: tuple[str, ...]
+    finetune: tuple[str, ...]
+    evaluation: tuple[str, ...] = ()
+    fetch_rows: int = 100_000
+
+
+class Data(Protocol):
+    """The data of all experiments. Every method raises MissingDataError if its files are missing."""
+
+    @property
+    def budget(self) -> Budget:
+        """The options that bound the cost of the experiments."""
+
+    def pretraining(self) -> Captions:
+        """Return the captions of the first phase."""
+
+    def finetuning(self) -> Captions:
+        """Return the captions of the second phase."""
+
+    def benchmark(self, name: str) -> Captions:
+        """Return the test captions of "flickr" or "coco"."""
+
+    def tower(self, name: str) -> Path:
+        """Return the bundle of one of `TOWERS`."""
+
+    def language(self, name: str) -> Path:
+        """Return the folder of one of `LANGUAGES`."""
+
+
+@dataclass(frozen=True)
+class FullData:
+    """The data of the paper, in the layout that the module describes.
+
+    Attributes:
+        root: the data folder.
+        train_options: options of `edje-index train` that suit the machines, for example `--workers 8`.
+    """
+
+    root: Path
+    train_options: tuple[str, ...] = ()
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(self.train_options, ("--epochs", "10"), ("--epochs", "5"))
+
+    def pretraining(self) -> Captions:
+        folder = self.root / "pretrain"
+        files = sorted(path for path in _listing(folder) if path.suffix in (".jsonl", ".json", ".parquet", ".tar"))
+        if not files:
+            raise MissingDataError(f"{folder}: put the caption files of the pre-training images there")
+        return Captions(tuple(files), folder)
+
+    def finetuning(self) -> Captions:
+        return self._karpathy("coco", "train")
+
+    def benchmark(self, name: str) -> Captions:
+        return self._karpathy(name, "test")
+
+    def tower(self, name: str) -> Path:
+        path = self.root / "towers" / name
+        if not path.is_dir():
+            remedy = f"edje-index model from-open-clip {TOWERS[name]} --out {path}"
+            raise MissingDataError(f"{path}: make this bundle with `{remedy}`")
+        return path
+
+    def language(self, name: str) -> Path:
+        path = self.root / "languages" / name
+        if not path.is_dir():
+            raise MissingDataError(f"{path}: download {LANGUAGES[name]} from the Hugging Face hub into this folder")
+        return path
+
+    def _karpathy(self, name: str, split: str) -> Captions:
+        folder, file, images = {
+            "flickr": ("flickr30k", "dataset_flickr30k.json", "flickr30k-images"),
+            "coco": ("coco", "dataset_coco.json", "."),
+        }[name]
+        path = self.root / folder / file
+        if not path.is_file():
+            raise MissingDataError(f"{path}: put the captions with the splits of Karpathy there")
+        return Captions((path,), self.root / folder / images, split)
+
+
+@dataclass(frozen=True)
+class SmallData:
+    """Parts of Flickr8k in place of the data of the paper, to run every experiment in minutes.
+
+    The figures say that an experiment works, not how well the method works.
+
+    Attributes:
+        root: the data folder.
+        model: bundle whose towers are used in place of the main tower of the paper.
+        folder: folder to write the parts of the caption files to.
+        train_options: further options of `edje-index train`.
+        photos: largest number of photos per part.
+        steps: optimiser steps of a training.
+    """
+
+    root: Path
+    model: Path
+    folder: Path
+    train_options: tuple[str, ...] = ()
+    photos: int = 64
+    steps: int = 8
+
+    @property
+    def budget(self) -> Budget:
+        steps = ("--steps", str(self.steps))
+        evaluation = ("--queries", "32", "--bootstrap", "0")
+        return Budget((*_SMALL_MODEL, *self.train_options), steps, steps, evaluation, fetch_rows=2_000)
+
+    def pretraining(self) -> Captions:
+        return self._part("train", "pretrain", 0)
+
+    def finetuning(self) -> Captions:
+        return self._part("train", "finetune", self.photos)
+
+    def benchmark(self, name: str) -> Captions:
+        return self._part("dev", name, {"flickr": 0, "coco": self.photos}[name])
+
+    def tower(self, name: str) -> Path:
+        if name != MAIN_TOWER:
+            raise MissingDataError(f"the tower {name}: the small data have one tower, in place of {MAIN_TOWER}")
+        return self.model
+
+    def language(self, name: str) -> Path:
+        path = self.root / "weights" / "minilm_l6_h384"
+        if name != MAIN_LANGUAGE:
+            raise MissingDataError(f"the language model {name}: the small data have one, in place of {MAIN_LANGUAGE}")
+        if not path.is_dir():
+            raise MissingDataError(f"{path}: put the small language model there")
+        return path
+
+    def _part(self, source: str, name: str, first: int) -> Captions:
+        """Write `photos` images of a caption file, from number `first` on, to a caption file of their own."""
+        file = self.root / "flickr8k" / f"captions_{source}.jsonl"
+        if not file.is_file():
+            raise MissingDataError(f"{file}: put the captions of Flickr8k there")
+        part = self.folder / f"{name}-{self.photos}.jsonl"
+        if not part.exists():
+            items = read_captions(file)[first : first + self.photos]
+            lines = [json.dumps({"image": str(item.path), "captions": item.captions}) + "\n" for item in items]
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part.write_text("".join(lines))
+        return Captions((part,), self.root)
+
+
+def _listing(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []

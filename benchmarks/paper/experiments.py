@@ -1,0 +1,27 @@
+"""The list of experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from benchmarks.paper import ablations, costs, main_tables
+from benchmarks.paper.study import Study
+from benchmarks.paper.tables import Table
+
+EXPERIMENTS: Mapping[str, Callable[[Study], Table]] = {
+    "prior-art": main_tables.prior_art,
+    "zero-shot": main_tables.zero_shot,
+    "tokens": main_tables.tokens,
+    "pool-size": main_tables.pool_size,
+    "objectives": ablations.objectives,
+    "distillation": ablations.distillation,
+    "adapters": ablations.adapters,
+    "language-model": ablations.language_model,
+    "mining": ablations.mining,
+    "quantization": ablations.quantization,
+    "alignment": ablations.alignment,
+    "full-dataset": main_tables.full_dataset,
+    "io-test": costs.io_test,
+    "time-breakdown": costs.time_breakdown,
+}
+"""A function per experiment. It runs what is missing and returns the table; its docstring says what it shows."""

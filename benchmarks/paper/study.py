@@ -1,0 +1,144 @@
+"""The steps that the experiments share: train, fine-tune, index and evaluate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper.data import MAIN_LANGUAGE, MAIN_TOWER, Captions, Data
+from benchmarks.paper.steps import OUT, Steps
+from edje_index.captions.reading import read_captions
+from storage_formats.atomic import write_bytes_atomic
+
+POOL = 10
+"""Candidates per query in the paper's experiments, unless it says otherwise."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model of the paper.
+
+    Attributes:
+        tower: name of the vision and text towers, see `benchmarks.paper.data.TOWERS`.
+        adapter: kind of adapter.
+        tokens: stored tokens per image, for every adapter but "local".
+        language: name of the language model, see `benchmarks.paper.data.LANGUAGES`.
+        distilled: whether the local model of the same towers is the teacher.
+        miner: name of the towers that mine negatives; None for `tower`.
+        settings: further settings of `edje-index train`, GROUP.KEY=VALUE.
+    """
+
+    tower: str = MAIN_TOWER
+    adapter: str = "compressed"
+    tokens: int = 64
+    language: str = MAIN_LANGUAGE
+    distilled: bool = True
+    miner: str | None = None
+    settings: tuple[str, ...] = ()
+
+
+LOCAL = Variant(adapter="local", distilled=False)
+"""The uncompressed model, which is the teacher of the others."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """Makes the models and indexes of the experiments, each once.
+
+    Attributes:
+        data: the data.
+        steps: the finished steps.
+    """
+
+    data: Data
+    steps: Steps
+
+    def pretrained(self, variant: Variant) -> Path:
+        """Return the bundle of a model after the first phase."""
+        captions = self.data.pretraining()
+        language = ("--language", self.data.language(variant.language))
+        return self._trained(
+            "pretrain", variant, captions, ["--preset", "paper", *language, *self.data.budget.pretrain]
+        )
+
+    def finetuned(self, variant: Variant) -> Path:
+        """Return the bundle of a model after the second phase, on COCO."""
+        captions, start = self.data.finetuning(), self.pretrained(variant)
+        phase = ["--preset", "paper-finetune", "--init", start, *self.data.budget.finetune]
+        return self._trained("finetune", variant, captions, phase)
+
+    def recall(
+        self, bundle: Path, benchmark: str, pools: Sequence[int] = (POOL,), *options: str, full: bool = False
+    ) -> Recall:
+        """Index the test images of a benchmark and evaluate a bundle on them by its logit.
+
+        Args:
+            bundle: model bundle.
+            benchmark: "flickr" or "coco".
+            pools: numbers of candidates per query.
+            *options: further options of `edje-index eval`.
+            full: whether all images and captions of the data set are candidates.
+        """
+        captions, index = self.data.benchmark(benchmark), self.index(bundle, benchmark, full=full)
+        command = ["eval", index, captions.files[0], "--images", captions.images, *self.data.budget.evaluation]
+        command += [word for pool in pools for word in ("--pool", str(pool))]
+        command += ["--split", captions.split] if captions.split else []
+        command += ["--score", "logit", "--cache", f"{OUT}/scores", *options, *(["--full"] if full else [])]
+        return Recall(self.steps.command("eval", *command).report)
+
+    def index(self, bundle: Path, benchmark: str, *, full: bool = False) -> Path:
+        """Return the index of the images of a benchmark: those of the test split, or of all splits if `full`."""
+        captions = self.data.benchmark(benchmark)
+        images = self._image_list(captions, None if full else captions.split, benchmark)
+        command = ["build", images, "--model", bundle, "--out", f"{OUT}/images.edje", "--quiet"]
+        return self.steps.command("build", *command).folder / "images.edje"
+
+    def _trained(self, name: str, variant: Variant, captions: Captions, phase: Sequence[object]) -> Path:
+        teacher = self._teacher(name, variant)
+        command: list[object] = ["train", *captions.files, "--images", captions.images, *phase]
+        command += ["--model", self.data.tower(variant.tower), "--out", f"{OUT}/model", *self.data.budget.train]
+        command += ["--teacher", teacher] if teacher else []
+        settings = [f"architecture.adapter={variant.adapter}", f"architecture.tokens={variant.tokens}"]
+        settings += [f"inputs.split={captions.split}"] if captions.split else []
+        settings += [f"inputs.miner={self.data.tower(variant.miner)}"] if variant.miner else []
+        settings += variant.settings
+        command += [word for setting in settings for word in ("--set", setting)]
+        return self.steps.command(name, *command).folder / "model"
+
+    def _teacher(self, phase: str, variant: Variant) -> Path | None:
+        if not variant.distilled:
+            return None
+        teacher = Variant(variant.tower, "local", language=variant.language, distilled=False)
+        return self.pretrained(teacher) if phase == "pretrain" else self.finetuned(teacher)
+
+    def _image_list(self, captions: Captions, split: str | None, benchmark: str) -> Path:
+        path = self.steps.folder / "lists" / f"{benchmark}-{split or 'all'}.jsonl"
+        if not path.exists():
+            images = dict.fromkeys(str(item.path) for item in read_captions(captions.files[0], captions.images, split))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes_atomic(path, "".join(json.dumps({"path": image}) + "\n" for image in images).encode())
+        return path
+
+
+@dataclass(frozen=True)
+class Recall:
+    """The report of one evaluation; empty if the steps are only listed."""
+
+    report: dict[str, Any]
+
+    def at(self, direction: str, cutoff: int, pool: int | None = POOL, precision: str | None = "bf16") -> float | None:
+        """Return a recall in percent, after re-ranking. A pool of None means: of the embeddings alone."""
+        if pool is None:
+            precision = None
+        for result in self.report.get("results", ()):
+            same = (result["direction"], result.get("pool"), result.get("precision"))
+            if same == (direction, pool, precision):
+                return float(result["recall"][str(cutoff)]["value"])
+        return None
+
+    def columns(self, prefix: str, cutoff: int, pool: int | None = POOL) -> dict[str, float | None]:
+        """Return the recalls of both directions under the column names of a table."""
+        return {f"{prefix} {name}": self.at(name.lower(), cutoff, pool) for name in ("T2I", "I2T")}
