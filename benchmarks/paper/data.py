@@ -46,7 +46,7 @@ MAIN_LANGUAGE = "minilm-l12"
 
 _SMALL_MODEL = (
     *("--set", "loop.batch_size=8"),
-    *("--set", "architecture.language_layers=2"),
+    *("--set", "architecture.language_layers=1"),
     *("--set", "architecture.adapter_hidden=64"),
 )
 
@@ -194,13 +194,13 @@ class SmallData:
         return Budget((*_SMALL_MODEL, *self.train_options), steps, steps, evaluation, fetch_rows=2_000)
 
     def pretraining(self) -> Captions:
-        return self._part("train", "pretrain", 0)
+        return self._part("train", "pretrain", half=0)
 
     def finetuning(self) -> Captions:
-        return self._part("train", "finetune", self.photos)
+        return self._part("train", "finetune", half=1)
 
     def benchmark(self, name: str) -> Captions:
-        return self._part("dev", name, {"flickr": 0, "coco": self.photos}[name])
+        return self._part("dev", name, half={"flickr": 0, "coco": 1}[name])
 
     def tower(self, name: str) -> Path:
         if name != MAIN_TOWER:
@@ -215,14 +215,16 @@ class SmallData:
             raise MissingDataError(f"{path}: put the small language model there")
         return path
 
-    def _part(self, source: str, name: str, first: int) -> Captions:
-        """Write `photos` images of a caption file, from number `first` on, to a caption file of their own."""
+    def _part(self, source: str, name: str, *, half: int) -> Captions:
+        """Write the first images of the first or second half of a caption file to a caption file of their own."""
         file = self.root / "flickr8k" / f"captions_{source}.jsonl"
         if not file.is_file():
             raise MissingDataError(f"{file}: put the captions of Flickr8k there")
         part = self.folder / f"{name}-{self.photos}.jsonl"
         if not part.exists():
-            items = read_captions(file)[first : first + self.photos]
+            items = read_captions(file)
+            first = half * (len(items) // 2)
+            items = items[first : first + min(self.photos, len(items) // 2)]
             lines = [json.dumps({"image": str(item.path), "captions": item.captions}) + "\n" for item in items]
             self.folder.mkdir(parents=True, exist_ok=True)
             part.write_text("".join(lines))

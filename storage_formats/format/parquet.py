@@ -5,7 +5,7 @@ Threads that pyarrow starts can outlive a read, and then abort the interpreter a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,12 +38,13 @@ def iter_batches(file: pq.ParquetFile, rows: int, columns: list[str]) -> Iterato
     yield from file.iter_batches(rows, columns=columns, use_threads=False)
 
 
-def read_table(data: bytes, columns: list[str] | None = None) -> pa.Table:
+def read_table(data: bytes, columns: list[str] | None = None, *, optional: Collection[str] = ()) -> pa.Table:
     """Read the table in `data`, the contents of a Parquet file whose rows are distinct.
 
     Args:
         data: contents of the whole file.
         columns: names of the columns to read, in this order. None reads all columns.
+        optional: names of those `columns` that are left out if the table lacks them.
 
     Raises:
         OSError, ValueError, pyarrow.ArrowException: `data` is damaged, lacks a column, or claims a larger table than
@@ -53,6 +54,7 @@ def read_table(data: bytes, columns: list[str] | None = None) -> pa.Table:
         _check_size(file.metadata, len(data))
         schema, leaves = file.schema_arrow, [file.schema.column(index) for index in range(len(file.schema))]
     names = schema.names if columns is None else columns
+    names = [name for name in names if name in schema.names or name not in optional]
     if missing := sorted(set(names) - set(schema.names)):
         raise ValueError(f"the Parquet file has no column {missing[0]!r}")
     # Text is read as a dictionary, so that one long value of many rows is in memory once until its size is checked.
@@ -61,16 +63,6 @@ def read_table(data: bytes, columns: list[str] | None = None) -> pa.Table:
         table = file.read(columns=names, use_threads=False).select(names)
     _check_texts(table, len(data))
     return table.cast(pa.schema([schema.field(name) for name in names]))
-
-
-def read_table_schema(data: bytes) -> pa.Schema:
-    """Return the columns of the table in `data`, the contents of a Parquet file.
-
-    Raises:
-        OSError, pyarrow.ArrowException: `data` is damaged.
-    """
-    with open_parquet(pa.py_buffer(data)) as file:
-        return file.schema_arrow
 
 
 def _is_bytes(leaf: pq.ColumnSchema) -> bool:

@@ -13,23 +13,14 @@ import pyarrow.parquet as pq
 
 from storage_formats.atomic import naming
 from storage_formats.errors import CorruptIndexError, RowIdError, UsageError
+from storage_formats.format.column_types import ARROW_TYPES, cast_columns
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import read_index_file
 from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
-from storage_formats.format.parquet import read_table, read_table_schema
+from storage_formats.format.parquet import read_table
 from storage_formats.format.shard_table import FileEntry, check_content
-from storage_formats.format.source_columns import (
-    BOOL,
-    FLOAT64,
-    INT64,
-    STRING,
-    STRINGS,
-    TIMESTAMP,
-    SourceColumn,
-    Value,
-    as_type,
-)
+from storage_formats.format.source_columns import SourceColumn, Value, as_type
 from storage_formats.format.tombstones import refuse_renumbered, rows_in_use
 from storage_formats.row_ids import RowIds, check_row_ids
 
@@ -55,15 +46,6 @@ ROW_SCHEMA = pa.schema(
         pa.field("encode_seconds", pa.float32()),
     ]
 )
-ARROW_TYPES = {
-    BOOL: pa.bool_(),
-    INT64: pa.int64(),
-    FLOAT64: pa.float64(),
-    STRING: pa.string(),
-    TIMESTAMP: pa.timestamp("us", tz="UTC"),
-    STRINGS: pa.list_(pa.string()),
-}
-"""The Arrow type of each type of source column."""
 TIMING_COLUMNS = ("read_seconds", "decode_seconds", "encode_seconds")
 
 
@@ -158,7 +140,8 @@ def read_shard_rows(
         data = read_index_file(layout.root, path)
         if committed is not None:
             check_content(path, committed, data)
-        return _with_schema(data, schema)
+        source_names = set(schema.names) - set(ROW_SCHEMA.names)
+        return cast_columns(read_table(data, schema.names, optional=source_names), schema, source_names)
     except (OSError, ValueError, TypeError, pa.ArrowException) as error:  # damaged names and text raise ValueError
         raise CorruptIndexError(
             f"cannot read the rows of shard {shard} in {path}: {error}; run 'edje-index verify'"
@@ -169,36 +152,6 @@ def check_names(columns: Iterable[str], names: Sequence[str]) -> None:
     """Raise UsageError if one of `columns` is not in `names`, the names of the columns of a rows table."""
     if unknown := sorted(set(columns) - set(names)):
         raise UsageError(f"the rows have no column {unknown[0]}; choose from: {', '.join(names)}", parameter="columns")
-
-
-def _with_schema(data: bytes, schema: pa.Schema) -> pa.Table:
-    """Read the columns of `schema` from a Parquet file. Source columns that the file lacks are null."""
-    source_names = set(schema.names) - set(ROW_SCHEMA.names)
-    lacking = source_names - set(read_table_schema(data).names) if source_names else set()
-    table = read_table(data, [name for name in schema.names if name not in lacking])
-    if not source_names:
-        return table.cast(schema)
-    arrays = []
-    for field in schema:
-        if field.name in lacking:
-            arrays.append(pa.nulls(len(table), field.type))
-        elif field.name in source_names:
-            arrays.append(_as_arrow_type(table[field.name], field.type))
-        else:
-            arrays.append(table[field.name].cast(field.type))
-    return pa.Table.from_arrays(arrays, schema=schema)
-
-
-def _as_arrow_type(column: pa.ChunkedArray, arrow_type: pa.DataType) -> pa.ChunkedArray:
-    """Convert a stored source column to the type that it has in the index."""
-    stored = next((each for each in ARROW_TYPES.values() if column.type == each), None)
-    if stored is None:
-        raise ValueError(f"a column has the type {column.type}, which is not a type of source columns")
-    if stored == arrow_type:
-        return column.cast(arrow_type)
-    wide = next(name for name, each in ARROW_TYPES.items() if each == arrow_type)
-    values = [None if value is None else as_type(value, wide) for value in column.to_pylist()]
-    return pa.chunked_array([pa.array(values, arrow_type)])
 
 
 def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:

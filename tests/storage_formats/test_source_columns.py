@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_formats import CorruptIndexError, Manifest, UsageError, read_rows, verify_index
+from storage_formats.format.column_types import ARROW_TYPES
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.parquet import read_table
 from storage_formats.format.rows import (
-    ARROW_TYPES,
     ROW_SCHEMA,
     RowEntry,
     read_shard_rows,

@@ -1,0 +1,52 @@
+"""The Arrow types of source columns, and the conversion of stored columns to them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pyarrow as pa
+
+from storage_formats.format.source_columns import BOOL, FLOAT64, INT64, STRING, STRINGS, TIMESTAMP, as_type
+
+ARROW_TYPES = {
+    BOOL: pa.bool_(),
+    INT64: pa.int64(),
+    FLOAT64: pa.float64(),
+    STRING: pa.string(),
+    TIMESTAMP: pa.timestamp("us", tz="UTC"),
+    STRINGS: pa.list_(pa.string()),
+}
+"""The Arrow type of each type of source column."""
+
+
+def cast_columns(table: pa.Table, schema: pa.Schema, source_names: Collection[str]) -> pa.Table:
+    """Return the columns of `table` with the types of `schema`.
+
+    Args:
+        table: stored columns. A source column that the table lacks is null in the result.
+        schema: names and types of the result.
+        source_names: names of the source columns. A source column of a narrower type is widened, as when a later shard
+            widened the type of the column in the index.
+
+    Raises:
+        ValueError, TypeError, pyarrow.ArrowException: a column cannot have the type.
+    """
+    arrays = []
+    for field in schema:
+        if field.name not in source_names:
+            arrays.append(table[field.name].cast(field.type))
+        elif field.name in table.schema.names:
+            arrays.append(_widened(table[field.name], field.type))
+        else:
+            arrays.append(pa.nulls(len(table), field.type))
+    return pa.Table.from_arrays(arrays, names=schema.names).cast(schema)  # refuses nulls in columns without nulls
+
+
+def _widened(column: pa.ChunkedArray, arrow_type: pa.DataType) -> pa.ChunkedArray:
+    if column.type not in ARROW_TYPES.values():
+        raise ValueError(f"a column has the type {column.type}, which is not a type of source columns")
+    if column.type == arrow_type:
+        return column
+    wide = next(name for name, each in ARROW_TYPES.items() if each == arrow_type)
+    values = [None if value is None else as_type(value, wide) for value in column.to_pylist()]
+    return pa.chunked_array([pa.array(values, arrow_type)])
