@@ -1,7 +1,8 @@
 """Checks a FAISS file before FAISS reads it, because FAISS trusts its files.
 
 A crafted file can make FAISS open any file for writing, take any amount of memory, or read outside its arrays. Only the
-structures that `build_ann` writes are accepted. FAISS's `impl/index_write.cpp` defines the order of the fields.
+structures that `build_ann` writes, now or in earlier versions, are accepted. FAISS's `impl/index_write.cpp` and
+`invlists/BlockInvertedLists.cpp` define the order of the fields.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 
 _FLOAT_BYTES = 4
 _INNER_PRODUCT = 0
+_BLOCK_VECTORS = 32  # FAISS's fast scan compares a query with 32 codes at once
+_CODE_BITS = 4
 
 
 class FaissFileError(ValueError):
@@ -44,14 +47,13 @@ def check_faiss_file(file: BinaryIO, shape: FaissShape) -> None:
         FaissFileError: the structure is not one that `build_ann` writes, or the sizes differ from `shape`.
     """
     fields = _Fields(file)
-    fields.tag("IxM2")
-    fields.header(shape.dimensions, shape.vectors)
-    if fields.tag("IxFI", "IwFl") == "IxFI":
-        _check_flat(fields, shape.dimensions, shape.vectors)
+    kind = fields.tag("IxM2", "IwFl", "IwPf")
+    if kind == "IxM2":
+        _check_id_map(fields, shape)
+    elif kind == "IwFl":
+        _check_exact_lists(fields, shape, id_limit=shape.rows)
     else:
-        _check_inverted_lists(fields, shape)
-    fields.expect("number of row ids", fields.number("Q"), shape.vectors)
-    fields.ids(shape.vectors, limit=shape.rows)
+        _check_coded_lists(fields, shape)
     fields.end()
 
 
@@ -115,6 +117,17 @@ class _Fields:
         self._left -= length
 
 
+def _check_id_map(fields: _Fields, shape: FaissShape) -> None:
+    """Check the rest of an `IndexIDMap2`: a header, an index with ids from 0 on, and the row id of each of its ids."""
+    fields.header(shape.dimensions, shape.vectors)
+    if fields.tag("IxFI", "IwFl") == "IxFI":
+        _check_flat(fields, shape.dimensions, shape.vectors)
+    else:
+        _check_exact_lists(fields, shape, id_limit=shape.vectors)
+    fields.expect("number of row ids", fields.number("Q"), shape.vectors)
+    fields.ids(shape.vectors, limit=shape.rows)
+
+
 def _check_flat(fields: _Fields, dimensions: int, vectors: int) -> None:
     """Check the rest of an `IndexFlatIP`: a header and the vectors."""
     fields.header(dimensions, vectors)
@@ -122,8 +135,11 @@ def _check_flat(fields: _Fields, dimensions: int, vectors: int) -> None:
     fields.skip(dimensions * vectors * _FLOAT_BYTES)
 
 
-def _check_inverted_lists(fields: _Fields, shape: FaissShape) -> None:
-    """Check the rest of an `IndexIVFFlat`: header, centroids, and the inverted lists."""
+def _check_centroids(fields: _Fields, shape: FaissShape) -> int:
+    """Check what all kinds with inverted lists begin with, and return the number of lists.
+
+    These are a header, the centroids and an empty direct map.
+    """
     fields.header(shape.dimensions, shape.vectors)
     lists, probes = fields.number("Q"), fields.number("Q")
     if not probes:
@@ -132,6 +148,12 @@ def _check_inverted_lists(fields: _Fields, shape: FaissShape) -> None:
     _check_flat(fields, shape.dimensions, lists)
     fields.expect("type of direct map", fields.number("B"), 0)
     fields.expect("length of the direct map", fields.number("Q"), 0)
+    return int(lists)
+
+
+def _check_exact_lists(fields: _Fields, shape: FaissShape, id_limit: int) -> None:
+    """Check the rest of an `IndexIVFFlat`. Each id in its lists must be below `id_limit`."""
+    lists = _check_centroids(fields, shape)
     fields.tag("ilar")
     code_bytes = shape.dimensions * _FLOAT_BYTES
     fields.expect("number of inverted lists", fields.number("Q"), lists)
@@ -140,7 +162,49 @@ def _check_inverted_lists(fields: _Fields, shape: FaissShape) -> None:
     fields.expect("number of vectors in the lists", sum(lengths), shape.vectors)
     for length in lengths:
         fields.skip(length * code_bytes)
-        fields.ids(length, limit=shape.vectors)
+        fields.ids(length, limit=id_limit)
+
+
+def _check_coded_lists(fields: _Fields, shape: FaissShape) -> None:
+    """Check the rest of an `IndexIVFPQFastScan`: settings, quantizer, and lists of ids and blocks of codes."""
+    lists = _check_centroids(fields, shape)
+    fields.expect("flag of residual codes", fields.number("B"), 0)
+    code_bytes = fields.number("Q")
+    fields.expect("number of vectors per block", fields.number("i"), _BLOCK_VECTORS)
+    padded_parts = fields.number("Q")
+    fields.expect("implementation", fields.number("i"), 0)
+    fields.expect("size of query batches", fields.number("Q"), 0)
+    parts = _check_quantizer(fields, shape.dimensions)
+    fields.expect("length of a code", code_bytes, -(-parts // 2))
+    fields.expect("number of parts in a block", padded_parts, 2 * code_bytes)
+    block_bytes = _BLOCK_VECTORS * code_bytes
+    fields.tag("ilbl")
+    fields.expect("number of inverted lists", fields.number("Q"), lists)
+    fields.expect("code length of the lists", fields.number("q"), -1)  # codes lie in blocks
+    fields.expect("number of vectors per block", fields.number("Q"), _BLOCK_VECTORS)
+    fields.expect("length of a block", fields.number("Q"), block_bytes)
+    vectors = 0
+    for _ in range(lists):
+        length = fields.number("Q")
+        fields.ids(length, limit=shape.rows)
+        blocks = -(-length // _BLOCK_VECTORS)
+        fields.expect("length of the codes of a list", fields.number("Q"), blocks * block_bytes)
+        fields.skip(blocks * block_bytes)
+        vectors += length
+    fields.expect("number of vectors in the lists", vectors, shape.vectors)
+
+
+def _check_quantizer(fields: _Fields, dimensions: int) -> int:
+    """Check a product quantizer with 4-bit codes, and return the number of parts of a vector."""
+    fields.expect("number of dimensions of the quantizer", fields.number("Q"), dimensions)
+    parts = int(fields.number("Q"))
+    if not parts or dimensions % parts:
+        raise FaissFileError(f"the FAISS file has a quantizer that splits {dimensions} dimensions into {parts} parts")
+    fields.expect("number of bits of a code", fields.number("Q"), _CODE_BITS)
+    values = dimensions << _CODE_BITS
+    fields.expect("number of values of the quantizer", fields.number("Q"), values)
+    fields.skip(values * _FLOAT_BYTES)
+    return parts
 
 
 def _list_lengths(fields: _Fields, lists: int) -> list[int]:

@@ -44,6 +44,7 @@ SECTIONS = {
         "verify": "pipelines.cli.verify:verify",
         "info": "pipelines.cli.info:info",
         "failures": "pipelines.cli.failures:failures",
+        "ann": "pipelines.cli.ann:group",
         "report": "pipelines.cli.report:report",
     },
     "Search": {

@@ -115,7 +115,9 @@ def _token_bytes(spec: IndexSpec, record_bytes: int) -> int:
 
 
 def _ann_bytes(spec: IndexSpec) -> int:
-    return spec.rows * (spec.embed_dim * _FLOAT32_BYTES + 8)  # vectors and 64-bit ids
+    from edje_index.indexing.ann_kind import AnnKind
+
+    return spec.rows * AnnKind.choose(spec.rows, spec.embed_dim).vector_bytes(spec.embed_dim)
 
 
 def _check_device(device: str) -> None:

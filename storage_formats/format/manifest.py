@@ -367,6 +367,10 @@ def _counts_from_json(value: dict[str, Any]) -> Counts:
 def _checked_ann(value: dict[str, Any]) -> dict[str, Any]:
     for file in value.get("files", []):
         FileEntry.from_json(file)
+    numbers = [value.get("vectors", 0), value.get("probes", 1), value.get("recall", {"value": 1.0})["value"]]
+    numbers += [file.get(name, 0) for file in value.get("files", []) for name in ("vectors", "similarity")]
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise TypeError(f"a number in ann is no number: {numbers}")
     return dict(value)
 
 

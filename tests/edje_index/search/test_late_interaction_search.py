@@ -101,7 +101,7 @@ def test_arguments_that_are_refused(written, arguments, message):
 
 def test_an_index_without_nearest_neighbours_says_what_to_do(tmp_path):
     write_random_index(tmp_path, IndexSpec(10, 4, (4, 16), 8))
-    with pytest.raises(UsageError, match=r"build it with edje_index\.add_ann"):
+    with pytest.raises(UsageError, match=r"build it with 'edje-index ann build'"):
         LateInteractionSearch.open(tmp_path).search(np.ones((1, 16)), embedding=np.ones(8))
     add_ann(tmp_path)
     assert verify_index(tmp_path) == []

@@ -1,0 +1,92 @@
+"""The kinds of FAISS index that `ann/` may hold, and the choice between them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from storage_formats.errors import UsageError
+
+FLAT_LIMIT = 100_000
+"""Largest number of rows with an exact index: a scan of 100,000 x 768 takes about 10 ms on two cores."""
+_FACTORY = re.compile(r"Flat|IVF([1-9]\d{0,6}),(?:Flat|PQ([1-9]\d{0,4})x4fs)")
+_ID_BYTES = 8
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class AnnKind:
+    """A kind of FAISS index.
+
+    Attributes:
+        lists: number of inverted lists; 0 for a flat index, which compares a query with every vector.
+        sub_vectors: number of parts of each vector that product quantization replaces by 4-bit codes; 0 keeps exact
+            vectors.
+
+    Example:
+        >>> from edje_index.indexing.ann_kind import AnnKind
+        >>> kind = AnnKind.parse("IVF3162,PQ192x4fs", width=384)
+        >>> kind.name, kind.vector_bytes(width=384)
+        ('ivf-pq', 104)
+    """
+
+    lists: int = 0
+    sub_vectors: int = 0
+
+    @classmethod
+    def parse(cls, factory: str, width: int) -> AnnKind:
+        """Read a FAISS factory string: `Flat`, `IVF<lists>,Flat` or `IVF<lists>,PQ<parts>x4fs`.
+
+        Raises:
+            UsageError: `factory` is none of these, or `width`, the width of the embeddings, has no such parts.
+        """
+        match = _FACTORY.fullmatch(factory)
+        if match is None:
+            raise UsageError(
+                f"the FAISS factory {factory!r} is not supported; use Flat, IVF<lists>,Flat or IVF<lists>,PQ<parts>x4fs"
+                ", for example IVF1000,PQ192x4fs",
+                parameter="ann",
+            )
+        kind = cls(int(match[1] or 0), int(match[2] or 0))
+        if kind.sub_vectors and width % kind.sub_vectors:
+            raise UsageError(
+                f"{factory} splits a vector into {kind.sub_vectors} parts, but the embeddings have {width} values; "
+                f"choose a number of parts that divides {width}",
+                parameter="ann",
+            )
+        return kind
+
+    @classmethod
+    def choose(cls, rows: int, width: int, memory: int | None = None) -> AnnKind:
+        """Choose the kind for `rows` embeddings of `width` values.
+
+        Args:
+            rows: number of rows.
+            width: width of the embeddings.
+            memory: bytes that the FAISS index may take; None means any number. With less memory than the usual codes
+                need, codes of half the length are chosen.
+        """
+        if rows <= FLAT_LIMIT:
+            return cls()
+        lists = math.isqrt(rows)
+        if width % 2:
+            return cls(lists)
+        usual = cls(lists, width // 2)
+        is_small_enough = memory is None or rows * usual.vector_bytes(width) <= memory
+        return usual if is_small_enough or width % 4 else cls(lists, width // 4)
+
+    @property
+    def name(self) -> str:
+        """The member `kind` of `ann` in `index.json`."""
+        return "flat" if not self.lists else "ivf-pq" if self.sub_vectors else "ivf-flat"
+
+    @property
+    def factory(self) -> str:
+        """The FAISS factory string of this kind."""
+        codes = f"PQ{self.sub_vectors}x4fs" if self.sub_vectors else "Flat"
+        return f"IVF{self.lists},{codes}" if self.lists else codes
+
+    def vector_bytes(self, width: int) -> int:
+        """Return the bytes that one vector and its id take."""
+        return _ID_BYTES + (-(-self.sub_vectors // 2) if self.sub_vectors else _FLOAT_BYTES * width)

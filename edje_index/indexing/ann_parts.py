@@ -1,0 +1,77 @@
+"""Search in the FAISS indexes of `ann/`, with exact scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edje_index.indexing.faiss_part import FaissIndex, Vectors, is_exact, number_of_lists, search_part
+from storage_formats.format.layout import IndexSpec
+from storage_formats.reading.embeddings import read_embeddings
+
+_CANDIDATES_PER_NEIGHBOUR = 2
+"""How many rows per requested row are compared exactly if FAISS holds codes instead of vectors."""
+
+Neighbours: TypeAlias = tuple[NDArray[np.int64], Vectors]
+"""Row ids [k] and cosine similarities [k]."""
+
+
+@dataclass(frozen=True)
+class AnnParts:
+    """The FAISS indexes of an index. Each holds the rows of some segments.
+
+    Attributes:
+        root: directory of the index.
+        spec: shape of the index.
+        parts: the FAISS indexes.
+    """
+
+    root: Path
+    spec: IndexSpec
+    parts: Sequence[FaissIndex]
+
+    def __len__(self) -> int:
+        return sum(int(part.ntotal) for part in self.parts)
+
+    @property
+    def lists(self) -> int:
+        """The largest number of inverted lists of a part; 0 if all parts are flat."""
+        return max(map(number_of_lists, self.parts))
+
+    def nearest(
+        self, queries: Vectors, k: int, *, probes: int | None = None, live: NDArray[np.uint8] | None = None
+    ) -> list[Neighbours]:
+        """Return at most `k` rows nearest to each of `queries` [q, embed_dim], best first.
+
+        Scores are exact: if a FAISS index holds codes, the stored embeddings of its candidates are compared.
+
+        Args:
+            queries: [q, embed_dim].
+            k: number of rows per query.
+            probes: number of inverted lists to search in each part; None means the number in the FAISS file.
+            live: bitmap of the rows to search, one bit per row, lowest first; None means all rows.
+
+        Raises:
+            CorruptIndexError: the embeddings of a candidate cannot be read.
+        """
+        exact = all(map(is_exact, self.parts))
+        wanted = k if exact else k * _CANDIDATES_PER_NEIGHBOUR
+        results = [
+            search_part(part, queries, wanted, probes=probes, live=live) for part in self.parts if int(part.ntotal)
+        ]
+        empty = (np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64))
+        scores, rows = (np.concatenate(values, axis=1) for values in zip(empty, *results, strict=True))
+        neighbours = []
+        for query, its_scores, its_rows in zip(queries, scores, rows, strict=True):
+            filled = its_rows >= 0  # FAISS fills up with -1 if the probed lists hold too few vectors
+            candidates, similarities = its_rows[filled], its_scores[filled]
+            if not exact:
+                similarities = read_embeddings(self.root, self.spec, candidates) @ query
+            order = np.argsort(-similarities, kind="stable")[:k]
+            neighbours.append((candidates[order], similarities[order]))
+        return neighbours

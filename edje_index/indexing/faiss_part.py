@@ -1,0 +1,165 @@
+"""One FAISS index of `ann/`: training, filling, search, reading and writing. Only this module imports FAISS."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edje_index.indexing.ann_kind import AnnKind
+from edje_index.indexing.faiss_file import FaissFileError, FaissShape, check_faiss_file
+from edje_index.progress import OnProgress
+from storage_formats.atomic import naming
+from storage_formats.extras import name_missing_extra
+from storage_formats.format.checksum import crc32c_stream
+from storage_formats.format.shard_table import FileEntry
+from storage_formats.reading.embeddings import IndexedEmbeddings
+
+FaissIndex: TypeAlias = Any  # the stubs of FAISS lack most of its classes
+Vectors: TypeAlias = NDArray[np.float32]
+
+DEFAULT_PROBES = 32
+_TRAINING_VECTORS_PER_LIST = 64  # FAISS warns below 39 (Clustering::min_points_per_centroid)
+_PIECE_BYTES = 1 << 20  # read or written at once
+
+
+@name_missing_extra("search")
+def check_faiss() -> None:
+    """Raise MissingExtraError if FAISS is not installed."""
+    import faiss  # noqa: F401
+
+
+def train_part(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIndex:
+    """Return a FAISS index without vectors for `rows` rows, trained on a sample of `embeddings`.
+
+    A sample that has fewer vectors than `kind` has lists gives a flat index.
+    """
+    import faiss
+
+    width = embeddings.spec.embed_dim
+    if kind.lists:
+        sample = _training_sample(embeddings, kind, rows)
+        if len(sample) >= kind.lists:
+            index: FaissIndex = faiss.index_factory(width, kind.factory, faiss.METRIC_INNER_PRODUCT)
+            index.train(sample)
+            index.nprobe = min(DEFAULT_PROBES, kind.lists)
+            return index
+    return faiss.IndexIDMap2(faiss.IndexFlatIP(width))
+
+
+def without_vectors(index: FaissIndex) -> FaissIndex:
+    """Remove all vectors of `index`, but keep its training. Returns None for a flat index, which has no training."""
+    if not _is_inverted(index):
+        return None
+    index.reset()
+    return index
+
+
+def fill_part(index: FaissIndex, embeddings: IndexedEmbeddings, on_progress: OnProgress | None = None) -> None:
+    """Add `embeddings` to `index`, shard by shard. Their row ids become the FAISS ids."""
+    for done, (row_ids, vectors) in enumerate(embeddings, 1):
+        index.add_with_ids(vectors, row_ids)
+        if on_progress:
+            on_progress("adding embeddings", done, len(embeddings.shards))
+
+
+def search_part(
+    index: FaissIndex, queries: Vectors, k: int, *, probes: int | None, live: NDArray[np.uint8] | None
+) -> tuple[Vectors, NDArray[np.int64]]:
+    """Return scores and row ids [q, min(k, vectors)] of one FAISS index, best first.
+
+    The row id is -1 where FAISS finds fewer rows.
+
+    Args:
+        index: FAISS index.
+        queries: [q, embed_dim].
+        k: number of rows per query.
+        probes: number of inverted lists to search; None means the number in the file.
+        live: bitmap of the rows to search, one bit per row, lowest first; None means all rows.
+    """
+    import faiss
+
+    module: Any = faiss
+    k = min(k, int(index.ntotal))
+    selector = None if live is None else module.IDSelectorBitmap(live)
+    inner = module.downcast_index(index.index) if hasattr(index, "id_map") else index
+    if isinstance(inner, module.IndexIVF):
+        probes = min(probes or int(inner.nprobe), int(inner.nlist))
+        parameters = module.SearchParametersIVF(nprobe=probes, sel=selector)
+    else:
+        parameters = module.SearchParameters(sel=selector)
+    scores, rows = index.search(queries, k, params=parameters)
+    return scores, rows
+
+
+def is_exact(index: FaissIndex) -> bool:
+    """Whether `index` holds exact vectors, so that its scores are inner products."""
+    return not hasattr(index, "pq")
+
+
+def number_of_lists(index: FaissIndex) -> int:
+    """Return the number of inverted lists; 0 for a flat index."""
+    return int(index.nlist) if _is_inverted(index) else 0
+
+
+def centroid_similarity(index: FaissIndex, vectors: Vectors) -> float | None:
+    """Return the mean inner product of `vectors` and the nearest centroid of each; None for a flat index."""
+    if not _is_inverted(index) or not len(vectors):
+        return None
+    similarities, _ = index.quantizer.search(vectors, 1)
+    return float(similarities.mean())
+
+
+def read_part(file: BinaryIO, entry: FileEntry, shape: FaissShape) -> FaissIndex:
+    """Check and load a FAISS file. Python reads the file, so that FAISS opens no file itself.
+
+    Raises:
+        FaissFileError: the file differs from `entry`, the committed file, or from `shape`.
+        RuntimeError: FAISS cannot read the file.
+    """
+    import faiss
+
+    module: Any = faiss
+    length = os.fstat(file.fileno()).st_size
+    if length != entry.bytes:
+        raise FaissFileError(f"the FAISS file has {length} bytes instead of the {entry.bytes} in index.json")
+    crc = crc32c_stream(file)
+    if crc != entry.crc32c:
+        raise FaissFileError(
+            f"the FAISS file has the CRC-32C {crc:08x} instead of the {entry.crc32c:08x} in index.json"
+        )
+    check_faiss_file(file, shape)
+    file.seek(0)
+    return module.read_index(module.PyCallbackIOReader(file.read, _PIECE_BYTES))
+
+
+def write_part(index: FaissIndex, path: Path) -> None:
+    """Write a FAISS index to `path`."""
+    # Python writes the file, because FAISS reports no error if the disk is full when it closes a file.
+    import faiss
+
+    module: Any = faiss
+    with naming(path), open(path, "wb", buffering=0) as file:
+
+        def write(data: bytes) -> None:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+
+        module.write_index(index, module.PyCallbackIOWriter(write, _PIECE_BYTES))
+
+
+def _is_inverted(index: FaissIndex) -> bool:
+    return hasattr(index, "nlist")
+
+
+def _training_sample(embeddings: IndexedEmbeddings, kind: AnnKind, rows: int) -> Vectors:
+    """Return the vectors of every n-th row. Rows from all parts of the index are in the sample.
+
+    n is even, so that odd rows are never trained on: they measure recall and drift.
+    """
+    step = max(2, rows // (kind.lists * _TRAINING_VECTORS_PER_LIST) // 2 * 2)
+    return np.concatenate([vectors[row_ids % step == 0] for row_ids, vectors in embeddings])

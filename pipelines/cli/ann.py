@@ -1,0 +1,143 @@
+"""The command group `edje-index ann`: the nearest-neighbour index."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipelines.cli.lazy_group import LazyGroup
+from pipelines.cli.options import PATH, json_option, quiet_option
+from pipelines.cli.output import note, print_json, print_line, running_job
+from pipelines.progress.wording import counted, human_bytes
+
+if TYPE_CHECKING:
+    from edje_index.indexing.ann_info import AnnInfo
+
+_INDEX = click.argument("index", type=PATH)
+_RECALL = click.option(
+    "--recall",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.95,
+    show_default=True,
+    help="Share of the 100 nearest rows that a search must find.",
+)
+
+
+SECTIONS = {
+    "Commands": {
+        "build": "pipelines.cli.ann:build",
+        "info": "pipelines.cli.ann:info",
+        "tune": "pipelines.cli.ann:tune",
+    }
+}
+
+
+@click.group("ann", cls=LazyGroup, sections=SECTIONS)
+def group() -> None:
+    """Build, describe and tune the nearest-neighbour index."""
+
+
+@click.command()
+@_INDEX
+@click.option(
+    "--ann",
+    default="auto",
+    show_default=True,
+    metavar="FACTORY",
+    help="Kind of index: auto, or a FAISS factory string such as Flat, IVF1000,Flat or IVF1000,PQ192x4fs.",
+)
+@_RECALL
+@quiet_option
+@json_option
+def build(index: Path, ann: str, recall: float, quiet: bool, as_json: bool) -> None:
+    """Build the nearest-neighbour index of INDEX from its embeddings, in place of the existing one.
+
+    auto compares a query with every embedding up to 100,000 rows. With more rows, it divides the embeddings into
+    inverted lists and keeps a short code of each. A search then compares the stored embeddings of the best codes, so
+    scores are exact. The number of lists that a search reads is chosen to reach --recall.
+
+    \b
+    Examples:
+      edje-index ann build photos.edje
+      edje-index ann build photos.edje --ann IVF4096,PQ96x4fs --recall 0.98
+    """
+    from pipelines.jobs.ann import run_ann_build
+
+    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, _):
+        built = run_ann_build(index, ann, recall, on_event)
+    _show(index, built, as_json)
+    if built.recall is not None and float(built.recall["value"]) < recall:
+        note(f"the recall stays below {recall}; codes with more parts reach a higher recall")
+
+
+@click.command()
+@_INDEX
+@json_option
+def info(index: Path, as_json: bool) -> None:
+    """Describe the nearest-neighbour index of INDEX, and say whether to build it again.
+
+    An append adds the new rows without building the index again. The drift compares the distance of appended rows from
+    the centroids of the inverted lists with that of the first rows.
+
+    \b
+    Example:
+      edje-index ann info photos.edje
+    """
+    from pipelines.jobs.ann import ann_info
+
+    _show(index, ann_info(index), as_json)
+
+
+@click.command()
+@_INDEX
+@_RECALL
+@quiet_option
+@json_option
+def tune(index: Path, recall: float, quiet: bool, as_json: bool) -> None:
+    """Measure recall and time of growing numbers of inverted lists, and store the first that reaches --recall.
+
+    The queries are 200 stored embeddings. Their exact neighbours come from a comparison with every embedding. Text
+    queries may have another recall.
+
+    \b
+    Example:
+      edje-index ann tune photos.edje --recall 0.99
+    """
+    from pipelines.jobs.ann import run_ann_tune
+
+    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, _):
+        measured = run_ann_tune(index, recall, on_event)
+    chosen = measured[-1].probes if measured else None
+    if as_json:
+        print_json({"index": str(index), "probes": chosen, "measurements": [asdict(each) for each in measured]})
+        return
+    for each in measured:
+        mark = "  chosen" if each.probes == chosen else ""
+        print_line(
+            f"{counted(each.probes, 'list'):>12}: recall@{each.k} {each.recall:.3f}, "
+            f"{each.milliseconds:.2f} ms of processor time per query{mark}"
+        )
+    if not measured:
+        print_line(f"{index}: a search compares every embedding, so there is nothing to tune")
+
+
+def _show(index: Path, described: AnnInfo, as_json: bool) -> None:
+    if as_json:
+        print_json({"index": str(index), **asdict(described)})
+        return
+    print_line(
+        f"{index}: {described.kind} {described.factory}, {counted(described.vectors, 'vector')}, "
+        f"{human_bytes(described.bytes)} in {counted(described.files, 'file')}"
+    )
+    if described.recall is not None:
+        print_line(
+            f"recall@{described.recall['k']} {described.recall['value']:.3f} with {described.probes} lists per query"
+        )
+    if described.appended:
+        drift = "" if described.drift is None else f", drift {described.drift:.2f}"
+        print_line(f"{counted(described.appended, 'vector')} appended{drift}")
+    for reason in described.rebuild:
+        print_line(f"run 'edje-index ann build': {reason}")

@@ -1,0 +1,218 @@
+"""Kinds of FAISS index, recall, drift, and the commands `edje-index ann`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import faiss
+import numpy as np
+import pytest
+
+from edje_index.indexing.ann_info import describe_ann
+from edje_index.indexing.ann_kind import AnnKind
+from edje_index.indexing.ann_recall import RecallQueries, held_out
+from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, extend_ann, tune_ann
+from storage_formats import CorruptIndexError, Manifest, UsageError
+from storage_formats.format.layout import IndexSpec, Layout, Segment
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.tombstones import Tombstones
+from storage_formats.reading.embeddings import IndexedEmbeddings, read_embeddings
+from storage_formats.writing.snapshots import commit_deletion, plan_deletion
+from tests.conftest import write_random_index
+
+SPEC = IndexSpec(rows=600, shard_size=128, block_shape=(1, 2), embed_dim=16)
+CODES = AnnRequest("IVF10,PQ8x4fs", recall=0.9)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads of FAISS wait for each other actively, which is slow for such small indexes on a busy machine."""
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    yield
+    faiss.omp_set_num_threads(threads)
+
+
+@pytest.fixture
+def root(tmp_path):
+    folder = tmp_path / "index"
+    write_random_index(folder, SPEC, failed=frozenset({3, 130}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "memory", "factory"),
+    [
+        (100_000, 384, None, "Flat"),
+        (100_001, 384, None, "IVF316,PQ192x4fs"),
+        (10_000_000, 384, 10_000_000 * 104, "IVF3162,PQ192x4fs"),
+        (10_000_000, 384, 10_000_000 * 104 - 1, "IVF3162,PQ96x4fs"),
+        (1_000_000, 6, 1, "IVF1000,PQ3x4fs"),
+        (1_000_000, 7, None, "IVF1000,Flat"),
+    ],
+)
+def test_the_kind_follows_from_rows_width_and_memory(rows, width, memory, factory):
+    kind = AnnKind.choose(rows, width, memory)
+    assert kind.factory == factory
+    assert AnnKind.parse(factory, width) == kind
+
+
+@pytest.mark.parametrize("factory", ["", "HNSW32", "IVF0,Flat", "IVF10,PQ5x4fs", "IVF10,PQ8x8", "Flat\n", "IVF10"])
+def test_other_factories_are_refused(factory):
+    with pytest.raises(UsageError, match=r"not supported|5 parts, but the embeddings have 16 values"):
+        AnnKind.parse(factory, 16)
+
+
+def exact(root, queries, k, without=()):
+    vectors = read_embeddings(root, SPEC, np.arange(SPEC.rows))
+    kept = np.array([row for row in range(SPEC.rows) if not np.isnan(vectors[row, 0]) and row not in without])
+    oracle = faiss.IndexFlatIP(SPEC.embed_dim)
+    oracle.add(vectors[kept])
+    return kept[oracle.search(queries, k)[1]]
+
+
+def test_exact_neighbours_are_those_of_faiss_without_the_query(root):
+    embeddings = IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers()))
+    deleted = Tombstones.none(SPEC.shard_size).with_rows([1, 77, 300])
+    queries = RecallQueries.draw(embeddings, deleted)
+    assert len(queries.row_ids) > 100
+    assert not set(queries.row_ids) & {1, 77, 3}
+    expected = exact(root, queries.vectors, 101, without=(1, 77, 300))
+    for row_id, rows, with_itself in zip(queries.row_ids, queries.neighbours, expected, strict=True):
+        assert with_itself[0] == row_id
+        assert rows.tolist() == with_itself[1:].tolist()
+
+
+def test_rows_that_measure_are_never_trained_on(root):
+    embeddings = IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers()))
+    row_ids, vectors = held_out(embeddings, 100)
+    assert (row_ids % 2 == 1).all()
+    np.testing.assert_array_equal(vectors, read_embeddings(root, SPEC, row_ids))
+    assert {row // SPEC.shard_size for row in row_ids.tolist()} == set(range(SPEC.shards))
+
+
+def test_the_stored_recall_is_that_of_a_search(root):
+    manifest = add_ann(root, CODES)
+    recall, probes = manifest.ann["recall"], manifest.ann["probes"]
+    assert (recall["k"], manifest.ann["factory"]) == (100, "IVF10,PQ8x4fs")
+    assert 0.9 <= recall["value"] < 1
+    assert probes in (4, 8)
+    queries = RecallQueries.draw(
+        IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers())), Tombstones.none(SPEC.shard_size)
+    )
+    results = AnnIndex.open(root).nearest_to_each(queries.vectors, 101)
+    shares = [
+        len((set(rows.tolist()) - {row}) & set(exact_rows.tolist())) / 100
+        for row, (rows, _), exact_rows in zip(queries.row_ids, results, queries.neighbours, strict=True)
+    ]
+    assert recall["value"] == pytest.approx(np.mean(shares), abs=1e-4)
+
+
+def test_tuning_stores_the_first_number_of_lists_that_reaches_the_recall(root):
+    add_ann(root, CODES)
+    measured = tune_ann(root, recall=1)
+    assert [each.probes for each in measured] == [4, 8, 10]
+    assert [each.recall for each in measured] == sorted(each.recall for each in measured)
+    assert Manifest.load(root).ann["probes"] == 10
+    assert Manifest.load(root).ann["recall"]["value"] == round(measured[-1].recall, 4)
+    assert [each.probes for each in tune_ann(root, recall=0.01)] == [4]
+    with pytest.raises(UsageError, match="must be above 0 and at most 1, got 2"):
+        tune_ann(root, recall=2)
+
+
+def test_tuning_a_flat_index_changes_nothing(root):
+    before = add_ann(root)
+    assert tune_ann(root) == []
+    assert Manifest.load(root) == before
+
+
+def test_deleted_rows_are_not_found_in_codes(root):
+    add_ann(root, CODES)
+    index = CommittedIndex.open(root)
+    query = read_embeddings(root, SPEC, [9])[0]
+    assert AnnIndex(index).nearest(query, 1)[0].tolist() == [9]
+    commit_deletion(index, plan_deletion(index, np.arange(5, 400)))
+    rows, _ = AnnIndex.open(root).nearest(query, 600)
+    assert len(rows)
+    assert not set(rows.tolist()) & set(range(5, 400))
+
+
+def appended(root, vectors):
+    """Append a segment with the embeddings `vectors` to the FAISS files, and return the manifest."""
+    manifest, layout = Manifest.load(root), Layout(root)
+    segment = Segment(SPEC.shards * SPEC.shard_size, len(vectors))
+    spec = replace(SPEC, rows=segment.stop, segments=(*SPEC.used_segments, segment))
+    stored = np.full((SPEC.shard_size, SPEC.embed_dim), np.nan, np.float32)
+    stored[: len(vectors)] = vectors
+    stored.tofile(layout.embedding_shard(SPEC.shards))
+    return replace(manifest, spec=spec, ann=extend_ann(layout, spec, manifest.ann))
+
+
+def unit(vectors):
+    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+
+
+def clustered(count, seed, first_dimension):
+    """Unit vectors near ten points of the eight dimensions from `first_dimension` on."""
+    rng, values = np.random.default_rng(seed), 0.3 * np.random.default_rng(seed).standard_normal((count, 16))
+    centres = np.random.default_rng(0).standard_normal((10, 8))
+    values[:, first_dimension : first_dimension + 8] += centres[rng.integers(0, 10, count)]
+    return unit(values)
+
+
+@pytest.mark.parametrize(("first_dimension", "drifts"), [(0, False), (8, True)])
+def test_an_append_adds_codes_and_reports_its_drift(root, first_dimension, drifts):
+    for shard in SPEC.shard_numbers():
+        clustered(SPEC.shard_size, shard + 1, 0).tofile(Layout(root).embedding_shard(shard))
+    add_ann(root, CODES)
+    vectors = clustered(100, 77, first_dimension)
+    manifest = appended(root, vectors)
+    first_file, second_file = manifest.ann["files"]
+    assert second_file["vectors"] == 100
+    info = describe_ann(manifest)
+    assert (info.vectors, info.appended, info.files) == (first_file["vectors"] + 100, 100, 2)
+    assert info.drift is not None
+    assert (info.drift > 1.1) == drifts
+    assert ["times as far from the centroids" in reason for reason in info.rebuild] == [True] * drifts
+    index = AnnIndex(CommittedIndex(root, manifest))
+    first = manifest.spec.used_segments[1].first_row
+    for position in range(0, 100, 13):
+        rows, scores = index.nearest(vectors[position], 2)
+        assert rows[0] == first + position
+        assert scores[0] == pytest.approx(1, abs=1e-5)
+
+
+def test_too_few_vectors_for_the_lists_give_a_flat_index(tmp_path):
+    write_random_index(tmp_path / "index", SPEC, failed=frozenset(range(20, 600)))
+    manifest = add_ann(tmp_path / "index", AnnRequest("IVF100,PQ8x4fs"))
+    assert manifest.ann["kind"] == "flat"
+    assert len(AnnIndex.open(tmp_path / "index")) == 20
+
+
+@pytest.mark.parametrize(
+    "member", [{"probes": "all"}, {"recall": {}}, {"recall": 1}, {"vectors": None}, {"files": [{"similarity": ""}]}]
+)
+def test_a_description_with_wrong_types_is_one_clear_error(root, member):
+    manifest = add_ann(root, CODES)
+    if "files" in member:
+        member = {"files": [{**manifest.ann["files"][0], **member["files"][0]}]}
+    replace(manifest, ann={**manifest.ann, **member}).write(Layout(root))
+    with pytest.raises(CorruptIndexError, match="missing or has the wrong type"):
+        Manifest.load(root)
+
+
+def test_the_commands_build_describe_and_tune(root, run):
+    code, out, err = run("ann", "build", root, "--ann", "IVF10,PQ8x4fs", "--recall", "0.9", "--json", "--quiet")
+    assert code == 0, err
+    built = json.loads(out)
+    assert (built["kind"], built["factory"], built["vectors"]) == ("ivf-pq", "IVF10,PQ8x4fs", 598)
+    assert json.loads(run("ann", "info", root, "--json")[1]) == built
+    code, out, _ = run("ann", "tune", root, "--recall", "1", "--json", "--quiet")
+    assert (code, json.loads(out)["probes"]) == (0, 10)
+    code, out, _ = run("ann", "info", root)
+    assert "with 10 lists per query" in out
+    code, _, err = run("ann", "build", root, "--ann", "HNSW32")
+    assert code == 2
+    assert "--ann: the FAISS factory 'HNSW32' is not supported" in err
+    assert run("verify", root)[0] == 0
