@@ -6,10 +6,7 @@ extended by the functions that `build`, `ann` and `append` call.
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.environment import environment
+from benchmarks.steps import answer_step, run_step
 from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, extend_ann
 from edje_index.indexing.faiss_part import check_faiss
 from edje_index.progress import OnProgress
@@ -30,6 +28,7 @@ from storage_formats.format.shard_table import FileEntry, write_shard_table
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.writing.begin import begin_index
 
+_MODULE = "benchmarks.ann"
 _CLUSTER_ROWS = 100  # mean number of rows per cluster
 _SPREAD = 0.7  # of a row around its cluster, relative to the spread of the clusters
 
@@ -63,11 +62,11 @@ def bench_ann(bench: AnnBench, on_progress: OnProgress | None = None) -> dict[st
         generator = Clusters(bench.width, clusters=max(1, bench.rows // _CLUSTER_ROWS))
         write_embeddings(bench, generator, on_progress)
         request = bench.request
-        build = _measured("build", bench.folder, request.ann, request.recall)
-        search = _measured("search", bench.folder)
+        build = run_step(_MODULE, "build", bench.folder, request.ann, request.recall)
+        search = run_step(_MODULE, "search", bench.folder)
         append_rows(bench, generator)
-        append = _measured("append", bench.folder)
-        after = _measured("search", bench.folder)
+        append = run_step(_MODULE, "append", bench.folder)
+        after = run_step(_MODULE, "search", bench.folder)
     finally:
         shutil.rmtree(bench.folder, ignore_errors=True)
     settings = {"rows": bench.rows, "width": bench.width, "shard_size": bench.shard_size, "appended": bench.appended}
@@ -132,14 +131,6 @@ def append_rows(bench: AnnBench, generator: Clusters) -> None:
     replace(manifest, spec=spec, counts=counts, further_tables=(table,)).write(layout)
 
 
-def _measured(step: str, *arguments: object) -> dict[str, Any]:
-    """Run a step of this module in a process of its own, and return its results."""
-    command = [sys.executable, "-m", "benchmarks.ann", step, *map(str, arguments)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
 def _build(folder: str, ann: str, recall: str) -> dict[str, Any]:
     manifest = add_ann(folder, AnnRequest(ann, float(recall)))
     return {"ann": manifest.ann}
@@ -171,25 +162,5 @@ def _search(folder: str, queries: int = 200, k: int = 100) -> dict[str, Any]:
 STEPS: dict[str, Callable[..., dict[str, Any]]] = {"build": _build, "append": _append, "search": _search}
 
 
-def _peak_bytes() -> int:
-    """Return the peak resident memory of this process. Unlike `getrusage`, it does not count the parent before exec."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-
-
-def main(step: str, *arguments: str) -> None:
-    """Run one step and print its result, time and memory as JSON."""
-    check_faiss()  # loads the library
-    before, started, cpu = _peak_bytes(), time.monotonic(), time.process_time()
-    result = STEPS[step](*arguments)
-    usage = {
-        "seconds": time.monotonic() - started,
-        "cpu_seconds": time.process_time() - cpu,
-        "libraries_bytes": before,
-        "peak_bytes": _peak_bytes(),
-    }
-    print(json.dumps({**result, **usage}))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    answer_step(STEPS, check_faiss)

@@ -291,6 +291,7 @@ def _live_bitmap(index: CommittedIndex) -> NDArray[np.uint8] | None:
     deleted = index.deleted
     if not len(deleted):
         return None
-    is_live = np.ones(index.manifest.spec.rows, dtype=np.bool_)
-    is_live[deleted.row_ids()] = False
-    return np.packbits(is_live, bitorder="little")
+    row_ids = deleted.row_ids()
+    bitmap = np.full(-(-index.manifest.spec.rows // 8), 0xFF, dtype=np.uint8)
+    np.bitwise_and.at(bitmap, row_ids // 8, ~np.left_shift(1, row_ids % 8).astype(np.uint8))
+    return bitmap

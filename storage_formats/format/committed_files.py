@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,6 +18,8 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import ParquetRowGroups
 from storage_formats.format.shard_table import EXCHANGED, SHARD_TABLE_SCHEMA, FileEntry
+
+_KEPT_ENTRIES = 1 << 16  # about 20 MB
 
 
 class CommittedFiles:
@@ -51,15 +53,15 @@ class CommittedFiles:
                 of_segment = self._spec.segment_shards(segment)
                 if here := [shard for shard in missing if shard in of_segment]:
                     self._load(table, here)
-            return {shard: self._files[shard] for shard in requested}
+            files = {shard: self._files[shard] for shard in requested}
+            if len(self._files) > _KEPT_ENTRIES:
+                self._files = dict(files)
+            return files
 
     def _load(self, table: _Table, shards: list[int]) -> None:
-        prefix = f"{self._layout.relative(self._path(0).parent)}/"
-        for group in table.row_groups(shards):
-            of_folder = group.filter(pc.starts_with(group["path"], prefix))
-            for line in of_folder.to_pylist():
-                if line["path"] == self._layout.relative(self._path(line["shard"])):
-                    self._files[line["shard"]] = FileEntry(line["path"], line["bytes"], line["crc32c"])
+        for line in table.lines(shards):
+            if line["path"] == self._layout.relative(self._path(line["shard"])):
+                self._files[line["shard"]] = FileEntry(line["path"], line["bytes"], line["crc32c"])
         for shard in shards:
             if shard not in self._files:
                 raise CorruptIndexError(
@@ -77,14 +79,18 @@ class _Table:
         self._groups: ParquetRowGroups | None = None
         self._identity: tuple[int, ...] = ()
 
-    def row_groups(self, shards: list[int]) -> list[pa.Table]:
-        """Return the row groups that can list one of `shards`."""
+    def lines(self, shards: list[int]) -> list[dict[str, Any]]:
+        """Return the lines of `shards`, by column. Only one row group is in memory at a time."""
+        requested = pa.array(shards, pa.int32())
         try:
             with open_index_file(self._root, self.path) as file:
                 self._open(file)
                 assert self._groups is not None
-                groups = list(self._groups.read(file, shards))
-                return [group.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA) for group in groups]
+                lines = []
+                for group in self._groups.read(file, shards):
+                    group = group.select(SHARD_TABLE_SCHEMA.names).cast(SHARD_TABLE_SCHEMA)
+                    lines += group.filter(pc.is_in(group["shard"], requested)).to_pylist()
+                return lines
         except (OSError, KeyError, ValueError, pa.ArrowException) as error:
             raise CorruptIndexError(f"cannot read the shard table {self.path} ({error}): {EXCHANGED}") from error
 

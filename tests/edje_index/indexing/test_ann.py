@@ -133,6 +133,9 @@ def test_deleted_rows_are_not_found_in_codes(root):
     query = read_embeddings(root, SPEC, [9])[0]
     assert AnnIndex(index).nearest(query, 1)[0].tolist() == [9]
     commit_deletion(index, plan_deletion(index, np.arange(5, 400)))
+    assert np.flatnonzero(np.unpackbits(AnnIndex.open(root).live, bitorder="little")[:600] == 0).tolist() == list(
+        range(5, 400)
+    )
     rows, _ = AnnIndex.open(root).nearest(query, 600)
     assert len(rows)
     assert not set(rows.tolist()) & set(range(5, 400))
