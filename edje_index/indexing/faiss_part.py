@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -23,6 +25,8 @@ Vectors: TypeAlias = NDArray[np.float32]
 
 DEFAULT_PROBES = 32
 _TRAINING_VECTORS_PER_LIST = 64  # FAISS warns below 39 (Clustering::min_points_per_centroid)
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_MAPPED_BYTES = 64 << 10
 _PIECE_BYTES = 1 << 20  # read or written at once
 
 
@@ -60,6 +64,7 @@ def without_vectors(index: FaissIndex) -> FaissIndex:
 
 def fill_part(index: FaissIndex, embeddings: IndexedEmbeddings, on_progress: OnProgress | None = None) -> None:
     """Add `embeddings` to `index`, shard by shard. Their row ids become the FAISS ids."""
+    _return_freed_memory()
     for done, (row_ids, vectors) in enumerate(embeddings, 1):
         index.add_with_ids(vectors, row_ids)
         if on_progress:
@@ -150,6 +155,13 @@ def write_part(index: FaissIndex, path: Path) -> None:
                 rest = rest[file.write(rest) :]
 
         module.write_index(index, module.PyCallbackIOWriter(write, _PIECE_BYTES))
+
+
+def _return_freed_memory() -> None:
+    """Let the allocator of this process return the memory of a list that grew and moved. Only glibc needs this."""
+    # glibc raises its limit for separate mappings when a large array is freed, and then keeps the pieces of old lists.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def _is_inverted(index: FaissIndex) -> bool:

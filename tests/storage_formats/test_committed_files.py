@@ -18,7 +18,8 @@ def test_every_entry_is_that_of_the_shard_table(tmp_path, monkeypatch, kept):
     monkeypatch.setattr(committed_files, "_KEPT_ENTRIES", kept)
     write_random_index(tmp_path / "index", SPEC)
     index, layout = CommittedIndex.open(tmp_path / "index"), Layout(tmp_path / "index")
-    table = dict((file.path, file) for _, file in read_shard_table(layout.root, Manifest.load(layout.root).shard_table))
+    lines = read_shard_table(layout.root, Manifest.load(layout.root).shard_table)
+    table = {file.path: file for _, file in lines}
     rows_files = CommittedFiles(index, layout.rows_file)
     for shards in ([2], [7, 2, 5], [8, 0], range(9), [3, 3]):
         assert rows_files.files(shards) == {shard: table[f"rows/{shard:08d}.parquet"] for shard in shards}
