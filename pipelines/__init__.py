@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         delete_rows,
         merge_indexes,
         quantize_index,
+        repair_index,
         train,
         update_index,
     )
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.compact import CompactResult
     from pipelines.jobs.merge import MergeResult
     from pipelines.jobs.quantize import QuantizeResult
+    from pipelines.jobs.repair import RepairResult
     from pipelines.jobs.snapshots import DeleteResult
     from pipelines.jobs.training.result import TrainResult
     from pipelines.jobs.update import UpdateResult
@@ -37,6 +39,7 @@ _MODULES = {
     "JobStopped": "pipelines.progress.stopping",
     "MergeResult": "pipelines.jobs.merge",
     "QuantizeResult": "pipelines.jobs.quantize",
+    "RepairResult": "pipelines.jobs.repair",
     "TrainResult": "pipelines.jobs.training.result",
     "UpdateResult": "pipelines.jobs.update",
     "append_index": "pipelines.api",
@@ -45,6 +48,7 @@ _MODULES = {
     "delete_rows": "pipelines.api",
     "merge_indexes": "pipelines.api",
     "quantize_index": "pipelines.api",
+    "repair_index": "pipelines.api",
     "train": "pipelines.api",
     "update_index": "pipelines.api",
 }
@@ -57,6 +61,7 @@ __all__ = [
     "JobStopped",
     "MergeResult",
     "QuantizeResult",
+    "RepairResult",
     "TrainResult",
     "UpdateResult",
     "append_index",
@@ -65,6 +70,7 @@ __all__ = [
     "delete_rows",
     "merge_indexes",
     "quantize_index",
+    "repair_index",
     "train",
     "update_index",
 ]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.compact import CompactResult
     from pipelines.jobs.merge import MergeResult
     from pipelines.jobs.quantize import QuantizeResult
+    from pipelines.jobs.repair import RepairResult
     from pipelines.jobs.snapshots import DeleteResult
     from pipelines.jobs.training.result import TrainResult
     from pipelines.jobs.update import UpdateResult
@@ -324,6 +325,35 @@ def merge_indexes(
     from pipelines.jobs.merge import run_merge
 
     return run_merge([Path(index) for index in indexes], Path(out), on_event, should_stop)
+
+
+@name_missing_extra("search")
+def repair_index(index: str | Path, *, dry_run: bool = False, on_event: OnEvent = _ignore) -> RepairResult:
+    """Rebuild damaged files of an index from its other files, as `edje-index repair` does. The model is not needed.
+
+    Tokens are repaired only if checksums show that the result is what the index held.
+
+    Args:
+        index: directory of the index.
+        dry_run: return what would be repaired without changing the index.
+        on_event: as in `build_index`.
+
+    Raises:
+        UsageError: there is no index.
+        CorruptIndexError: `index.json` is damaged.
+        EdjeError: another process is changing the index, or a change that adds rows has not finished.
+        MissingExtraError: FAISS is not installed, but the nearest-neighbour index is damaged.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from pipelines import repair_index
+        >>> Path("photos.edje/checksums/bf16/00000000.crc32c").unlink()
+        >>> [(file.path, file.source) for file in repair_index("photos.edje").repaired]
+        [('checksums/bf16/00000000.crc32c', 'the tokens')]
+    """
+    from pipelines.jobs.repair import run_repair
+
+    return run_repair(Path(index), on_event, dry_run=dry_run)
 
 
 @name_missing_extra("train")

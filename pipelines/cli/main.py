@@ -42,6 +42,7 @@ SECTIONS = {
         "gc": "pipelines.cli.history:gc",
         "quantize": "pipelines.cli.quantize:quantize",
         "verify": "pipelines.cli.verify:verify",
+        "repair": "pipelines.cli.repair:repair",
         "info": "pipelines.cli.info:info",
         "failures": "pipelines.cli.failures:failures",
         "ann": "pipelines.cli.ann:group",

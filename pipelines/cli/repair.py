@@ -1,0 +1,46 @@
+"""The command `edje-index repair`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from pipelines.cli.options import PATH, json_option, quiet_option
+from pipelines.cli.output import note, print_json, print_line, running_job
+from pipelines.progress.wording import counted
+
+
+@click.command()
+@click.argument("index", type=PATH)
+@click.option("--dry-run", is_flag=True, help="Show what would be repaired and change nothing.")
+@quiet_option
+@json_option
+def repair(index: Path, dry_run: bool, quiet: bool, as_json: bool) -> int:
+    """Rebuild damaged or lost files of INDEX from its other files.
+
+    Damaged tokens are converted again from another precision, and only if the checksums show that the result is what
+    INDEX held. Damaged checksums are computed again from the tokens, and a damaged nearest-neighbour index from the
+    embeddings. The model and the images are not needed. The exit code is 1 if problems remain.
+
+    \b
+    Examples:
+      edje-index repair photos.edje --dry-run
+      edje-index repair photos.edje
+    """
+    from pipelines.jobs.repair import run_repair
+
+    with running_job(quiet=quiet, can_resume=lambda: False) as (on_event, _):
+        result = run_repair(index, on_event, dry_run=dry_run)
+    if as_json:
+        print_json(asdict(result))
+    for problem in result.left:
+        note(f"{problem.path}: {problem.message}")
+    if not as_json:
+        verb = "would be repaired from" if dry_run else "repaired from"
+        for file in result.repaired:
+            print_line(f"{file.path}: {verb} {file.source}")
+        left = f"{counted(len(result.left), 'problem')} left" if result.left else "no problem left"
+        print_line(f"{index}: {counted(len(result.repaired), 'file')} {verb.removesuffix(' from')}, {left}")
+    return 1 if result.left else 0

@@ -1,0 +1,130 @@
+"""The repair job: rebuilds damaged files of an index from its other files."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelines.jobs.leftovers import refuse_unfinished_append
+from pipelines.jobs.lock import locked_index
+from pipelines.progress.events import OnEvent, Progress, StatusMessage
+from storage_formats.format.layout import Layout
+
+if TYPE_CHECKING:
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.format.shard_table import FileEntry
+    from storage_formats.verify import Problem
+    from storage_formats.writing.repair import RepairedFile, ShardRepair
+
+
+@dataclass(frozen=True)
+class RepairResult:
+    """The result of a repair.
+
+    Attributes:
+        repaired: the files that were repaired. With `dry_run`, the files that would be repaired.
+        left: the problems that remain. With `dry_run`, the problems of the files that would not be repaired.
+        dry_run: True if nothing was changed.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from pipelines import repair_index
+        >>> Path("photos.edje/ann/index.faiss").unlink()
+        >>> result = repair_index("photos.edje")
+        >>> [(file.path, file.source) for file in result.repaired], result.left
+        ([('ann/index.faiss', 'the embeddings')], ())
+    """
+
+    repaired: tuple[RepairedFile, ...]
+    left: tuple[Problem, ...]
+    dry_run: bool
+
+
+def run_repair(root: Path, on_event: OnEvent, *, dry_run: bool = False) -> RepairResult:
+    """Verify the index at `root`, and rebuild damaged files if the result is provably what was committed.
+
+    Raises:
+        UsageError: there is no index at `root`.
+        CorruptIndexError: `index.json` is damaged.
+        EdjeError: another process is changing the index, or a change that adds rows has not finished.
+        OSError: the index cannot be written.
+    """
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.verify import verify_index
+
+    index = CommittedIndex.open(root)
+    with contextlib.nullcontext() if dry_run else locked_index(root):
+        index = CommittedIndex.open(root)
+        if not dry_run:
+            refuse_unfinished_append(Layout(root))
+        problems = verify_index(root, lambda done, total: on_event(Progress("verifying", done, total)))
+        repaired, settled = _repair(index, problems, on_event, dry_run=dry_run)
+    if not dry_run and repaired:
+        on_event(StatusMessage("verifying the repaired index"))
+        problems, settled = verify_index(root), set()
+    return RepairResult(tuple(repaired), tuple(each for each in problems if each.path not in settled), dry_run)
+
+
+def _repair(
+    index: CommittedIndex, problems: list[Problem], on_event: OnEvent, *, dry_run: bool
+) -> tuple[list[RepairedFile], set[str]]:
+    """Repair Zarr metadata, tokens and checksums, and then the nearest-neighbour index.
+
+    Returns:
+        The repaired files, and the paths of the files whose problems are settled.
+    """
+    damaged = {problem.path for problem in problems}
+    repaired, settled = list(_repair_metadata(index, damaged, dry_run=dry_run)), set[str]()
+    for repair in _shard_repairs(index, damaged, on_event, dry_run=dry_run):
+        repaired += repair.run()
+        settled |= repair.settled
+    with contextlib.suppress(OSError):
+        Layout(index.root).staging.rmdir()
+    repaired += _repair_ann(index, damaged, on_event, dry_run=dry_run)
+    return repaired, settled | {file.path for file in repaired}
+
+
+def _repair_metadata(index: CommittedIndex, damaged: set[str], *, dry_run: bool) -> Iterator[RepairedFile]:
+    from storage_formats.writing.repair import RepairedFile
+    from storage_formats.writing.snapshots import write_array_shapes
+
+    layout, spec = Layout(index.root), index.manifest.spec
+    paths = [layout.relative(path) for path in layout.zarr_files(spec.precisions)]
+    yield from (RepairedFile(path, "index.json") for path in paths if path in damaged)
+    if not dry_run and damaged.intersection(paths):
+        write_array_shapes(layout, spec)
+
+
+def _shard_repairs(
+    index: CommittedIndex, damaged: set[str], on_event: OnEvent, *, dry_run: bool
+) -> Iterator[ShardRepair]:
+    from storage_formats.format.shard_table import read_shard_tables
+    from storage_formats.writing.repair import ShardRepair
+
+    files: dict[int, dict[str, FileEntry]] = {}
+    for shard, file in read_shard_tables(index.root, index.manifest.shard_tables):
+        files.setdefault(shard, {})[file.path] = file
+    shards = [shard for shard, entries in files.items() if damaged.intersection(entries)]
+    for done, shard in enumerate(shards, 1):
+        yield ShardRepair(index, shard, files[shard], dry_run=dry_run)
+        on_event(Progress("repairing", done, len(shards)))
+
+
+def _repair_ann(
+    index: CommittedIndex, damaged: set[str], on_event: OnEvent, *, dry_run: bool
+) -> Iterator[RepairedFile]:
+    """Build a damaged nearest-neighbour index again, unless embeddings are damaged too."""
+    from storage_formats.writing.repair import RepairedFile
+
+    paths = [file.path for file in index.manifest.ann_files if file.path in damaged]
+    if not paths or any(path.startswith("embeddings/") for path in damaged):
+        return
+    if not dry_run:
+        from edje_index.indexing.faiss_index import add_ann
+
+        on_event(StatusMessage("building the nearest-neighbour index"))
+        add_ann(index.root)
+    yield from (RepairedFile(path, "the embeddings") for path in paths)

@@ -1,0 +1,171 @@
+"""Repairs damaged files of tokens and checksums from other files of the index (SPEC.md section 12.3).
+
+A repaired file has exactly the committed bytes, so every snapshot that names the file is repaired.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_formats.codecs import Codec, Records, codec, fill_record
+from storage_formats.errors import CorruptIndexError
+from storage_formats.format.checksum import crc32c, crc32c_rows, crc32c_stream, read_checksums
+from storage_formats.format.index_files import open_index_file
+from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.shard_table import FileEntry
+from storage_formats.writing.shard_writer import open_tokens
+from storage_formats.writing.staging import StagedFiles
+
+
+@dataclass(frozen=True)
+class RepairedFile:
+    """A file that was repaired.
+
+    Attributes:
+        path: path of the file, relative to the index.
+        source: what the file was rebuilt from.
+    """
+
+    path: str
+    source: str
+
+
+class ShardRepair:
+    """Repairs the files of tokens and checksums of one shard.
+
+    Args:
+        index: the index.
+        shard: shard number.
+        files: entries of the files of the shard in the shard table, by path.
+        dry_run: True only finds out what can be repaired.
+
+    Attributes:
+        settled: paths of the files that are sound after `run`, although one of each pair of tokens and checksums was
+            damaged.
+    """
+
+    def __init__(self, index: CommittedIndex, shard: int, files: Mapping[str, FileEntry], *, dry_run: bool) -> None:
+        self._layout = Layout(index.root)
+        self._spec = index.manifest.spec
+        self._shard = shard
+        self._rows = len(self._spec.shard_rows(shard))
+        self._files = files
+        self._dry_run = dry_run
+        self.settled: set[str] = set()
+        self._codecs = {name: codec(name, self._spec.block_shape) for name in self._spec.precisions}
+
+    def run(self) -> Iterator[RepairedFile]:
+        """Repair what can be repaired, and yield the repaired files."""
+        for token_codec in self._codecs.values():
+            damaged = {path for path in self._paths(token_codec) if not self._is_sound(path)}
+            for source, records in self._candidates(token_codec) if damaged else ():
+                if self._restore(token_codec, records, damaged):
+                    self.settled.update(self._paths(token_codec))
+                    yield from (RepairedFile(path, source) for path in sorted(damaged))
+                    break
+
+    def _paths(self, token_codec: Codec) -> tuple[str, str]:
+        """Return the relative paths of the tokens and the checksums of the shard."""
+        tokens = self._layout.token_shard(token_codec.name, self._shard, len(token_codec.record_shape))
+        return self._layout.relative(tokens), self._layout.relative(
+            self._layout.checksums(token_codec.name, self._shard)
+        )
+
+    def _is_sound(self, path: str) -> bool:
+        entry = self._files.get(path)
+        try:
+            with open_index_file(self._layout.root, self._layout.root / path) as file:
+                is_as_long = entry is not None and os.fstat(file.fileno()).st_size == entry.bytes
+                return is_as_long and entry is not None and crc32c_stream(file) == entry.crc32c
+        except OSError:
+            return False
+
+    def _candidates(self, token_codec: Codec) -> Iterator[tuple[str, Records]]:
+        """Yield records that the shard may have held, each with a description of their source.
+
+        With sound checksums, damaged records are replaced by those that other precisions convert to, if the checksums
+        show that the result is the same. Without them, all records come from one precision.
+        """
+        stored = self._stored(token_codec)
+        others = [
+            (name, self._converted(other, token_codec)) for name, other in self._codecs.items() if other != token_codec
+        ]
+        expected = self._committed_checksums(token_codec)
+        if expected is None:
+            yield "the tokens", stored
+            yield from ((f"precision {name}", records) for name, records in others)
+            return
+        is_damaged, sources = crc32c_rows(stored) != expected, []
+        for name, records in others:
+            replaced = is_damaged & (crc32c_rows(records) == expected)
+            if replaced.any():
+                stored[replaced] = records[replaced]
+                is_damaged &= ~replaced
+                sources.append(name)
+        yield f"precision {', '.join(sources)}" if sources else "the tokens", stored
+
+    def _stored(self, token_codec: Codec) -> Records:
+        """Return the records that the token file holds, uint8 [rows, record_bytes]; zeros where the file ends early."""
+        records = np.zeros((self._rows, token_codec.record_bytes), dtype=np.uint8)
+        try:
+            with open_index_file(self._layout.root, self._layout.root / self._paths(token_codec)[0]) as file:
+                data = np.frombuffer(file.read(records.nbytes), dtype=np.uint8)
+        except OSError:
+            return records
+        records.reshape(-1)[: len(data)] = data
+        return records
+
+    def _converted(self, source: Codec, target: Codec) -> Records:
+        """Return the records of `source` converted to `target`. Holes stay holes."""
+        stored = self._stored(source)
+        is_hole = (stored == fill_record(source)).all(axis=1)
+        records = np.repeat(fill_record(target), len(stored), axis=0)
+        records[~is_hole] = target.encode(source.decode(stored[~is_hole]))
+        return records
+
+    def _committed_checksums(self, token_codec: Codec) -> NDArray[np.uint32] | None:
+        """Return the checksums of the records; None if their file is damaged."""
+        if not self._is_sound(self._paths(token_codec)[1]):
+            return None
+        try:
+            return read_checksums(self._layout, token_codec.name, self._shard, self._rows)
+        except (OSError, CorruptIndexError):
+            return None
+
+    def _restore(self, token_codec: Codec, records: Records, damaged: set[str]) -> bool:
+        """Write the `damaged` files from `records`. Returns False if they would not have the committed bytes."""
+        with tempfile.TemporaryDirectory() if self._dry_run else contextlib.nullcontext(self._layout.root) as staging:
+            return self._restore_in(Path(staging), token_codec, records, damaged)
+
+    def _restore_in(self, staging: Path, token_codec: Codec, records: Records, damaged: set[str]) -> bool:
+        """Write the files below the directory `staging`, and move them into the index unless this is a trial."""
+        staged = StagedFiles(Layout(staging), self._shard)
+        file = open_tokens(staged, self._spec, self._shard, token_codec.name)
+        try:
+            present = np.flatnonzero((records != fill_record(token_codec)).any(axis=1))
+            file.put(present, records[present])
+            crc, checksums = file.finish()
+            tokens, sums = (self._files.get(path) for path in self._paths(token_codec))
+            if tokens is None or sums is None or (file.length, crc) != (tokens.bytes, tokens.crc32c):
+                return False
+            if crc32c(checksums.tobytes()) != sums.crc32c:
+                return False
+            if not self._dry_run:
+                if tokens.path in damaged:
+                    staged.add(file.path.name, self._layout.root / tokens.path, file.length, crc)
+                if sums.path in damaged:
+                    staged.add_bytes("checksums", self._layout.root / sums.path, checksums.tobytes())
+                staged.commit()
+            return True
+        finally:
+            file.close()
+            staged.remove()

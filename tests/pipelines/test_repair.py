@@ -1,0 +1,123 @@
+"""Repairs: a repaired index has the bytes that it had before the damage, or the damage is named."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edje_index import add_ann
+from pipelines import delete_rows, quantize_index, repair_index
+from storage_formats import IndexSpec, verify_index
+from tests.conftest import write_random_index
+
+SPEC = IndexSpec(rows=21, shard_size=8, block_shape=(2, 32), embed_dim=4)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """An index with bf16, from which fp8, int8 and mxfp4 were made."""
+    root = tmp_path_factory.mktemp("sound") / "index"
+    write_random_index(root, SPEC, failed=frozenset({3, 9}))
+    quantize_index(root, ["fp8", "int8", "mxfp4"])
+    add_ann(root)
+    return root
+
+
+@pytest.fixture
+def index(sound, tmp_path):
+    return Path(shutil.copytree(sound, tmp_path / "index"))
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def harm(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    elif how == "short":
+        path.write_bytes(data[:20])
+    elif how == "noise":
+        path.write_bytes(np.random.default_rng(0).bytes(len(data)))
+    else:
+        path.write_bytes(bytes([data[0] ^ 1]) + data[1:-1] + bytes([data[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("how", ["missing", "short", "noise", "flipped"])
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("tokens/fp8/c.1.0", "precision bf16"),
+        ("tokens/mxfp4/c.2.0", "precision bf16"),
+        ("checksums/bf16/00000000.crc32c", "the tokens"),
+        ("tokens/bf16/zarr.json", "index.json"),
+        ("ann/index.faiss", "the embeddings"),
+    ],
+)
+def test_a_file_that_others_determine_gets_its_bytes_back(index, path, source, how):
+    before = contents(index)
+    harm(index / path, how)
+    damaged = contents(index)
+    trial = repair_index(index, dry_run=True)
+    assert contents(index) == damaged
+    result = repair_index(index)
+    assert [(file.path, file.source) for file in result.repaired] == [(path, source)]
+    assert (trial.repaired, trial.left, result.left) == (result.repaired, (), ())
+    assert contents(index) == before
+
+
+def test_tokens_and_checksums_of_a_shard_together(index):
+    before = contents(index)
+    for path in ("tokens/int8/c.0.0", "checksums/int8/00000000.crc32c"):
+        harm(index / path, "missing")
+    result = repair_index(index)
+    assert {file.source for file in result.repaired} == {"precision bf16"}
+    assert contents(index) == before
+
+
+def test_the_best_precision_cannot_be_made_from_others(index):
+    harm(index / "tokens/bf16/c.1.0.0", "flipped")
+    damaged = contents(index)
+    result = repair_index(index)
+    assert result.repaired == ()
+    assert {problem.path for problem in result.left} == {"tokens/bf16/c.1.0.0"}
+    assert contents(index) == damaged
+
+
+def test_a_damaged_end_of_a_token_file_needs_no_other_precision(index):
+    before = contents(index)
+    path = index / "tokens/bf16/c.1.0.0"
+    path.write_bytes(path.read_bytes()[:-2] + b"xx")
+    assert [file.source for file in repair_index(index).repaired] == ["the tokens"]
+    assert contents(index) == before
+
+
+@pytest.mark.parametrize("path", ["rows/00000001.parquet", "embeddings/c.1.0"])
+def test_what_cannot_be_repaired_is_named(index, run, path):
+    harm(index / path, "flipped")
+    harm(index / "tokens/fp8/c.1.0", "missing")
+    harm(index / "ann/index.faiss", "missing")
+    code, out, err = run("repair", index, "--quiet")
+    assert code == 1
+    assert f"{path}: " in err
+    assert "tokens/fp8/c.1.0: repaired from precision bf16" in out
+    # Damaged embeddings must not become a new nearest-neighbour index.
+    assert ("ann/index.faiss: repaired" in out) == path.startswith("rows")
+
+
+def test_a_sound_index_stays_as_it_is(index, run):
+    before = contents(index)
+    code, out, _ = run("repair", index, "--quiet")
+    assert (code, contents(index)) == (0, before)
+    assert "0 files repaired, no problem left" in out
+
+
+def test_an_earlier_snapshot_is_repaired_too(index):
+    delete_rows(index, rows=[12])
+    harm(index / "tokens/fp8/c.1.0", "noise")
+    repair_index(index)
+    assert verify_index(index) == []
