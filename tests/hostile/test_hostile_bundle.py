@@ -103,7 +103,7 @@ CODE = {
     python_file: "evil.py is code",
     kernel_from_the_hub: "asks to run code ('attn_implementation'",
     other_tokenizer_class: "'RagTokenizer', which is not accepted",
-    tower_from_the_hub: "'hf-hub:evil/tower', which timm does not have",
+    tower_from_the_hub: "names the timm model 'hf-hub:evil/tower'",
     text_tower_from_the_hub: "hf_text",
     text_tower_that_wraps_a_hub_model: "of type 'timm_wrapper'",
 }
