@@ -13,6 +13,7 @@ from benchmarks.commands.paper import paper_command
 from benchmarks.commands.quantize_index import quantize_index_command
 from benchmarks.commands.rerank import rerank_command
 from benchmarks.commands.scales_layout import scales_layout_command
+from benchmarks.commands.serve import serve_command
 from benchmarks.commands.train_step import train_step_command
 from pipelines.cli.options import json_option, shard_size_option, stored_precisions_option
 from storage_formats.format.layout import IndexSpec
@@ -20,7 +21,7 @@ from storage_formats.format.layout import IndexSpec
 
 @click.group()
 def bench() -> None:
-    """Measure fetching, scoring, writing, converting, building and training.
+    """Measure fetching, scoring, serving, writing, converting, building and training.
 
     Results are medians of several runs. Compare ratios rather than seconds.
     """
@@ -29,6 +30,7 @@ def bench() -> None:
 bench.add_command(fetch_command)
 bench.add_command(rerank_command)
 bench.add_command(paper_command)
+bench.add_command(serve_command)
 bench.add_command(quantize_index_command)
 bench.add_command(scales_layout_command)
 bench.add_command(train_step_command)

@@ -1,0 +1,98 @@
+"""The load generator, the knee, and the comparison of answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.serve.bench import knee
+from benchmarks.serve.load import Exchange, Searches, open_loop, poisson_times, summary
+from benchmarks.serve.overload import differs
+from edje_index.search.hits import Hit, Hits
+
+
+def test_poisson_times_have_the_rate_and_the_spread_of_a_poisson_process():
+    times = poisson_times(50.0, 400.0, seed=1)
+    gaps = np.diff(times)
+    assert times == poisson_times(50.0, 400.0, seed=1) != poisson_times(50.0, 400.0, seed=2)
+    assert 0 <= times[0] <= times[-1] < 400
+    assert len(times) == pytest.approx(20_000, rel=0.03)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # as in an exponential distribution
+
+
+def load(offered: float, p95: float | None, share: float = 1.0) -> dict:
+    return {"offered_per_s": offered, "p95_ms": p95, "answered_share": share}
+
+
+@pytest.mark.parametrize(
+    ("loads", "expected"),
+    [
+        ([load(1, 100), load(2, 200), load(3, 600), load(4, 90)], 2),
+        ([load(1, 100), load(2, 200, 0.98)], 1),
+        ([load(1, 100), load(2, None, 0.0)], 1),
+        ([load(1, 100), load(2, 499)], 2),
+    ],
+)
+def test_the_knee_is_before_the_first_load_that_is_not_kept_up_with(loads, expected):
+    assert knee(loads) == expected
+
+
+HITS = Hits([Hit(row, f"{row}.jpg", score, 0.0, None) for row, score in ((4, 3.0), (2, 2.0), (7, 2.0))], Path("x"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_different"),
+    [
+        ([(4, 3.0), (2, 2.0), (7, 2.0)], False),
+        ([(4, 3.00001), (7, 2.0), (2, 2.0)], False),  # equal scores
+        ([(2, 3.0), (4, 2.0), (7, 2.0)], True),
+        ([(4, 3.1), (2, 2.0), (7, 2.0)], True),
+        ([(4, 3.0), (2, 2.0)], True),
+    ],
+)
+def test_answers_are_compared_with_the_library(answer, is_different):
+    hits = [{"row_id": row, "score": score} for row, score in answer]
+    assert differs(Exchange("a dog", 0.1, 0.1, 200, {"hits": hits}), {"a dog": HITS}, "float32") is is_different
+
+
+def test_latency_counts_from_the_planned_time():
+    """A server that takes one request at a time, 50 ms each: requests planned at once wait for each other."""
+
+    async def run() -> list[Exchange]:
+        turn = asyncio.Lock()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            query = json.loads(await reader.readexactly(length))["query"]
+            async with turn:
+                await asyncio.sleep(0.05)
+            timing = {"batch": 1, "stages_ms": {"total": 50.0}}
+            body = json.dumps({"hits": [], "timing": timing, "query": query}).encode()
+            status = b"429 Too Many Requests" if query == "b" else b"200 OK"
+            writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (status, len(body)) + body)
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server:
+            return await open_loop(f"http://127.0.0.1:{port}", Searches(["a", "b"], k=3), [0.0, 0.0, 0.0, 0.0])
+
+    exchanges = asyncio.run(run())
+    assert [each.query for each in exchanges] == ["a", "b", "a", "b"]
+    assert [each.status for each in exchanges] == [200, 429, 200, 429]
+    assert max(each.seconds for each in exchanges) >= 0.2
+    told = summary(exchanges, 2.0)
+    assert (told["answered_per_s"], told["answered_share"]) == (1.0, 0.5)
+    assert told["stages_ms"] == {"total": 50.0}
+    assert told["p99_ms"] >= told["p50_ms"] >= 50
+
+
+def test_a_service_that_does_not_answer_is_no_error():
+    (exchange,) = asyncio.run(open_loop("http://127.0.0.1:9", Searches(["a"]), [0.0]))
+    assert exchange.status == 0
+    assert summary([exchange], 1.0)["p50_ms"] is None
