@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, model_validator
 
 _MAX_ROW_ID = 1 << 53  # the largest integer that every JSON reader keeps exactly
 _MAX_TEXT = 1 << 24
+_MAX_ITEMS = 10_000  # of a list; the limits of the service are lower and have better messages
 
 RowId = Annotated[int, Field(ge=0, lt=_MAX_ROW_ID, strict=True)]
 Text = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
+_Item = TypeVar("_Item")
+# Validation blocks all requests, and each error takes a kilobyte, so it ends at the first error or too many items.
+Items = Annotated[list[_Item], Field(max_length=_MAX_ITEMS, fail_fast=True)]
 
 
 class _Request(BaseModel):
@@ -121,7 +125,7 @@ class TeiRerankRequest(BaseModel):
     """A re-ranking request in the format of Hugging Face text-embeddings-inference."""
 
     query: Text
-    texts: list[Document] = Field(description="Row ids, uris of rows, or images as data URIs.")
+    texts: Items[Document] = Field(description="Row ids, uris of rows, or images as data URIs.")
     return_text: bool = False
     raw_scores: bool = False
     truncate: bool | None = None
@@ -135,7 +139,7 @@ class CohereRerankRequest(BaseModel):
     """
 
     query: Text
-    documents: list[Document] = Field(description="Row ids, uris of rows, or images.")
+    documents: Items[Document] = Field(description="Row ids, uris of rows, or images.")
     model: str | None = None
     top_n: int | None = Field(None, ge=1)
     return_documents: bool = False
@@ -176,7 +180,7 @@ class ImageInput(_Request):
 class EmbedRequest(BaseModel):
     """Texts or images to embed, in the format of Hugging Face text-embeddings-inference."""
 
-    inputs: Text | ImageInput | list[Text | ImageInput]
+    inputs: Text | ImageInput | Items[Text | ImageInput]
     index: Name | None = None
     truncate: bool | None = None
     normalize: Literal[True] = Field(True, description="Embeddings always have unit length.")
@@ -185,7 +189,7 @@ class EmbedRequest(BaseModel):
 class FetchRequest(_Request):
     """A request for the token blocks of rows."""
 
-    row_ids: list[RowId] = Field(min_length=1)
+    row_ids: Items[RowId] = Field(min_length=1)
     index: Name | None = None
     precision: Name | None = None
 

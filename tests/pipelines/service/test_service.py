@@ -16,6 +16,7 @@ from edje_index import Client, ServiceError, TokenIndex, TokenStore
 from edje_index.images.thumbnails import read_thumbnails
 from tests.conftest import same_bits
 from tests.pipelines.service.conftest import HOLE, ROWS
+from tests.pipelines.service.server import resident_bytes
 
 _CLOSE = 5e-6  # the tiny model's scores of two photos differ by some 4e-5
 
@@ -76,6 +77,18 @@ def test_search_returns_both_orders(http, library):
     stages = answer["timing"]["stages_ms"]
     assert list(stages) == ["text_tower", "nearest", "fetch", "joint_encoder", "hits", "total"]
     assert sum(stages.values()) - stages["total"] <= stages["total"] <= answer["timing"]["computed_ms"]
+
+
+@pytest.mark.parametrize(
+    ("path", "member", "item"),
+    [("rerank", "texts", None), ("rerank", "documents", {}), ("embed", "inputs", None), ("fetch", "row_ids", None)],
+)
+def test_a_long_list_of_wrong_items_costs_little(service, http, path, member, item):
+    before = resident_bytes(service.process.pid)
+    answer = http.post(f"/{path}", json={"query": "a", member: [item] * 300_000})
+    assert answer.status_code == 422
+    assert len(answer.text) < 2000
+    assert resident_bytes(service.process.pid) - before < 150 << 20
 
 
 def test_the_dialect_of_tei(http, library):
