@@ -16,13 +16,11 @@ MALFORMED = (
     b'POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"query":',
     b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
 )
+_WRONG_ITEMS = b'{"query": "a", "texts": [' + b"null," * 900_000 + b"null]}"
 OVERSIZED = (
     b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n",
     b"POST /search HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFF\r\n" + b"x" * 100_000,
-    b"POST /rerank HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3600026\r\n\r\n"
-    + b'{"query": "a", "texts": ['
-    + b'"1",' * 900_000
-    + b" ",
+    b"POST /rerank HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(_WRONG_ITEMS) + _WRONG_ITEMS,
 )
 SLOW = (
     b"POST /search HTTP/1.1\r\nHost: loc",

@@ -59,7 +59,7 @@ def _markdown(report: dict[str, Any], plot: str) -> Iterator[str]:
         yield "| load | answered per second | answered | p50 | p95 | p99 | batch |"
         yield "|---|---|---|---|---|---|---|"
         for clients, result in entry["clients"].items():
-            yield _row(f"{clients} clients", result)
+            yield _row(f"clients: {clients}", result)
         for result in entry["loads"]:
             yield _row(f"{result['offered_per_s']:.2f} per second", result)
         yield ""
