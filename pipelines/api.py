@@ -231,7 +231,12 @@ def update_index(
 
 
 def delete_rows(
-    index: str | Path, rows: Sequence[int] = (), *, uri: str | None = None, dry_run: bool = False
+    index: str | Path,
+    rows: Sequence[int] = (),
+    *,
+    uri: str | None = None,
+    where: str | None = None,
+    dry_run: bool = False,
 ) -> DeleteResult:
     """Delete rows of an index, as `edje-index delete` does. The other rows keep their ids.
 
@@ -239,10 +244,11 @@ def delete_rows(
         index: directory of the index.
         rows: ids of the rows to delete.
         uri: a shell pattern such as "*.jpg"; rows whose uri matches the pattern are deleted too.
+        where: a filter such as "licence is null"; rows that pass it are deleted too. See `edje_index.search.where`.
         dry_run: return the result without changing the index.
 
     Raises:
-        UsageError: there is no index, or neither `rows` nor `uri` is given.
+        UsageError: there is no index, `rows`, `uri` and `where` are all missing, or `where` is invalid.
         RowIdError: a row id is out of range or belongs to no input.
         EdjeError: another process is changing the index.
 
@@ -254,7 +260,7 @@ def delete_rows(
     """
     from pipelines.jobs.snapshots import run_delete
 
-    return run_delete(Path(index), rows, uri, dry_run=dry_run)
+    return run_delete(Path(index), rows, uri, where=where, dry_run=dry_run)
 
 
 @name_missing_extra("search")

@@ -17,6 +17,7 @@ EXTRAS_OF_MODULE = {
     "httpx": ("serve",),
     "jinja2": ("search", "build", "train"),
     "lance": ("bench",),
+    "lark": ("search", "build", "train"),
     "lmdb": ("bench",),
     "matplotlib": ("search", "build", "train", "bench"),
     "onnx": ("towers", "demo"),

@@ -17,6 +17,8 @@ from storage_formats.reading.embeddings import read_embeddings
 _CANDIDATES_PER_NEIGHBOUR = 2
 """How many rows per requested row are compared exactly if FAISS holds codes instead of vectors."""
 
+_ROWS_AT_ONCE = 1 << 15  # 50 MB of embeddings of 384 values
+
 Neighbours: TypeAlias = tuple[NDArray[np.int64], Vectors]
 """Row ids [k] and cosine similarities [k]."""
 
@@ -75,3 +77,31 @@ class AnnParts:
             order = np.argsort(-similarities, kind="stable")[:k]
             neighbours.append((candidates[order], similarities[order]))
         return neighbours
+
+    def nearest_exactly(self, queries: Vectors, k: int, passing: NDArray[np.bool_]) -> list[Neighbours]:
+        """Return the `k` rows nearest to each of `queries` [q, embed_dim] among the rows `passing`, best first.
+
+        All inverted lists are searched. If a FAISS index holds codes, the stored embeddings of all these rows are
+        compared instead.
+
+        Raises:
+            CorruptIndexError: the embeddings of a row cannot be read.
+        """
+        if all(map(is_exact, self.parts)):
+            return self.nearest(queries, k, probes=self.lists or None, live=np.packbits(passing, bitorder="little"))
+        row_ids = np.flatnonzero(passing)
+        best = [(np.empty(0, np.int64), np.empty(0, np.float32)) for _ in queries]
+        for start in range(0, len(row_ids), _ROWS_AT_ONCE):
+            rows = row_ids[start : start + _ROWS_AT_ONCE]
+            vectors = read_embeddings(self.root, self.spec, rows)
+            has_vector = ~np.isnan(vectors[:, 0])  # holes have none
+            rows, similarities = rows[has_vector], queries @ vectors[has_vector].T
+            best = [_best(kept, (rows, its), k) for kept, its in zip(best, similarities, strict=True)]
+        return best
+
+
+def _best(kept: Neighbours, further: Neighbours, k: int) -> Neighbours:
+    """Return the `k` nearest of both, best first."""
+    rows, similarities = np.concatenate([kept[0], further[0]]), np.concatenate([kept[1], further[1]])
+    order = np.argsort(-similarities, kind="stable")[:k]
+    return rows[order], similarities[order]

@@ -254,12 +254,20 @@ class AnnIndex:
     def __len__(self) -> int:
         return len(self.parts)
 
-    def nearest(self, query: NDArray[np.float32], k: int) -> Neighbours:
-        """Return at most `k` rows nearest to `query` [embed_dim], best first."""
-        return self.nearest_to_each(query[None], k)[0]
+    def nearest(self, query: NDArray[np.float32], k: int, passing: NDArray[np.bool_] | None = None) -> Neighbours:
+        """Return at most `k` rows nearest to `query` [embed_dim], best first. See `nearest_to_each`."""
+        return self.nearest_to_each(query[None], k, passing)[0]
 
-    def nearest_to_each(self, queries: NDArray[np.float32], k: int) -> list[Neighbours]:
+    def nearest_to_each(
+        self, queries: NDArray[np.float32], k: int, passing: NDArray[np.bool_] | None = None
+    ) -> list[Neighbours]:
         """Return at most `k` rows nearest to each of `queries` [q, embed_dim], best first.
+
+        Args:
+            queries: [q, embed_dim].
+            k: number of rows per query.
+            passing: which rows may be returned, bool [rows], no deleted row among them. The search among them is exact.
+                None means all rows that are not deleted.
 
         Raises:
             ModelError: the queries and the embeddings differ in width.
@@ -270,7 +278,10 @@ class AnnIndex:
                 f"the query has width {queries.shape[1]}, but the embeddings of the index have width {width}; "
                 "use the model that built the index"
             )
-        return self.parts.nearest(queries.astype(np.float32), k, probes=self._probes, live=self.live)
+        queries = queries.astype(np.float32)
+        if passing is not None:
+            return self.parts.nearest_exactly(queries, k, passing)
+        return self.parts.nearest(queries, k, probes=self._probes, live=self.live)
 
 
 def _open_part(root: Path, spec: IndexSpec, file: dict[str, Any]) -> FaissIndex:

@@ -90,7 +90,14 @@ class Client:
         return value
 
     def search(
-        self, query: str | bytes, k: int = 10, pool: int = 100, *, rerank: bool = True, precision: str | None = None
+        self,
+        query: str | bytes,
+        k: int = 10,
+        pool: int = 100,
+        *,
+        rerank: bool = True,
+        precision: str | None = None,
+        where: str | None = None,
     ) -> list[Hit]:
         """Return the `k` best images for `query`, best first.
 
@@ -100,6 +107,7 @@ class Client:
             pool: number of candidates to re-rank; values below `k` are raised to `k`.
             rerank: False sorts the hits by embedding similarity only.
             precision: precision of the tokens to re-rank with; None selects the first precision of the index.
+            where: filter of the rows, see `TokenIndex.search`.
 
         Raises:
             ServiceError: the service refused the request or cannot be reached.
@@ -107,7 +115,8 @@ class Client:
         from edje_index.search.hits import Hit
 
         by = {"query": query} if isinstance(query, str) else {"image": _base64(query)}
-        body = {**by, "k": k, "pool": max(pool, k), "rerank": rerank, "precision": precision, "index": self._index}
+        options = {"rerank": rerank, "precision": precision, "where": where, "index": self._index}
+        body = {**by, "k": k, "pool": max(pool, k), **options}
         names = ("row_id", "uri", "score", "embedding_score", "joint_score", "parts")
         return [Hit(*(hit[name] for name in names)) for hit in self._json("POST", "/search", body)["hits"]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from edje_index.bundles.index_bundle import matching_bundle
 from edje_index.bundles.info import (
@@ -29,6 +29,19 @@ if TYPE_CHECKING:
 
     from edje_index.indexing.image_encoder import ImageEncoder
     from storage_formats.format.manifest import CommittedIndex
+
+
+class ModelOptions(TypedDict, total=False):
+    """Where and how a model computes.
+
+    Attributes:
+        device: device of the text tower and the joint encoder: "auto", "cpu", "cuda" or "cuda:N".
+        dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16". On processors that
+            support it, bfloat16 takes about half the time of float32. On other processors, bfloat16 takes longer.
+    """
+
+    device: str
+    dtype: str
 
 
 class SearchModel:

@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,8 @@ from edje_index.scoring.weights import BUNDLE_SCORE, ScoreWeights
 from edje_index.search.hits import Hits, best_hits
 from edje_index.search.requested_rows import requested_rows
 from edje_index.search.reranking import Candidates, CandidateScores, Reranker, embedding_scores
-from edje_index.search.search_model import SearchModel
+from edje_index.search.row_filters import RowFilters
+from edje_index.search.search_model import ModelOptions, SearchModel
 from edje_index.search.stages import FETCH, HITS, NEAREST, TEXT_TOWER, VISION_TOWER, Stages
 from storage_formats.codecs import Blocks
 from storage_formats.errors import CorruptIndexError, UsageError
@@ -61,6 +62,7 @@ class TokenIndex:
     ) -> None:
         self.committed = index
         self.model = model
+        self.filters = RowFilters(index)
         self._ann = AnnIndex(index)
         self._store = TokenStore(index, precision)
         self._score = score
@@ -98,9 +100,9 @@ class TokenIndex:
         model: str | Path | None = None,
         *,
         precision: str | None = None,
-        device: str = "auto",
-        dtype: str = "float32",
+        snapshot: int | None = None,
         score: str | ScoreWeights = BUNDLE_SCORE,
+        **options: Unpack[ModelOptions],
     ) -> TokenIndex:
         """Open the index at `root`.
 
@@ -108,25 +110,69 @@ class TokenIndex:
             root: directory of the index.
             model: directory of the model bundle; None selects the bundle that built the index.
             precision: precision of the tokens to re-rank with; None selects the first precision of the index.
-            device: device of the text tower and the joint encoder: "auto", "cpu", "cuda" or "cuda:N".
-            dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16". On
-                processors that support it, bfloat16 takes about half the time of float32. On other processors, bfloat16
-                takes longer than float32.
+            snapshot: number of the snapshot to search; None selects the current snapshot. If the index changes, the
+                opened snapshot is searched until `refresh` is called.
             score: final score to sort by: "bundle" (the weights of the bundle), "logit", "embedding",
                 "PART=WEIGHT,..." or `ScoreWeights`; see `edje_index.scoring.weights.parse_score`.
+            options: device and data type of the model, see `ModelOptions`.
 
         Raises:
-            UsageError: there is no index at `root`, the index does not hold `precision`, or `score` is invalid.
+            UsageError: there is no index at `root`, the index has no such `snapshot` or does not hold `precision`, or
+                `score` is invalid.
             ModelError: the bundle is missing, did not build this index, or lacks a part of `score`.
         """
-        index = CommittedIndex.open(root)
-        bundle = SearchModel.of_index(index, model, device=device, dtype=dtype)
+        index = CommittedIndex.open(root, snapshot)
+        bundle = SearchModel.of_index(index, model, **options)
         bundle.weights("t2i", score)  # refuses what the bundle cannot compute
         return cls(index, bundle, precision=precision or index.manifest.spec.precisions[0], score=score)
 
+    def refresh(self) -> int:
+        """Switch to the current snapshot of the index. Return the number of that snapshot.
+
+        Do not call this method while another thread uses the object.
+
+        Raises:
+            UsageError: the index was built again with another model.
+            CorruptIndexError: the index is damaged.
+
+        Example:
+            >>> from pipelines import delete_rows
+            >>> from edje_index import TokenIndex
+            >>> index = TokenIndex.open("photos.edje")
+            >>> _ = delete_rows("photos.edje", rows=[2])
+            >>> index.refresh(), 2 in [hit.row_id for hit in index.search("a dog")]
+            (1, False)
+        """
+        vars(self).update(vars(self.at_current_snapshot()))
+        return self.manifest.snapshot.number
+
+    def at_current_snapshot(self) -> TokenIndex:
+        """Return this object, or a new one if the index has changed. The new one shares the model.
+
+        If the index no longer holds the precision, the new object uses the first precision of the index.
+
+        Raises:
+            UsageError, CorruptIndexError: as for `refresh`.
+        """
+        index = CommittedIndex.open(self.root)
+        if index.manifest == self.manifest:
+            return self
+        if index.manifest.model.get("fingerprint") != self.manifest.model.get("fingerprint"):
+            raise UsageError(f"{self.root} was built again with another model; open the index again")
+        held = index.manifest.spec.precisions
+        precision = self.precision if self.precision in held else held[0]
+        return TokenIndex(index, self.model, precision=precision, score=self._score)
+
     @overload
     def search(
-        self, text: str, k: int = ..., pool: int = ..., *, rerank: bool = ..., score: str | ScoreWeights | None = ...
+        self,
+        text: str,
+        k: int = ...,
+        pool: int = ...,
+        *,
+        rerank: bool = ...,
+        score: str | ScoreWeights | None = ...,
+        where: str | None = ...,
     ) -> Hits: ...
 
     @overload
@@ -138,6 +184,7 @@ class TokenIndex:
         *,
         rerank: bool = ...,
         score: str | ScoreWeights | None = ...,
+        where: str | None = ...,
     ) -> list[Hits]: ...
 
     def search(
@@ -148,6 +195,7 @@ class TokenIndex:
         *,
         rerank: bool = True,
         score: str | ScoreWeights | None = None,
+        where: str | None = None,
     ) -> Hits | list[Hits]:
         """Return the `k` best images for `text`, best first. Ties are sorted by row id.
 
@@ -161,13 +209,15 @@ class TokenIndex:
                 embeddings.
             rerank: False sorts the hits by embedding similarity only.
             score: final score to sort by, see `open`; None selects the score that was given to `open`.
+            where: filter such as "width > 800 and licence = 'cc0'", see `edje_index.search.where`. Candidates are the
+                nearest rows among those that pass, without exception. None lets all rows pass.
 
         Returns:
             The hits of the query; for several queries, one list of hits per query. `Hits.stages` holds the times of the
             call.
 
         Raises:
-            UsageError: a query is empty, `k` or `pool` is out of range, or `score` is invalid.
+            UsageError: a query is empty, `k` or `pool` is out of range, or `score` or `where` is invalid.
             ModelError: the bundle lacks a part of `score`. Also raised if `score` needs adapter tokens, but the index
                 stores features for training.
         """
@@ -179,10 +229,12 @@ class TokenIndex:
         reranker = self._reranker(score, stages) if rerank else None
         if not texts:
             return []
+        passing = self._passing(where)
         with stages.timed(TEXT_TOWER):
             embeddings = self.model.text.encode(texts)
         with stages.timed(NEAREST):
-            nearest = [Candidates(*pair) for pair in self._ann.nearest_to_each(embeddings, pool if reranker else k)]
+            neighbours = self._ann.nearest_to_each(embeddings, pool if reranker else k, passing)
+            nearest = [Candidates(*pair) for pair in neighbours]
         if reranker is None:
             hits = self._plain_hits(nearest, k, stages)
         else:
@@ -268,15 +320,16 @@ class TokenIndex:
         pairs = Pairs([text] * len(images), tokens, similarities, embeddings)
         return [float(value) for value in reranker.score_new(pairs)]
 
-    def search_image(self, image: str | Path | bytes | Image.Image, k: int = 10) -> Hits:
+    def search_image(self, image: str | Path | bytes | Image.Image, k: int = 10, *, where: str | None = None) -> Hits:
         """Return the `k` images of the index whose embeddings are most similar to the embedding of `image`, best first.
 
         Args:
             image: path of an image file, bytes of an image file, or a PIL image.
             k: number of hits.
+            where: filter, as for `search`.
 
         Raises:
-            UsageError: the image cannot be read, or `k` is out of range.
+            UsageError: the image cannot be read, `k` is out of range, or `where` is invalid.
 
         Example:
             >>> from edje_index import TokenIndex
@@ -287,20 +340,21 @@ class TokenIndex:
         _check_counts(k, k)
         from edje_index.search.query_image import encode_images
 
-        stages = Stages()
+        stages, passing = Stages(), self._passing(where)
         with stages.timed(VISION_TOWER):
             _, embeddings = encode_images(self.model.image_encoder, [image])
         with stages.timed(NEAREST):
-            nearest = Candidates(*self._ann.nearest(embeddings[0], k))
+            nearest = Candidates(*self._ann.nearest(embeddings[0], k, passing))
         return self._plain_hits([nearest], k, stages)[0]
 
-    def search_row(self, row_id: int, k: int = 10) -> Hits:
+    def search_row(self, row_id: int, k: int = 10, *, where: str | None = None) -> Hits:
         """Return the `k` images whose embeddings are most similar to the embedding of row `row_id`, best first.
 
-        The image of row `row_id` is not among the hits.
+        The image of row `row_id` is not among the hits. `where` is a filter, as for `search`.
 
         Raises:
-            UsageError: the row id is out of range, its image failed or is a duplicate, or `k` is out of range.
+            UsageError: the row id is out of range, its image failed or is a duplicate, `k` is out of range, or `where`
+                is invalid.
 
         Example:
             >>> from edje_index import TokenIndex
@@ -311,13 +365,16 @@ class TokenIndex:
         stages = Stages()
         embedding = read_embeddings(self.root, self.manifest.spec, requested_rows(self.committed, [row_id]))[0]
         with stages.timed(NEAREST):
-            rows, similarities = self._ann.nearest(embedding, k + 1)
+            rows, similarities = self._ann.nearest(embedding, k + 1, self._passing(where))
         other = rows != row_id
         return self._plain_hits([Candidates(rows[other], similarities[other])], k, stages)[0]
 
     def fetch_blocks(self, row_ids: Sequence[int]) -> Blocks:
         """Return the token blocks of `row_ids`, bfloat16 [k, m, d], see `TokenStore.fetch`."""
         return self._store.fetch(row_ids)
+
+    def _passing(self, where: str | None) -> NDArray[np.bool_] | None:
+        return None if where is None else self.filters.passing(where)
 
     def _reranker(self, score: str | ScoreWeights | None, stages: Stages | None = None) -> Reranker:
         chosen = self._score if score is None else score

@@ -46,6 +46,11 @@ dtype_option = click.option(
 read_precision_option = click.option(
     "--precision", metavar="NAME", help="Precision of the tokens to read.  [default: the first that 'info' lists]"
 )
+where_option = click.option(
+    "--where",
+    metavar="FILTER",
+    help="Only rows that pass this filter, for example \"width > 800 and licence = 'cc0'\". 'info' lists the columns.",
+)
 stored_precisions_option = click.option(
     "--precision",
     "precisions",

@@ -22,6 +22,7 @@ from pipelines.cli.options import (
     model_option,
     read_precision_option,
     score_option,
+    where_option,
 )
 from pipelines.cli.output import note, print_json, print_line
 from pipelines.cli.search_queries import hint_at_image, prompt_for_queries, read_queries
@@ -43,6 +44,7 @@ class _Request:
     pool: int
     score: str
     rerank: bool
+    where: str | None
     html: Path | None
     open_page: bool
     as_json: bool
@@ -69,6 +71,7 @@ class _Request:
     default=True,
     help="Sort the candidates by the final score, or keep the order of the embeddings.",
 )
+@where_option
 @read_precision_option
 @model_option
 @device_option
@@ -107,6 +110,7 @@ def search(
       edje-index search photos.edje "a red car" --score logit=1,embedding=20
       edje-index search photos.edje "a red car" --no-rerank
       edje-index search photos.edje "a red car" --precision fp8
+      edje-index search photos.edje "a red car" --where "width > 800 and licence = 'cc0'"
       edje-index search photos.edje "a red car" --html car.html --open
       edje-index search photos.edje --queries queries.txt --json
       edje-index search photos.edje --image car.jpg
@@ -127,7 +131,7 @@ def search(
     if not trained:
         note("note: this model is untrained: the order of these hits has no meaning")
     if image is not None:
-        _show(str(image), opened.search_image(image, request.k), request, heading=False)
+        _show(str(image), opened.search_image(image, request.k, where=request.where), request, heading=False)
         return
     for batch in batches:
         _answer(opened, batch, request, loading, heading=text is None)
@@ -147,7 +151,8 @@ def _answer(opened: TokenIndex, texts: list[str], request: _Request, loading: fl
     for text in texts:
         hint_at_image(text)
     pool = max(request.pool, request.k)
-    results = opened.search(texts, pool if request.html else request.k, pool, rerank=request.rerank)
+    k = pool if request.html else request.k
+    results = opened.search(texts, k, pool, rerank=request.rerank, where=request.where)
     for text, candidates in zip(texts, results, strict=True):
         if request.html is not None:
             _write_page(request.html, opened, candidates, request=request, query=text, loading=loading)

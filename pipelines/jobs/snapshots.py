@@ -45,25 +45,30 @@ class DeleteResult:
     dry_run: bool
 
 
-def run_delete(root: Path, rows: Sequence[int], uri: str | None, *, dry_run: bool = False) -> DeleteResult:
-    """Delete the rows with the ids `rows`, and the rows whose uri matches the shell pattern `uri`.
+def run_delete(
+    root: Path, rows: Sequence[int], uri: str | None, *, where: str | None = None, dry_run: bool = False
+) -> DeleteResult:
+    """Delete the rows with the ids `rows`, the rows whose uri matches the shell pattern `uri`, and the rows that pass
+    the filter `where`.
 
     Raises:
-        UsageError: there is no index at `root`, or neither `rows` nor `uri` is given.
+        UsageError: there is no index at `root`, `rows`, `uri` and `where` are all missing, or `where` is invalid.
         RowIdError: a row id is out of range or belongs to no input.
         EdjeError: another process is changing the index.
         OSError: the index cannot be written.
     """
+    from edje_index.search.row_filters import RowFilters
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.writing.snapshots import commit_deletion, plan_deletion
 
-    if not len(rows) and uri is None:
-        raise UsageError("no rows are named; give row ids or a pattern of uris", parameter="rows")
+    if not len(rows) and uri is None and where is None:
+        raise UsageError("no rows are named; give row ids, a pattern of uris or a filter", parameter="rows")
     CommittedIndex.open(root)  # fails before the lock makes a directory
     with locked_index(root):
         index = CommittedIndex.open(root)
         matching = [] if uri is None else rows_of_uris(index, uri).tolist()
-        deletion = plan_deletion(index, np.array([*rows, *matching], dtype=np.int64))
+        passing = [] if where is None else RowFilters(index).row_ids(where).tolist()
+        deletion = plan_deletion(index, np.array([*rows, *matching, *passing], dtype=np.int64))
         manifest = index.manifest
         if deletion.new and not dry_run:
             manifest = commit_deletion(index, deletion)

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from edje_index.errors import ModelError
+from edje_index.search.row_filters import FilterTimeoutError
 from storage_formats.errors import EdjeError, RowIdError, UsageError
 
 logger = logging.getLogger("edje_index.service")
@@ -69,6 +70,8 @@ def as_service_error(error: Exception) -> ServiceError:
     """Return the ServiceError for an exception. Details of internal errors are only logged."""
     if isinstance(error, ServiceError):
         return error
+    if isinstance(error, FilterTimeoutError):
+        return ServiceError(504, str(error))
     if isinstance(error, UsageError | RowIdError | ModelError):
         return ServiceError(422, str(error))
     if isinstance(error, EdjeError):

@@ -9,10 +9,11 @@ from typing import Any
 
 from edje_index.images.thumbnails import Thumbnail, read_thumbnails
 from edje_index.scoring.weights import TEXT_TO_IMAGE
+from edje_index.search.row_filters import filter_schema
 from edje_index.search.token_index import TokenIndex
 from pipelines.service.errors import ServiceError
 from storage_formats.errors import RowIdError, UsageError
-from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import type_name
 
 _WARM_UP_POOL = 32
 
@@ -50,17 +51,10 @@ class ServedIndex:
             UsageError: the index was built again with another model, or it cannot be opened.
             CorruptIndexError: the index is damaged.
         """
-        before = self._default
-        index = CommittedIndex.open(before.root)
-        if index.manifest == before.manifest:
-            return
-        if index.manifest.model.get("fingerprint") != before.manifest.model.get("fingerprint"):
-            raise UsageError(f"{before.root} was built again with another model; restart the service to serve it")
-        held = index.manifest.spec.precisions
-        precision = before.precision if before.precision in held else held[0]
-        changed = TokenIndex(index, before.model, precision=precision)
-        with self._lock:
-            self._default, self._by_precision = changed, {precision: changed}
+        changed = self._default.at_current_snapshot()
+        if changed is not self._default:
+            with self._lock:
+                self._default, self._by_precision = changed, {changed.precision: changed}
 
     def warm_up(self) -> None:
         """Load all parts of the model and run one search, so that the first request is as fast as later requests."""
@@ -91,6 +85,7 @@ class ServedIndex:
             "embed_dim": manifest.spec.embed_dim,
             "precisions": list(manifest.spec.precisions),
             "precision": self._default.precision,
+            "columns": {field.name: type_name(field.type) for field in filter_schema(self._default.committed)},
             "encoder_fingerprint": model.info.encoder_fingerprint,
             "bundle_fingerprint": model.fingerprint,
             "trained": model.trained,

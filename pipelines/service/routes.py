@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -76,6 +77,9 @@ async def search(request: Request, body: SearchRequest) -> SearchAnswer:
     state = _state(request)
     served = state.indexes.get(body.index)
     index = await _in_thread(state, served.at, body.precision)
+    if body.where is not None:  # the rows are read before the model is busy with the request
+        until = time.monotonic() + state.limits.deadline_seconds
+        await _in_thread(state, index.filters.passing, body.where, until)
     hits, timing = await state.batcher.submit(_search_work(state, index, body))
     ranked: list[RankedHit] | None = None
     if body.query is not None and body.rerank and body.embedding_order:
@@ -93,15 +97,17 @@ async def search(request: Request, body: SearchRequest) -> SearchAnswer:
 
 def _search_work(state: ServiceState, index: Any, body: SearchRequest) -> Work:
     if body.row_id is not None:
-        return works.search_row(index, body.row_id, body.k)
+        return works.search_row(index, body.row_id, body.k, body.where)
     if body.image is not None:
-        return works.search_image(index, image_bytes(body.image), body.k, state.limits.image_pixels)
+        how = works.ImageOptions(body.k, state.limits.image_pixels, body.where)
+        return works.search_image(index, image_bytes(body.image), how)
     assert body.query is not None
     _check_query(state, body.query)
     if body.pool > state.limits.pool:
         raise ServiceError(422, f"pool {body.pool} is over the limit of {state.limits.pool}; set a smaller pool")
     wanted = body.pool if body.embedding_order and body.rerank else body.k
-    return works.search_text(index, body.query, wanted, works.ScoreOptions(body.pool, body.rerank, body.score))
+    options = works.ScoreOptions(body.pool, body.rerank, body.score, body.where)
+    return works.search_text(index, body.query, wanted, options)
 
 
 @router.post("/rerank", response_model=list[TeiResult] | CohereAnswer, response_model_exclude_none=True)

@@ -34,6 +34,13 @@ class SearchRequest(_Request):
     score: str | None = Field(
         None, max_length=200, description="Score to sort by; the default is the score of the bundle."
     )
+    where: str | None = Field(
+        None,
+        min_length=1,
+        max_length=4096,
+        description="Filter such as width > 800 and licence = 'cc0'; only rows that pass it are searched. /info lists "
+        "the columns.",
+    )
     index: Name | None = Field(None, description="Name of the index; the default is the first index in /info.")
     precision: Name | None = Field(
         None, description="Precision of the tokens; the default is the value of precision in /info."

@@ -27,11 +27,28 @@ class ScoreOptions:
         pool: number of candidates.
         rerank: False keeps the order by embedding.
         score: final score to sort by; None for the score of the bundle.
+        where: filter of the rows; None lets all rows pass.
     """
 
     pool: int
     rerank: bool
     score: str | None
+    where: str | None = None
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """How to search for images that are similar to an image.
+
+    Attributes:
+        k: number of hits.
+        max_pixels: largest number of pixels of the image.
+        where: filter of the rows; None lets all rows pass.
+    """
+
+    k: int
+    max_pixels: int
+    where: str | None = None
 
 
 def search_text(index: TokenIndex, text: str, k: int, options: ScoreOptions) -> Work:
@@ -42,22 +59,29 @@ def search_text(index: TokenIndex, text: str, k: int, options: ScoreOptions) -> 
 
 def _search_texts(index: TokenIndex, options: ScoreOptions, payloads: Sequence[tuple[str, int]]) -> list[Hits]:
     texts, counts = [text for text, _ in payloads], [k for _, k in payloads]
-    found = index.search(texts, max(counts), options.pool, rerank=options.rerank, score=options.score)
+    found = index.search(
+        texts, max(counts), options.pool, rerank=options.rerank, score=options.score, where=options.where
+    )
     return [hits.first(k) for hits, k in zip(found, counts, strict=True)]
 
 
-def search_image(index: TokenIndex, data: bytes, k: int, max_pixels: int) -> Work:
+def search_image(index: TokenIndex, data: bytes, options: ImageOptions) -> Work:
     """Return work that finds the `k` rows most similar to an encoded image."""
 
     def run(payloads: Sequence[bytes]) -> list[Hits]:
-        return [index.search_image(decode_image(payload, max_pixels), k) for payload in payloads]
+        images = (decode_image(payload, options.max_pixels) for payload in payloads)
+        return [index.search_image(image, options.k, where=options.where) for image in images]
 
-    return Work(("image", id(index), k), _PAIRS_PER_IMAGE * _tokens(index), data, run)
+    return Work(("image", id(index), options), _PAIRS_PER_IMAGE * _tokens(index), data, run)
 
 
-def search_row(index: TokenIndex, row_id: int, k: int) -> Work:
-    """Return work that finds the `k` rows most similar to the row `row_id`."""
-    return Work(("row", id(index), k), _tokens(index), row_id, lambda rows: [index.search_row(row, k) for row in rows])
+def search_row(index: TokenIndex, row_id: int, k: int, where: str | None = None) -> Work:
+    """Return work that finds the `k` rows most similar to the row `row_id`, among the rows that pass `where`."""
+
+    def run(payloads: Sequence[int]) -> list[Hits]:
+        return [index.search_row(row, k, where=where) for row in payloads]
+
+    return Work(("row", id(index), k, where), _tokens(index), row_id, run)
 
 
 def rerank_rows(index: TokenIndex, text: str, row_ids: Sequence[int]) -> Work:

@@ -79,6 +79,11 @@ def rows_table(entries: Sequence[RowEntry]) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=ROW_SCHEMA)
 
 
+def type_name(arrow_type: pa.DataType) -> str:
+    """Return the name of the type of a column, for people: that of SPEC.md for a source column."""
+    return next((name for name, each in ARROW_TYPES.items() if each == arrow_type), str(arrow_type))
+
+
 def row_schema(source_columns: Iterable[SourceColumn]) -> pa.Schema:
     """Return the columns of a rows table: those of `ROW_SCHEMA`, then the source columns."""
     return pa.schema([*ROW_SCHEMA, *(pa.field(column.name, ARROW_TYPES[column.type]) for column in source_columns)])

@@ -56,6 +56,8 @@ function showIndex() {
   const pool = byId("pool");
   pool.max = Math.min(500, Math.max(10, Math.ceil(index.indexed / 10) * 10));
   byId("pool-value").textContent = pool.value;
+  byId("columns").textContent =
+    "Columns: " + Object.entries(index.columns).map(([name, type]) => `${name} (${type})`).join(", ");
   byId("about").textContent =
     `${index.indexed.toLocaleString("en")} photos in ${index.name}.` +
     (index.trained ? "" : " The model is untrained: the order has no meaning.");
@@ -90,6 +92,8 @@ function readAddress() {
   if (Number.isInteger(pool) && pool >= 10) byId("pool").value = pool;
   byId("pool-value").textContent = byId("pool").value;
   byId("query").value = parameters.get("q") ?? "";
+  byId("where").value = parameters.get("where") ?? "";
+  if (byId("where").value) byId("filter").open = true;
   const row = parameters.get("row");
   if (row !== null && /^\d{1,15}$/.test(row)) search({ row_id: Number(row) }, false);
   else if (byId("query").value.trim()) search({ query: byId("query").value }, false);
@@ -99,6 +103,7 @@ function writeAddress(what) {
   const parameters = new URLSearchParams();
   if (what.query !== undefined) parameters.set("q", what.query);
   if (what.row_id !== undefined) parameters.set("row", what.row_id);
+  if (byId("where").value.trim()) parameters.set("where", byId("where").value);
   if (indexes.length > 1) parameters.set("index", chosenIndex().name);
   if (chosenIndex().precisions.length > 1) parameters.set("precision", byId("precision").value);
   if (what.query !== undefined) parameters.set("pool", byId("pool").value);
@@ -113,6 +118,7 @@ async function search(what, remember = true) {
   const precision = byId("precision").value;
   const body = { ...what, k: Math.min(HITS, pool), pool, precision, index: chosenIndex().name };
   if (what.query !== undefined) body.embedding_order = true;
+  if (byId("where").value.trim()) body.where = byId("where").value;
   say("Searching ...");
   byId("orders").classList.add("busy");
   const started = performance.now();

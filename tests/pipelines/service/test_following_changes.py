@@ -49,7 +49,7 @@ def test_another_model_needs_a_restart(changing):
     served = ServedIndex("changing", TokenIndex.open(changing))
     manifest = Manifest.load(changing)
     replace(manifest, model={**manifest.model, "fingerprint": "0" * 64}).write(Layout(changing))
-    with pytest.raises(UsageError, match="restart the service"):
+    with pytest.raises(UsageError, match="with another model"):
         served.refresh()
     assert rows_of(served.at(None))
 

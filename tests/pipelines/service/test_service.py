@@ -66,6 +66,24 @@ def test_search_by_image_and_by_row(client, library, index, http):
     assert [hit["row_id"] for hit in answer["hits"]] == [hit.row_id for hit in library.search_row(7, 3)]
 
 
+def test_a_search_with_a_filter(client, library, http):
+    where = "row_id > 3 and uri like '%.jpg'"
+    assert same_hits(client.search("a dog", 4, where=where), library.search("a dog", 4, where=where))
+    by_row = http.post("/search", json={"row_id": 7, "k": 20, "pool": 20, "where": where}).json()["hits"]
+    assert {hit["row_id"] for hit in by_row} == {4, 6, 8, 9, 10, 11}
+    assert http.post("/search", json={"query": "a dog", "where": "width > 9999"}).json()["hits"] == []
+    for bad, message in [
+        ("licence = 1", "the columns are row_id"),
+        ("width >", "ends too early"),
+        ("'" * 999, "invalid"),
+    ]:
+        answer = http.post("/search", json={"query": "a dog", "where": bad})
+        assert answer.status_code == 422
+        assert message in answer.json()["error"]["message"]
+    assert http.post("/search", json={"query": "a dog", "where": "x" * 5000}).status_code == 422
+    assert http.get("/info").json()["indexes"][0]["columns"]["width"] == "int32"
+
+
 def test_search_returns_both_orders(http, library):
     answer = http.post("/search", json={"query": "a dog", "k": 4, "pool": 9, "embedding_order": True}).json()
     before = library.search("a dog", 4, rerank=False)

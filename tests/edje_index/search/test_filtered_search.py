@@ -1,0 +1,180 @@
+"""A filtered search gives what filtering the exhaustive ranking gives, and never a deleted row."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edje_index import TokenIndex
+from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann
+from edje_index.search import row_filters
+from edje_index.search.row_filters import FilterTimeoutError, RowFilters
+from pipelines import delete_rows
+from storage_formats import UsageError
+from storage_formats.format.layout import IndexSpec
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.rows import RowEntry, read_rows, rows_table, with_source_values
+from storage_formats.format.source_columns import SourceColumn
+from storage_formats.reading.embeddings import read_embeddings
+from storage_formats.writing.begin import begin_index
+from storage_formats.writing.publish import Provenance, finish_index
+from storage_formats.writing.shard_writer import ShardWriter
+from tests.conftest import random_blocks
+from tests.edje_index.search.indexes import build_photos
+
+SPEC = IndexSpec(rows=700, shard_size=64, block_shape=(2, 8), embed_dim=6)
+COLUMNS = [SourceColumn("licence", ("text",), 600), SourceColumn("score", ("float",), 700)]
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory) -> Path:
+    """Rows with a licence and a score; one in 70 has the licence "rare", one in 7 has none."""
+    root, rng = tmp_path_factory.mktemp("filtered") / "i", np.random.default_rng(3)
+    embeddings = rng.standard_normal((SPEC.rows, SPEC.embed_dim), dtype=np.float32)
+    embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
+    values = [
+        {"licence": None if row % 7 == 0 else "rare" if row % 70 == 1 else "cc0", "score": float(rng.random())}
+        for row in range(SPEC.rows)
+    ]
+    begin_index(root, SPEC)
+    receipts = []
+    for shard in range(SPEC.shards):
+        rows = np.array(SPEC.shard_rows(shard))
+        with ShardWriter(root, SPEC, shard) as writer:
+            writer.put(rows - rows[0], random_blocks(rng, len(rows), SPEC), embeddings[rows])
+            table = rows_table([RowEntry(int(row), f"{row}.jpg", width=int(row) % 10) for row in rows])
+            table = with_source_values(table, COLUMNS, [values[row] for row in rows])
+            receipts.append(writer.commit(table, "plan", {}))
+    finish_index(root, SPEC, receipts, Provenance({"fingerprint": "f"}, {}, "plan"), {"kind": "none"}, COLUMNS)
+    return root
+
+
+FILTERS = [
+    "width > 3 and licence = 'cc0'", "licence = 'rare'", "licence is null or score < 0.01", "row_id = 17",
+    "uri like '69_.jpg'", "score < 2", "width > 100", "not (licence = 'rare')",
+]  # fmt: skip
+
+
+def exhaustive(root: Path, query: np.ndarray, where: str, k: int) -> list[int]:
+    """Row ids by pandas and a full matrix product."""
+    rows = read_rows(root).to_pandas()
+    condition = {
+        "licence is null or score < 0.01": "licence.isnull() or score < 0.01",
+        "uri like '69_.jpg'": "uri.str.fullmatch('69.[.]jpg')",
+        "not (licence = 'rare')": "licence.notnull() and licence != 'rare'",
+    }.get(where, where.replace(" = ", " == "))
+    passing = rows.query(condition)["row_id"].to_numpy()
+    similarities = read_embeddings(root, SPEC, passing) @ query
+    return passing[np.argsort(-similarities, kind="stable")[:k]].tolist()
+
+
+@pytest.mark.parametrize("factory", ["auto", "IVF40,Flat", "IVF10,PQ3x4fs"])
+def test_a_filtered_search_is_exact(index, tmp_path, factory):
+    shutil.copytree(index, tmp_path / "i")
+    assert len(add_ann(tmp_path / "i", AnnRequest(factory, recall=0.5)).ann["files"]) == 1
+    delete_rows(tmp_path / "i", rows=[1, 17, 71, 690, *range(100, 200)])
+    opened = CommittedIndex.open(tmp_path / "i")
+    ann, filters = AnnIndex(opened), RowFilters(opened)
+    queries = np.random.default_rng(5).standard_normal((4, SPEC.embed_dim), dtype=np.float32)
+    for where in FILTERS:
+        found = ann.nearest_to_each(queries, 25, filters.passing(where))
+        for query, (rows, similarities) in zip(queries, found, strict=True):
+            assert rows.tolist() == exhaustive(opened.root, query, where, 25), where
+            np.testing.assert_allclose(similarities, read_embeddings(opened.root, SPEC, rows) @ query, atol=1e-5)
+
+
+def test_columns_are_read_once_and_kept_within_limits(index, monkeypatch):
+    opened, reads = CommittedIndex.open(index), []
+    real = row_filters.iter_rows
+    monkeypatch.setattr(row_filters, "iter_rows", lambda *arguments: reads.append(arguments) or real(*arguments))
+    filters = RowFilters(opened)
+    first = filters.passing("score < 0.5")
+    assert 0 < first.sum() < SPEC.rows
+    assert (filters.passing("score >= 0.5") == ~first).all()
+    assert len(reads) == 1
+    monkeypatch.setattr(row_filters, "_CACHED_BYTES", 0)
+    small = RowFilters(opened)
+    assert (small.passing("score < 0.5") == first).all()
+    assert (small.passing("score >= 0.5") == ~first).all()
+    assert len(reads) == 3
+    for number in range(40):
+        filters.passing(f"score < 0.{number}")
+    assert len(filters._results) == 16
+
+
+def test_a_filter_ends_at_its_time_limit(index):
+    filters = RowFilters(CommittedIndex.open(index))
+    with pytest.raises(FilterTimeoutError, match="took too long"):
+        filters.passing("score < 0.5", time.monotonic() - 1)
+    assert filters.passing("score < 0.5").any()
+
+
+def test_threads_share_a_filter(index):
+    filters, results = RowFilters(CommittedIndex.open(index)), []
+    threads = [threading.Thread(target=lambda: results.append(filters.passing("width > 3"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(result is results[0] for result in results)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return build_photos(tmp_path_factory.mktemp("photos"))[0]
+
+
+def test_hits_pass_the_filter(photos):
+    index = TokenIndex.open(photos)
+    ranked = index.search("a dog", 11, 11, rerank=False)
+    even = [hit for hit in ranked if hit.row_id % 2 == 0]
+    where = "row_id in (0, 2, 4, 6, 8, 10, 12)"
+    assert [hit.row_id for hit in index.search("a dog", 3, rerank=False, where=where)] == [
+        hit.row_id for hit in even[:3]
+    ]
+    best = sorted(index.search("a dog", 3, 3, where=where), key=lambda hit: -hit.embedding_score)
+    assert [hit.row_id for hit in best] == [hit.row_id for hit in even[:3]]
+    assert index.search(["a dog", "a cat"], where="width > 1000") == [[], []]
+    assert index.search_image(ranked[0].uri, 5, where=f"row_id != {ranked[0].row_id}")[0].row_id != ranked[0].row_id
+    assert {hit.row_id for hit in index.search_row(2, 9, where="row_id < 4")} == {0, 1, 3}
+    for search in (index.search, index.search_image):
+        with pytest.raises(UsageError, match="there is no column licence; the columns are row_id"):
+            search("a dog", where="licence = 'cc0'")
+
+
+def test_snapshots_of_a_search(photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "i")
+    index = TokenIndex.open(tmp_path / "i")
+    assert delete_rows(tmp_path / "i", where="row_id < 5 or uri like '%/12.png'").deleted == (0, 1, 2, 3, 4, 12)
+    assert {hit.row_id for hit in index.search("a dog", where="row_id < 6")} == {0, 1, 2, 3, 4}
+    assert index.refresh() == 1
+    assert index.search("a dog", where="row_id < 6") == []
+    assert {hit.row_id for hit in index.search("a dog")} == {6, 7, 8, 9, 10, 11}
+    earlier = TokenIndex.open(tmp_path / "i", snapshot=0)
+    assert len(earlier.search("a dog", 20, 20)) == 11
+    assert earlier.refresh() == 1
+    assert len(earlier.search("a dog", 20, 20)) == 6
+    with pytest.raises(UsageError, match="has no snapshot 7"):
+        TokenIndex.open(tmp_path / "i", snapshot=7)
+
+
+def test_the_command_line(photos, tmp_path, run):
+    shutil.copytree(photos, tmp_path / "i")
+    code, out, _ = run("search", tmp_path / "i", "a dog", "--where", "row_id = 7", "--json")
+    assert code == 0
+    assert out.count('"row_id"') == 1
+    code, out, _ = run("search", tmp_path / "i", "--image", photos.parent / "0.png", "--where", "row_id > 7")
+    assert code == 0
+    assert " 0.png" not in out
+    code, _, err = run("search", tmp_path / "i", "a dog", "--where", "size > 'a'")
+    assert code == 2
+    assert "the column size (int64) cannot be compared with the constant 'a'; give a number" in err
+    assert run("delete", tmp_path / "i", "--where", "row_id between 1 and 3")[0] == 2
+    code, out, _ = run("delete", tmp_path / "i", "--where", "status = 'failed'", "--dry-run")
+    assert code == 0
+    assert "1 row would be deleted (5)" in out

@@ -1,0 +1,206 @@
+"""Filter expressions mean what SQLite says they mean, and hostile ones end in a clear error."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sqlite3
+import time
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edje_index.search.where import MAX_CHARACTERS, MAX_PARTS, parse_where
+from storage_formats import UsageError
+
+TIME = pa.timestamp("us", tz="UTC")
+SCHEMA = pa.schema(
+    {
+        "width": pa.int32(), "n": pa.int64(), "score": pa.float64(), "licence": pa.string(), "uri": pa.string(),
+        "safe": pa.bool_(), "taken": TIME, "captions": pa.list_(pa.string()), "exif.make": pa.string(),
+    }
+)  # fmt: skip
+WORDS = st.one_of(st.sampled_from(["cc0", "by", "", "a dog", "a\ncat", "it's", "é", "%"]), st.text("ab_%", max_size=3))
+SMALL = st.integers(-3, 3)
+FLOATS = st.sampled_from([-1.5, -1.0, 0.0, 0.5, 1.0, 2.0, 1e300])
+TIMES = st.datetimes(datetime.datetime(2024, 1, 1), datetime.datetime(2024, 1, 3)).map(
+    lambda when: when.replace(hour=0, minute=0, second=0, microsecond=0, tzinfo=datetime.UTC)
+)
+
+
+def nullable(values: st.SearchStrategy) -> st.SearchStrategy:
+    return st.one_of(st.none(), values)
+
+
+ROW = st.fixed_dictionaries(
+    {
+        "width": nullable(SMALL), "n": nullable(st.one_of(SMALL, st.sampled_from([2**62, -(2**62)]))),
+        "score": nullable(FLOATS), "licence": nullable(WORDS), "uri": WORDS, "safe": nullable(st.booleans()),
+        "taken": nullable(TIMES), "captions": nullable(st.lists(WORDS, max_size=3)), "exif.make": nullable(WORDS),
+    }
+)  # fmt: skip
+Pair = tuple[str, str]
+"""An expression, and the same for SQLite."""
+
+
+def quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def of_any(condition: str) -> str:
+    exists = f"EXISTS (SELECT 1 FROM json_each(captions) WHERE json_each.value {condition})"
+    return f"(CASE WHEN captions IS NULL THEN NULL ELSE {exists} END)"
+
+
+OPERATORS = st.sampled_from(["=", "!=", "<>", "<", "<=", ">", ">="])
+NUMBERS = st.one_of(SMALL.map(str), FLOATS.map(repr), st.sampled_from([str(2**62), "-2.50", "+1", "1e0", ".5"]))
+NUMERIC, TEXTUAL = st.sampled_from(["width", "n", "score"]), st.sampled_from(["licence", "uri", '"exif.make"'])
+TEXTS = WORDS.map(quoted)
+
+
+def same(strategy: st.SearchStrategy[tuple[str, ...]]) -> st.SearchStrategy[Pair]:
+    return strategy.map(lambda parts: (" ".join(parts), " ".join(parts)))
+
+
+LISTS = st.lists(NUMBERS, min_size=1, max_size=3).map(lambda values: f"({', '.join(values)})")
+TEXT_LISTS = st.lists(TEXTS, min_size=1, max_size=3).map(lambda values: f"({', '.join(values)})")
+IN, LIKE = st.sampled_from(["in", "NOT IN"]), st.sampled_from(["like", "not like"])
+CONDITIONS = st.one_of(
+    same(st.tuples(NUMERIC, OPERATORS, NUMBERS)),
+    same(st.tuples(NUMBERS, OPERATORS, NUMERIC)),
+    same(st.tuples(NUMERIC, OPERATORS, NUMERIC)),
+    same(st.tuples(TEXTUAL, OPERATORS, TEXTS)),
+    same(st.tuples(TEXTS, OPERATORS, TEXTUAL)),
+    same(st.tuples(TEXTUAL, OPERATORS, TEXTUAL)),
+    same(st.tuples(NUMERIC, IN, LISTS)),
+    same(st.tuples(TEXTUAL, IN, TEXT_LISTS)),
+    same(st.tuples(TEXTUAL, LIKE, TEXTS)),
+    same(st.tuples(st.sampled_from(["safe", "safe = true", "safe != FALSE", "true = safe"]))),
+    same(st.tuples(st.sampled_from(["n", "safe", "captions", "taken"]), st.sampled_from(["is null", "IS NOT NULL"]))),
+    same(st.tuples(st.just("taken"), OPERATORS, TIMES.map(lambda when: quoted(when.isoformat())))),
+    st.tuples(OPERATORS, TEXTS).map(lambda parts: (f"captions {' '.join(parts)}", of_any(" ".join(parts)))),
+    TEXTS.map(lambda text: (f"captions like {text}", of_any(f"like {text}"))),
+    TEXT_LISTS.map(lambda texts: (f"captions not in {texts}", f"NOT {of_any(f'in {texts}')}")),
+)  # fmt: skip
+EXPRESSIONS = st.recursive(
+    CONDITIONS,
+    lambda inner: st.one_of(
+        inner.map(lambda pair: (f"NOT ({pair[0]})", f"NOT ({pair[1]})")),
+        st.tuples(inner, st.sampled_from(["and", "OR"]), inner).map(
+            lambda parts: tuple(
+                f"({left}) {parts[1]} ({right})" for left, right in zip(parts[0], parts[2], strict=True)
+            )
+        ),
+    ),
+    max_leaves=5,
+)
+
+
+def by_sqlite(rows: list[dict], condition: str) -> list[bool]:
+    with sqlite3.connect(":memory:") as database:
+        database.execute("PRAGMA case_sensitive_like = ON")
+        names = ", ".join(f'"{name}"' for name in SCHEMA.names)
+        database.execute(f"CREATE TABLE t ({names})")
+        for row in rows:
+            values = {**row, "captions": None if row["captions"] is None else json.dumps(row["captions"])}
+            values["taken"] = None if row["taken"] is None else row["taken"].isoformat()
+            marks = ", ".join("?" * len(SCHEMA.names))
+            database.execute(f"INSERT INTO t VALUES ({marks})", [values[name] for name in SCHEMA.names])
+        return [bool(value) for (value,) in database.execute(f"SELECT {condition} FROM t ORDER BY rowid")]
+
+
+@settings(max_examples=30)
+@given(st.lists(ROW, min_size=1, max_size=8), EXPRESSIONS)
+def test_expressions_mean_what_they_mean_in_sql(rows, pair):
+    expression, sql = pair
+    table = pa.Table.from_pylist(rows, SCHEMA)
+    where = parse_where(expression, SCHEMA)
+    expected = by_sqlite(rows, sql)
+    assert where.passes(table.select(where.columns) if where.columns else table).tolist() == expected
+    pieces = pa.concat_tables([table.slice(0, 2), table.slice(2)])
+    assert where.passes(pieces.slice(1)).tolist() == expected[1:]
+
+
+@pytest.mark.parametrize(
+    ("text", "passes"),
+    [("a and b or c", True), ("a or b and c", True), ("not a and b", False), ("not (a and b)", True),
+     ("android and ornate", False), ("NoT a OR c", True), ("a=True and b=false", True)],
+)  # fmt: skip
+def test_precedence_and_words_that_begin_with_a_keyword(text, passes):
+    names = ["a", "b", "c", "android", "ornate"]
+    schema = pa.schema([(name, pa.bool_()) for name in names])
+    table = pa.table([[True], [False], [True], [True], [False]], schema=schema)
+    assert parse_where(text, schema).passes(table).tolist() == [passes]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "it is empty"),
+        ("widht > 3", r"there is no column widht; the columns are width \(int32\), n \(int64\), .*list<string>"),
+        ('licence = "cc0"', "there is no column cc0; a text is written in single quotes"),
+        ("width >", "it ends too early, after 'width >'"),
+        ("width > 3 3", "cannot be read from character 11 on, '3'"),
+        ("width > 3; drop table rows", "from character 10 on"),
+        ("width = null", "there is no column null; write 'is null'"),
+        ("read_csv('/etc/passwd')", "from character 9 on"),
+        ("width > (select 1)", "from character 9 on"),
+        ("width > 'wide'", r"the column width \(int32\) cannot be compared with the constant 'wide'; give a number"),
+        ("width > true", "give a number"),
+        ("licence = 3", r"the column licence \(string\) cannot be compared with the constant 3; give a text"),
+        ("captions = 3", "give a text"),
+        ("safe = 1", "give a boolean"),
+        ("safe < true", "by = and != only"),
+        ("taken > 3", "give a date and time"),
+        ("taken > 'noon'", "give a date and time"),
+        ("taken > '0001-01-01T00:00+23:00'", "give a date and time"),
+        ("width = licence", r"the column width \(int32\) cannot be compared with the column licence \(string\)"),
+        ("captions = captions", "cannot be compared"),
+        ("1 = 1", "name a column"),
+        ("width", r"the column width \(int32\) is not a condition"),
+        ("true", "the constant true is not a condition"),
+        ("3 in (3)", "the constant 3 is not a column"),
+        ("'a' is null", "is not a column"),
+        ("width like 'a'", "'like' needs a column of texts, not the column width"),
+        ("width in (1, 'a')", "give a number"),
+        ("width = 9223372036854775808", "does not fit 64 bits"),
+        ("width = " + "9" * 3000, "does not fit 64 bits"),
+        ("licence like '%a%a%a%a%a%a%a%a%a'", "more than 8 wildcards"),
+        ("n = 1 or " * 200 + "n = 1", f"more than {MAX_PARTS} conditions"),
+        ("not " * 900 + "safe", f"more than {MAX_PARTS} conditions"),
+        ("(" * 4000, "ends too early"),
+        ("x" * (MAX_CHARACTERS + 1), "4097 characters"),
+        ("\0", "from character 1 on"),
+        ("'", "from character 1 on"),
+    ],
+)  # fmt: skip
+def test_clear_errors(text, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        parse_where(text, SCHEMA)
+    assert caught.value.parameter == "where"
+    assert len(str(caught.value)) < 400
+
+
+@given(st.text(st.sampled_from("()=<>'\"%_,. ornadtilkeuwhsc13\n-"), max_size=60))
+def test_any_text_is_a_filter_or_a_usage_error(text):
+    try:
+        where = parse_where(text, SCHEMA)
+    except UsageError:
+        return
+    where.passes(pa.Table.from_pylist([], SCHEMA))
+
+
+def test_deep_and_long_expressions_take_no_time():
+    started = time.process_time()
+    parse_where("(" * 2000 + "safe" + ")" * 2000, SCHEMA)
+    parse_where(f"n in ({', '.join(['123'] * 800)})", SCHEMA)
+    assert time.process_time() - started < 2
+
+
+def test_numbers_keep_their_value_in_lists():
+    table = pa.table({"n": [2**62, 1, None], "score": [0.5, 1.0, None]})
+    schema = pa.schema([("n", pa.int64()), ("score", pa.float64())])
+    assert parse_where(f"n in ({2**62}, 1.5, 1.0)", schema).passes(table).tolist() == [True, True, False]
+    assert parse_where("score not in (1, 2)", schema).passes(table).tolist() == [True, False, False]
