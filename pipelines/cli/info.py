@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,9 @@ from pipelines.cli.output import print_json, print_line
 from pipelines.progress.wording import counted, human_bytes
 from storage_formats.format.layout import Layout
 
+if TYPE_CHECKING:
+    from storage_formats.format.manifest import Manifest
+
 
 @click.command()
 @click.argument("index", type=PATH)
@@ -19,8 +22,9 @@ from storage_formats.format.layout import Layout
 def info(index: Path, as_json: bool) -> None:
     """Show what INDEX contains, or how far its build has come.
 
-    The output has the counts of inputs, the size, the precisions, and the model that built the index. For an unfinished
-    index, it has the number of finished shards.
+    The output has the counts of inputs, the size, the precisions, the columns of the rows table, and the model that
+    built the index. A column from the sources has its type and its number of values, including those of deleted rows.
+    For an unfinished index, the output has the number of finished shards.
 
     A bundle can search the index if it has the encoder fingerprint that is shown. 'edje-index model show' prints the
     fingerprints of a bundle.
@@ -78,6 +82,7 @@ def describe_index(root: Path) -> dict[str, Any]:
         "block_shape": list(spec.block_shape),
         "embed_dim": spec.embed_dim,
         "precisions": list(spec.precisions),
+        "columns": _columns(manifest),
         "encoded_from": {name: list(sources) for name, sources in manifest.encoded_from.items()},
         "bytes": sum(file.bytes for file in files),
         "ann": manifest.ann,
@@ -87,6 +92,14 @@ def describe_index(root: Path) -> dict[str, Any]:
         "format_version": manifest.format_version,
         "created_by": manifest.created_by,
     }
+
+
+def _columns(manifest: Manifest) -> list[dict[str, Any]]:
+    """Describe the columns of the rows table. Only columns from the sources have a number of values."""
+    from storage_formats.format.rows import ROW_SCHEMA, type_name
+
+    standard = [{"name": field.name, "type": type_name(field.type), "values": None} for field in ROW_SCHEMA]
+    return standard + [{"name": each.name, "type": each.type, "values": each.values} for each in manifest.columns]
 
 
 def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
@@ -109,6 +122,7 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
             ("size", human_bytes(value["bytes"])),
             ("search", f"{value['ann'].get('kind')}, {counted(value['ann'].get('vectors', 0), 'vector')}"),
         ]
+        lines += _column_lines(value["columns"])
     model = value["model"]
     untrained = "" if model.get("trained", True) else ", untrained"
     return [
@@ -118,6 +132,16 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{model.get('vision') or model.get('encoder', 'unknown')}{untrained}"),
         ("", f"encoder fingerprint {model['fingerprint']}"),
         ("plan", value["plan"]),
+    ]
+
+
+def _column_lines(columns: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return one line with the standard columns, and one line for each column from the sources."""
+    standard = ", ".join(each["name"] for each in columns if each["values"] is None)
+    from_sources = [each for each in columns if each["values"] is not None]
+    return [
+        ("columns", standard),
+        *(("", f"{each['name']} ({each['type']}), {counted(each['values'], 'value')}") for each in from_sources),
     ]
 
 

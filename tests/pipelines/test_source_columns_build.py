@@ -58,6 +58,12 @@ def test_a_build_and_an_append_store_typed_columns(run, tmp_path, listed, tiny_b
         "captions": ("list<string>", 6), "exif": ("string", 1), "rating": ("float64", 2), "safe": ("bool", 1),
         "source_source_width": ("int64", 1), "source_width": ("int64", 1),
     }  # fmt: skip
+    shown = {each["name"]: each for each in json.loads(run("info", index, "--json")[1])["columns"]}
+    assert shown["captions"] == {"name": "captions", "type": "list<string>", "values": 6}
+    assert shown["width"] == {"name": "width", "type": "int32", "values": None}
+    lines = run("info", index)[1].splitlines()
+    assert "columns       row_id, uri, " in "\n".join(lines)
+    assert " " * 14 + "rating (float64), 2 values" in lines
     assert run(*build)[0] == 0  # finished, and the sources have not changed
 
     further = write_lines(tmp_path / "more.jsonl", [{"path": "6.jpg", "safe": "unknown", "tags": ["a"]}])
