@@ -201,6 +201,20 @@ def test_more_like_this_and_the_shared_link(watched, browser):
     shared.page.close()
 
 
+def test_the_filter_box_and_its_link(watched, browser):
+    watched.page.locator("#filter summary").click()
+    assert "width (int32)" in watched.page.inner_text("#columns")
+    watched.page.fill("#where", "row_id in (1, 4, 9)")
+    watched.search("a red canoe")
+    assert sorted(watched.rows("after")) == sorted(watched.rows("before")) == [1, 4, 9]
+    shared = Watched(browser.new_page(), watched.home)
+    shared.page.goto(watched.page.url)
+    shared.wait()
+    assert (shared.rows("after"), shared.problems) == (watched.rows("after"), [])
+    assert shared.page.input_value("#where") == "row_id in (1, 4, 9)"
+    shared.page.close()
+
+
 def test_a_link_can_inject_nothing(watched):
     watched.page.goto(f"{watched.home}/?q=%3Cscript%3Ealert(1)%3C/script%3E&pool=abc&precision=x&index=%3Cb%3E&row=1x")
     watched.wait()
@@ -256,6 +270,7 @@ def test_the_page_is_accessible_and_fits(browser, service, axe, scheme, width):
     watched.page.goto(f"{service.url}/?q=a+red+canoe")
     watched.wait()
     watched.page.locator("#after summary").first.click()
+    watched.page.locator("#filter summary").click()
     assert watched.page.evaluate("document.documentElement.scrollWidth") <= width
     watched.page.evaluate(axe)
     violations = watched.page.evaluate("axe.run().then(result => result.violations)")
