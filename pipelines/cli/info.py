@@ -26,8 +26,8 @@ def info(index: Path, as_json: bool) -> None:
     built the index. A column from the sources has its type and its number of values, including those of deleted rows.
     For an unfinished index, the output has the number of finished shards.
 
-    A bundle can search the index if it has the encoder fingerprint that is shown. 'edje-index model show' prints the
-    fingerprints of a bundle.
+    A bundle can search the index if it has the encoder fingerprint that is shown. 'edje-index model show' prints
+    this fingerprint and the fingerprint of the whole bundle.
 
     \b
     Examples:
