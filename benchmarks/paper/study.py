@@ -92,18 +92,24 @@ class Study:
     def index(self, bundle: Path, benchmark: str, *, full: bool = False) -> Path:
         """Return the index of the images of a benchmark: those of the test split, or of all splits if `full`."""
         captions = self.data.benchmark(benchmark)
-        images = self._image_list(captions, None if full else captions.split, benchmark)
+        return self._index_of(bundle, captions, None if full else captions.split, benchmark)
+
+    def _index_of(self, bundle: Path, captions: Captions, split: str | None, name: str) -> Path:
+        images = self._image_list(captions, split, name)
         command = ["build", images, "--model", bundle, "--out", f"{OUT}/images.edje", "--quiet"]
         return self.steps.command("build", *command).folder / "images.edje"
 
     def _trained(self, name: str, variant: Variant, captions: Captions, phase: Sequence[object]) -> Path:
         teacher = self._teacher(name, variant)
+        reduced = variant.adapter in ("strided", "clustered", "pruned")
         command: list[object] = ["train", *captions.files, "--images", captions.images, *phase]
         command += ["--model", self.data.tower(variant.tower), "--out", f"{OUT}/model", *self.data.budget.train]
         command += ["--teacher", teacher] if teacher else []
         settings = [f"architecture.adapter={variant.adapter}", f"architecture.tokens={variant.tokens}"]
         settings += [f"inputs.split={captions.split}"] if captions.split else []
         settings += [f"inputs.miner={self.data.tower(variant.miner)}"] if variant.miner else []
+        if teacher and reduced:  # the stored features of these adapters are not those that the teacher reads
+            settings.append(f"inputs.teacher_features={self._index_of(teacher, captions, captions.split, name)}")
         settings += variant.settings
         command += [word for setting in settings for word in ("--set", setting)]
         return self.steps.command(name, *command).folder / "model"
@@ -114,10 +120,11 @@ class Study:
         teacher = Variant(variant.tower, "local", language=variant.language, distilled=False)
         return self.pretrained(teacher) if phase == "pretrain" else self.finetuned(teacher)
 
-    def _image_list(self, captions: Captions, split: str | None, benchmark: str) -> Path:
-        path = self.steps.folder / "lists" / f"{benchmark}-{split or 'all'}.jsonl"
+    def _image_list(self, captions: Captions, split: str | None, name: str) -> Path:
+        path = self.steps.folder / "lists" / f"{name}-{split or 'all'}.jsonl"
         if not path.exists():
-            images = dict.fromkeys(str(item.path) for item in read_captions(captions.files[0], captions.images, split))
+            items = (item for file in captions.files for item in read_captions(file, captions.images, split))
+            images = dict.fromkeys(str(item.path) for item in items)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes_atomic(path, "".join(json.dumps({"path": image}) + "\n" for image in images).encode())
         return path

@@ -54,13 +54,13 @@ def small_data(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> P
 def full_data(tmp_path: Path) -> Path:
     """A folder with the layout of the paper's data, and one photo per data set."""
     folder = tmp_path / "data"
-    entry = {"filename": "0.jpg", "filepath": "val2014", "sentences": [{"raw": "a dog"}], "split": "test"}
+    entry = {"filename": "0.jpg", "filepath": "val2014", "sentences": [{"raw": "a dog"}]}
     for path in ("flickr30k/dataset_flickr30k.json", "coco/dataset_coco.json"):
         (folder / path).parent.mkdir(parents=True)
-        (folder / path).write_text(json.dumps({"images": [{**entry, "imgid": 0, "sentids": [0]}]}))
+        (folder / path).write_text(json.dumps({"images": [{**entry, "split": split} for split in ("train", "test")]}))
     (folder / "flickr30k" / "flickr30k-images").mkdir()
     (folder / "pretrain").mkdir()
-    (folder / "pretrain" / "cc3m.jsonl").touch()
+    (folder / "pretrain" / "cc3m.jsonl").write_text('{"image": "0.jpg", "captions": ["a dog"]}')
     for name in TOWERS:
         (folder / "towers" / name).mkdir(parents=True)
     for name in LANGUAGES:
