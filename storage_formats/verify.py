@@ -248,7 +248,8 @@ class _ShardCheck:
         # Numbers are compared first: a claimed number of rows must not become a list.
         if len(table) != len(self._rows) or table["row_id"].to_pylist() != list(self._rows):
             raise CorruptIndexError(
-                f"must hold the row ids {self._rows.start}..{self._rows.stop - 1} in ascending order"
+                f"the rows table does not hold the row ids {self._rows.start} to {self._rows.stop - 1} "
+                "in ascending order"
             )
         self.values = {column.name: len(table) - table[column.name].null_count for column in self._columns}
         statuses = table["status"].to_pylist()

@@ -65,7 +65,7 @@ def rerank_command(as_json: bool, **options: Any) -> None:
     from benchmarks.rerank import RerankBench, bench_rerank
 
     if options["index"] is None and options["score"] != BUNDLE_SCORE:
-        raise UsageError("--score needs --index: it sets the score of the query measured on that index")
+        raise UsageError("--score has an effect only with --index: give the index to search, or leave out --score")
     options["threads"] = options["threads"] or tuple(sorted({1, usable_cpus()}))
     report = bench_rerank(RerankBench(**{name: value for name, value in options.items() if value not in (None, ())}))
     lines = []

@@ -118,8 +118,8 @@ def _check_same(tower: State, expected: State, what: str, name: str) -> None:
         sizes = [weights[key].numel() if key in weights else 0 for weights in (tower, expected)]
         if sizes[0] != sizes[1]:
             raise ModelError(
-                f"the tower {what}.* in the checkpoint has another size than {name} ({key} has {sizes[0]} "
-                f"values instead of {sizes[1]}): give the tower that the checkpoint was trained with"
+                f"{name} is not the tower of the checkpoint: {what}.{key} has {sizes[0]} values in the checkpoint and "
+                f"{sizes[1]} in {name}; give the tower that the checkpoint was trained with"
             )
         tolerance = _ROUNDING.get(tower[key].dtype, 1e-5)
         ours = expected[key].float().flatten()

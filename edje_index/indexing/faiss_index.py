@@ -98,7 +98,8 @@ def build_ann(
 ) -> dict[str, Any]:
     """Build the FAISS index of the committed embeddings, and return its description for the manifest.
 
-    Inverted lists are searched in the number that reaches the requested recall against exact search.
+    Recall is measured against exact search. The description holds the number of inverted lists that a search must read
+    to reach the requested recall.
 
     Args:
         root: directory of the index.

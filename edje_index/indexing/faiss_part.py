@@ -134,7 +134,8 @@ def read_part(file: BinaryIO, entry: FileEntry, shape: FaissShape) -> FaissIndex
     crc = crc32c_stream(file)
     if crc != entry.crc32c:
         raise FaissFileError(
-            f"the FAISS file has the CRC-32C {crc:08x} instead of the {entry.crc32c:08x} in index.json"
+            f"the FAISS file is damaged or was replaced: its CRC-32C is {crc:08x}, "
+            f"but index.json has {entry.crc32c:08x}"
         )
     check_faiss_file(file, shape)
     file.seek(0)

@@ -96,7 +96,7 @@ class LateInteractionSearch:
             k: number of hits.
             embedding: embedding of the query [embed_dim]; the `pool` rows with the nearest embeddings are candidates.
             pool: number of candidates that `embedding` selects; not used with `row_ids`.
-            row_ids: row ids of the candidates [k]; pass `index.store.row_ids()` to score every row.
+            row_ids: row ids of the candidates, any number; pass `index.store.row_ids()` to score every row.
 
         Raises:
             UsageError: an argument has the wrong shape or value, or `embedding` and `row_ids` are both given or both

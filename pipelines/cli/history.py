@@ -71,10 +71,9 @@ def rollback(index: Path, snapshot: int, as_json: bool) -> None:
 )
 @json_option
 def gc(index: Path, keep: int | None, as_json: bool) -> None:
-    """Remove old snapshots of INDEX, stopped changes, and the files that no remaining snapshot needs.
+    """Remove the files of INDEX that no snapshot needs and, with --keep, old snapshots.
 
-    The command discards a stopped append or conversion, which then cannot be resumed. Without --keep, all snapshots
-    stay.
+    The command also discards an interrupted change, such as an append or a conversion, which then cannot be resumed.
 
     \b
     Examples:

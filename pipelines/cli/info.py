@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 def info(index: Path, as_json: bool) -> None:
     """Show what INDEX contains, or how far its build has come.
 
-    The output has the counts of inputs, the size, the precisions, the columns of the rows table, and the model that
-    built the index. A column from the sources has its type and its number of values, including those of deleted rows.
-    For an unfinished index, the output has the number of finished shards.
+    The output shows the counts of inputs, the size, the precisions, the columns of the rows table, and the model that
+    built the index. For a column that comes from the sources, it shows the type and the number of values; the values of
+    deleted rows count too. For an unfinished index, it shows the number of finished shards.
 
-    A bundle can search the index if it has the encoder fingerprint that is shown. 'edje-index model show' prints
-    this fingerprint and the fingerprint of the whole bundle.
+    Only a bundle with the encoder fingerprint shown here can search the index. 'edje-index model show' prints the
+    encoder fingerprint of a bundle and the fingerprint of the whole bundle.
 
     \b
     Examples:

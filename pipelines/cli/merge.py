@@ -21,9 +21,9 @@ def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> N
     """Copy several indexes of the same model into one new index.
 
     Every INDEX must have the same shard size and precisions. The model is not needed, because tokens and embeddings are
-    copied. Row ids of the first INDEX stay the same. Those of each further INDEX grow by a constant, which the command
-    prints. If an earlier INDEX has an image with the same content, the row is deleted in the new index. Every INDEX
-    stays as it is. The new index appears once it is complete.
+    copied. Row ids of the first INDEX stay the same. The row ids of each further INDEX grow by a constant, which the
+    command prints. If several indexes contain the same image, the new index keeps the row of the first of them and
+    marks the other rows as deleted. No INDEX is changed. The new index appears once it is complete.
 
     Run the same command again to resume a stopped merge.
 

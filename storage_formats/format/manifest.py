@@ -57,7 +57,7 @@ class Snapshot:
         change: the change that made the snapshot: `kind`, `created` and further members; empty for a build.
         next_shard: first shard number that neither this snapshot nor an earlier one has used; 0 means the number of
             shards of the index.
-        deleted: entry of the file of tombstones; None if no row is deleted.
+        deleted: name, size and checksum of the file of tombstones; None if no row is deleted.
         deleted_rows: number of deleted rows.
     """
 
@@ -104,7 +104,7 @@ class RowMap:
 
     Attributes:
         file: file entry of the map.
-        first_row: first row id that the compaction gave out. The map translates the row ids before it.
+        first_row: lowest row id of the new rows. The map translates the lower row ids.
     """
 
     file: FileEntry

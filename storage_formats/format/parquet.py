@@ -124,7 +124,9 @@ def _check_texts(table: pa.Table, length: int) -> None:
     lengths = [pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in chunks]
     total = sum(pc.sum(each).as_py() or 0 for each in lengths)
     if total > max(_MIN_TEXT_BYTES, _MAX_TEXT_EXPANSION * length):
-        raise ValueError(f"the Parquet file claims {total} bytes of text, too many for a file of {length} bytes")
+        raise ValueError(
+            f"the Parquet file is damaged: its texts would take {total} bytes in memory, but it has only {length} bytes"
+        )
 
 
 def _check_size(metadata: pq.FileMetaData, length: int) -> None:
@@ -136,5 +138,6 @@ def _check_size(metadata: pq.FileMetaData, length: int) -> None:
     values = max((group.column(index).num_values for group in groups for index in range(group.num_columns)), default=0)
     if max(rows, values) > _MAX_ROWS_PER_BYTE * length or decoded > _MAX_EXPANSION * length:
         raise ValueError(
-            f"the Parquet file claims {rows} rows of {decoded} bytes in total, too many for a file of {length} bytes"
+            f"the Parquet file is damaged: it declares {rows} rows, which would take {decoded} bytes in memory, "
+            f"but it has only {length} bytes"
         )

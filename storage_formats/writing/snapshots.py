@@ -114,7 +114,7 @@ def commit_deletion(index: CommittedIndex, deletion: Deletion) -> Manifest:
 
 
 def with_deleted_rows(index: CommittedIndex, changed: Manifest, row_ids: RowIds) -> Manifest:
-    """Write tombstones of the deleted rows of `index` and of `row_ids`, and return `changed` with these tombstones.
+    """Delete `row_ids`: write tombstones of these rows and of the deleted rows of `index`. Return `changed` with them.
 
     Args:
         index: the index before the change.

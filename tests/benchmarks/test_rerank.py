@@ -72,4 +72,4 @@ def test_an_index_without_neighbours_has_no_query_to_measure(model, index, capsy
 
 def test_a_score_without_a_query_is_refused(model, capsys):
     assert main(["bench", "rerank", "--model", str(model), "--score", "logit"]) == 2
-    assert "--score needs --index" in capsys.readouterr().err
+    assert "--score has an effect only with --index" in capsys.readouterr().err

@@ -116,12 +116,12 @@ class Features:
 
 @dataclass(frozen=True)
 class TeacherSource:
-    """Inputs of the teacher of a distillation.
+    """What the teacher of a distillation reads.
 
     Attributes:
-        features: tokens of the teacher, or features for the teacher's adapter.
-        rows: row of each of the n training images in `features`, int64 [n].
-        tokens: image tokens per input row of the teacher's joint encoder.
+        features: stored tokens of the teacher, or patch features from which the teacher's adapter makes tokens.
+        rows: row in `features` of each of the n training images, int64 [n].
+        tokens: number of tokens per image that the teacher's joint encoder reads.
     """
 
     features: Features

@@ -1,9 +1,9 @@
 """Fits the weights of the final score by maximum likelihood, to captions and images that were not trained on.
 
 The fit maximises the softmax probability of the relevant candidates of each query. A candidate is relevant if its image
-and caption belong together. Maximising recall directly overfits a small dev set (docs/lab/score.md). The weights of the
-embedding similarity, the pooled similarity and the hubness correction are fitted together, because the correction
-depends on the other two.
+and caption belong together. Maximising recall directly overfits a small dev set (docs/lab/score.md). Three
+weights are fitted together: those of the embedding similarity, of the pooled similarity and of the hubness correction,
+because the hubness correction depends on both similarities.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def _towers(origin: Origin) -> ModelBundle:
     if origin.model is not None:
         return ModelBundle.load(origin.model)
     if origin.vision is None or not (origin.language or origin.init):
-        raise ModelError("the towers are missing: set model, or set vision and one of language and init")
+        raise ModelError("no towers are given: set 'model', or set 'vision' together with 'language' or 'init'")
     clip, config = load_clip(origin.vision, None)
     folder = Path(origin.vision.removeprefix(LOCAL_DIR)) if origin.vision.startswith(LOCAL_DIR) else None
     vision = vision_tower(clip.visual)  # type: ignore[arg-type]
