@@ -98,7 +98,7 @@ def test_the_file_of_another_index_is_refused(own_root, tmp_path):
     spare = np.fromfile(other / "ann" / "index.faiss", dtype=np.uint8)
     path = own_root / "ann" / "index.faiss"
     spare[: path.stat().st_size].tofile(path)
-    with pytest.raises(CorruptIndexError, match="the FAISS file has the CRC-32C"):
+    with pytest.raises(CorruptIndexError, match="the FAISS file is damaged or was replaced: its CRC-32C"):
         AnnIndex.open(own_root)
 
 
