@@ -236,6 +236,7 @@ def delete_rows(
     *,
     uri: str | None = None,
     where: str | None = None,
+    erase: bool = False,
     dry_run: bool = False,
 ) -> DeleteResult:
     """Delete rows of an index, as `edje-index delete` does. The other rows keep their ids.
@@ -245,6 +246,8 @@ def delete_rows(
         rows: ids of the rows to delete.
         uri: a shell pattern such as "*.jpg"; rows whose uri matches the pattern are deleted too.
         where: a filter such as "licence is null"; rows that pass it are deleted too. See `edje_index.search.where`.
+        erase: overwrite the data of the rows and of their duplicates, also of rows that were deleted before, and remove
+            all earlier snapshots. The same call finishes an erasure that was stopped.
         dry_run: return the result without changing the index.
 
     Raises:
@@ -258,9 +261,10 @@ def delete_rows(
         >>> result.deleted, result.left, result.snapshot
         ((1, 3), 4, 1)
     """
+    from pipelines.jobs.erase import run_erase
     from pipelines.jobs.snapshots import run_delete
 
-    return run_delete(Path(index), rows, uri, where=where, dry_run=dry_run)
+    return (run_erase if erase else run_delete)(Path(index), rows, uri, where=where, dry_run=dry_run)
 
 
 @name_missing_extra("search")

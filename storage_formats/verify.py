@@ -14,20 +14,20 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_formats.codecs import Codec, codec, fill_record
+from storage_formats.codecs import Codec, Records, codec, fill_record
 from storage_formats.errors import CorruptIndexError, EdjeError
 from storage_formats.format.checksum import crc32c_rows, crc32c_stream, read_checksums
 from storage_formats.format.index_files import open_index_file, read_index_file
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
 from storage_formats.format.manifest import CommittedIndex, Counts, Manifest
 from storage_formats.format.row_map import check_row_map
-from storage_formats.format.rows import DUPLICATE, INDEXED, failures_by_reason, read_shard_rows
+from storage_formats.format.rows import DUPLICATE, ERASED, INDEXED, failures_by_reason, read_shard_rows
 from storage_formats.format.shard_table import FileEntry, read_shard_tables
 from storage_formats.format.tombstones import read_tombstones
 from storage_formats.format.zarr_metadata import zarr_documents
 from storage_formats.reading.embeddings import read_shard_embeddings
 from storage_formats.writing.snapshots import kept_snapshots, named_files
-from storage_formats.writing.token_shard import shard_index_bytes
+from storage_formats.writing.token_shard import erased_record, shard_index_bytes
 
 _MAX_ZARR_BYTES = 1 << 20
 _PIECE_BYTES = 8 << 20
@@ -83,7 +83,7 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
         shard_files = read_shard_tables(root, manifest.shard_tables)
     except (CorruptIndexError, OSError) as error:
         return [Problem("index.json", "manifest", str(error))]
-    problems = list(_check_metadata(layout, manifest.spec))
+    problems = [*_check_erasure(layout), *_check_metadata(layout, manifest.spec)]
     by_shard = _files_by_shard(shard_files)
     totals, values = Counts(0, 0, 0), Counter[str]()
     shards = list(manifest.spec.shard_numbers())
@@ -111,6 +111,12 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
     if problems and read_index_file(root, layout.manifest) != manifest_bytes:
         return [Problem("index.json", "changed", "changed while the index was verified; verify the index again")]
     return problems
+
+
+def _check_erasure(layout: Layout) -> Iterator[Problem]:
+    if layout.erasure.exists():
+        message = "is an erasure that has not finished; erase the same rows again to finish it"
+        yield Problem(layout.relative(layout.erasure), "erasure", message)
 
 
 def _files_by_shard(shard_files: list[tuple[int, FileEntry]]) -> dict[int, dict[str, FileEntry]]:
@@ -194,6 +200,7 @@ class _ShardCheck:
         self._shard = shard
         self._files = files
         self._rows = spec.shard_rows(shard)
+        self._is_erased = np.zeros(len(self._rows), dtype=np.bool_)
         self.counts = Counts(0, 0, 0)
         self.values: dict[str, int] = {}
 
@@ -253,6 +260,7 @@ class _ShardCheck:
             )
         self.values = {column.name: len(table) - table[column.name].null_count for column in self._columns}
         statuses = table["status"].to_pylist()
+        self._is_erased = np.array([reason == ERASED for reason in table["reason"].to_pylist()])
         self.counts = Counts(
             inputs=len(self._rows),
             indexed=statuses.count(INDEXED),
@@ -303,9 +311,14 @@ class _ShardCheck:
                 yield self._problem(path, "block-checksum", f"holds a damaged block for row {row_id}")
             present = np.ones(count, dtype=np.bool_) if indexed is None else indexed[first : first + count]
             for position in np.flatnonzero(~present):
-                if (records[position] != fill_record(token_codec)[0]).any():
+                if not self._is_hole(token_codec, first + int(position), records[position]):
                     row_id = self._rows.start + first + position
                     yield self._problem(path, "hole", f"holds data for row {row_id}, which is a hole")
+
+    def _is_hole(self, token_codec: Codec, position: int, record: Records) -> bool:
+        if (record == fill_record(token_codec)[0]).all():
+            return True
+        return bool(self._is_erased[position]) and bool((record == erased_record(token_codec, position)).all())
 
     def _check_embeddings(self, indexed: NDArray[np.bool_]) -> Iterator[Problem]:
         path = self._layout.embedding_shard(self._shard)

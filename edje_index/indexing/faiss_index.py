@@ -205,8 +205,37 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str
     return {**ann, "vectors": ann["vectors"] + file["vectors"], "files": [*files, file]}
 
 
+def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> dict[str, Any]:
+    """Write each FAISS file that holds one of `row_ids` anew without these rows.
+
+    Trained centroids stay as they are, also if the rows were among the training vectors.
+
+    Returns:
+        The description of all FAISS files for the manifest.
+
+    Raises:
+        CorruptIndexError: a FAISS file is missing or damaged.
+        OSError: a file cannot be written.
+    """
+    layout, ann = Layout(index.root), index.manifest.ann
+    files = []
+    for file in ({"vectors": ann["vectors"], **file} for file in ann.get("files", [])):
+        part = _open_part(index.root, index.manifest.spec, file)
+        if part.remove_ids(np.array(row_ids, dtype=np.int64)):
+            file = {**file, **_commit_part(layout, part, None)}
+        files.append(file)
+    return {**ann, "vectors": sum(file["vectors"] for file in files), "files": files} if files else ann
+
+
 def _write(layout: Layout, index: FaissIndex, embeddings: IndexedEmbeddings, path: Path | None) -> dict[str, Any]:
     """Write a FAISS index, and return the entry of this file in the manifest."""
+    entry = _commit_part(layout, index, path)
+    similarity = centroid_similarity(index, held_out(embeddings, _DRIFT_ROWS)[1])
+    return entry if similarity is None else {**entry, "similarity": round(similarity, 4)}
+
+
+def _commit_part(layout: Layout, index: FaissIndex, path: Path | None) -> dict[str, Any]:
+    """Write `index` to `path`, or to a file that is named after its checksum. Return its entry in the manifest."""
     layout.ann.mkdir(parents=True, exist_ok=True)
     temporary = layout.ann / "index.faiss.partial"
     temporary.unlink(missing_ok=True)  # it may be a link
@@ -216,9 +245,7 @@ def _write(layout: Layout, index: FaissIndex, embeddings: IndexedEmbeddings, pat
         path = layout.ann_part(crc32c_file(temporary)[1])
     temporary.replace(path)
     fsync_paths([layout.ann])
-    entry = {**FileEntry.of(layout, path).to_json(), "vectors": int(index.ntotal)}
-    similarity = centroid_similarity(index, held_out(embeddings, _DRIFT_ROWS)[1])
-    return entry if similarity is None else {**entry, "similarity": round(similarity, 4)}
+    return {**FileEntry.of(layout, path).to_json(), "vectors": int(index.ntotal)}
 
 
 class AnnIndex:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,31 +20,37 @@ _SHOWN = 10
 @click.option("--rows", "rows", type=int, multiple=True, metavar="N", help="Row id to delete; repeatable.")
 @click.option("--uri", metavar="GLOB", help="Delete the rows whose URI matches this pattern; * also matches slashes.")
 @where_option
+@click.option("--erase", is_flag=True, help="Overwrite the data of the rows, and remove all earlier snapshots.")
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted and change nothing.")
 @json_option
-def delete(
-    index: Path, rows: tuple[int, ...], uri: str | None, where: str | None, dry_run: bool, as_json: bool
-) -> None:
+def delete(index: Path, erase: bool, as_json: bool, **options: Any) -> None:
     """Delete rows of INDEX.
 
     Deleted rows are no longer searched, fetched or evaluated. The other rows keep their ids. The data of deleted rows
     stays on disk, so that 'rollback' can bring the rows back.
+
+    --erase overwrites tokens, checksums, embeddings, search vectors, names and metadata of the rows and of their
+    duplicates, also of rows that were deleted before. It removes all earlier snapshots, so that no 'rollback' can undo
+    it. Run the command again to finish an erasure that was stopped.
 
     \b
     Examples:
       edje-index delete photos.edje --rows 17 --rows 201
       edje-index delete photos.edje --uri '*/2019/*.jpg' --dry-run
       edje-index delete photos.edje --where "licence is null or width < 100" --dry-run
+      edje-index delete photos.edje --uri '*/jane-doe/*' --erase
     """
+    from pipelines.jobs.erase import run_erase
     from pipelines.jobs.snapshots import run_delete
 
-    result = run_delete(index, rows, uri, where=where, dry_run=dry_run)
+    result = (run_erase if erase else run_delete)(index, **options)
     if as_json:
         print_json(asdict(result))
         return
     named = ", ".join(map(str, result.deleted[:_SHOWN]))
     more = f" and {len(result.deleted) - _SHOWN:,} more" if len(result.deleted) > _SHOWN else ""
     what = f" ({named}{more})" if named else ""
-    verb = "would be deleted" if dry_run else "deleted"
+    verb = "would be deleted" if result.dry_run else "deleted"
     before = f", {result.already_deleted:,} were deleted before" if result.already_deleted else ""
-    print_line(f"{index}: {counted(len(result.deleted), 'row')} {verb}{what}{before}; {result.left:,} left")
+    erased = f", {result.erased:,} {'would be erased' if result.dry_run else 'erased'}" if erase else ""
+    print_line(f"{index}: {counted(len(result.deleted), 'row')} {verb}{what}{before}{erased}; {result.left:,} left")

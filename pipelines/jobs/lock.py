@@ -15,11 +15,16 @@ from storage_formats.format.layout import Layout
 
 
 @contextlib.contextmanager
-def locked_index(root: Path) -> Iterator[None]:
+def locked_index(root: Path, *, erasing: bool = False) -> Iterator[None]:
     """Hold the lock `build/lock` of the index at `root` inside the context.
 
+    Args:
+        root: directory of the index.
+        erasing: whether the caller finishes an erasure that was stopped.
+
     Raises:
-        EdjeError: another process holds the lock; the message names that process.
+        EdjeError: another process holds the lock; the message names that process. Also raised if an erasure was
+            stopped and `erasing` is False.
     """
     layout = Layout(root)
     root_is_new = not root.exists()
@@ -28,6 +33,8 @@ def locked_index(root: Path) -> Iterator[None]:
         with naming(layout.lock):
             os.ftruncate(fd, 0)
             os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())
+        if layout.erasure.exists() and not erasing:
+            raise EdjeError(f"an erasure of rows of {root} has not finished; erase the same rows again to finish it")
         yield
     finally:
         _remove_lock_file(layout, fd)

@@ -30,6 +30,7 @@ class DeleteResult:
         left: number of rows that are not deleted after this deletion. With `dry_run`, after the deletion on trial.
         snapshot: number of the current snapshot.
         dry_run: True if the deletion was only tried and nothing was changed.
+        erased: number of rows whose data was overwritten.
 
     Example:
         >>> from pipelines import delete_rows
@@ -43,6 +44,7 @@ class DeleteResult:
     left: int
     snapshot: int
     dry_run: bool
+    erased: int = 0
 
 
 def run_delete(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from storage_formats.format.manifest import CommittedIndex
 
 _COLUMNS = ("row_id", "uri", "uri_raw", "content_hash", "status", "reason", "duplicate_of", "encode_seconds")
-_CHANGED_DURING_BUILD = "changed-since-plan"  # the row's hash is of a content that was never encoded
+_CAN_WORK_NOW = frozenset({"changed-since-plan", "original-deleted"})  # these rows failed with a sound content
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class StoredRow:
         """Whether an update leaves the row as it is if the input `ref` has the same name."""
         if ref.content_hash is None or self.content_hash is None:
             return self.failed_for is not None and self.failed_for == ref.problem
-        return self.content_hash == bytes.fromhex(ref.content_hash) and self.failed_for != _CHANGED_DURING_BUILD
+        return self.content_hash == bytes.fromhex(ref.content_hash) and self.failed_for not in _CAN_WORK_NOW
 
 
 class StoredRows:

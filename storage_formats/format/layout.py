@@ -186,6 +186,10 @@ class Layout:
         return self.build / "copy.json"
 
     @property
+    def erasure(self) -> Path:
+        return self.build / "erase.json"
+
+    @property
     def lock(self) -> Path:
         return self.build / "lock"
 

@@ -27,6 +27,8 @@ from storage_formats.row_ids import RowIds, check_row_ids
 INDEXED = "indexed"
 DUPLICATE = "duplicate"
 FAILED = "failed"
+ERASED = "erased"
+"""The reason of a failed row whose data was erased (SPEC.md section 12)."""
 
 ROW_SCHEMA = pa.schema(
     [
@@ -169,12 +171,28 @@ def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> It
     Raises:
         CorruptIndexError: a file is missing, is not a rows table, or differs from the committed file.
     """
-    spec = index.manifest.spec
-    names = None if columns is None else list(columns)
-    for shard, committed in _rows_files(index, spec.shard_numbers()).items():
-        table = read_shard_rows(Layout(index.root), shard, names, committed, index.manifest.columns)
-        is_deleted = index.deleted.contain(np.array(spec.shard_rows(shard)))
+    tables = iter_stored_rows(index, columns)
+    for shard, table in zip(index.manifest.spec.shard_numbers(), tables, strict=True):
+        is_deleted = index.deleted.contain(np.array(index.manifest.spec.shard_rows(shard)))
         yield table.filter(pa.array(~is_deleted)) if is_deleted.any() else table
+
+
+def iter_stored_rows(
+    index: CommittedIndex, columns: Sequence[str] | None = None, shards: Iterable[int] | None = None
+) -> Iterator[pa.Table]:
+    """Yield one table per shard with all rows, also deleted ones.
+
+    Args:
+        index: an open index.
+        columns: names of the columns to read. None reads all columns.
+        shards: numbers of the shards to read. None reads all shards.
+
+    Raises:
+        CorruptIndexError: see `iter_rows`.
+    """
+    names = None if columns is None else list(columns)
+    for shard, committed in _rows_files(index, shards or index.manifest.spec.shard_numbers()).items():
+        yield read_shard_rows(Layout(index.root), shard, names, committed, index.manifest.columns)
 
 
 def read_all_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> pa.Table:

@@ -13,6 +13,8 @@ from storage_formats.format.layout import PAGE_BYTES
 
 _AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
 
 
 def system_call(number: int, *arguments: int) -> int:
@@ -22,6 +24,15 @@ def system_call(number: int, *arguments: int) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return int(result)
+
+
+def punch_hole(fd: int, offset: int, length: int) -> bool:
+    """Free the disk blocks of a range of a file, which then reads as zeros. Returns False if this is not supported."""
+    fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
+    if fallocate is None:
+        return False
+    mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+    return not fallocate(fd, mode, ctypes.c_long(offset), ctypes.c_long(length))
 
 
 def sector_bytes(path: Path) -> int:

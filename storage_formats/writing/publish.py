@@ -112,11 +112,11 @@ def finish_index(
 
 
 def remove_build(layout: Layout) -> None:
-    """Remove `build/` except for the lock file, which belongs to the caller or to a later process."""
+    """Remove `build/` except for the lock file and an erasure, which belong to the caller or to a later process."""
     # `plan.json` is removed last. If files stay behind, it shows that they come from a build (`has_build_leftovers`).
     if not layout.build.is_dir():
         return
-    kept = {layout.lock, layout.plan}
+    kept = {layout.lock, layout.plan, layout.erasure}
     for path in set(layout.build.iterdir()) - kept:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

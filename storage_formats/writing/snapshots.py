@@ -85,12 +85,17 @@ class Deletion:
     """The rows that a deletion has to mark as deleted.
 
     Attributes:
+        row_ids: all requested row ids, ascending.
         new: row ids that are not deleted yet, ascending.
-        already_deleted: number of requested rows that earlier deletions marked.
     """
 
+    row_ids: tuple[int, ...]
     new: tuple[int, ...]
-    already_deleted: int
+
+    @property
+    def already_deleted(self) -> int:
+        """Number of requested rows that earlier deletions marked."""
+        return len(self.row_ids) - len(self.new)
 
 
 def plan_deletion(index: CommittedIndex, row_ids: RowIds) -> Deletion:
@@ -104,7 +109,7 @@ def plan_deletion(index: CommittedIndex, row_ids: RowIds) -> Deletion:
     if len(unused := ids[~rows_in_use(ids, index.manifest.spec)]):
         raise RowIdError(f"row id {unused[0]} belongs to no input; leave this row id out")
     is_deleted = index.deleted.contain(ids)
-    return Deletion(tuple(ids[~is_deleted].tolist()), int(is_deleted.sum()))
+    return Deletion(tuple(ids.tolist()), tuple(ids[~is_deleted].tolist()))
 
 
 def commit_deletion(index: CommittedIndex, deletion: Deletion) -> Manifest:

@@ -1,0 +1,96 @@
+"""The job that erases rows: it deletes them, and overwrites their data in every file of the index."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.jobs.lock import locked_index
+from pipelines.jobs.snapshots import DeleteResult
+
+if TYPE_CHECKING:
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.writing.erase import Erasure
+
+
+def run_erase(
+    root: Path, rows: Sequence[int], uri: str | None, *, where: str | None = None, dry_run: bool = False
+) -> DeleteResult:
+    """Delete and erase the rows that `run_delete` would delete, and the duplicates of these rows.
+
+    Rows that were deleted before are erased too, if `rows` or `uri` names them. An erasure that was stopped is finished
+    first, also if no rows are named. All earlier snapshots are removed, because they would show the rows.
+
+    Raises:
+        UsageError: there is no index at `root`, or `where` is invalid.
+        RowIdError: a row id is out of range or belongs to no input.
+        CorruptIndexError: a file with the rows is missing or damaged.
+        MissingExtraError: the index has a nearest-neighbour index and FAISS is not installed.
+        EdjeError: another process is changing the index.
+        OSError: the index cannot be written.
+    """
+    from edje_index.indexing.faiss_part import check_faiss
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.writing.erase import plan_erasure, read_erasure, store_erasure
+    from storage_formats.writing.snapshots import plan_deletion
+
+    if CommittedIndex.open(root).manifest.ann.get("files"):
+        check_faiss()
+    with locked_index(root, erasing=True):
+        index = CommittedIndex.open(root)
+        stopped = read_erasure(index)
+        if stopped is not None and not dry_run:
+            index = _finish(index, stopped)
+        deletion = plan_deletion(index, _requested(index, rows, uri, where))
+        erasure = plan_erasure(index, deletion.row_ids)
+        left = index.manifest.counts.inputs - index.manifest.snapshot.deleted_rows - len(deletion.new)
+        if erasure is not None and not dry_run:
+            store_erasure(index, erasure)
+            index = _finish(index, erasure)
+        return DeleteResult(
+            deleted=deletion.new,
+            already_deleted=deletion.already_deleted,
+            left=left,
+            snapshot=index.manifest.snapshot.number,
+            dry_run=dry_run,
+            erased=sum(len(each.rows) for each in (stopped, erasure) if each is not None),
+        )
+
+
+def _requested(index: CommittedIndex, rows: Sequence[int], uri: str | None, where: str | None) -> NDArray[np.int64]:
+    from edje_index.search.row_filters import RowFilters
+    from storage_formats.writing.erase import duplicates_of
+
+    matching = [] if uri is None else _stored_rows_of_uris(index, uri)
+    passing = [] if where is None else RowFilters(index).row_ids(where).tolist()
+    requested = [*rows, *matching, *passing]
+    return np.array([*requested, *duplicates_of(index, requested)], dtype=np.int64)
+
+
+def _finish(index: CommittedIndex, erasure: Erasure) -> CommittedIndex:
+    """Delete the rows of an erasure that is stored, remove earlier snapshots, and overwrite the data of the rows."""
+    from edje_index.indexing.faiss_index import ann_without_rows
+    from storage_formats.format.manifest import CommittedIndex
+    from storage_formats.writing.erase import erase_rows
+    from storage_formats.writing.snapshots import commit_deletion, plan_deletion, remove_snapshots
+
+    deletion = plan_deletion(index, np.array(erasure.rows, dtype=np.int64))
+    if deletion.new:
+        index = CommittedIndex(index.root, commit_deletion(index, deletion))
+    remove_snapshots(index, keep=1)
+    return CommittedIndex(index.root, erase_rows(index, erasure, ann_without_rows(index, erasure.rows)))
+
+
+def _stored_rows_of_uris(index: CommittedIndex, pattern: str) -> list[int]:
+    """Return the row ids of the inputs whose uri matches a shell pattern. This includes deleted rows."""
+    from storage_formats.format.rows import ERASED, iter_stored_rows
+
+    matches = re.compile(fnmatch.translate(pattern)).match
+    rows = (row for table in iter_stored_rows(index, ["row_id", "uri", "reason"]) for row in table.to_pylist())
+    return [row["row_id"] for row in rows if row["reason"] != ERASED and matches(row["uri"])]

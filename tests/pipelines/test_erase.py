@@ -1,0 +1,202 @@
+"""An erasure leaves no bytes of the rows behind, and can be stopped at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from edje_index.indexing.faiss_index import AnnIndex
+from pipelines.jobs.build import run_build
+from pipelines.jobs.erase import run_erase
+from pipelines.jobs.snapshots import history, run_delete, run_rollback
+from storage_formats import (
+    CorruptIndexError,
+    DeletedRowError,
+    EdjeError,
+    Manifest,
+    TokenStore,
+    UsageError,
+    codec,
+    read_rows,
+    verify_index,
+)
+from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.reading.embeddings import read_embeddings
+from tests.conftest import same_bits, write_random_index
+
+PRECISIONS = ("bf16", "fp8", "sign1")
+
+
+def data_of(root: Path, row: int) -> list[bytes]:
+    """The bytes that the index stores for a row, apart from the compressed rows table."""
+    manifest = Manifest.load(root)
+    parts = [read_embeddings(root, manifest.spec, [row]).tobytes()]
+    shard, position = divmod(row, manifest.spec.shard_size)
+    for name in manifest.spec.precisions:
+        entry = codec(name, manifest.spec.block_shape)
+        data = Layout(root).token_shard(name, shard, len(entry.record_shape)).read_bytes()
+        parts.append(data[position * entry.record_bytes : (position + 1) * entry.record_bytes])
+    return parts
+
+
+def texts_of(root: Path) -> set[str]:
+    """All texts in Parquet files of an index."""
+    tables = [pq.read_table(path) for path in sorted(root.rglob("*.parquet"))]
+    return {str(value) for table in tables for column in table.columns for value in column.to_pylist()}
+
+
+def count_in_files(root: Path, data: bytes) -> int:
+    return sum(path.read_bytes().count(data) for path in sorted(root.rglob("*")) if path.is_file())
+
+
+@pytest.fixture
+def built(config: Callable[..., Any]) -> Path:
+    """An index of ten photos in three shards and three precisions; row 3 duplicates row 1, and row 7 failed."""
+    run_build(config(dedupe=True, precisions=PRECISIONS), lambda event: None)
+    return Path(config().out)
+
+
+def test_no_byte_of_an_erased_row_is_left(built):
+    kept = [row for row in range(10) if row not in (1, 3, 4)]
+    lines = {row["row_id"]: row for row in read_rows(built).to_pylist()}
+    parts = [part for row in (1, 4) for part in data_of(built, row)]
+    assert [count_in_files(built, part) for part in parts] == [2, 1, 1, 1] * 2  # embeddings are in FAISS, too
+    blocks = TokenStore.open(built).fetch(kept)
+    result = run_erase(built, [4], "*/01.jpg")
+    assert (result.deleted, result.erased, result.left, result.snapshot) == ((1, 3, 4), 3, 7, 1)
+    assert verify_index(built) == []
+    assert [count_in_files(built, part) for part in parts] == [0] * 8
+    personal = {lines[row][name] for row in (1, 3, 4) for name in ("uri", "content_hash")}
+    assert not texts_of(built) & personal
+    assert sum(count_in_files(built, text.encode()) for text in personal) == 0
+    assert Manifest.load(built).counts.failed == {"erased": 3, "not-an-image": 1}
+    with TokenStore.open(built) as store:
+        assert same_bits(store.fetch(kept), blocks)
+        with pytest.raises(DeletedRowError):
+            store.fetch([4])
+    assert [row["uri"] for row in read_rows(built).to_pylist()] == [lines[row]["uri"] for row in kept]
+    vector = read_embeddings(built, Manifest.load(built).spec, [5])[0]
+    assert set(AnnIndex.open(built).nearest(vector, 10)[0].tolist()) == {0, 2, 5, 6, 8, 9}
+
+
+def test_no_snapshot_brings_erased_rows_back(built):
+    run_delete(built, [0], None)
+    run_erase(built, [0], None)
+    assert [(entry.snapshot, entry.deleted) for entry in history(built)] == [(1, 1)]
+    with pytest.raises(UsageError, match="has no snapshot 0"):
+        run_rollback(built, 0)
+    run_delete(built, [2], None)
+    assert run_erase(built, [0], None).erased == 0  # nothing is left to erase, so the history stays
+    run_rollback(built, 1)
+    assert 0 not in read_rows(built)["row_id"].to_pylist()
+    assert verify_index(built) == []
+
+
+def test_a_dry_run_changes_nothing(built):
+    before = {path: path.read_bytes() for path in built.rglob("*") if path.is_file()}
+    result = run_erase(built, [0], None, dry_run=True)
+    assert (result.deleted, result.erased, result.left, result.dry_run) == ((0,), 1, 9, True)
+    assert {path: path.read_bytes() for path in built.rglob("*") if path.is_file()} == before
+
+
+def test_an_index_that_shares_files_by_hard_links_stays(built, tmp_path):
+    shutil.copytree(built, tmp_path / "linked", copy_function=os.link)
+    parts = data_of(built, 5)
+    run_erase(built, [5], None)
+    assert [count_in_files(built, part) for part in parts] == [0] * 4
+    assert verify_index(tmp_path / "linked") == []
+    assert data_of(tmp_path / "linked", 5) == parts
+
+
+def test_precisions_are_added_after_an_erasure(built):
+    from pipelines import quantize_index
+
+    run_erase(built, [0, 5], None)
+    quantize_index(built, ["int8"], drop=["fp8"])
+    assert verify_index(built) == []
+
+
+def test_the_command(built, run):
+    code, output, _ = run("delete", built, "--rows", 1, "--erase", "--json")
+    assert (code, json.loads(output)["erased"]) == (0, 2)
+    assert "0 rows deleted, 1 were deleted before, 0 erased; 8 left" in run("delete", built, "--rows", 1, "--erase")[1]
+    assert run("delete", built, "--erase")[0] == 0
+
+
+def random_index(root: Path) -> np.ndarray:
+    spec = IndexSpec(rows=10, shard_size=4, block_shape=(64, 384), embed_dim=8, precisions=("bf16", "nvfp4"))
+    return write_random_index(root, spec, failed=frozenset({2}))
+
+
+def test_disk_blocks_are_freed(tmp_path):
+    random_index(tmp_path / "index")
+    paths = [tmp_path / "index/tokens/bf16/c.1.0.0", tmp_path / "index/tokens/nvfp4/c.1.0"]
+    before = [path.stat().st_blocks for path in paths]
+    lengths = [path.stat().st_size for path in paths]
+    run_erase(tmp_path / "index", [5, 6], None)
+    freed = [blocks - path.stat().st_blocks for blocks, path in zip(before, paths, strict=True)]
+    assert freed == [2 * 11 * 8, (2 + 3) * 8]  # all whole pages but the first of each record, in units of 512 bytes
+    assert [path.stat().st_size for path in paths] == lengths
+
+
+def fail_and_finish(folder: Path, allowed: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Erase two rows while only `allowed` flushes succeed, and then finish. Returns False if no flush failed."""
+    blocks = random_index(folder)
+    kept = [row for row in range(10) if row not in (0, 5)]
+    parts = data_of(folder, 0) + data_of(folder, 5)
+    fsync, calls = os.fsync, iter(range(allowed))
+
+    def failing(fd: int) -> None:
+        if next(calls, None) is None:
+            raise OSError(5, "input/output error")
+        fsync(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        with contextlib.suppress(OSError):
+            run_erase(folder, [0, 5], None)
+            return False
+    check_stopped(folder, kept, blocks)
+    assert run_erase(folder, [0, 5], None).left == 8
+    assert verify_index(folder) == []
+    assert [count_in_files(folder, part) for part in parts] == [0] * len(parts)
+    with TokenStore.open(folder) as store:
+        assert same_bits(store.fetch(kept), blocks[kept])
+    return True
+
+
+@pytest.mark.parametrize("allowed", [2, 17, 30])
+def test_an_erasure_that_fails_can_be_finished(tmp_path, monkeypatch, allowed):
+    assert fail_and_finish(tmp_path / "index", allowed, monkeypatch)
+
+
+@pytest.mark.slow
+def test_an_erasure_that_fails_anywhere_can_be_finished(tmp_path, monkeypatch):
+    failed = [fail_and_finish(tmp_path / str(allowed), allowed, monkeypatch) for allowed in range(100)]
+    assert 30 < failed.index(False) < 99
+    assert not any(failed[failed.index(False) :])
+
+
+def check_stopped(root: Path, kept: list[int], blocks: np.ndarray) -> None:
+    """Check that an erasure which stopped is known, and that no row is returned with wrong data."""
+    if not Layout(root).erasure.exists():
+        assert {problem.code for problem in verify_index(root)} <= {"stray-file"}  # of a commit that failed
+        return
+    assert verify_index(root)[0].code == "erasure"
+    with pytest.raises(EdjeError, match=r"an erasure of rows of .* has not finished"):
+        run_delete(root, [1], None)
+    with TokenStore.open(root) as store:
+        if Manifest.load(root).snapshot.number:  # otherwise no byte has changed yet
+            with pytest.raises(DeletedRowError):
+                store.fetch([5])
+        with contextlib.suppress(CorruptIndexError):  # the checksums of a shard were moved before `index.json`
+            assert same_bits(store.fetch(kept), blocks[kept])
