@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         merge_indexes,
         quantize_index,
         repair_index,
+        retry_failed,
         train,
         update_index,
     )
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.merge import MergeResult
     from pipelines.jobs.quantize import QuantizeResult
     from pipelines.jobs.repair import RepairResult
+    from pipelines.jobs.retry_failed import RetryResult
     from pipelines.jobs.snapshots import DeleteResult
     from pipelines.jobs.training.result import TrainResult
     from pipelines.jobs.update import UpdateResult
@@ -40,6 +42,7 @@ _MODULES = {
     "MergeResult": "pipelines.jobs.merge",
     "QuantizeResult": "pipelines.jobs.quantize",
     "RepairResult": "pipelines.jobs.repair",
+    "RetryResult": "pipelines.jobs.retry_failed",
     "TrainResult": "pipelines.jobs.training.result",
     "UpdateResult": "pipelines.jobs.update",
     "append_index": "pipelines.api",
@@ -49,6 +52,7 @@ _MODULES = {
     "merge_indexes": "pipelines.api",
     "quantize_index": "pipelines.api",
     "repair_index": "pipelines.api",
+    "retry_failed": "pipelines.api",
     "train": "pipelines.api",
     "update_index": "pipelines.api",
 }
@@ -62,6 +66,7 @@ __all__ = [
     "MergeResult",
     "QuantizeResult",
     "RepairResult",
+    "RetryResult",
     "TrainResult",
     "UpdateResult",
     "append_index",
@@ -71,6 +76,7 @@ __all__ = [
     "merge_indexes",
     "quantize_index",
     "repair_index",
+    "retry_failed",
     "train",
     "update_index",
 ]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.merge import MergeResult
     from pipelines.jobs.quantize import QuantizeResult
     from pipelines.jobs.repair import RepairResult
+    from pipelines.jobs.retry_failed import RetryResult
     from pipelines.jobs.snapshots import DeleteResult
     from pipelines.jobs.training.result import TrainResult
     from pipelines.jobs.update import UpdateResult
@@ -364,6 +365,42 @@ def repair_index(index: str | Path, *, dry_run: bool = False, on_event: OnEvent 
     from pipelines.jobs.repair import run_repair
 
     return run_repair(Path(index), on_event, dry_run=dry_run)
+
+
+@name_missing_extra("build")
+def retry_failed(
+    index: str | Path,
+    *,
+    model: str | Path | None = None,
+    engine: Literal["ray", "inline"] = "ray",
+    workers: int | None = None,
+    on_event: OnEvent = _ignore,
+) -> RetryResult:
+    """Try the failed inputs of an index again, as `edje-index retry-failed` does. The same call resumes the retry.
+
+    Args:
+        index: directory of the index.
+        model: directory of the model bundle; None takes the bundle that built the index.
+        engine: "ray" or "inline".
+        workers: number of worker processes; None chooses a number that suits the machine.
+        on_event: as in `build_index`.
+
+    Raises:
+        UsageError, ModelError: the request is invalid.
+        JobStopped: the retry stopped before its end; the same call resumes it.
+        EdjeError: another process is changing the index.
+        MissingExtraError: a package of the extra `build` is not installed.
+
+    Example:
+        >>> from pipelines import retry_failed
+        >>> retry_failed("photos.edje", engine="inline").indexed
+        0
+    """
+    from pipelines.jobs.retry_failed import run_retry_failed
+    from pipelines.planning.config import AppendConfig
+
+    bundle = None if model is None else Path(model)
+    return run_retry_failed(AppendConfig(Path(index), (), bundle, engine=engine, workers=workers), on_event)
 
 
 @name_missing_extra("train")

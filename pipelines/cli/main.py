@@ -45,6 +45,7 @@ SECTIONS = {
         "repair": "pipelines.cli.repair:repair",
         "info": "pipelines.cli.info:info",
         "failures": "pipelines.cli.failures:failures",
+        "retry-failed": "pipelines.cli.retry_failed:retry_failed",
         "ann": "pipelines.cli.ann:group",
         "report": "pipelines.cli.report:report",
     },

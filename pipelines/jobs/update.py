@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipelines.jobs.new_rows import RowChange, changing, commit_rows, encode_rows
-from pipelines.planning.append import refuse_change_of_another_kind
 from pipelines.planning.config import UpdateConfig
-from pipelines.planning.new_rows import NewInputs, PreparedRows, discard_rows, request_rows, settings_of_rows
-from pipelines.planning.plan import read_plan
+from pipelines.planning.new_rows import PreparedRows, resume_or_plan, settings_of_rows
 from pipelines.planning.recorded_sources import SourceGroup, recorded_sources, with_sources
 from pipelines.planning.update import SourceChanges, compare_sources
 from pipelines.progress.events import OnEvent
@@ -92,28 +90,11 @@ def run_update(config: UpdateConfig, on_event: OnEvent, should_stop: ShouldStop 
         return _trial(config, on_event, should_stop, started)
     with changing(config.root) as index:
         changes = compare_sources(config, index, on_event, should_stop)
-        prepared = _prepare(config, index, changes.new)
+        prepared = resume_or_plan(config, index, "update", changes.new)
         receipts = encode_rows(prepared, index, on_event, should_stop)
         change = RowChange("update", changes.deleted, lambda manifest: _with_sources(config, index, manifest))
         manifest = commit_rows(prepared, index, receipts, change, on_event)
     return _result(changes, prepared, receipts, manifest, started=started)
-
-
-def _prepare(config: UpdateConfig, index: CommittedIndex, new: NewInputs) -> PreparedRows:
-    """Resume the plan of a stopped update if it encodes the same inputs. Otherwise discard it and make a new plan."""
-    stored = read_plan(config.root, append=True)
-    if stored is not None:
-        refuse_change_of_another_kind(stored, "update")
-    if not new.refs:
-        if stored is not None:
-            discard_rows(index)
-        return PreparedRows(new.duplicates)
-    request = request_rows(config, index, "update")
-    if stored is not None:
-        if stored.inputs_digest == new.digest and stored.settings == request.settings and request.fits(stored):
-            return request.resumed(stored)
-        discard_rows(index)
-    return request.prepared(new)
 
 
 def _with_sources(config: UpdateConfig, index: CommittedIndex, manifest: Manifest) -> Manifest:

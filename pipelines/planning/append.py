@@ -6,7 +6,13 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from pipelines.planning.config import AppendConfig
-from pipelines.planning.new_rows import NewInputs, PreparedRows, RowsRequest, request_rows
+from pipelines.planning.new_rows import (
+    NewInputs,
+    PreparedRows,
+    RowsRequest,
+    refuse_change_of_another_kind,
+    request_rows,
+)
 from pipelines.planning.plan import BuildPlan, discard_change, read_plan
 from pipelines.progress.events import OnEvent
 from pipelines.progress.stopping import ShouldStop
@@ -52,15 +58,6 @@ def _refuse_other_change(stored: BuildPlan, request: RowsRequest) -> None:
         raise EdjeError(
             f"{stored.root} has changed since an append of {', '.join(stored.settings.sources)} stopped; "
             f"{discard_change(stored.root)}, and append again"
-        )
-
-
-def refuse_change_of_another_kind(stored: BuildPlan, change: str) -> None:
-    """Raise EdjeError if `stored` is the plan of another kind of change than `change`."""
-    if stored.change != change:
-        raise EdjeError(
-            f"'{stored.change}' of {stored.root} has not finished; run 'edje-index {stored.change}' again, or "
-            f"{discard_change(stored.root)}"
         )
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from pipelines.planning.config import AppendConfig, BuildConfig
 from pipelines.planning.inputs import check_frozen_inputs, removed_on_failure, write_input_lists
-from pipelines.planning.plan import BuildPlan, BuildSettings, model_record, plan_of_manifest
+from pipelines.planning.plan import BuildPlan, BuildSettings, discard_change, model_record, plan_of_manifest, read_plan
 from pipelines.planning.prepare import PreparedBuild
 from pipelines.planning.resources import check_index_size, check_workers
+from storage_formats.errors import EdjeError
 from storage_formats.format.layout import Layout, Segment
 
 if TYPE_CHECKING:
@@ -152,6 +153,36 @@ def request_rows(config: AppendConfig, index: CommittedIndex, change: str) -> Ro
     settings = settings_of_rows(config, index)
     build = _build_config(config, info, settings)
     return RowsRequest(index, change, info, settings, build, check_workers(build, settings, info))
+
+
+def refuse_change_of_another_kind(stored: BuildPlan, change: str) -> None:
+    """Raise EdjeError if `stored` is the plan of another kind of change than `change`."""
+    if stored.change != change:
+        raise EdjeError(
+            f"'{stored.change}' of {stored.root} has not finished; run 'edje-index {stored.change}' again, or "
+            f"{discard_change(stored.root)}"
+        )
+
+
+def resume_or_plan(config: AppendConfig, index: CommittedIndex, change: str, new: NewInputs) -> PreparedRows:
+    """Resume a stopped `change` if its plan has the rows of `new`. Otherwise discard that plan and make a new one.
+
+    Raises:
+        UsageError, ModelError: see `request_rows`.
+        EdjeError: another kind of change has not finished.
+        CorruptIndexError: the stored plan or a list of inputs is damaged.
+        OSError: the plan cannot be written.
+    """
+    stored = read_plan(config.root, append=True)
+    if stored is not None:
+        refuse_change_of_another_kind(stored, change)
+    request = request_rows(config, index, change) if new.refs else None
+    if stored is not None:
+        has_same_rows = request is not None and stored.settings == request.settings and request.fits(stored)
+        if request is not None and has_same_rows and stored.inputs_digest == new.digest:
+            return request.resumed(stored)
+        discard_rows(index)
+    return PreparedRows(new.duplicates) if request is None else request.prepared(new)
 
 
 def is_committed(plan: BuildPlan, index: CommittedIndex) -> bool:

@@ -60,6 +60,7 @@ def test_the_help_lists_commands_under_headings_and_no_old_names(run):
             "verify",
             "info",
             "failures",
+            "retry-failed",
             "report",
         ],
         "Search": ["search", "serve", "explain"],

@@ -1,0 +1,123 @@
+"""Prepares a retry of failed inputs: finds each failed input of an index again by its name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edje_index.images.inputs import InputRef
+from pipelines.planning.new_rows import NewInputs
+from pipelines.planning.update import digest_of
+
+if TYPE_CHECKING:
+    from storage_formats.format.manifest import CommittedIndex
+
+_NO_FILE = frozenset({"bad-list-line", "not-a-local-path"})  # their uri is not the path of a file
+_DAMAGED = frozenset({"truncated-archive", "damaged-archive"})
+
+
+@dataclass(frozen=True)
+class FailedInputs:
+    """The failed inputs of an index, as they are now.
+
+    Attributes:
+        row_ids: row ids of the failed inputs, int64, ascending.
+        reasons: why they failed, one reason per row.
+        inputs: number of inputs that were found under their names. A directory or an archive may hold many.
+        new: inputs to try again. Inputs whose content another row has by now are left out.
+    """
+
+    row_ids: NDArray[np.int64]
+    reasons: tuple[str, ...]
+    inputs: int
+    new: NewInputs
+
+
+def find_failed(index: CommittedIndex) -> FailedInputs:
+    """Find the failed inputs of `index` again. Nothing is written.
+
+    Raises:
+        TransientInputError: an input cannot be read now.
+        CorruptIndexError: the rows cannot be read.
+    """
+    from pipelines.sources import hashed
+    from storage_formats.format.rows import FAILED, iter_rows
+
+    names = [column.name for column in index.manifest.columns]
+    tables = iter_rows(index, ["row_id", "uri", "uri_raw", "status", "reason", *names])
+    failed = [row for table in tables for row in table.to_pylist() if row["status"] == FAILED]
+    refs = list(hashed(_refs_of(failed, names)))
+    held = _hashes_held(index, {ref.content_hash for ref in refs if ref.content_hash is not None})
+    # Equal inputs stay separate, so that each of them is listed if they fail again.
+    remaining = [ref for ref in refs if ref.content_hash not in held]
+    return FailedInputs(
+        row_ids=np.array([row["row_id"] for row in failed], dtype=np.int64),
+        reasons=tuple(row["reason"] for row in failed),
+        inputs=len(refs),
+        new=NewInputs(remaining, digest_of(remaining), len(refs) - len(remaining), {}),
+    )
+
+
+def _refs_of(failed: list[dict[str, Any]], names: list[str]) -> Iterator[InputRef]:
+    """Yield the inputs of failed rows. They keep the values of the source columns `names`."""
+    from pipelines.sources.folder import FolderSource, file_input
+
+    rows_of_archive: dict[bytes, list[dict[str, Any]]] = {}
+    for row in failed:
+        path = row["uri_raw"] or os.fsencode(row["uri"])
+        archive = _archive_of(path)
+        if archive is not None:
+            rows_of_archive.setdefault(archive, []).append(row)
+        elif os.path.isdir(path):
+            yield from FolderSource(os.fsdecode(path)).iter_inputs()
+        elif row["reason"] in _NO_FILE:
+            yield InputRef(row["uri"], path, problem=row["reason"], metadata=_metadata(row, names))
+        else:
+            yield replace(file_input(path, row["uri"]), metadata=_metadata(row, names))
+    for archive, rows in rows_of_archive.items():
+        yield from _members(archive, rows, names)
+
+
+def _archive_of(path: bytes) -> bytes | None:
+    """Return the tar archive that an input named `path` is a part of; None if it is a file of its own."""
+    if path.lower().endswith(b".tar"):
+        return path
+    prefix, mark, _ = path.partition(b".tar!")
+    return None if not mark or os.path.lexists(path) else prefix + b".tar"
+
+
+def _members(archive: bytes, rows: list[dict[str, Any]], names: list[str]) -> Iterator[InputRef]:
+    """Yield the members of an archive that `rows` name. If the archive was damaged, yield all its members."""
+    from pipelines.sources.webdataset import WebDatasetSource
+
+    rows_of_uri = {row["uri"]: row for row in rows}
+    was_damaged = any(row["reason"] in _DAMAGED or ".tar!" not in row["uri"] for row in rows)
+    for ref in WebDatasetSource(os.fsdecode(archive)).iter_inputs():
+        row = rows_of_uri.pop(ref.uri, None)
+        if row is not None:
+            yield replace(ref, metadata=_metadata(row, names))
+        elif was_damaged:
+            yield ref
+    for uri, row in rows_of_uri.items():
+        if ".tar!" in uri:
+            yield InputRef(uri, archive, problem="missing", metadata=_metadata(row, names))
+
+
+def _metadata(row: dict[str, Any], names: list[str]) -> dict[str, Any] | None:
+    return {name: row[name] for name in names if row[name] is not None} or None
+
+
+def _hashes_held(index: CommittedIndex, hashes: set[str]) -> set[str]:
+    """Return those of `hashes` that a row which has not failed holds."""
+    from storage_formats.format.rows import FAILED, iter_rows
+
+    held: set[str] = set()
+    for table in iter_rows(index, ["content_hash", "status"]):
+        pairs = zip(table["content_hash"].to_pylist(), table["status"].to_pylist(), strict=True)
+        held |= hashes.intersection(digits for digits, status in pairs if status != FAILED)
+    return held
