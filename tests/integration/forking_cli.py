@@ -24,7 +24,10 @@ def _serve(output: str) -> None:
     import pipelines.jobs.append
     import pipelines.jobs.build
     import pipelines.jobs.compact
-    import pipelines.jobs.snapshots  # noqa: F401
+    import pipelines.jobs.erase
+    import pipelines.jobs.retry_failed
+    import pipelines.jobs.snapshots
+    import pipelines.jobs.update  # noqa: F401
 
     for line in sys.stdin:
         process = os.fork()

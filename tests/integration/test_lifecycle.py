@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from tests.conftest import REPO, same_bits
 SHARD = 4
 PHOTOS = 40
 BROKEN = 13  # this photo is not an image
-_LONGEST_KILL = {"append": 0.6, "compact": 0.3}  # seconds
+_LONGEST_KILL = {"append": 0.6, "update": 0.6, "compact": 0.3, "retry-failed": 0.3}  # seconds
 
 
 class ForkingCli:
@@ -105,6 +106,17 @@ class Model:
         first = self.next_shard * SHARD
         rows = dict(zip(range(first, first + len(new)), new, strict=True))
         return replace(self.now, photos={**self.now.photos, **rows}, rows=first + len(new))
+
+    def updated(self, kept: set[int], photos: list[int]) -> State | None:
+        """The state with only the rows `kept`, and with rows for the other `photos`; None if nothing changes."""
+        left = {row: photo for row, photo in self.now.photos.items() if row in kept}
+        new = [photo for photo in photos if photo not in left.values()]
+        deleted = len(self.now.photos) - len(left)
+        if not new:
+            return replace(self.now, photos=left, deleted=self.now.deleted + deleted) if deleted else None
+        first = self.next_shard * SHARD
+        rows = dict(zip(range(first, first + len(new)), new, strict=True))
+        return replace(self.now, photos={**left, **rows}, rows=first + len(new), deleted=self.now.deleted + deleted)
 
     def compacted(self) -> State | None:
         if not self.now.deleted:
@@ -216,11 +228,12 @@ class Trial:
     kills: float
 
     def change(self, step: int) -> None:
-        kinds = {"append": 35, "delete": 25, "rollback": 12, "gc": 9, "quantize": 9, "compact": 10}
+        kinds = {"append": 28, "update": 14, "delete": 20, "erase": 8, "retry_failed": 4, "rollback": 12}
+        kinds |= {"gc": 7, "quantize": 9, "compact": 10}
         kind = self.rng.choices(list(kinds), list(kinds.values()))[0]
         before, store = self.model.now, TokenStore.open(self.root)
         getattr(self, kind)(step)
-        if kind != "gc":
+        if kind not in ("gc", "erase"):
             self.reference.check_blocks(store, before)
         store.close()
         self.reference.check(self.root, self.model)
@@ -235,14 +248,56 @@ class Trial:
             assert self.cli.run(*arguments) == 0, self.cli.output()
             self.model.commit(after)
 
+    def update(self, step: int) -> None:
+        """Make the index equal to a folder in which photos come and go."""
+        living = self.folder / "living"
+        shutil.rmtree(living, ignore_errors=True)
+        photos = sorted({1, 2, *self.rng.sample(range(PHOTOS), self.rng.randint(1, 9))})
+        write_photos(living, photos)
+        names = {str(living / f"{photo:03d}.jpg") for photo in photos}
+        rows = read_rows(self.root, columns=["row_id", "uri"]).to_pylist()
+        after = self.model.updated({row["row_id"] for row in rows if row["uri"] in names}, photos)
+        options = ("--max-vanished", 1, "--engine", "inline", "--quiet", "--json")
+        arguments = ("update", self.root, living, *options)
+        self._run("update", after, arguments)
+        if after is not None and self.model.now != after:
+            assert self.cli.run(*arguments) == 0, self.cli.output()
+            self.model.commit(after)
+
     def delete(self, step: int) -> None:
+        after, options = self._without_some_rows()
+        if after is not None:
+            self._run("delete", after, ("delete", self.root, *options))
+
+    def _without_some_rows(self) -> tuple[State | None, list[object]]:
+        """A state without some rows, and the options that name these rows; None if too few rows would be left."""
         rows = self.rng.sample(list(self.model.now.photos), min(len(self.model.now.photos) - 2, self.rng.randint(1, 4)))
         left = {row: photo for row, photo in self.model.now.photos.items() if row not in rows}
         if not rows or all(photo == BROKEN for photo in left.values()):
-            return
-        options = [option for row in rows for option in ("--rows", row)]
+            return None, []
         after = replace(self.model.now, photos=left, deleted=self.model.now.deleted + len(rows))
-        self._run("delete", after, ("delete", self.root, *options))
+        return after, [option for row in rows for option in ("--rows", row)]
+
+    def erase(self, step: int) -> None:
+        after, options = self._without_some_rows()
+        if after is None:
+            return
+        before, arguments = self.model.number, ("delete", self.root, *options, "--erase")
+        code = self.cli.run(*arguments, kill_after=self._kill_after(0.15))
+        if code == -signal.SIGKILL:
+            self.model.killed["erase"] = self.model.killed.get("erase", 0) + 1
+            assert [problem.code for problem in verify_index(self.root)][:1] in ([], ["erasure"])
+            code = self.cli.run(*arguments)
+        assert code == 0, self.cli.output()
+        self.model.commit(after)
+        self.model.keep(1)
+        assert self.cli.run("rollback", self.root, before) == 2
+
+    def retry_failed(self, step: int) -> None:
+        """The broken photo fails again for the same reason, so nothing changes."""
+        arguments = ("retry-failed", self.root, "--engine", "inline", "--quiet")
+        self._run("retry-failed", None, arguments)
+        assert self.cli.run(*arguments) == 0, self.cli.output()
 
     def compact(self, step: int) -> None:
         after, arguments = self.model.compacted(), ("compact", self.root, "--quiet")
