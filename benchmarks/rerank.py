@@ -173,7 +173,7 @@ def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
         )
     path = bench.model or recorded_bundle(committed)
     model = SearchModel(read_bundle_info(path), device=bench.device, dtype=bench.dtype)
-    ann, reranker = AnnIndex.open(index), Reranker(index, manifest.spec, model, score=bench.score)
+    ann, reranker = AnnIndex.open(index), Reranker(committed, model, score=bench.score)
     precision = manifest.spec.precisions[0]
     stages: dict[str, list[float]] = {"text": [], "nearest": [], "fetch": [], "score": []}
     with TokenStore.open(index, precision) as store:

@@ -228,7 +228,7 @@ def _embeddings(
     if IMAGE_TO_TEXT not in config.directions:
         captions = [eval_set.captions[position] for position in eval_set.query_captions]
     texts = embed_texts(model.text, captions, on_progress)
-    return Embeddings(texts, read_embeddings(index.root, index.committed.manifest.spec, eval_set.rows))
+    return Embeddings(texts, read_embeddings(index.committed, eval_set.rows))
 
 
 def _pools(config: EvaluationConfig, eval_set: EvaluationSet, embeddings: Embeddings) -> dict[str, Pools]:

@@ -71,7 +71,7 @@ def search_texts(
         raise UsageError(f"k must be at least 1 and at most pool, got k = {k} and pool = {pool}")
     weights = index.model.weights(IMAGE_TO_TEXT, score)
     final = FinalScore.of(weights)
-    image = read_embeddings(index.root, index.manifest.spec, np.array([row_id]))[0]
+    image = read_embeddings(index.committed, [row_id])[0]
     if np.isnan(image).any():
         raise UsageError(
             f"row {row_id} of {index.root} has no embedding, because its image failed or is a duplicate: "

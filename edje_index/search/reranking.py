@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +15,7 @@ from edje_index.scoring.parts import Pairs, reads_tokens
 from edje_index.scoring.weights import BUNDLE_SCORE, EMBEDDING, HUBNESS, JOINT_PARTS, LOGIT, TEXT_TO_IMAGE, ScoreWeights
 from edje_index.search.stages import JOINT_ENCODER, OTHER_PARTS, Stages, TimedPart
 from storage_formats.codecs import Blocks
-from storage_formats.format.layout import IndexSpec
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 
 if TYPE_CHECKING:
@@ -61,8 +60,7 @@ class Reranker:
     """Scores the candidates of text queries.
 
     Args:
-        root: directory of the index.
-        spec: layout of the index.
+        index: an open index.
         model: model of the bundle that built the index.
         score: final score to compute, see `scoring.weights.parse_score`.
         stages: counts the times of the joint encoder and the other parts.
@@ -74,16 +72,14 @@ class Reranker:
 
     def __init__(
         self,
-        root: Path,
-        spec: IndexSpec,
+        index: CommittedIndex,
         model: SearchModel,
         *,
         score: str | ScoreWeights = BUNDLE_SCORE,
         stages: Stages | None = None,
     ) -> None:
         weights = model.weights(TEXT_TO_IMAGE, score)
-        self._root = root
-        self._spec = spec
+        self._index = index
         self._score = FinalScore.of(weights)
         self.stages = stages or Stages()
         self._parts = {
@@ -114,7 +110,7 @@ class Reranker:
         embeddings = None
         if HUBNESS in self._score.parts:
             rows = np.concatenate([each.rows for each in candidates])
-            embeddings = read_embeddings(self._root, self._spec, rows)
+            embeddings = read_embeddings(self._index, rows)
         similarities = np.concatenate([each.similarities for each in candidates])
         values = dict.fromkeys(self._score.parts, similarities)  # of no pair, the models compute nothing
         if captions:

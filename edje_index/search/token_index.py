@@ -363,7 +363,7 @@ class TokenIndex:
         """
         _check_counts(k, k)
         stages = Stages()
-        embedding = read_embeddings(self.root, self.manifest.spec, requested_rows(self.committed, [row_id]))[0]
+        embedding = read_embeddings(self.committed, requested_rows(self.committed, [row_id]))[0]
         with stages.timed(NEAREST):
             rows, similarities = self._ann.nearest(embedding, k + 1, self._passing(where))
         other = rows != row_id
@@ -378,11 +378,11 @@ class TokenIndex:
 
     def _reranker(self, score: str | ScoreWeights | None, stages: Stages | None = None) -> Reranker:
         chosen = self._score if score is None else score
-        return Reranker(self.root, self.manifest.spec, self.model, score=chosen, stages=stages)
+        return Reranker(self.committed, self.model, score=chosen, stages=stages)
 
     def _candidates(self, query: NDArray[np.float32], row_ids: NDArray[np.int64]) -> Candidates:
         """Return `row_ids` as candidates, with the similarity of each embedding to `query`."""
-        return Candidates(row_ids, read_embeddings(self.root, self.manifest.spec, row_ids) @ query)
+        return Candidates(row_ids, read_embeddings(self.committed, row_ids) @ query)
 
     def _plain_hits(self, nearest: Sequence[Candidates], k: int, stages: Stages) -> list[Hits]:
         return self._hits(nearest, [embedding_scores(candidates) for candidates in nearest], k, stages)

@@ -162,7 +162,7 @@ def measure_precisions(config: ReportConfig, on_event: OnEvent = lambda _: None)
     model, left_out = _ranking_model(config, index)
     rankings: dict[str, RankingChange] = {}
     if model is not None:
-        rankings = _rankings(config, spec, model, read, subjects, queries, on_event)
+        rankings = _rankings(config, index, model, read, subjects, queries, on_event)
         left_out = None if rankings else "no query has two candidates"
     sizes = {name: codec(name, spec.block_shape).record_bytes for name in (reference, *subjects)}
     costs = [
@@ -277,7 +277,7 @@ def _ranking_model(config: ReportConfig, index: CommittedIndex) -> tuple[SearchM
 
 def _rankings(
     config: ReportConfig,
-    spec: IndexSpec,
+    index: CommittedIndex,
     model: SearchModel,
     read: ReadBlocks,
     subjects: dict[str, Subject],
@@ -289,7 +289,7 @@ def _rankings(
     from edje_index.evaluation.quantization_report.rankings import compare_rankings
     from edje_index.search.reranking import Reranker
 
-    reranker = Reranker(config.root, spec, model)
+    reranker = Reranker(index, model)
     reference: list[NDArray[np.float32]] = []
     scores: dict[str, list[NDArray[np.float32]]] = {name: [] for name in subjects}
     activity = f"re-ranking at {len(subjects) + 1} precisions, queries"

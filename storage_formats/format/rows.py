@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage_formats.atomic import naming
-from storage_formats.errors import CorruptIndexError, RowIdError, UsageError
+from storage_formats.errors import CorruptIndexError, UsageError
 from storage_formats.format.column_types import ARROW_TYPES, cast_columns
 from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import read_index_file
@@ -21,7 +21,7 @@ from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.parquet import read_table
 from storage_formats.format.shard_table import FileEntry, check_content
 from storage_formats.format.source_columns import SourceColumn, Value, as_type
-from storage_formats.format.tombstones import refuse_renumbered, rows_in_use
+from storage_formats.format.tombstones import check_rows_in_use
 from storage_formats.row_ids import RowIds, check_row_ids
 
 INDEXED = "indexed"
@@ -233,9 +233,7 @@ def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, column
     spec = index.manifest.spec
     ids = check_row_ids(row_ids, spec.rows)
     index.deleted.refuse(ids)
-    refuse_renumbered(ids, spec)
-    if len(unused := ids[~rows_in_use(ids, spec)]):
-        raise RowIdError(f"row id {unused[0]} belongs to no input; leave this row id out")
+    check_rows_in_use(ids, spec)
     if not len(ids):
         schema = row_schema(index.manifest.columns)
         check_names(columns or (), schema.names)

@@ -116,6 +116,14 @@ def rows_in_use(row_ids: Ints, spec: IndexSpec) -> Bools:
     return used
 
 
+def check_rows_in_use(row_ids: Ints, spec: IndexSpec) -> None:
+    """Raise RowIdError if one of `row_ids` [k] belongs to no segment. All ids must be in 0..rows - 1."""
+    refuse_renumbered(row_ids, spec)
+    unused = row_ids[~rows_in_use(row_ids, spec)]
+    if len(unused):
+        raise RowIdError(f"row id {unused[0]} belongs to no input; leave this row id out")
+
+
 def refuse_renumbered(row_ids: Ints, spec: IndexSpec) -> None:
     """Raise RowIdError if one of `row_ids` lies before the first segment: a compaction gave its row a new id."""
     first = spec.used_segments[0].first_row

@@ -1,4 +1,8 @@
-"""Reading embeddings, one shard at a time or single rows (SPEC.md section 7)."""
+"""Reading embeddings, one shard at a time or single rows (SPEC.md section 7).
+
+Files of a finished index are compared with the shard table, which shows damage and files of other shards. A single
+embedding has no checksum: the first read of one compares the whole file, unless the index is large.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,65 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from storage_formats.errors import CorruptIndexError
+from storage_formats.format.checksum import crc32c_stream
+from storage_formats.format.committed_files import CommittedFiles
 from storage_formats.format.index_files import open_index_file
 from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.format.shard_table import EXCHANGED, FileEntry
+from storage_formats.format.tombstones import check_rows_in_use
 from storage_formats.row_ids import RowIds, check_row_ids
 
 _SPARSE = 16  # read single rows if fewer than one row in 16 of a full shard is requested
+_COMPARED_BYTES = 1 << 30  # of all embeddings; in a larger index, a few rows would take the reads of many whole shards
+_KEPT_COMPARISONS = 100_000
+
+_compared: set[tuple[object, ...]] = set()
+"""Files that this process has compared with the shard table, and the entries that they match."""
 
 
-def read_shard_embeddings(layout: Layout, spec: IndexSpec, shard: int) -> NDArray[np.float32]:
+def read_shard_embeddings(
+    layout: Layout, spec: IndexSpec, shard: int, committed: FileEntry | None = None
+) -> NDArray[np.float32]:
     """Read the embeddings of a shard, float32 [rows of the shard, embed_dim]; NaN for holes.
 
+    Args:
+        layout: paths of the index.
+        spec: shape of the index.
+        shard: shard number.
+        committed: entry of the file in the shard table. None skips the comparison, for files not yet committed.
+
     Raises:
-        CorruptIndexError: the embedding file is missing or has the wrong length.
+        CorruptIndexError: the embedding file is missing, has the wrong length, or differs from `committed`.
     """
     with _open_shard(layout, spec, shard) as file:
+        if committed is not None:
+            _compare(file, layout, spec, shard, committed)
         values = np.fromfile(file, dtype="<f4", count=len(spec.shard_rows(shard)) * spec.embed_dim)
     return values.reshape(-1, spec.embed_dim)
+
+
+def _compare(file: BinaryIO, layout: Layout, spec: IndexSpec, shard: int, committed: FileEntry) -> None:
+    """Compare a file with its entry in the shard table, unless this process has done so since the file changed."""
+    status = os.fstat(file.fileno())
+    comparison = (committed, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    if comparison in _compared:
+        return
+    if (status.st_size, crc32c_stream(file)) != (committed.bytes, committed.crc32c):
+        path = layout.embedding_shard(shard)
+        raise CorruptIndexError(
+            f"{path} is not the file that was committed: {EXCHANGED}", row_ids=tuple(spec.shard_rows(shard))
+        )
+    file.seek(0)
+    if len(_compared) >= _KEPT_COMPARISONS:
+        _compared.clear()
+    _compared.add(comparison)
 
 
 @contextmanager
@@ -62,41 +102,59 @@ class IndexedEmbeddings:
     shards: Sequence[int]
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        committed = _committed_files(self.layout, self.shards)
         for shard in self.shards:
-            embeddings = read_shard_embeddings(self.layout, self.spec, shard)
+            embeddings = read_shard_embeddings(self.layout, self.spec, shard, committed.get(shard))
             positions = np.flatnonzero(~np.isnan(embeddings[:, 0]))
             yield positions + shard * self.spec.shard_size, embeddings[positions]
 
 
-def read_embeddings(root: str | Path, spec: IndexSpec, row_ids: RowIds) -> NDArray[np.float32]:
-    """Read the embeddings of `row_ids` in this order, float32 [k, embed_dim]; NaN for holes. Also works during a build.
+def _committed_files(layout: Layout, shards: Sequence[int]) -> dict[int, FileEntry]:
+    """Return the entries of those embedding files of `shards` that are committed, by shard number."""
+    if not layout.manifest.exists():
+        return {}
+    index = CommittedIndex.open(layout.root)
+    of_index = set(index.manifest.spec.shard_numbers())
+    return CommittedFiles(index, layout.embedding_shard).files(shard for shard in shards if shard in of_index)
+
+
+def read_embeddings(index: CommittedIndex, row_ids: RowIds) -> NDArray[np.float32]:
+    """Read the embeddings of `row_ids` in this order, float32 [k, embed_dim]; NaN for holes.
 
     Args:
-        root: directory of the index.
-        spec: shape of the index.
+        index: an open index.
         row_ids: [k], in any order; duplicates are allowed.
 
     Raises:
-        RowIdError: a row id is out of range.
-        CorruptIndexError: a file is missing or has the wrong length.
+        RowIdError: a row id is out of range, or belongs to no input.
+        CorruptIndexError: a file is missing, has the wrong length, or differs from the committed file.
     """
-    layout = Layout(Path(root))
+    layout, spec = Layout(index.root), index.manifest.spec
     distinct_ids, inverse = np.unique(check_row_ids(row_ids, spec.rows), return_inverse=True)
-    parts = [np.empty((0, spec.embed_dim), dtype=np.float32)]
+    check_rows_in_use(distinct_ids, spec)
     shards, starts = np.unique(distinct_ids // spec.shard_size, return_index=True)
-    for shard, shard_ids in zip(shards.tolist(), np.split(distinct_ids, starts[1:]), strict=False):
-        positions = shard_ids % spec.shard_size
-        if len(positions) * _SPARSE < spec.shard_size:
-            parts.append(_read_single_rows(layout, spec, shard, positions))
+    rows_of_shard = dict(zip(shards.tolist(), np.split(distinct_ids % spec.shard_size, starts[1:]), strict=False))
+    compares_single_rows = 4 * spec.used_rows * spec.embed_dim <= _COMPARED_BYTES
+    is_whole = {shard: len(rows) * _SPARSE >= spec.shard_size for shard, rows in rows_of_shard.items()}
+    compared = [shard for shard in rows_of_shard if is_whole[shard] or compares_single_rows]
+    committed = CommittedFiles(index, layout.embedding_shard).files(compared)
+    parts = [np.empty((0, spec.embed_dim), dtype=np.float32)]
+    for shard, positions in rows_of_shard.items():
+        if is_whole[shard]:
+            parts.append(read_shard_embeddings(layout, spec, shard, committed[shard])[positions])
         else:
-            parts.append(read_shard_embeddings(layout, spec, shard)[positions])
+            parts.append(_read_single_rows(layout, spec, shard, positions, committed.get(shard)))
     return np.concatenate(parts)[inverse]
 
 
-def _read_single_rows(layout: Layout, spec: IndexSpec, shard: int, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+def _read_single_rows(
+    layout: Layout, spec: IndexSpec, shard: int, positions: NDArray[np.int64], committed: FileEntry | None
+) -> NDArray[np.float32]:
     size = 4 * spec.embed_dim
     with _open_shard(layout, spec, shard) as file:
-        if hasattr(os, "posix_fadvise"):
+        if committed is not None:
+            _compare(file, layout, spec, shard, committed)
+        elif hasattr(os, "posix_fadvise"):
             for position in positions.tolist():
                 os.posix_fadvise(file.fileno(), position * size, size, os.POSIX_FADV_WILLNEED)
         parts = [os.pread(file.fileno(), size, position * size) for position in positions.tolist()]

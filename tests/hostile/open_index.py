@@ -19,6 +19,7 @@ import zarr  # noqa: F401
 from edje_index.indexing.faiss_index import AnnIndex
 from storage_formats import EdjeError, Manifest, TokenStore, read_rows, verify_index
 from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings, read_shard_embeddings
 from tests.hostile.child import in_child
 
@@ -37,7 +38,7 @@ def open_index(root: Path) -> dict[str, Any]:
     def embeddings() -> list[int]:
         spec = Manifest.load(root).spec
         read_shard_embeddings(Layout(root), spec, 0)
-        return list(read_embeddings(root, spec, [0]).shape)
+        return list(read_embeddings(CommittedIndex.open(root), [0]).shape)
 
     return {
         "verify": outcome(lambda: [[problem.path, problem.message] for problem in verify_index(root)]),

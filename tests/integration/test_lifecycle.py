@@ -31,6 +31,7 @@ from storage_formats import (
     read_rows,
     verify_index,
 )
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import REPO, same_bits
 
@@ -177,7 +178,7 @@ class Reference:
         order = np.lexsort((row_ids, -scores))[:5]
         assert set(found_rows.tolist()) == set(row_ids[order].tolist())
         np.testing.assert_allclose(found_scores, scores[order], rtol=1e-5)
-        stored = read_embeddings(root, manifest.spec, row_ids)
+        stored = read_embeddings(CommittedIndex.open(root), row_ids)
         np.testing.assert_array_equal(stored, self.embeddings[list(indexed.values())])
 
 
@@ -210,9 +211,8 @@ def build(cli: ForkingCli, sources: Path, out: Path, bundle: Path) -> None:
 
 def reference_of(cli: ForkingCli, folder: Path, bundle: Path) -> Reference:
     build(cli, write_photos(folder / "every", list(range(PHOTOS))), folder / "every.edje", bundle)
-    spec = Manifest.load(folder / "every.edje").spec
     blocks = TokenStore.open(folder / "every.edje").fetch(range(PHOTOS))
-    return Reference(blocks, read_embeddings(folder / "every.edje", spec, range(PHOTOS)))
+    return Reference(blocks, read_embeddings(CommittedIndex.open(folder / "every.edje"), range(PHOTOS)))
 
 
 @dataclass

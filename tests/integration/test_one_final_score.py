@@ -22,7 +22,7 @@ from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeight
 from edje_index.search.token_index import TokenIndex
 from edje_index.training.fitting.fit_weights import DevPools, HubnessProducts
 from storage_formats import TokenStore
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import REPO
 
@@ -76,8 +76,7 @@ def evaluation_scores(weights: ScoreWeights, captions: Path, monkeypatch: pytest
 
 def fitted_scores(bundle: ModelBundle, rows: list[int], weights: ScoreWeights, monkeypatch) -> np.ndarray:
     """The scores by which the fit of weights ranks, for the same candidates."""
-    spec = Manifest.load(INDEX).spec
-    embeddings, blocks = read_embeddings(INDEX, spec, np.array(rows)), TokenStore.open(INDEX).fetch(rows)
+    embeddings, blocks = read_embeddings(CommittedIndex.open(INDEX), np.array(rows)), TokenStore.open(INDEX).fetch(rows)
     similarities = embeddings @ bundle.text.encode([QUERY])[0]
     parts = bundle.parts("t2i", weights)
     pairs = Pairs([QUERY] * len(rows), blocks, similarities, embeddings)

@@ -13,7 +13,7 @@ from edje_index.scoring.parts import Pairs
 from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeights
 from pipelines.cli import main
 from storage_formats import TokenStore, codec
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_rows
 from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts
@@ -63,7 +63,7 @@ def captions_of(world, splits) -> list[tuple[int, str]]:
 def by_hand(world, bundle, *, candidates, queries, captions, pool, precision="bf16", rerank=True, score="bundle"):
     """R@k of both directions in percent, one query and one pair at a time."""
     model = ModelBundle.load(bundle)
-    embeddings = read_embeddings(world / "index", Manifest.load(world / "index").spec, np.arange(10))
+    embeddings = read_embeddings(CommittedIndex.open(world / "index"), np.arange(10))
     blocks = TokenStore.open(world / "index").fetch(range(10))
     tokens = codec(precision, blocks.shape[1:])
     text = {caption: model.text.encode([caption])[0] for _, caption in captions}

@@ -22,6 +22,7 @@ from storage_formats import (
 )
 from storage_formats.format.checksum import json_checksum
 from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import same_bits, write_random_index
 from tests.storage_formats.test_source_columns import ROWS, write_index
@@ -49,8 +50,8 @@ def check_rows(root: Path, blocks: np.ndarray, kept: list[int]) -> None:
             else:
                 with TokenStore.open(root, precision, snapshot=0) as before:
                     assert (store.fetch_records(new[kept]) == before.fetch_records(kept)).all()
-    spec = Manifest.load(root).spec
-    np.testing.assert_array_equal(read_embeddings(root, spec, new[kept]), read_embeddings(root, SPEC, kept))
+    now, before = CommittedIndex.open(root), CommittedIndex.open(root, snapshot=0)
+    np.testing.assert_array_equal(read_embeddings(now, new[kept]), read_embeddings(before, kept))
     lines = read_rows(root).to_pylist()
     assert [line["uri"] for line in lines] == [f"/photos/{row}.jpg" for row in kept]
     assert [line["size"] for line in lines] == kept

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from storage_formats.errors import CorruptIndexError, RowIdError
 from storage_formats.format.layout import IndexSpec, Layout
-from storage_formats.reading.embeddings import read_embeddings
+from storage_formats.format.manifest import CommittedIndex
+from storage_formats.reading import embeddings
+from storage_formats.reading.embeddings import IndexedEmbeddings, read_embeddings
 from tests.conftest import write_random_index
 
 SPEC = IndexSpec(rows=150, shard_size=64, block_shape=(2, 8), embed_dim=12)
@@ -26,7 +28,7 @@ def index(tmp_path_factory):
 @given(rows=st.lists(st.integers(0, SPEC.rows - 1), max_size=90))
 def test_embeddings_of_any_rows_in_any_order(index, rows):
     """Few rows of a shard are read one by one, many with the whole shard. The last shard is shorter."""
-    found = read_embeddings(index, SPEC, np.array(rows, dtype=np.int64))
+    found = read_embeddings(CommittedIndex.open(index), np.array(rows, dtype=np.int64))
     stored = zarr.open_array(index / "embeddings", mode="r")[:]
     np.testing.assert_array_equal(found, stored[rows])
     assert (found.dtype, found.shape) == (np.float32, (len(rows), 12))
@@ -35,7 +37,7 @@ def test_embeddings_of_any_rows_in_any_order(index, rows):
 @pytest.mark.parametrize("rows", [[0, 150], [-1], [10**9]])
 def test_row_ids_out_of_range_are_refused(index, rows):
     with pytest.raises(RowIdError, match="the index has the row ids 0 to 149"):
-        read_embeddings(index, SPEC, np.array(rows))
+        read_embeddings(CommittedIndex.open(index), np.array(rows))
 
 
 @pytest.mark.parametrize("rows", [[70], list(range(64, 128))])
@@ -45,7 +47,50 @@ def test_a_short_or_missing_file_is_named(tmp_path, rows):
     path = Layout(root).embedding_shard(1)
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(CorruptIndexError, match=path.name):
-        read_embeddings(root, SPEC, np.array(rows))
+        read_embeddings(CommittedIndex.open(root), np.array(rows))
     path.unlink()
     with pytest.raises(CorruptIndexError, match="cannot read the embeddings of shard 1"):
-        read_embeddings(root, SPEC, np.array(rows))
+        read_embeddings(CommittedIndex.open(root), np.array(rows))
+
+
+def exchange(root):
+    """Exchange the embeddings of shards 0 and 1."""
+    left, right = (Layout(root).embedding_shard(shard) for shard in range(2))
+    left.rename(root / "moved")
+    right.rename(left)
+    (root / "moved").rename(right)
+
+
+@pytest.mark.parametrize("rows", [[70], list(range(64, 128))], ids=["one row", "whole shard"])
+@pytest.mark.parametrize("damage", ["exchanged", "one byte"])
+@pytest.mark.parametrize("read_before", [True, False])
+def test_a_file_other_than_the_committed_one_is_noticed(tmp_path, rows, damage, read_before):
+    root = tmp_path / "index"
+    write_random_index(root, SPEC)
+    index = CommittedIndex.open(root)
+    if read_before:
+        read_embeddings(index, range(SPEC.rows))
+    path = Layout(root).embedding_shard(1)
+    if damage == "exchanged":
+        exchange(root)
+    else:
+        content = bytearray(path.read_bytes())
+        content[400] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(CorruptIndexError, match="is not the file that was committed") as caught:
+        read_embeddings(index, rows)
+    assert str(path) in str(caught.value)
+    assert caught.value.row_ids == tuple(range(64, 128))
+    with pytest.raises(CorruptIndexError, match="is not the file that was committed"):
+        list(IndexedEmbeddings(Layout(root), SPEC, [1]))
+
+
+def test_single_rows_of_a_large_index_are_read_alone(index, monkeypatch):
+    monkeypatch.setattr(embeddings, "_COMPARED_BYTES", 4 * SPEC.rows * SPEC.embed_dim - 1)
+    opened = CommittedIndex.open(index)
+    expected = read_embeddings(opened, range(SPEC.rows))
+    monkeypatch.setattr(embeddings, "_compared", set())
+    np.testing.assert_array_equal(read_embeddings(opened, [70, 3]), expected[[70, 3]])
+    assert not embeddings._compared
+    read_embeddings(opened, range(64))
+    assert len(embeddings._compared) == 1

@@ -16,6 +16,7 @@ import pytest
 from storage_formats import IndexWriter, Manifest, TokenStore, read_rows, verify_index
 from storage_formats.errors import IncompleteIndexError, UsageError
 from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.writing.shard_writer import ShardWriter
 from tests.conftest import REPO, same_bits
@@ -51,7 +52,7 @@ def test_round_trip_does_not_depend_on_the_chunks(tmp_path, chunks):
     spec = Manifest.load(root).spec
     assert (spec.rows, spec.shards, spec.precisions) == (13, 3, ("bf16", "fp8"))
     unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
-    np.testing.assert_allclose(read_embeddings(root, spec, np.arange(13)), unit, rtol=1e-6)
+    np.testing.assert_allclose(read_embeddings(CommittedIndex.open(root), np.arange(13)), unit, rtol=1e-6)
     with IndexWriter.create(tmp_path / "again", precisions=["bf16", "fp8"], **SHAPE) as writer:
         writer.append(blocks, embeddings, [f"page {row}" for row in range(13)])
     assert files_of(root) == files_of(tmp_path / "again")
@@ -255,6 +256,7 @@ def test_memory_is_bounded_by_a_shard(tmp_path):
 import resource, sys
 import numpy as np
 from storage_formats import IndexWriter
+from storage_formats.format.manifest import CommittedIndex
 
 blocks = np.ones((256, 32, 64), dtype=np.float32)
 with IndexWriter.create(sys.argv[1], block_shape=(32, 64), embed_dim=8, shard_size=256) as writer:

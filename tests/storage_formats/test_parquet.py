@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from storage_formats.format.parquet import iter_batches, open_parquet, read_table
+from tests.conftest import REPO, write_random_index
+from tests.storage_formats.reading_cases import ODD, linux
 
 
 def parquet(table: pa.Table) -> bytes:
@@ -40,3 +45,23 @@ def test_batches_are_those_of_the_file(tmp_path):
     with open_parquet(tmp_path / "list.parquet") as file:
         batches = [batch.to_pydict() for batch in iter_batches(file, 4, ["b"])]
     assert batches == [{"b": [0, 1, 2, 3]}, {"b": [4, 5, 6, 7]}, {"b": [8, 9]}]
+
+
+@linux
+def test_reading_an_index_starts_no_thread_of_pyarrow(tmp_path):
+    """Such a thread aborts now and then a process that ends: "terminate called without an active exception"."""
+    write_random_index(tmp_path / "index", ODD)
+    script = """
+import os, sys
+from storage_formats import Manifest, TokenStore, read_rows
+store = TokenStore.open(sys.argv[1], engine="buffered")
+store.fetch([0, 50])
+read_rows(sys.argv[1])
+Manifest.load(sys.argv[1])
+names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+print(sum(not name.startswith("jemalloc") for name in names))
+"""
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", script, str(tmp_path / "index")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **one_thread})
+    assert done.stdout.strip() == "1", done.stderr

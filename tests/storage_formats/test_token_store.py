@@ -25,7 +25,7 @@ from storage_formats import (
 )
 from storage_formats.codecs import codec
 from storage_formats.format.layout import IndexSpec, Layout, padded_shard_bytes
-from storage_formats.format.manifest import Manifest
+from storage_formats.format.manifest import CommittedIndex, Manifest
 from storage_formats.reading.embeddings import read_embeddings
 from storage_formats.writing.begin import begin_index
 from tests.conftest import REPO, same_bits, write_random_index
@@ -82,7 +82,7 @@ def test_row_ids_out_of_range_are_an_index_error_that_names_the_first(built, row
     with pytest.raises(RowIdError):
         read_rows(built[0], row_ids)
     with pytest.raises(RowIdError):
-        read_embeddings(built[0], SPEC, row_ids)
+        read_embeddings(CommittedIndex.open(built[0]), row_ids)
 
 
 def test_a_row_id_error_is_a_usage_error_of_one_line(built):

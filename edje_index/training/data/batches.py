@@ -111,7 +111,7 @@ class Features:
 
     def embeddings(self, rows: NDArray[np.int64]) -> torch.Tensor:
         """Read the embeddings of the k `rows`, float32 [k, e]."""
-        return torch.from_numpy(read_embeddings(self.index.root, self.index.manifest.spec, rows))
+        return torch.from_numpy(read_embeddings(self.index, rows))
 
 
 @dataclass(frozen=True)

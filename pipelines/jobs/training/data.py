@@ -57,9 +57,9 @@ def prepared_data(
     from storage_formats.reading.embeddings import read_embeddings
 
     features, dev = matched.features, None
-    image_embeddings = read_embeddings(mining.index.root, mining.index.manifest.spec, mining.rows)
+    image_embeddings = read_embeddings(mining.index, mining.rows)
     if matched.dev is not None:
-        dev = DevCaptions(matched.dev, read_embeddings(features.root, features.manifest.spec, matched.dev.rows))
+        dev = DevCaptions(matched.dev, read_embeddings(features, matched.dev.rows))
     bundle = start.bundle if mining.bundle is None else ModelBundle.load(mining.bundle)
     if not folder.exists():
         miner, tokenizer = Miner(bundle.text, image_embeddings), start.bundle.joint.tokenizer

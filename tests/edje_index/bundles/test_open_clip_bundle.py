@@ -56,7 +56,7 @@ def similarities(index: Path, tower: Path) -> np.ndarray:
     with torch.inference_mode():
         texts = clip.encode_text(open_clip.tokenizer.SimpleTokenizer(context_length=16)(TEXTS), normalize=True)
     opened = TokenIndex.open(index)
-    return texts.numpy() @ read_embeddings(index, opened.manifest.spec, np.arange(6)).T
+    return texts.numpy() @ read_embeddings(opened.committed, np.arange(6)).T
 
 
 def test_search_follows_the_embeddings_without_tokens(index: Path, tower: Path) -> None:
@@ -92,7 +92,7 @@ def test_texts_are_re_ranked_by_the_joint_encoder(tmp_path: Path, tiny_bundle: P
         write_photo(tmp_path / "photos" / f"{seed}.jpg", seed)
     build_index(tmp_path / "photos", tmp_path / "photos.edje", tiny_bundle, engine="inline", threads=1)
     opened, bundle = TokenIndex.open(tmp_path / "photos.edje"), ModelBundle.load(tiny_bundle)
-    texts = bundle.text.encode(TEXTS) @ read_embeddings(opened.root, opened.manifest.spec, np.array([1]))[0]
+    texts = bundle.text.encode(TEXTS) @ read_embeddings(opened.committed, np.array([1]))[0]
     pool = np.argsort(-texts, kind="stable")[:4]
     logits = bundle.joint.score([TEXTS[at] for at in pool], np.repeat(opened.fetch_blocks([1]), 4, axis=0)).numpy()
     hits = search_texts(opened, 1, TEXTS, k=3, pool=4)

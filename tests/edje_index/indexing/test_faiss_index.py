@@ -12,6 +12,7 @@ from edje_index.indexing.faiss_file import FaissFileError, FaissShape, check_fai
 from edje_index.indexing.faiss_index import AnnIndex, AnnRequest, add_ann, build_ann
 from storage_formats import CorruptIndexError, Manifest
 from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.shard_table import FileEntry
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
@@ -37,7 +38,7 @@ def own_root(tmp_path):
 
 
 def embeddings(root):
-    return read_embeddings(root, SPEC, np.arange(SPEC.rows))
+    return read_embeddings(CommittedIndex.open(root), np.arange(SPEC.rows))
 
 
 KINDS = {"Flat": "flat", "IVF17,Flat": "ivf-flat", "IVF17,PQ6x4fs": "ivf-pq"}

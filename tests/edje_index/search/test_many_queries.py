@@ -141,7 +141,7 @@ def test_texts_are_checked_before_any_work(index, texts, monkeypatch):
 def test_an_image_finds_itself_and_its_neighbours(index, built):
     path = built[0].parent / "4.png"
     rows = np.array([row for row in range(SPEC.rows) if row not in (HOLE, DUPLICATE_ROW)])
-    embeddings = read_embeddings(built[0], SPEC, rows)
+    embeddings = read_embeddings(CommittedIndex.open(built[0]), rows)
     similarities = embeddings @ embeddings[list(rows).index(4)]
     expected = rows[np.argsort(-similarities)][:5].tolist()
     hits = index.search_image(path, k=5)

@@ -18,6 +18,7 @@ from edje_index.scoring.weights import PART_NAMES, DirectionWeights, ScoreWeight
 from edje_index.search.search_model import SearchModel
 from storage_formats import Manifest, TokenStore, UsageError
 from storage_formats.format.layout import Layout
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.scoring.bundles import WEIGHTS, bundle_with_all_parts
 from tests.edje_index.search.indexes import DUPLICATE_ROW, HOLE, SPEC, build_photos
@@ -31,7 +32,7 @@ def built(tmp_path_factory):
 def by_hand(built, text: str, pool: int) -> list[tuple[int, float, float]]:
     root, model = built
     bundle = ModelBundle.load(model)
-    embeddings = read_embeddings(root, SPEC, np.arange(SPEC.rows))
+    embeddings = read_embeddings(CommittedIndex.open(root), np.arange(SPEC.rows))
     similarity = np.nan_to_num(embeddings @ bundle.text.encode([text])[0], nan=-9)
     rows = np.argsort(-similarity)[:pool]
     blocks = TokenStore.open(root).fetch(rows)

@@ -18,7 +18,7 @@ from edje_index.training.loop.schedule import total_steps
 from edje_index.training.loop.task import Runtime, TrainTask
 from edje_index.training.model.start_bundle import Origin, make_start
 from storage_formats.format.layout import IndexSpec
-from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import write_random_index
 
@@ -93,7 +93,7 @@ def case(tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Path) -> Case:
     write_random_index(features, IndexSpec(IMAGES + 3, 8, (16, 32), embed_dim=24))
     bundle = ModelBundle.load(tiny_bundle)
     items = CaptionSet(np.arange(IMAGES) + 2, captions())
-    miner = Miner(bundle.text, read_embeddings(features, Manifest.load(features).spec, items.rows))
+    miner = Miner(bundle.text, read_embeddings(CommittedIndex.open(features), items.rows))
     prepared = prepare_data(items, bundle.joint.tokenizer, bundle.text, miner)
     prepared.save(folder / "data")
     return Case(folder, tiny_bundle, features, folder / "data")

@@ -142,7 +142,7 @@ def test_data_is_what_the_captions_say(case, tokenizer):
 
     layout, spec = Layout(case.features), Manifest.load(case.features).spec
     whole = np.concatenate([read_shard_embeddings(layout, spec, shard) for shard in range(spec.shards)])
-    np.testing.assert_array_equal(read_embeddings(case.features, spec, rows), whole[rows])
+    np.testing.assert_array_equal(read_embeddings(CommittedIndex.open(case.features), rows), whole[rows])
 
 
 def rows_of(batch, source, number):

@@ -17,7 +17,7 @@ from edje_index.training.fitting.hubness_bank import make_hubness_bank
 from edje_index.training.fitting.pooled_similarity import fit_pooled_similarity
 from edje_index.training.model.start_bundle import Origin, make_start
 from edje_index.training.model.trained_part import trained_part
-from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.training.conftest import IMAGES, captions
 
@@ -27,7 +27,7 @@ def setting(case):
     bundle = make_start(Origin(case.bundle), case.config().architecture, 0)
     items = CaptionSet(np.arange(IMAGES) + 2, captions())
     bundle.joint.eval()
-    dev = DevCaptions(items, read_embeddings(case.features, Manifest.load(case.features).spec, items.rows))
+    dev = DevCaptions(items, read_embeddings(CommittedIndex.open(case.features), items.rows))
     return bundle, make_dev_set(dev, bundle.text.encode(items.texts())), Features(CommittedIndex.open(case.features))
 
 

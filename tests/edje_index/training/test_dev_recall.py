@@ -21,7 +21,7 @@ from edje_index.training.loop.log import read_log
 from edje_index.training.loop.task import TrainTask
 from edje_index.training.loop.train_worker import run_worker
 from edje_index.training.loop.training_loop import TrainingStopped
-from storage_formats.format.manifest import CommittedIndex, Manifest
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.edje_index.training.conftest import IMAGES, captions
 
@@ -35,7 +35,7 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def dev(case) -> DevCaptions:
     items = CaptionSet(np.arange(IMAGES) + 2, captions())
-    return DevCaptions(items, read_embeddings(case.features, Manifest.load(case.features).spec, items.rows))
+    return DevCaptions(items, read_embeddings(CommittedIndex.open(case.features), items.rows))
 
 
 def task(case, dev, run_dir: Path, **runtime: object) -> TrainTask:

@@ -28,7 +28,7 @@ def test_a_bank_holds_captions_and_images_of_the_training(case, count, pooled):
     texts = [
         bundle.joint.tokenizer.tokenizer.decode(data.caption(at).tolist()) for at in range(len(data.text_embeddings))
     ]
-    embedded = read_embeddings(index.root, index.manifest.spec, data.rows)
+    embedded = read_embeddings(index, data.rows)
     with torch.no_grad():
         tokens = adapter(source.features.fetch(data.rows).float()).bfloat16()
     found = {
