@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from edje_index.indexing.faiss_index import add_ann
+from pipelines import delete_rows
 from storage_formats.format.layout import IndexSpec, Layout
 from storage_formats.format.manifest import Manifest
 from storage_formats.format.rows import ROW_SCHEMA
@@ -111,6 +112,25 @@ def test_a_fifo_for_any_other_file_is_reported(opened, layout, name):
 def test_a_stray_link_is_reported(opened, layout):
     (layout.rows / "99999999.parquet").symlink_to("/dev/zero")
     assert opened(layout)["verify"] == [["rows/99999999.parquet", "does not belong to this index; delete the file"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fifo", "device", "enormous"])
+def test_a_hostile_list_of_deleted_rows_is_reported(layout, kind):
+    delete_rows(layout.root, [3])
+    path = next((layout.root / "manifest").glob("deleted-*"))
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 64 << 30)
+    outcomes = opened(layout)
+    assert layout.relative(path) in [where for where, _ in outcomes["verify"]]
+    for reader in ("fetch", "rows", "ann"):
+        assert outcomes[reader].startswith("CorruptIndexError: cannot read the file of deleted rows"), outcomes[reader]
 
 
 @pytest.mark.parametrize(
