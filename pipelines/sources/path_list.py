@@ -76,9 +76,12 @@ class PathListSource:
         for name in candidates:
             if name in columns:
                 return name
+        hint = ""
+        if self._suffix == ".parquet":
+            hint = "; if the file holds images and no paths, write them to image files or .tar files, and give these"
         raise UsageError(
             f"{self.spec} has no column {' or '.join(candidates)}; name the column with the paths "
-            f"(columns: {', '.join(columns) or 'none'})",
+            f"(columns: {', '.join(columns) or 'none'}){hint}",
             parameter="column",
         )
 

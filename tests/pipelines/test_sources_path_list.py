@@ -73,6 +73,13 @@ def test_other_columns_are_named(tmp_path: Path, suffix: str) -> None:
         open_source(str(path), "nonesuch")
 
 
+def test_a_parquet_file_of_images_gets_a_hint(tmp_path: Path) -> None:
+    path = tmp_path / "photos.parquet"
+    pq.write_table(pa.table({"jpg": [b"\xff\xd8"], "caption": ["a dog"]}), path)
+    with pytest.raises(UsageError, match=r"write them to image files or \.tar files, and give these"):
+        open_source(str(path))
+
+
 @SUFFIXES
 def test_empty_list_of_paths(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"list{suffix}"
