@@ -38,8 +38,8 @@ def check_part(merged: Path, part: Path, spec: IndexSpec, rows: list[int], offse
     for precision in spec.precisions:
         with TokenStore.open(merged, precision) as store, TokenStore.open(part, precision) as origin:
             assert (store.fetch_records(row_ids) == origin.fetch_records(rows)).all()
-    merged_spec = Manifest.load(merged).spec
-    np.testing.assert_array_equal(read_embeddings(merged, merged_spec, row_ids), read_embeddings(part, spec, rows))
+    embeddings = read_embeddings(CommittedIndex.open(merged), row_ids)
+    np.testing.assert_array_equal(embeddings, read_embeddings(CommittedIndex.open(part), rows))
     moved = read_rows(merged, row_ids).to_pylist()
     for row, original in zip(moved, read_rows(part, rows).to_pylist(), strict=True):
         original["row_id"] += offset
