@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edje_index.indexing.faiss_part import FaissIndex, Vectors, is_exact, number_of_lists, search_part
 from storage_formats.format.layout import IndexSpec
-from storage_formats.reading.embeddings import read_embeddings
+from storage_formats.reading.embeddings import read_uncompared_embeddings
 
 _CANDIDATES_PER_NEIGHBOUR = 2
 """How many rows per requested row are compared exactly if FAISS holds codes instead of vectors."""
@@ -73,7 +73,7 @@ class AnnParts:
             filled = its_rows >= 0  # FAISS fills up with -1 if the probed lists hold too few vectors
             candidates, similarities = its_rows[filled], its_scores[filled]
             if not exact:
-                similarities = read_embeddings(self.root, self.spec, candidates) @ query
+                similarities = read_uncompared_embeddings(self.root, self.spec, candidates) @ query
             order = np.argsort(-similarities, kind="stable")[:k]
             neighbours.append((candidates[order], similarities[order]))
         return neighbours
@@ -93,7 +93,7 @@ class AnnParts:
         best = [(np.empty(0, np.int64), np.empty(0, np.float32)) for _ in queries]
         for start in range(0, len(row_ids), _ROWS_AT_ONCE):
             rows = row_ids[start : start + _ROWS_AT_ONCE]
-            vectors = read_embeddings(self.root, self.spec, rows)
+            vectors = read_uncompared_embeddings(self.root, self.spec, rows)
             has_vector = ~np.isnan(vectors[:, 0])  # holes have none
             rows, similarities = rows[has_vector], queries @ vectors[has_vector].T
             best = [_best(kept, (rows, its), k) for kept, its in zip(best, similarities, strict=True)]

@@ -15,7 +15,7 @@ from edje_index.indexing.faiss_part import Vectors
 from edje_index.progress import OnProgress
 from storage_formats.errors import UsageError
 from storage_formats.format.tombstones import Tombstones
-from storage_formats.reading.embeddings import IndexedEmbeddings, read_embeddings
+from storage_formats.reading.embeddings import IndexedEmbeddings, read_uncompared_embeddings
 
 TARGET_RECALL = 0.95
 _QUERIES = 200
@@ -125,7 +125,7 @@ def held_out(embeddings: IndexedEmbeddings, count: int) -> tuple[NDArray[np.int6
         rows = spec.shard_rows(shard)
         row_ids[number] = min(int(rng.integers(rows.start, rows.stop)) | 1, rows.stop - 1)
     row_ids = np.unique(row_ids)
-    vectors = read_embeddings(embeddings.layout.root, spec, row_ids)
+    vectors = read_uncompared_embeddings(embeddings.layout.root, spec, row_ids)
     indexed = ~np.isnan(vectors[:, 0])
     return row_ids[indexed], vectors[indexed]
 

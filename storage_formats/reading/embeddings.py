@@ -1,7 +1,7 @@
 """Reading embeddings, one shard at a time or single rows (SPEC.md section 7).
 
-Files of a finished index are compared with the shard table, which shows damage and files of other shards. A single
-embedding has no checksum: the first read of one compares the whole file, unless the index is large.
+`read_embeddings` compares files with the shard table, which shows damage and files of other shards. A single embedding
+has no checksum: the first read of one compares the whole file, unless the index is large.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -102,20 +103,10 @@ class IndexedEmbeddings:
     shards: Sequence[int]
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        committed = _committed_files(self.layout, self.shards)
         for shard in self.shards:
-            embeddings = read_shard_embeddings(self.layout, self.spec, shard, committed.get(shard))
+            embeddings = read_shard_embeddings(self.layout, self.spec, shard)
             positions = np.flatnonzero(~np.isnan(embeddings[:, 0]))
             yield positions + shard * self.spec.shard_size, embeddings[positions]
-
-
-def _committed_files(layout: Layout, shards: Sequence[int]) -> dict[int, FileEntry]:
-    """Return the entries of those embedding files of `shards` that are committed, by shard number."""
-    if not layout.manifest.exists():
-        return {}
-    index = CommittedIndex.open(layout.root)
-    of_index = set(index.manifest.spec.shard_numbers())
-    return CommittedFiles(index, layout.embedding_shard).files(shard for shard in shards if shard in of_index)
 
 
 def read_embeddings(index: CommittedIndex, row_ids: RowIds) -> NDArray[np.float32]:
@@ -130,20 +121,33 @@ def read_embeddings(index: CommittedIndex, row_ids: RowIds) -> NDArray[np.float3
         CorruptIndexError: a file is missing, has the wrong length, or differs from the committed file.
     """
     layout, spec = Layout(index.root), index.manifest.spec
-    distinct_ids, inverse = np.unique(check_row_ids(row_ids, spec.rows), return_inverse=True)
-    check_rows_in_use(distinct_ids, spec)
-    shards, starts = np.unique(distinct_ids // spec.shard_size, return_index=True)
-    rows_of_shard = dict(zip(shards.tolist(), np.split(distinct_ids % spec.shard_size, starts[1:]), strict=False))
-    compares_single_rows = 4 * spec.used_rows * spec.embed_dim <= _COMPARED_BYTES
-    is_whole = {shard: len(rows) * _SPARSE >= spec.shard_size for shard, rows in rows_of_shard.items()}
-    compared = [shard for shard in rows_of_shard if is_whole[shard] or compares_single_rows]
-    committed = CommittedFiles(index, layout.embedding_shard).files(compared)
+    ids = check_row_ids(row_ids, spec.rows)
+    check_rows_in_use(ids, spec)
+    shards, counts = np.unique(ids // spec.shard_size, return_counts=True)
+    if 4 * spec.used_rows * spec.embed_dim > _COMPARED_BYTES:
+        shards = shards[counts * _SPARSE >= spec.shard_size]
+    committed = CommittedFiles(index, layout.embedding_shard).files(shards.tolist())
+    return _read_rows(layout, spec, ids, committed)
+
+
+def read_uncompared_embeddings(root: str | Path, spec: IndexSpec, row_ids: RowIds) -> NDArray[np.float32]:
+    """Do the same as `read_embeddings` without the shard table. Also works during a build."""
+    return _read_rows(Layout(Path(root)), spec, check_row_ids(row_ids, spec.rows), {})
+
+
+def _read_rows(
+    layout: Layout, spec: IndexSpec, row_ids: NDArray[np.int64], committed: dict[int, FileEntry]
+) -> NDArray[np.float32]:
+    """Read the embeddings of `row_ids`. Files with an entry in `committed` are compared with it."""
+    distinct_ids, inverse = np.unique(row_ids, return_inverse=True)
     parts = [np.empty((0, spec.embed_dim), dtype=np.float32)]
-    for shard, positions in rows_of_shard.items():
-        if is_whole[shard]:
-            parts.append(read_shard_embeddings(layout, spec, shard, committed[shard])[positions])
+    shards, starts = np.unique(distinct_ids // spec.shard_size, return_index=True)
+    for shard, shard_ids in zip(shards.tolist(), np.split(distinct_ids, starts[1:]), strict=False):
+        positions, entry = shard_ids % spec.shard_size, committed.get(shard)
+        if len(positions) * _SPARSE < spec.shard_size:
+            parts.append(_read_single_rows(layout, spec, shard, positions, entry))
         else:
-            parts.append(_read_single_rows(layout, spec, shard, positions, committed.get(shard)))
+            parts.append(read_shard_embeddings(layout, spec, shard, entry)[positions])
     return np.concatenate(parts)[inverse]
 
 

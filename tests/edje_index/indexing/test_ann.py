@@ -65,7 +65,7 @@ def test_other_factories_are_refused(factory):
 
 
 def exact(root, queries, k, without=()):
-    vectors = read_embeddings(root, SPEC, np.arange(SPEC.rows))
+    vectors = read_embeddings(CommittedIndex.open(root), np.arange(SPEC.rows))
     kept = np.array([row for row in range(SPEC.rows) if not np.isnan(vectors[row, 0]) and row not in without])
     oracle = faiss.IndexFlatIP(SPEC.embed_dim)
     oracle.add(vectors[kept])
@@ -88,7 +88,7 @@ def test_rows_that_measure_are_never_trained_on(root):
     embeddings = IndexedEmbeddings(Layout(root), SPEC, list(SPEC.shard_numbers()))
     row_ids, vectors = held_out(embeddings, 100)
     assert (row_ids % 2 == 1).all()
-    np.testing.assert_array_equal(vectors, read_embeddings(root, SPEC, row_ids))
+    np.testing.assert_array_equal(vectors, read_embeddings(CommittedIndex.open(root), row_ids))
     assert {row // SPEC.shard_size for row in row_ids.tolist()} == set(range(SPEC.shards))
 
 
@@ -130,7 +130,7 @@ def test_tuning_a_flat_index_changes_nothing(root):
 def test_deleted_rows_are_not_found_in_codes(root):
     add_ann(root, CODES)
     index = CommittedIndex.open(root)
-    query = read_embeddings(root, SPEC, [9])[0]
+    query = read_embeddings(CommittedIndex.open(root), [9])[0]
     assert AnnIndex(index).nearest(query, 1)[0].tolist() == [9]
     commit_deletion(index, plan_deletion(index, np.arange(5, 400)))
     assert np.flatnonzero(np.unpackbits(AnnIndex.open(root).live, bitorder="little")[:600] == 0).tolist() == list(

@@ -69,7 +69,7 @@ def exhaustive(root: Path, query: np.ndarray, where: str, k: int) -> list[int]:
         "not (licence = 'rare')": "licence.notnull() and licence != 'rare'",
     }.get(where, where.replace(" = ", " == "))
     passing = rows.query(condition)["row_id"].to_numpy()
-    similarities = read_embeddings(root, SPEC, passing) @ query
+    similarities = read_embeddings(CommittedIndex.open(root), passing) @ query
     return passing[np.argsort(-similarities, kind="stable")[:k]].tolist()
 
 
@@ -85,7 +85,7 @@ def test_a_filtered_search_is_exact(index, tmp_path, factory):
         found = ann.nearest_to_each(queries, 25, filters.passing(where))
         for query, (rows, similarities) in zip(queries, found, strict=True):
             assert rows.tolist() == exhaustive(opened.root, query, where, 25), where
-            np.testing.assert_allclose(similarities, read_embeddings(opened.root, SPEC, rows) @ query, atol=1e-5)
+            np.testing.assert_allclose(similarities, read_embeddings(opened, rows) @ query, atol=1e-5)
 
 
 def test_columns_are_read_once_and_kept_within_limits(index, monkeypatch):
