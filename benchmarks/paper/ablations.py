@@ -10,7 +10,7 @@ from benchmarks.paper.study import LOCAL, Study, Variant
 from benchmarks.paper.tables import Table, Values
 
 _NO_MLM, _NO_RECOVERY = "objective.mlm_weight=0", "objective.recovery_weight=0"
-_PRECISIONS = ("bf16", "fp8", "mxfp8", "nvfp4", "mxfp4", "sign1")
+_PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
 
 
 def objectives(study: Study) -> Table:
