@@ -82,4 +82,4 @@ class Table:
 
 def _cell(own: float | None, paper: float | None) -> str:
     left = "-" if own is None else f"{own:,.1f}" if abs(own) >= 1 else f"{own:.3g}"
-    return left if paper is None else f"{left} ({paper:g})"
+    return left if paper is None else f"{left} ({paper:.4g})"
