@@ -61,7 +61,7 @@ class RowIdError(UsageError, IndexError):
         ...     TokenStore.open(example_index()).fetch([10])
         ... except RowIdError as error:
         ...     print(error)
-        row id 10 is out of range: the index has 10 rows, 0 to 9
+        row id 10 is out of range; the index has the row ids 0 to 9
     """
 
 

@@ -200,7 +200,7 @@ class _ShardCheck:
         self._shard = shard
         self._files = files
         self._rows = spec.shard_rows(shard)
-        self._is_erased = np.zeros(len(self._rows), dtype=np.bool_)
+        self._is_erased: NDArray[np.bool_] | None = None  # known once the rows table has been read
         self.counts = Counts(0, 0, 0)
         self.values: dict[str, int] = {}
 
@@ -318,7 +318,11 @@ class _ShardCheck:
     def _is_hole(self, token_codec: Codec, position: int, record: Records) -> bool:
         if (record == fill_record(token_codec)[0]).all():
             return True
-        return bool(self._is_erased[position]) and bool((record == erased_record(token_codec, position)).all())
+        return (
+            self._is_erased is not None
+            and bool(self._is_erased[position])
+            and bool((record == erased_record(token_codec, position)).all())
+        )
 
     def _check_embeddings(self, indexed: NDArray[np.bool_]) -> Iterator[Problem]:
         path = self._layout.embedding_shard(self._shard)

@@ -139,8 +139,8 @@ class TokenIndex:
             >>> from pipelines import delete_rows
             >>> from edje_index import TokenIndex
             >>> index = TokenIndex.open("photos.edje")
-            >>> _ = delete_rows("photos.edje", rows=[2])
-            >>> index.refresh(), 2 in [hit.row_id for hit in index.search("a dog")]
+            >>> _ = delete_rows("photos.edje", rows=[5])
+            >>> index.refresh(), 5 in [hit.row_id for hit in index.search("a dog")]
             (1, False)
         """
         vars(self).update(vars(self.at_current_snapshot()))

@@ -138,6 +138,6 @@ def _check_size(metadata: pq.FileMetaData, length: int) -> None:
     values = max((group.column(index).num_values for group in groups for index in range(group.num_columns)), default=0)
     if max(rows, values) > _MAX_ROWS_PER_BYTE * length or decoded > _MAX_EXPANSION * length:
         raise ValueError(
-            f"the Parquet file is damaged: it declares {rows} rows, which would take {decoded} bytes in memory, "
-            f"but it has only {length} bytes"
+            f"the Parquet file is damaged: it declares {rows} rows with {decoded} bytes of values, "
+            f"but a file of {length} bytes cannot hold that many"
         )

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -125,8 +126,8 @@ def test_the_advice_on_a_stopped_append_discards_it_and_keeps_the_index(config, 
 def test_a_full_disk_while_faiss_writes_is_one_clear_error(config, monkeypatch):
     from edje_index.indexing import faiss_index
 
-    write = faiss_index._write
-    monkeypatch.setattr(faiss_index, "_write", lambda index, _: write(index, "/dev/full"))
+    write = faiss_index.write_part
+    monkeypatch.setattr(faiss_index, "write_part", lambda index, _: write(index, Path("/dev/full")))
     with pytest.raises(JobStopped, match=r"No space left on device.*; finished shards are kept"):
         run_build(config(), lambda _: None)
     monkeypatch.undo()

@@ -9,6 +9,7 @@ import subprocess
 import click
 import pytest
 
+from pipelines.cli.ann import group as ann
 from pipelines.cli.lazy_group import LazyGroup
 from pipelines.cli.main import OLD_NAMES, SECTIONS, cli
 from pipelines.cli.models.group import model
@@ -16,9 +17,10 @@ from storage_formats.errors import UsageError
 from tests.command_line import command, environment
 
 TOP = [name for section in SECTIONS.values() for name in section]
-GROUPS = {"model": model}
-PATHS = [[name] for name in TOP if name not in ("model", "bench")]
-PATHS += [["model", name] for name in model.list_commands(None)] + [[name] for name in OLD_NAMES]
+GROUPS = {"model": model, "ann": ann}
+PATHS = [[name] for name in TOP if name not in (*GROUPS, "bench")]
+PATHS += [[name, command] for name, group in GROUPS.items() for command in group.list_commands(None)]
+PATHS += [[name] for name in OLD_NAMES]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=" ".join)

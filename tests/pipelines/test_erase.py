@@ -30,6 +30,7 @@ from storage_formats import (
     verify_index,
 )
 from storage_formats.format.layout import IndexSpec, Layout
+from storage_formats.format.manifest import CommittedIndex
 from storage_formats.reading.embeddings import read_embeddings
 from tests.conftest import same_bits, write_random_index
 
@@ -39,7 +40,7 @@ PRECISIONS = ("bf16", "fp8", "sign1")
 def data_of(root: Path, row: int) -> list[bytes]:
     """The bytes that the index stores for a row, apart from the compressed rows table."""
     manifest = Manifest.load(root)
-    parts = [read_embeddings(root, manifest.spec, [row]).tobytes()]
+    parts = [read_embeddings(CommittedIndex.open(root), [row]).tobytes()]
     shard, position = divmod(row, manifest.spec.shard_size)
     for name in manifest.spec.precisions:
         entry = codec(name, manifest.spec.block_shape)
@@ -84,7 +85,7 @@ def test_no_byte_of_an_erased_row_is_left(built):
         with pytest.raises(DeletedRowError):
             store.fetch([4])
     assert [row["uri"] for row in read_rows(built).to_pylist()] == [lines[row]["uri"] for row in kept]
-    vector = read_embeddings(built, Manifest.load(built).spec, [5])[0]
+    vector = read_embeddings(CommittedIndex.open(built), [5])[0]
     assert set(AnnIndex.open(built).nearest(vector, 10)[0].tolist()) == {0, 2, 5, 6, 8, 9}
 
 
