@@ -116,7 +116,7 @@ def test_a_stray_link_is_reported(opened, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fifo", "device", "enormous"])
-def test_a_hostile_list_of_deleted_rows_is_reported(layout, kind):
+def test_a_hostile_list_of_deleted_rows_is_reported(opened, layout, kind):
     delete_rows(layout.root, [3])
     path = next((layout.root / "manifest").glob("deleted-*"))
     path.unlink()
