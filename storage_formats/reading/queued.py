@@ -214,6 +214,8 @@ class _QueuedReader:
     def _process(self, flight: _Flight) -> None:
         """Process the records whose requests have results."""
         is_ready = (flight.results != _NO_RESULT) & ~flight.processed
+        if not is_ready.any():  # the results that came were those of other pieces
+            return
         for request in np.flatnonzero(is_ready & (flight.results < flight.needed)).tolist():
             _read_again(flight, request, self._size)
         part = EVERY_RECORD if is_ready.all() else np.flatnonzero(np.repeat(is_ready, flight.runs.count))

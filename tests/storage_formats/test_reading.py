@@ -494,6 +494,34 @@ def test_the_last_records_are_processed_while_others_are_in_flight(built, monkey
     assert processed == [1] * (PIECE_RECORDS if precision == "bf16" else 2)
 
 
+@pytest.mark.parametrize("queue", [Ring, AioQueue])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_the_last_results_may_all_be_those_of_another_piece(built, monkeypatch, queue, precision):
+    engine = {Ring: "io_uring", AioQueue: "direct"}[queue]
+    if engine not in engines():
+        pytest.skip(f"no {engine} here")
+    wait, late, other = queue.wait, {}, []
+
+    def newest_first(self, minimum):
+        """The results in descending order of the tags, no more than necessary."""
+        results = late.setdefault(self, {})
+        if len(results) < minimum:
+            results.update(zip(*(values.tolist() for values in wait(self, self.in_flight)), strict=True))
+        tags = sorted(results, reverse=True)[:minimum]
+        self.in_flight = len(results) - minimum
+        other.append(min(tags) >= PIECE_RECORDS)
+        return np.array(tags), np.array([results.pop(tag) for tag in tags])
+
+    monkeypatch.setattr(queue, "wait", newest_first)
+    monkeypatch.setattr(queued, "_PART_REQUESTS", 1)
+    monkeypatch.setattr(queued, "_LAST_REQUESTS", 10 * PIECE_RECORDS)
+    rows = len(TokenStore.open(built[0], precision))
+    ids = np.arange(2 * PIECE_RECORDS)[::-1] % rows
+    expected = TokenStore.open(built[0], precision, "portable").fetch(ids)
+    assert same_bits(TokenStore.open(built[0], precision, engine).fetch(ids), expected)
+    assert other[0], "the first result belonged to the second piece"
+
+
 @linux
 @pytest.mark.parametrize("engine", ALL)
 def test_a_store_works_after_a_fork(built, whole, engine):
