@@ -1,7 +1,7 @@
 """The file format of an EDJE index, with writer, reader and verification.
 
-This package needs NumPy, Numba and PyArrow. It does not need PyTorch, Ray or FAISS. SPEC.md in this directory is the
-normative text of the format. The names below are the public interface. A name is imported when it is first used.
+This package needs NumPy, Numba and PyArrow. It does not need PyTorch, Ray or FAISS. SPEC.md in this directory specifies
+the format. The names in `__all__` are the public interface. Each name is imported at its first use.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context manager that adds the file name `path` to an OSError without a file name."""
+    """Context manager that sets the file name of an OSError to `path` if the error has no file name."""
     try:
         yield
     except OSError as error:
@@ -24,7 +24,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file or the entries of a directory to the device."""
+    """Call fsync on a file or a directory, so that its contents survive a power failure."""
     fd = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -34,14 +34,14 @@ def fsync_path(path: Path) -> None:
 
 
 def fsync_paths(paths: Iterable[Path]) -> None:
-    """Flush each distinct path once, in parallel."""
+    """Call `fsync_path` once for each distinct path, in parallel."""
     # In parallel, a journalling file system can commit the flushes together.
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(fsync_path, set(paths)))
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and its missing parents. Flush all new directories so that they survive a power failure."""
+    """Create a directory and its missing parents, so that they survive a power failure."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for directory in missing:
@@ -49,15 +49,15 @@ def make_directories(path: Path) -> None:
 
 
 def fsync_parent(path: Path) -> None:
-    """Flush the parent directory of `path`. Does nothing if the user has no permission to read the parent."""
+    """Call fsync on the parent directory of `path`. Does nothing if the user may not read that directory."""
     with contextlib.suppress(PermissionError):
         fsync_path(path.absolute().parent)
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Replace the contents of the file at `path` by `data`, or create the file.
+    """Write `data` to the file at `path`, and replace the file if it exists.
 
-    After a crash, the file holds either the old or the new contents. Missing parent directories are created.
+    After a crash, the file has either the old or the new contents. Missing parent directories are created.
 
     Raises:
         OSError: the operating system cannot write the file.
@@ -78,6 +78,6 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Write `value` as JSON to the file at `path`, see `write_bytes_atomic`."""
+    """Write `value` as JSON to the file at `path` with `write_bytes_atomic`."""
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     write_bytes_atomic(path, text.encode())

@@ -10,14 +10,14 @@ QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use, within the quota of its container (cgroup v2)."""
+    """Return the number of CPUs that this process may use, at most the CPU quota of its container (cgroup v2)."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cpus, _quota(QUOTA_FILE) or cpus)
 
 
 @functools.cache  # called for each fetch, and the quota of a container does not change
 def _quota(path: Path) -> int | None:
-    """Return the number of whole CPUs that a `cpu.max` file allows, at least 1. None means no limit."""
+    """Return the number of CPUs that the `cpu.max` file at `path` allows, at least 1; None if there is no limit."""
     try:
         allowed, _, period = path.read_text().strip().partition(" ")
     except OSError:

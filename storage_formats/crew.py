@@ -1,7 +1,7 @@
-"""Helper threads that share a task with the calling thread.
+"""Helper threads that work on a task together with the calling thread.
 
-`concurrent.futures` is not used, because an exception from a signal handler can leave its locks taken; see
-`interrupts`. Helper threads do not keep the process alive.
+This module does not use `concurrent.futures`: an exception from a signal handler can leave its locks taken (see
+`interrupts`). Helper threads do not keep the process alive.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class _HelperThreads:
 
 
 class Crew(Generic[_Item]):
-    """Calls `work(item)` for each of `items`, in the calling thread and in helper threads.
+    """Calls `work(item)` once for each of `items`, in the calling thread and in helper threads.
 
     Args:
-        work: function of one item. It must be thread-safe.
-        items: the items. Each is passed to `work` once.
+        work: thread-safe function that processes one item.
+        items: the items to process.
     """
 
     def __init__(self, work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
@@ -55,12 +55,12 @@ class Crew(Generic[_Item]):
         self._errors: list[BaseException] = []
 
     def start(self, helpers: int) -> None:
-        """Let up to `helpers` helper threads process items too."""
+        """Start up to `helpers` helper threads, which begin to process items."""
         for _ in range(helpers):
             _threads.submit(self._help)
 
     def finish(self) -> None:
-        """Process items until none is left, wait for the helpers, and raise the first error of a helper."""
+        """Process items until none is left. Wait for the helper threads, and raise their first error."""
         for item in self._items:
             self._work(item)
         self.abandon()
@@ -68,7 +68,7 @@ class Crew(Generic[_Item]):
             raise self._errors[0]
 
     def abandon(self) -> None:
-        """Stop each helper after its current item, and wait until all have stopped. Later helpers do nothing."""
+        """Stop each helper thread after its current item, and wait until all have stopped."""
         self._closed = True
         while self._running:  # a helper leaves the list before it reports its end, so none is waited for in vain
             self._ended.get()

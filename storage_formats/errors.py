@@ -1,6 +1,6 @@
-"""Exceptions for all expected errors, with one class for each way to handle an error.
+"""The exceptions of this project. All are subclasses of `EdjeError`.
 
-Every message says what is wrong and what to do. The command line prints the message on one line and exits with the
+Each message says what is wrong and what to do. The command line prints the message on one line and exits with the
 `exit_code` of the exception class.
 """
 
@@ -12,7 +12,7 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 class EdjeError(Exception):
-    """Base class of all expected errors, which have a cause outside the program. Exit code 1.
+    """Base class of all errors with a cause outside the program, for example a missing file. Exit code 1.
 
     Example:
         >>> from storage_formats import EdjeError, TokenStore
@@ -27,13 +27,11 @@ class EdjeError(Exception):
 
 
 class UsageError(EdjeError):
-    """A request is invalid, for example a wrong argument, an impossible plan, or a path without an index.
-
-    Exit code 2.
+    """The caller asks for something impossible, for example with a wrong argument. Exit code 2.
 
     Attributes:
-        parameter: name of the parameter with the wrong value; None if no single parameter is wrong. The command line
-            adds the name of the corresponding option to the message.
+        parameter: name of the parameter with the wrong value. None if no single parameter is wrong. The command line
+            adds the name of the matching option to the message.
 
     Example:
         >>> from storage_formats import UsageError, codec
@@ -94,8 +92,8 @@ class DeletedRowError(RowIdError):
 class IncompleteIndexError(EdjeError):
     """The index is not finished.
 
-    To resume an interrupted build, run the same build command again. An index that an `IndexWriter` began cannot be
-    resumed: write the index again from the start.
+    To resume an interrupted build, run the same build command again. An `IndexWriter` cannot resume: write the index
+    again from the start.
 
     Example:
         >>> from storage_formats import IncompleteIndexError, IndexWriter, TokenStore
@@ -110,10 +108,10 @@ class IncompleteIndexError(EdjeError):
 
 
 class CorruptIndexError(EdjeError):
-    """A file of the index is missing or damaged, or contradicts the manifest.
+    """A file of the index is missing, damaged, or inconsistent with the manifest.
 
     Attributes:
-        row_ids: row ids of blocks that are known to be damaged. Other rows may be damaged too.
+        row_ids: row ids of the blocks that were found damaged. Other blocks may be damaged too.
 
     Example:
         >>> from pathlib import Path
@@ -132,11 +130,11 @@ class CorruptIndexError(EdjeError):
 
 
 def remedy(error: Exception, otherwise: str) -> str:
-    """Return what the user can do about `error`, as the last part of an error message.
+    """Return the part of an error message that tells the user what to do about `error`.
 
-    This is `otherwise`, except if file descriptors or memory ran out.
+    Return `otherwise` unless file descriptors or memory ran out.
     """
     number = error.errno if isinstance(error, OSError) else None
     if number in _NO_DESCRIPTORS:
-        return "raise the limit of open files (ulimit -n)"
+        return "raise the limit on open files (ulimit -n)"
     return "free some memory" if number == errno.ENOMEM else otherwise

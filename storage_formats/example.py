@@ -21,9 +21,9 @@ _HOLE = 9
 
 @functools.cache
 def example_index() -> Path:
-    """Return the directory of an index of 10 rows with random 4 x 8 blocks in `bf16` and `fp8`. Row 9 is a hole.
+    """Return the directory of an index of 10 rows. The blocks are random, 4 x 8, in `bf16` and `fp8`. Row 9 is a hole.
 
-    The first call writes the index. The index is deleted when the process ends.
+    The first call writes the index to a temporary directory, which is deleted when the process ends.
 
     Example:
         >>> from storage_formats import Manifest

@@ -1,7 +1,4 @@
-"""The error that names the extra to install when an optional package is missing.
-
-This module is in the lowest package because all packages use it.
-"""
+"""The error for a missing optional package. Its message names the extra to install."""
 
 from __future__ import annotations
 
@@ -36,11 +33,11 @@ EXTRAS_OF_MODULE = {
     "zarr": ("build", "bench"),
     "zarrs": ("bench",),
 }
-"""For each optional module, the extras that install it, the smallest extra first."""
+"""For each optional package, the extras that install the package, the smallest extra first."""
 
 
 class MissingExtraError(EdjeError, ImportError):
-    """An optional module is not installed. The message names the command that installs the module.
+    """An optional package is not installed. The message contains the command that installs it.
 
     Example:
         >>> from storage_formats.extras import missing_extra
@@ -50,12 +47,12 @@ class MissingExtraError(EdjeError, ImportError):
 
 
 def missing_extra(error: BaseException, preferred: str = "") -> MissingExtraError | None:
-    """Return the error that names the extra to install; None if `error` has another cause.
+    """Return a `MissingExtraError` if `error` is the failed import of an optional package, otherwise None.
 
     Args:
         error: any exception.
-        preferred: name of the extra to recommend if it installs the module. Otherwise the smallest extra that installs
-            the module is recommended.
+        preferred: name of the extra to recommend. The smallest extra with the package is recommended instead if the
+            preferred extra does not contain the package.
     """
     if not isinstance(error, ModuleNotFoundError):
         return None
@@ -71,10 +68,10 @@ def missing_extra(error: BaseException, preferred: str = "") -> MissingExtraErro
 
 @contextmanager
 def name_missing_extra(preferred: str = "") -> Iterator[None]:
-    """Context manager and decorator that turns a failed import of an optional module into `MissingExtraError`.
+    """Raise `MissingExtraError` if the import of an optional package fails. Context manager and decorator.
 
     Args:
-        preferred: see `missing_extra`.
+        preferred: name of the extra to recommend if it contains the package, see `missing_extra`.
     """
     try:
         yield

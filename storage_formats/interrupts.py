@@ -1,8 +1,8 @@
-"""Cleanup after an exception that may be raised between any two instructions.
+"""Cleanup after an exception that a signal handler raises, for example KeyboardInterrupt after Ctrl-C.
 
-A signal handler may raise in the main thread at any instruction: Ctrl-C raises KeyboardInterrupt. Such an exception can
-end a function before it has recorded what it started, and it can interrupt the cleanup. Code that starts helper threads
-or kernel requests which write into the caller's memory follows this pattern:
+This exception can come between any two instructions of the main thread. It can end a function before the function has
+recorded what it started, and it can interrupt the cleanup. Code that starts helper threads or kernel requests that
+write to the caller's memory follows this pattern:
 
     pending = unsettled()
     settle(pending)
@@ -14,11 +14,11 @@ or kernel requests which write into the caller's memory follows this pattern:
         settle(pending)
         raise
 
-`abandon` waits until the task has stopped writing, and may be called repeatedly. If another exception prevents the
-cleanup, the task stays in `pending`, and the next read in the same thread waits for it.
+`task.abandon` waits until the task has stopped writing, and may be called repeatedly. If another exception interrupts
+the cleanup, `task.abandon` remains in `pending`, and the next read in the same thread calls it.
 
-Such code uses only `threading.Lock` in a `with` statement and `queue.SimpleQueue`. An exception can leave the locks of
-classes written in Python, such as `threading.Condition`, taken for ever.
+Code with this pattern uses no locks except `threading.Lock` in a `with` statement and `queue.SimpleQueue`. An exception
+can leave the lock of a class written in Python, for example `threading.Condition`, taken for ever.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _per_thread = _PerThread()
 
 
 def unsettled() -> Unsettled:
-    """Return the list of this thread's `abandon` functions that have not returned yet. It is almost always empty."""
+    """Return the `abandon` functions of this thread that have not completed yet. The list is almost always empty."""
     return _per_thread.unsettled
 
 
 def settle(pending: Unsettled) -> None:
-    """Call each function in `pending` until it returns, then remove it from `pending`.
+    """Call each function in `pending` until the call succeeds, and remove the function from `pending`.
 
-    A function that an exception interrupts is called again, and the last exception is raised at the end. After 10,000
-    exceptions, the remaining functions stay in `pending` for the next call.
+    If an exception interrupts a function, the function is called again. The last exception is raised at the end. After
+    10,000 exceptions, the remaining functions are left in `pending` for the next call of `settle`.
     """
     interruption: BaseException | None = None
     attempts = 0

@@ -1,6 +1,7 @@
-"""Entry point of the installed command `edje-index`.
+"""Entry point of the command `edje-index`.
 
-It ensures that Python imports this project's `pipelines` and `benchmarks`, not other modules with these names.
+The entry point ensures that Python imports `pipelines` and `benchmarks` from this project, not other packages with
+these names.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main() -> int:
 
 
 def _is_hidden(name: str) -> bool:
-    """Return True if `import name` would import something other than this project's package."""
+    """Return True if `import name` would import a package other than the package of this project."""
     spec = importlib.util.find_spec(name)
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     return (_HOME / name).is_dir() and not (folders and Path(folders[0]).resolve() == _HOME / name)

@@ -1,4 +1,4 @@
-"""A quick check that every file of an index exists with the committed length."""
+"""A quick check that every file of an index exists and has the committed length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROBLEMS_SHOWN = 3
 
 
 def check_files(index: CommittedIndex) -> None:
-    """Check that every file of the index exists with the committed length.
+    """Check that every file of the index exists and has the committed length.
 
     Raises:
         CorruptIndexError: a file is missing or has another length, or a shard table is damaged.
@@ -24,8 +24,9 @@ def check_files(index: CommittedIndex) -> None:
         shown = "; ".join(problems[:_PROBLEMS_SHOWN])
         rest = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
         raise CorruptIndexError(
-            f"{index.root} is finished but damaged: {shown}{rest}. 'edje-index verify {index.root}' lists all damage; "
-            f"restore the files, or remove {index.root} and build the index again"
+            f"the index at {index.root} is finished but damaged: {shown}{rest}; "
+            f"run 'edje-index verify {index.root}' to list all damage, then restore the files, "
+            f"or delete {index.root} and build the index again"
         )
 
 

@@ -30,9 +30,14 @@ def check_row_ids(row_ids: RowIds, rows: int) -> NDArray[np.int64]:
 
 
 def as_indices(values: Sequence[int] | NDArray[np.integer], name: str) -> NDArray[np.integer]:
-    """Return `values` as a flat array of integers.
+    """Return `values` as a flat array of integers, [k].
 
-    Raises UsageError, whose message calls the argument `name`, if `values` is not a flat sequence of integers.
+    Args:
+        values: integers.
+        name: name of the argument, for the error message.
+
+    Raises:
+        UsageError: `values` is not a flat sequence of integers.
     """
     try:
         indices = np.asarray(values)
@@ -40,7 +45,7 @@ def as_indices(values: Sequence[int] | NDArray[np.integer], name: str) -> NDArra
         raise UsageError(f"{name} must be a flat sequence of integers: {error}") from None
     if indices.ndim == 1 and (indices.dtype.kind in "iu" or not indices.size):
         return indices
-    hint = "; select rows by a mask with numpy.flatnonzero(mask)" if indices.dtype == np.bool_ else ""
+    hint = "; convert a boolean mask with numpy.flatnonzero(mask)" if indices.dtype == np.bool_ else ""
     raise UsageError(
         f"{name} must be a flat sequence of integers, got {indices.dtype} of shape {list(indices.shape)}{hint}"
     )

@@ -1,4 +1,4 @@
-"""The reader of token blocks by row id."""
+"""Reading of token blocks by row id."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ __all__ = ["RowIds", "TokenStore"]
 class TokenStore:
     """Reads the token blocks of an index in one precision. Thread-safe.
 
-    The time and memory to open a store do not depend on the number of rows. A store is also a context manager that
-    closes the store.
+    To open a store by the path of an index, use `TokenStore.open`. Opening takes the same time and memory for any
+    number of rows. A store is also a context manager that closes the store.
 
     Args:
-        index: an open index. To open a store by the path of an index, use `TokenStore.open`.
-        precision, engine, verify_reads: see `open`, which also lists the errors.
+        index: an open index.
+        precision, engine, verify_reads: see `TokenStore.open`. The errors are described there too.
 
     Example:
         >>> from storage_formats import TokenStore
@@ -77,17 +77,16 @@ class TokenStore:
 
         Args:
             root: directory of the index.
-            precision: a precision that the index holds. Fetched blocks are bfloat16 in every precision.
-            engine: read engine, one of `storage_formats.reading.engines()`. `auto` selects an engine for each read
-                by the state of the page cache.
+            precision: one of the precisions of the index. Fetched blocks are bfloat16 for every precision.
+            engine: name of a read engine, one of `storage_formats.reading.engines()`. `auto` selects an engine for each
+                record by the state of the page cache.
             snapshot: number of the snapshot to read. None reads the current snapshot. If the index changes, the store
-                continues to read the snapshot that it opened, until `refresh` is called.
-            verify_reads: compare the CRC-32C of every block that is read with the stored checksum, and each file of
-                stored checksums with the shard table.
+                still reads this snapshot until `refresh` is called.
+            verify_reads: whether to compare the CRC-32C of every record with the stored checksum.
 
         Raises:
-            UsageError: there is no index at `root`, the index has no such `snapshot` or does not hold `precision`, or
-                `engine` does not work on this machine.
+            UsageError: there is no index at `root`, the index does not have `snapshot` or `precision`, or `engine` does
+                not work on this machine.
             IncompleteIndexError: the build of the index has not finished.
             CorruptIndexError: `index.json` is damaged, or the first or last shard file has a wrong length.
 
@@ -101,10 +100,10 @@ class TokenStore:
         return cls(CommittedIndex.open(root, snapshot), precision, engine, verify_reads=verify_reads)
 
     def refresh(self) -> int:
-        """Switch the store to the current snapshot of the index. Return the number of that snapshot.
+        """Switch the store to the current snapshot of the index, and return the number of this snapshot.
 
         Raises:
-            UsageError: the index no longer holds the precision, or the directory now holds another index.
+            UsageError: the index no longer has the precision, or another index has replaced the index.
             CorruptIndexError: see `open`.
 
         Example:
@@ -119,12 +118,12 @@ class TokenStore:
         """
         before, index = self._view.index.manifest, CommittedIndex.open(self._view.index.root)
         if (before.plan, before.spec.shard_size) != (index.manifest.plan, index.manifest.spec.shard_size):
-            raise UsageError(f"{index.root} now holds another index than this store opened; open the index again")
+            raise UsageError(f"the index at {index.root} was replaced by another index; open the index again")
         self._view = self._view_of(index)
         return index.manifest.snapshot.number
 
     def row_ids(self) -> NDArray[np.int64]:
-        """Return the row ids of all inputs that are not deleted, ascending, including failed inputs and duplicates.
+        """Return the row ids of all rows that are not deleted, int64 [n], ascending. Some of the rows may be holes.
 
         Example:
             >>> from storage_formats import TokenStore
@@ -135,12 +134,12 @@ class TokenStore:
         return live_rows(self._view.index)
 
     def translate(self, row_ids: RowIds) -> NDArray[np.int64]:
-        """Return the present row ids of rows, given row ids from before compactions of the index, int64 [k].
+        """Translate row ids from before a compaction to current row ids, int64 [k].
 
-        Rows that were deleted before a compaction get -1. Row ids that no compaction changed stay as they are.
+        A row that a compaction removed gets -1. Row ids from after the last compaction do not change.
 
         Args:
-            row_ids: [k], row ids that this snapshot of the index or an earlier snapshot had.
+            row_ids: [k], row ids of this snapshot or of an earlier snapshot.
 
         Raises:
             RowIdError: a row id is out of range.
@@ -181,23 +180,22 @@ class TokenStore:
         """Read the blocks of `row_ids`, in the order of `row_ids`.
 
         Args:
-            row_ids: [k], each in 0..len(self) - 1, in any order; duplicates are allowed. The method `row_ids`
-                returns the row ids of all inputs that are not deleted.
-            out: bfloat16 [k, m, d], C-contiguous, to read into. An array from `empty` is fastest. None allocates an
-                array.
-            as_torch: return a torch.bfloat16 tensor. If `out` is given, the tensor shares memory with `out`.
+            row_ids: [k], row ids in any order. Duplicates are allowed. The method `row_ids` returns all valid row ids.
+            out: bfloat16 [k, m, d], C-contiguous, array for the blocks. An array from `empty` is fastest. None
+                allocates an array.
+            as_torch: whether to return a torch.bfloat16 tensor. If `out` is given, the tensor shares memory with `out`.
 
         Returns:
-            ml_dtypes.bfloat16 [k, m, d], or a tensor of that shape. The block of a hole (a failed or duplicate input,
-            or a row id that no input has) is all NaN; see `holes`.
+            ml_dtypes.bfloat16 [k, m, d], or a tensor of this shape. A hole is a block of NaN. Failed inputs, duplicate
+            inputs and unused row ids have holes. See `holes`.
 
         Raises:
             RowIdError: a row id is out of range. This error is also an `IndexError`.
             DeletedRowError: a requested row was deleted. This error is also a `RowIdError`.
-            UsageError: `row_ids` is not a flat sequence of integers, `out` has a different shape or type, or PyTorch is
-                not installed.
+            UsageError: `row_ids` is not a flat sequence of integers, or `out` has a wrong shape or type.
+            MissingExtraError: `as_torch` is True, but PyTorch is not installed.
             CorruptIndexError: a shard file is missing or too short, or a block is damaged. The attribute `row_ids` of
-                the error lists rows with damaged blocks. After an error, `out` holds arbitrary values.
+                the error lists rows with damaged blocks. After an error, the contents of `out` are arbitrary.
 
         Example:
             >>> from storage_formats import TokenStore
@@ -224,12 +222,11 @@ class TokenStore:
         return to_tensor(out)
 
     def fetch_records(self, row_ids: RowIds, out: Records | None = None) -> Records:
-        """Read the records of `row_ids` without decoding them, for example to decode them on a GPU.
+        """Read the records of `row_ids` without decoding, for example for a decoder on the GPU.
 
         Args:
             row_ids: [k], see `fetch`.
-            out: uint8 [k, record_bytes], C-contiguous, to read into. If `out` starts at a page boundary and a record
-                is a multiple of the sector size, records are read directly into `out`. None allocates an array.
+            out: uint8 [k, record_bytes], C-contiguous, array for the records. None allocates an array.
 
         Returns:
             uint8 [k, record_bytes].
@@ -260,7 +257,7 @@ class TokenStore:
     def empty(self, count: int) -> Blocks:
         """Return an uninitialised array for `count` blocks, bfloat16 [count, m, d], to pass to `fetch` as `out`.
 
-        The array starts at a page boundary, so `bf16` blocks are read into it without an extra copy.
+        The array starts at a page boundary, so that `fetch` can read `bf16` blocks directly into the array.
 
         Example:
             >>> from storage_formats import TokenStore
@@ -271,10 +268,10 @@ class TokenStore:
         return aligned_blocks(count, self.block_shape)
 
     def prefetch(self, row_ids: RowIds) -> None:
-        """Ask the kernel to read blocks into the page cache for a later `fetch`. Does not wait for the reads.
+        """Start to read blocks into the page cache for a later `fetch`. Returns without waiting for the reads.
 
-        Use it for a few hundred rows that are needed soon. For large batches, use `iter_fetch`. On systems without such
-        requests, for example macOS, it does nothing.
+        Use this method for a few hundred rows that are needed soon. For large batches, use `iter_fetch`. Does nothing
+        on macOS and Windows.
 
         Args:
             row_ids: [k], see `fetch`.
@@ -298,10 +295,10 @@ class TokenStore:
 
         Args:
             batches: row ids of each batch, see `fetch`.
-            ahead: maximum number of batches to read ahead of the batch that the caller processes, at least 1.
+            ahead: maximum number of batches to read in advance, at least 1.
 
         Yields:
-            ml_dtypes.bfloat16 [k, m, d] for each batch. Each array is new, so the caller may keep it.
+            ml_dtypes.bfloat16 [k, m, d], a new array for each batch.
 
         Raises:
             RowIdError, UsageError, CorruptIndexError: see `fetch`.
@@ -318,7 +315,7 @@ class TokenStore:
                 yield future.result()
 
     async def aiter_fetch(self, batches: Iterable[RowIds], ahead: int = 1) -> AsyncIterator[Blocks]:
-        """Do the same as `iter_fetch`, for `async for`, without blocking the event loop.
+        """Yield blocks like `iter_fetch`, for use with `async for`. Does not block the event loop.
 
         Example:
             >>> import asyncio
@@ -347,7 +344,7 @@ class TokenStore:
         return np.isnan(blocks[:, 0, 0].astype(np.float32))
 
     def close(self) -> None:
-        """Close the shard files and free memory. A later call of `fetch` opens the files again."""
+        """Close the shard files and free buffers. A later call of `fetch` opens the files again."""
         self._engines.close()
         if self._view.checksums is not None:
             self._view.checksums.close()
@@ -372,7 +369,7 @@ class TokenStore:
     def _read(
         self, requested: _Requested, destinations: DestinationFactory, out: NDArray[Any], *, hole: NDArray[Any]
     ) -> None:
-        """Read each distinct row once, copy it for repeated ids, and write `hole` for unused ids."""
+        """Fill `out`: read each distinct record once, copy it for duplicates, and write `hole` for unused row ids."""
         if len(requested.batch):
             for engine, part in self._engines.split(requested.batch):
                 read_batch(engine, part, destinations)
@@ -385,13 +382,13 @@ class TokenStore:
 
 @dataclass(frozen=True)
 class _Requested:
-    """The row ids of one call, grouped by how their blocks are obtained.
+    """The row ids of one request, grouped by how to get their blocks.
 
     Attributes:
-      batch: the distinct rows to read from files.
-      duplicates: [n], indices of row ids that occur earlier in the request.
-      originals: [n], for each of `duplicates`, the index of the first occurrence of the same row id.
-      unused: indices of row ids that belong to no segment.
+        batch: the records to read from files, without duplicates.
+        duplicates: [n], index in the request of each row id that occurred before.
+        originals: [n], index in the request of the first occurrence of the row id of each of `duplicates`.
+        unused: indices in the request of row ids that belong to no segment. Their blocks are holes.
     """
 
     batch: Batch
@@ -415,7 +412,7 @@ class _View:
         return None if self.checksums is None else self.checksums.check
 
     def checked(self, row_ids: RowIds) -> NDArray[np.int64]:
-        """Return `row_ids` as int64 [k]. Raises the errors of `fetch` for invalid or deleted row ids."""
+        """Return `row_ids` as int64 [k]. Raise RowIdError if a row id is not valid, or UsageError; see `fetch`."""
         ids = check_row_ids(row_ids, self.index.manifest.spec.rows)
         self.deleted.refuse(ids)
         refuse_renumbered(ids, self.index.manifest.spec)
@@ -439,7 +436,7 @@ def _held_codec(index: CommittedIndex, precision: str) -> Codec:
     spec = index.manifest.spec
     if precision not in spec.precisions:
         held = ", ".join(spec.precisions)
-        raise UsageError(f"the index at {index.root} does not hold precision '{precision}'; it holds: {held}")
+        raise UsageError(f"the index at {index.root} does not have precision '{precision}'; choose one of: {held}")
     return codec(precision, spec.block_shape)
 
 
@@ -449,7 +446,7 @@ def _shard_path(layout: Layout, token_codec: Codec, shard: int) -> Path:
 
 
 class _ReadAhead:
-    """Iterator of one future per batch. A background thread fetches batches before they are needed."""
+    """An iterator of futures, one per batch. A background thread fetches the batches ahead of the caller."""
 
     def __init__(self, store: TokenStore, batches: Iterable[RowIds], ahead: int) -> None:
         if ahead < 1:

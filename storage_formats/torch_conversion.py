@@ -1,4 +1,4 @@
-"""Conversion of token blocks to PyTorch tensors. Only this module of the package imports torch."""
+"""Conversion of token blocks to PyTorch tensors. This is the only module of the package that imports torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Tensor: TypeAlias = "torch.Tensor"
 
 @name_missing_extra("search")
 def to_tensor(blocks: Blocks) -> Tensor:
-    """Return a torch.bfloat16 tensor on the CPU that has the shape of `blocks` and shares memory with `blocks`.
+    """Return `blocks` as a torch.bfloat16 tensor on the CPU. The tensor shares memory with `blocks`.
 
-    `torch.from_numpy` refuses the NumPy type ml_dtypes.bfloat16, so the bits are reinterpreted.
+    Use this function because `torch.from_numpy` does not accept the type ml_dtypes.bfloat16.
 
     Raises:
         MissingExtraError: PyTorch is not installed.

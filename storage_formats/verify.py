@@ -1,4 +1,4 @@
-"""Verification of an index: all files, checksums and rows."""
+"""Verification of all files of an index."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _SHARD_TABLE = re.compile(r"manifest/shards-[0-9a-f]{8}\.parquet")
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of an index.
+    """A problem that `verify_index` found.
 
     Attributes:
         path: path of the file with the problem, relative to the index.
-        code: short name of the kind of problem, such as `missing-file`, for use in programs.
-        message: what is wrong with the file, worded to follow the path: "cannot be read: ...".
+        code: kind of problem, for use in programs, for example `missing-file`.
+        message: description of the problem for people. It continues the path, for example "cannot be read: ...".
 
     Example:
         >>> from pathlib import Path
@@ -57,14 +57,14 @@ class Problem:
 
 
 def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """Read every file of an index and return all problems.
+    """Check every file of an index.
 
     Args:
         root: directory of the index.
-        on_progress: called as `on_progress(done, total)` after each shard. Both arguments are numbers of shards.
+        on_progress: called as `on_progress(done, total)` after each shard, with two numbers of shards.
 
     Returns:
-        All problems. The list is empty if the index is sound.
+        All problems that were found. The list is empty if the index is undamaged.
 
     Raises:
         UsageError: there is no index at `root`.
@@ -99,7 +99,7 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
             Problem(
                 "index.json",
                 "counts",
-                f"has counts {asdict(manifest.counts)}, but the rows tables give {asdict(totals)}",
+                f"lists the counts {asdict(manifest.counts)}, but the rows tables have {asdict(totals)}",
             )
         )
     if not problems:
@@ -115,7 +115,7 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
 
 def _check_erasure(layout: Layout) -> Iterator[Problem]:
     if layout.erasure.exists():
-        message = "is an erasure that has not finished; erase the same rows again to finish it"
+        message = "belongs to an unfinished erasure; erase the same rows again to finish the erasure"
         yield Problem(layout.relative(layout.erasure), "erasure", message)
 
 
@@ -133,7 +133,7 @@ def _add(left: Counts, right: Counts) -> Counts:
 
 
 def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
-    """Check that the Zarr documents are as SPEC.md prescribes, and that zarr-python can open the arrays."""
+    """Compare each `zarr.json` with SPEC.md, and check that zarr-python can open the arrays."""
     for path, document in zarr_documents(layout, spec).items():
         where = layout.relative(path)
         try:
@@ -177,20 +177,21 @@ def _check_stock_reader(array_dir: Path, where: str, document: dict[str, Any]) -
 
 
 def _check_columns(manifest: Manifest, values: Counter[str]) -> Iterator[Problem]:
-    """Compare the numbers of values of the source columns with the totals of all rows tables."""
+    """Compare the numbers of source values in `manifest` with `values`, the numbers in the rows tables."""
     for column in manifest.columns:
         if column.values != values[column.name]:
             message = (
-                f"has {column.values} values of column {column.name}, but the rows tables have {values[column.name]}"
+                f"lists {column.values} values of column {column.name}, but the rows tables have {values[column.name]}"
             )
             yield Problem("index.json", "columns", message)
 
 
 class _ShardCheck:
-    """All checks of one shard.
+    """Checks the files of one shard.
 
-    After `run`, `counts` holds the counts of the shard's rows table, and `values` the number of values of each source
-    column.
+    Attributes:
+        counts: after `run`, the numbers of inputs in the rows table of the shard.
+        values: after `run`, the number of values of each source column in the shard.
     """
 
     def __init__(self, layout: Layout, manifest: Manifest, shard: int, files: dict[str, FileEntry]) -> None:
@@ -211,7 +212,7 @@ class _ShardCheck:
         problems = [problem for path in expected for problem in self._check_file(path)]
         expected_paths = {self._layout.relative(path) for path in expected}
         for path in sorted(set(self._files) - expected_paths):
-            problems.append(Problem(path, "shard-table", "is in the shard table but does not belong to this index"))
+            problems.append(Problem(path, "shard-table", "is in the shard table, but does not belong to this index"))
         damaged_paths = {problem.path for problem in problems}
         indexed = None
         if self._layout.relative(self._layout.rows_file(self._shard)) not in damaged_paths:
@@ -235,7 +236,7 @@ class _ShardCheck:
     def _check_file(self, path: Path) -> Iterator[Problem]:
         entry = self._files.get(self._layout.relative(path))
         if entry is None:
-            yield self._problem(path, "shard-table", "is missing from the shard table")
+            yield self._problem(path, "shard-table", "is not listed in the shard table")
             return
         try:
             with open_index_file(self._layout.root, path) as file:
@@ -255,7 +256,7 @@ class _ShardCheck:
         # Numbers are compared first: a claimed number of rows must not become a list.
         if len(table) != len(self._rows) or table["row_id"].to_pylist() != list(self._rows):
             raise CorruptIndexError(
-                f"the rows table does not hold the row ids {self._rows.start} to {self._rows.stop - 1} "
+                f"the rows table does not contain the row ids {self._rows.start} to {self._rows.stop - 1} "
                 "in ascending order"
             )
         self.values = {column.name: len(table) - table[column.name].null_count for column in self._columns}
@@ -292,7 +293,7 @@ class _ShardCheck:
         present = np.zeros(self._spec.shard_size, dtype=np.bool_)
         present[:rows] = indexed
         if index != shard_index_bytes(present, token_codec.record_bytes):
-            yield self._problem(path, "shard-index", "has a shard index that contradicts the rows table")
+            yield self._problem(path, "shard-index", "has a shard index that does not match the rows table")
 
     def _check_blocks(
         self,
@@ -308,12 +309,12 @@ class _ShardCheck:
             records = np.fromfile(file, dtype=np.uint8, count=count * size).reshape(count, size)
             for position in first + np.flatnonzero(crc32c_rows(records) != checksums[first : first + count]):
                 row_id = self._rows.start + position
-                yield self._problem(path, "block-checksum", f"holds a damaged block for row {row_id}")
+                yield self._problem(path, "block-checksum", f"has a damaged block for row {row_id}")
             present = np.ones(count, dtype=np.bool_) if indexed is None else indexed[first : first + count]
             for position in np.flatnonzero(~present):
                 if not self._is_hole(token_codec, first + int(position), records[position]):
                     row_id = self._rows.start + first + position
-                    yield self._problem(path, "hole", f"holds data for row {row_id}, which is a hole")
+                    yield self._problem(path, "hole", f"has data for row {row_id}, which is a hole")
 
     def _is_hole(self, token_codec: Codec, position: int, record: Records) -> bool:
         if (record == fill_record(token_codec)[0]).all():
@@ -357,11 +358,11 @@ def _check_row_maps(root: str | Path, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _check_strays(layout: Layout, manifest: Manifest) -> Iterator[Problem]:
-    """Yield a problem for each data file that belongs to no snapshot and to no change in progress."""
+    """Yield a problem for each data file that belongs to no snapshot and no unfinished change."""
     try:
         named = named_files(layout, kept_snapshots(CommittedIndex(layout.root, manifest)))
     except EdjeError as error:
-        yield Problem("snapshots", "snapshot", f"holds a snapshot that cannot be read: {error}")
+        yield Problem("snapshots", "snapshot", f"contains a snapshot that cannot be read: {error}")
         return
     for path in (path for folder in layout.data_folders() for path in sorted(folder.rglob("*"))):
         where = layout.relative(path)
@@ -372,7 +373,7 @@ def _check_strays(layout: Layout, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _is_unfinished(path: str, manifest: Manifest) -> bool:
-    """Return True if the file may belong to an uncommitted change or conversion."""
+    """Return True if the file at `path` may belong to an unfinished change or conversion."""
     if path.startswith(("manifest/", "ann/")) or _precision_of(path) not in (None, *manifest.spec.precisions):
         return True
     numbers = re.findall(r"\d+", path.rpartition("/")[2])
@@ -393,7 +394,7 @@ def _check_ann(layout: Layout, manifest: Manifest) -> Iterator[Problem]:
             yield Problem(entry.path, "missing-file", f"cannot be read: {error.strerror}")
             continue
         if not is_sound:
-            yield Problem(entry.path, "checksum", "is not the committed file; rebuild the nearest-neighbour index")
+            yield Problem(entry.path, "checksum", "is not the committed file; build the nearest-neighbour index again")
     vectors = manifest.ann.get("vectors")
     if vectors is not None and vectors != manifest.counts.indexed:
-        yield Problem("ann", "counts", f"holds {vectors} vectors, but {manifest.counts.indexed} rows are indexed")
+        yield Problem("ann", "counts", f"has {vectors} vectors, but {manifest.counts.indexed} rows are indexed")

@@ -1,4 +1,4 @@
-"""The registry of token precisions. To add a precision, write a module with a codec class and add one entry here."""
+"""The registry of precisions. To add a precision, write a module with a codec class and add the class to `_CODECS`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CODECS: dict[str, Callable[[tuple[int, int]], Codec]] = {
 
 
 def precisions() -> tuple[str, ...]:
-    """Return the names of all precisions that this version reads and writes, most accurate first.
+    """Return the names of all supported precisions, most accurate first.
 
     Example:
         >>> from storage_formats import precisions
@@ -39,15 +39,15 @@ def precisions() -> tuple[str, ...]:
 
 
 def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Codec:
-    """Return the codec of a precision, which encodes bfloat16 blocks to records and decodes them again.
+    """Return the codec of a precision. A codec encodes bfloat16 blocks to records, and decodes records to blocks.
 
     Args:
         name: one of `precisions()`.
         block_shape: (m, d), tokens per block and values per token.
 
     Returns:
-        A `storage_formats.codecs.base.Codec`: `.encode(blocks)` takes ml_dtypes.bfloat16 [k, m, d] and returns uint8
-        [k, record_bytes]. `.decode(records, out=None)` turns records back into blocks.
+        A `storage_formats.codecs.base.Codec`. Its method `encode` takes ml_dtypes.bfloat16 [k, m, d] and returns uint8
+        [k, record_bytes]. Its method `decode` does the reverse.
 
     Raises:
         UsageError: the name is unknown, or d is not a multiple of the precision's group size.
@@ -70,7 +70,7 @@ def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Code
 
 
 def fill_record(codec: Codec) -> Records:
-    """Return the record of a hole, uint8 [1, record_bytes]."""
+    """Return the record that a shard stores for a hole, uint8 [1, record_bytes]."""
     value = np.array(codec.fill_value, dtype=np.dtype(codec.zarr_dtype).newbyteorder("<"))
     count = codec.record_bytes // value.itemsize
     return np.full((1, count), value).view(np.uint8)

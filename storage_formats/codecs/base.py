@@ -1,7 +1,4 @@
-"""The interface of a codec, and checks of the arrays that are passed to one.
-
-A codec converts each block to a record of fixed length, and back.
-"""
+"""The interface of codecs, and checks of the arrays that callers pass to a codec."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ Records: TypeAlias = NDArray[np.uint8]
 Indices: TypeAlias = Sequence[int] | NDArray[np.integer]
 """Indices or byte offsets, [k]."""
 Check: TypeAlias = Callable[[int, int], None]
-"""A function `check(start, stop)` that raises if one of the records [start, stop) is damaged."""
+"""A function `check(start, stop)` that raises an exception if one of the records [start, stop) is damaged."""
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -31,18 +28,18 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 class Codec(Protocol):
     """Encodes and decodes blocks of one shape in one precision. Thread-safe.
 
-    A codec accepts any values, and finite values decode to finite values. If a value is NaN or infinite, all values
-    that share its scale are stored as NaN. Only `bf16` keeps every bit.
+    Finite values decode to finite values. If a value is NaN or infinite, all values with the same scale are stored as
+    NaN. Only `bf16` is lossless.
 
-    `threads` is the maximum number of threads. It does not change the result.
+    The argument `threads` of the methods is the maximum number of threads. It does not change the result.
 
     Attributes:
-        name: name of the precision and of its directory under `tokens/`.
-        logical_dtype: name of the number format of the stored values, such as `bfloat16` or `int8`.
+        name: name of the precision. The directory of its shards under `tokens/` has the same name.
+        logical_dtype: number format of the stored values, for example `bfloat16` or `int8`.
         block_shape: (m, d), tokens per block and values per token.
         record_bytes: length of a record in bytes, including scales.
         record_shape: shape of one record in the Zarr array of the precision.
-        zarr_dtype: core Zarr v3 data type of the Zarr array.
+        zarr_dtype: Zarr v3 data type of the Zarr array.
         fill_value: fill value of the Zarr array. A record of fill values decodes to NaN.
 
     Example:
@@ -66,13 +63,14 @@ class Codec(Protocol):
     fill_value: int
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
-        """Encode blocks, bf16 [k, m, d], to records, uint8 [k, record_bytes]. The records may share memory with the
-        blocks.
+        """Encode blocks, bf16 [k, m, d], to records, uint8 [k, record_bytes].
+
+        The result may share memory with `blocks`.
         """
         ...
 
     def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
-        """Decode records, uint8 [k, record_bytes], to blocks, bf16 [k, m, d], in `out` or in a new array."""
+        """Decode records, uint8 [k, record_bytes], to blocks, bf16 [k, m, d]. Write to `out` if it is given."""
         ...
 
     def decode_rows(
@@ -83,7 +81,7 @@ class Codec(Protocol):
         Args:
             records: uint8 [n, record_bytes], C-contiguous, for example a memory-mapped shard.
             rows: [k], indices of the records to decode.
-            out: bf16 [k, m, d], to write to and return. None allocates an array.
+            out: bf16 [k, m, d], array for the result. None allocates an array.
             threads: maximum number of threads.
 
         Raises:
@@ -108,8 +106,8 @@ class Codec(Protocol):
             out: bf16 [n, m, d].
             indices: [k], distinct indices of blocks of `out`.
             threads: maximum number of threads.
-            check: called as `check(start, stop)` just before the same thread decodes records [start, stop), so that
-                the records are still in the processor's cache. `check` raises if a record is damaged.
+            check: called as `check(start, stop)` just before the same thread decodes records [start, stop). The records
+                are then still in the processor's cache. `check` raises an exception if a record is damaged.
 
         Raises:
             UsageError: an offset or an index is out of range, or an array has the wrong type or shape.
@@ -118,7 +116,7 @@ class Codec(Protocol):
 
 
 def check_blocks(blocks: Blocks, block_shape: tuple[int, int]) -> Blocks:
-    """Return `blocks` as a contiguous array. Raises UsageError unless `blocks` is bfloat16 [k, *block_shape]."""
+    """Return `blocks` as a contiguous array. Raise UsageError unless `blocks` is bfloat16 [k, *block_shape]."""
     if blocks.dtype != BF16 or blocks.ndim != 3 or blocks.shape[1:] != block_shape:
         raise UsageError(
             f"blocks must be bfloat16 [k, {block_shape[0]}, {block_shape[1]}], got {blocks.dtype} {list(blocks.shape)}"
@@ -127,26 +125,24 @@ def check_blocks(blocks: Blocks, block_shape: tuple[int, int]) -> Blocks:
 
 
 def check_records(records: Records, record_bytes: int) -> Records:
-    """Return `records` as a contiguous array. Raises UsageError unless `records` is uint8 [k, record_bytes]."""
+    """Return `records` as a contiguous array. Raise UsageError unless `records` is uint8 [k, record_bytes]."""
     if records.dtype != np.uint8 or records.ndim != 2 or records.shape[1] != record_bytes:
         raise UsageError(f"records must be uint8 [k, {record_bytes}], got {records.dtype} {list(records.shape)}")
     return np.ascontiguousarray(records)
 
 
 def check_contiguous_records(records: Records, record_bytes: int) -> Records:
-    """Return `records`. Raises UsageError unless `records` is contiguous uint8 [k, record_bytes]."""
+    """Return `records`. Raise UsageError unless `records` is contiguous uint8 [k, record_bytes]."""
     if not records.flags.c_contiguous:
         raise UsageError("records must be C-contiguous; pass numpy.ascontiguousarray(records)")
     return np.asarray(check_records(records, record_bytes))
 
 
 def check_indices(indices: Indices, count: int, name: str = "rows") -> NDArray[np.int64]:
-    """Return a copy of `indices`, int64 [k]. Raises UsageError unless all indices are in 0..count - 1."""
+    """Return a copy of `indices`, int64 [k]. Raise UsageError unless all indices are in 0..count - 1."""
     checked = as_indices(indices, name)
     if checked.size and (checked.min() < 0 or checked.max() >= count):
-        raise UsageError(
-            f"{name} must be in 0..{count - 1}, but the given values are in {checked.min()}..{checked.max()}"
-        )
+        raise UsageError(f"{name} must be in 0..{count - 1}, got values in {checked.min()}..{checked.max()}")
     return np.array(checked, dtype=np.int64, order="C")
 
 
@@ -155,7 +151,8 @@ def check_moves(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return copies of `offsets` and `indices`, int64 [k].
 
-    Raises UsageError if a record at one of `offsets` does not lie within `memory`, or an index is not in 0..count - 1.
+    Raises:
+        UsageError: a record at one of `offsets` extends beyond `memory`, or an index is not in 0..count - 1.
     """
     if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous:
         raise UsageError(f"memory must be contiguous uint8 [bytes], got {memory.dtype} {list(memory.shape)}")
@@ -171,7 +168,8 @@ def check_moves(
 def check_out(out: Blocks | None, count: int, block_shape: tuple[int, int]) -> Blocks:
     """Return `out`, or a new array for `count` blocks if `out` is None.
 
-    Raises UsageError unless `out` is a writeable C-contiguous bfloat16 array [count, *block_shape].
+    Raises:
+        UsageError: `out` is not a writeable C-contiguous bfloat16 array [count, *block_shape].
     """
     shape = (count, *block_shape)
     if out is None:

@@ -1,7 +1,8 @@
 """`bf16`: bfloat16 values, stored unchanged.
 
 A record holds m x d bfloat16 values, little endian, tokens in order: 2 m d bytes. A bfloat16 is the upper half of an
-IEEE 754 binary32: sign 1, exponent 8 (bias 127), fraction 7. Every bit is kept, also of NaN.
+IEEE 754 binary32: 1 sign bit, 8 exponent bits (bias 127), 7 fraction bits. All values are stored exactly, including
+NaN.
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec
@@ -34,7 +35,7 @@ from storage_formats.codecs.threads import run_chunks
 
 
 class BF16Codec:
-    """Stores the bits of the block unchanged. See `storage_formats.codecs.base.Codec`."""
+    """Stores bfloat16 values unchanged. See `storage_formats.codecs.base.Codec`."""
 
     name = "bf16"
     logical_dtype = "bfloat16"

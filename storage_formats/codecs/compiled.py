@@ -1,4 +1,4 @@
-"""Base class of the compiled codecs."""
+"""The base class of codecs with compiled kernels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Span: TypeAlias = tuple[int, int]
 class CompiledCodec(ABC):
     """Base class of codecs with compiled kernels. Checks the arguments and splits the work between threads.
 
-    Subclasses import Numba at the first conversion, not before.
+    Subclasses import Numba at their first conversion.
     """
 
     name: str
@@ -52,11 +52,11 @@ class CompiledCodec(ABC):
 
     @abstractmethod
     def _encode(self, bits: Bits, records: Bytes, span: Span) -> None:
-        """Encode the blocks from index `span[0]` up to, but not including, `span[1]`."""
+        """Encode the blocks with the indices `range(*span)`."""
 
     @abstractmethod
     def _decode(self, records: Bytes, moves: Moves, bits: Bits, span: Span) -> None:
-        """Decode the items of `moves` from index `span[0]` up to, but not including, `span[1]`."""
+        """Decode the items of `moves` with the indices `range(*span)`."""
 
     def encode(self, blocks: Blocks, threads: int | None = None) -> Records:
         blocks = check_blocks(blocks, self.block_shape)

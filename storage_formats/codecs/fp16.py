@@ -4,11 +4,10 @@ A record holds m x d binary16 values, little endian, tokens in order: 2 m d byte
 
 - Magnitudes from 2 ** -14 to 65,504 are stored exactly.
 - Smaller magnitudes are rounded to a multiple of 2 ** -24, ties to even.
-- Larger magnitudes saturate at 65,504.
-- Values that are not finite become the NaN 0x7E00.
+- Larger finite magnitudes are stored as 65,504.
+- NaN and infinity are stored as the NaN 0x7E00.
 
-Decoding rounds each value to the nearest bfloat16, ties to even. The values of the Zarr array can be decoded with
-NumPy alone:
+Decoding rounds each value to the nearest bfloat16, ties to even. This example decodes the Zarr array with NumPy alone:
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec, fill_record
@@ -36,7 +35,7 @@ _LARGEST = 65504.0
 
 
 class FP16Codec(CompiledCodec):
-    """Stores values as IEEE 754 binary16, without a scale."""
+    """Stores values as IEEE 754 binary16, without a scale. See `storage_formats.codecs.base.Codec`."""
 
     name = "fp16"
     logical_dtype = "float16"
@@ -63,7 +62,7 @@ class FP16Codec(CompiledCodec):
 
 @functools.cache
 def _from_bf16() -> NDArray[np.uint16]:
-    """Return the binary16 bits for each bfloat16 bit pattern, uint16 [65536]."""
+    """Return the binary16 bits of each bfloat16 value, uint16 [65536], indexed by the bits of the bfloat16 value."""
     numbers = np.arange(0x10000, dtype=np.uint16).view(BF16).astype(np.float32)
     nearest = np.clip(numbers, -_LARGEST, _LARGEST).astype(np.float16).view(np.uint16)
     return np.where(np.isfinite(numbers), nearest, np.uint16(FP16Codec.fill_value))
@@ -71,7 +70,7 @@ def _from_bf16() -> NDArray[np.uint16]:
 
 @functools.cache
 def _to_bf16() -> NDArray[np.uint16]:
-    """Return the bfloat16 bits for each binary16 bit pattern, uint16 [65536]."""
+    """Return the bfloat16 bits of each binary16 value, uint16 [65536], indexed by the bits of the binary16 value."""
     with np.errstate(invalid="ignore"):  # signalling NaN
         nearest = np.arange(0x10000, dtype=np.uint16).view(np.float16).astype(np.float32).astype(BF16)
     return np.where(np.isnan(nearest), np.uint16(CANONICAL_NAN), nearest.view(np.uint16))

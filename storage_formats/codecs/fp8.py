@@ -7,10 +7,10 @@ A record holds, for m tokens of width d:
 
 An E4M3 code has the sign in bit 7, the exponent (bias 7) in bits 6-3 and the fraction in bits 2-0. Exponent 0 is
 subnormal. 0x7F and 0xFF are NaN (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). An E8M0 scale is 2 **
-(byte - 127), and 0xFF is NaN (OCP MX 1.0, section 5.4.1). The value is code x scale.
+(byte - 127), and the byte 0xFF is NaN (OCP MX 1.0, section 5.4.1). A decoded value is code x scale.
 
-The encoder takes the smallest scale with which no code exceeds 448. Without a scale, E4M3 would lose tokens with values
-far below 2 ** -6 or above 448. The values of the Zarr array can be decoded with NumPy alone:
+The encoder takes the smallest scale with which no code exceeds 448. This example decodes the Zarr array with NumPy
+alone:
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec, fill_record
@@ -36,7 +36,7 @@ from storage_formats.codecs.minifloat import E4M3, e8m0_codes, e8m0_values
 
 
 class FP8Codec(GroupScaledCodec):
-    """Stores E4M3 codes with one E8M0 scale per token."""
+    """Stores E4M3 codes with one E8M0 scale per token. See `storage_formats.codecs.base.Codec`."""
 
     name = "fp8"
     logical_dtype = "float8_e4m3fn"

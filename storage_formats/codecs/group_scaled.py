@@ -1,6 +1,6 @@
 """Codecs in which a group of values shares a one-byte scale: `fp8`, `mxfp8`, `mxfp4`, `nvfp4`.
 
-A value is code x scale. bfloat16 holds the product exactly unless the product is subnormal.
+A decoded value is code x scale. This product is an exact bfloat16 value unless the product is subnormal.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from storage_formats.codecs.minifloat import CANONICAL_NAN, E4M3, NAN_CODE, Mini
 from storage_formats.errors import UsageError
 
 LARGEST_INPUT = 15 * 2.0**124
-"""Larger finite magnitudes are encoded as this number: E4M3 would round them to 2**128, too large for bfloat16."""
+"""Finite magnitudes above this limit are encoded as the limit, because E4M3 would round them to 2**128."""
 
 
 class GroupScaledCodec(CompiledCodec):
-    """Stores minifloat codes, followed by the scales of all groups in order.
-
-    A byte holds one code of eight bits or two codes of four bits.
+    """Stores the codes of all values, then the scales of all groups. One byte stores one E4M3 code or two E2M1 codes.
 
     Attributes:
         element: number format of the codes.
-        scale_values: value of every scale code, float32 [256], NaN at 0xFF.
+        scale_values: value of each scale code, float32 [256]. The value of code 0xFF is NaN.
         group: number of consecutive values of a token that share one scale.
     """
 
@@ -39,7 +37,7 @@ class GroupScaledCodec(CompiledCodec):
         if d % group:
             raise UsageError(
                 f"precision '{self.name}' needs tokens whose width is a multiple of {group}, but the width is "
-                f"{d}; use fp8 or int8, which take any width"
+                f"{d}; use fp8 or int8, which accept any width"
             )
         self.group = group
         self.codes_bytes = m * d if self.element is E4M3 else m * d // 2
@@ -48,7 +46,7 @@ class GroupScaledCodec(CompiledCodec):
     @staticmethod
     @abstractmethod
     def scale_codes(largest: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Return the scale code of each group, uint8, in the shape of `largest`.
+        """Return the scale code of each group, uint8, with the shape of `largest`.
 
         Args:
             largest: largest magnitude of each group, float32, finite.
@@ -78,7 +76,7 @@ class GroupScaledCodec(CompiledCodec):
     @classmethod
     @functools.cache
     def _scale_table(cls) -> NDArray[np.uint8]:
-        """Return the scale code for each bfloat16 magnitude, indexed by its bits, uint8 [32768]."""
+        """Return the scale code for each bfloat16 magnitude, uint8 [32768], indexed by the bits of the magnitude."""
         magnitudes = np.arange(0x8000, dtype=np.uint16).view(BF16).astype(np.float32)
         finite = np.isfinite(magnitudes)
         table = np.full(len(magnitudes), NAN_CODE, dtype=np.uint8)
@@ -88,7 +86,7 @@ class GroupScaledCodec(CompiledCodec):
     @classmethod
     @functools.cache
     def _products(cls) -> NDArray[np.uint16]:
-        """Return the bfloat16 bits of each product scale x code, uint16 [256 * number of codes]."""
+        """Return the bfloat16 bits of scale x code for each scale and code, uint16 [256 * number of codes]."""
         with np.errstate(over="ignore"):  # only scales that no encoder writes overflow
             products = (cls.scale_values[:, None] * cls.element.values).astype(BF16)
         return np.where(np.isnan(products), np.uint16(CANONICAL_NAN), products.view(np.uint16)).reshape(-1)
@@ -96,7 +94,7 @@ class GroupScaledCodec(CompiledCodec):
     @classmethod
     @functools.cache
     def _pairs(cls) -> NDArray[np.uint32]:
-        """Return the bfloat16 bits of both values of a byte, for each scale and byte, uint32 [256 * 256]."""
+        """Return the bfloat16 bits of the two values in a byte, for each scale and byte, uint32 [256 * 256]."""
         # The value of the low four bits of the byte is in the lower half of a word.
         products = cls._products().reshape(256, -1).astype(np.uint32)
         byte = np.arange(256)

@@ -5,11 +5,11 @@ A record holds, for m tokens of width d:
 - m x d two's complement integers of one byte, tokens in order
 - m bfloat16 scales, little endian
 
-The value is integer x scale, rounded once to bfloat16. The encoder takes the scale nearest to the largest magnitude of
-the token / 127. It rounds value / scale to the nearest integer, ties to even, saturated at -127 and 127 (the symmetric
-scheme of Jacob et al., 2018). The scale is at least 2 ** -133 and at most 2 ** 121.
+A decoded value is integer x scale, rounded to bfloat16. The scale is the largest magnitude of the token divided by 127,
+rounded to bfloat16 and limited to 2 ** -133 to 2 ** 121. The encoder rounds value / scale to the nearest integer, ties
+to even, and limits the integer to -127 to 127. This is the symmetric scheme of Jacob et al., 2018.
 
-The values of the Zarr array can be decoded with NumPy alone (a bfloat16 is the upper half of a float32):
+This example decodes the Zarr array with NumPy alone. A bfloat16 is the upper half of a float32:
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec, fill_record
@@ -34,11 +34,11 @@ from storage_formats.codecs.base import BF16
 from storage_formats.codecs.compiled import Bits, Bytes, CompiledCodec, Moves, Span
 
 NAN_SCALE = 0xFFFF
-"""Bits of the scale of a token that contains NaN or infinity: the fill byte repeated."""
+"""Bits of the scale of a token that contains NaN or infinity. Both bytes equal the fill value."""
 
 
 class Int8Codec(CompiledCodec):
-    """Stores eight-bit integers with one bfloat16 scale per token."""
+    """Stores eight-bit integers with one bfloat16 scale per token. See `storage_formats.codecs.base.Codec`."""
 
     name = "int8"
     logical_dtype = "int8"
@@ -48,7 +48,7 @@ class Int8Codec(CompiledCodec):
 
     @staticmethod
     def scales(largest: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the scale of each token, float32, in the shape of `largest`.
+        """Return the scale of each token, float32, with the shape of `largest`.
 
         Args:
             largest: largest magnitude of each token, float32, finite.
@@ -72,7 +72,7 @@ class Int8Codec(CompiledCodec):
 
 @functools.cache
 def _scale_table() -> NDArray[np.uint16]:
-    """Return the bfloat16 bits of the scale, indexed by the bits of a token's largest magnitude, uint16 [32768]."""
+    """Return the bits of the scale, uint16 [32768], indexed by the bits of the largest magnitude of a token."""
     magnitudes = np.arange(0x8000, dtype=np.uint16).view(BF16).astype(np.float32)
     finite = np.isfinite(magnitudes)
     table = np.full(len(magnitudes), NAN_SCALE, dtype=np.uint16)

@@ -1,6 +1,7 @@
 """Compilation of Numba kernels, with a cache on disk. Importing this module imports Numba.
 
-Each kernel has exactly one signature. Processes that fill Numba's cache at the same time therefore write equal files.
+Each kernel has exactly one signature. Several processes can therefore fill Numba's cache at the same time: they write
+equal files.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ _njit: Any = functools.partial(numba.njit, nogil=True, error_model="numpy")
 
 
 class Kernel:
-    """A function that Numba compiles for one signature at its first call. It runs without the GIL.
+    """A function that Numba compiles for one signature at its first call. The function runs without the GIL.
 
     The compiled code is cached on disk if the installation or the home directory is writeable.
 
     Args:
-        function: Python function to compile. It returns None.
+        function: Python function to compile. The function must return None.
         arguments: Numba types of the arguments of `function`.
     """
 
@@ -45,21 +46,21 @@ class Kernel:
 
 
 def kernel(*arguments: Any) -> Callable[[Callable[..., None]], Kernel]:
-    """Return a decorator that turns a function into a `Kernel` with the given Numba argument types."""
+    """Return a decorator that makes a function a `Kernel` with the given Numba types of its arguments."""
     return lambda function: Kernel(function, arguments)
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that compiles a helper function of kernels."""
+    """Compile a helper function that kernels call. Use it as a decorator."""
     compiled: Callable[..., Any] = _njit(function)
     return compiled
 
 
 def input_array(number: Any) -> Any:
-    """Return the Numba type of a flat C-contiguous array of `number` that a kernel reads. Any alignment is allowed."""
+    """Return the Numba type of a read-only flat array of type `number`, C-contiguous, of any alignment."""
     return types.Array(number, 1, "C", readonly=True, aligned=False)
 
 
 def output_array(number: Any) -> Any:
-    """Return the Numba type of a flat C-contiguous array of `number` that a kernel writes. Any alignment is allowed."""
+    """Return the Numba type of a writeable flat array of type `number`, C-contiguous, of any alignment."""
     return types.Array(number, 1, "C", aligned=False)

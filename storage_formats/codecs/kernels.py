@@ -1,15 +1,15 @@
 """Compiled kernels of the codecs. A codec imports this module, and with it Numba, at its first conversion.
 
-A kernel runs on the calling thread and releases the GIL, so the caller may run it on several threads at once. Each
-kernel takes flat arrays and some of these arguments:
+A kernel runs on the calling thread and releases the GIL, so a caller may run one kernel on several threads at once.
+Each kernel takes flat arrays and some of these arguments:
 
-- `geometry`: (values per block, values per token, values that share one scale)
-- `span`: (start, stop) of the blocks to encode, or of the items of `moves` to decode
+- `geometry`: (values per block, values per token, values per scale)
+- `span`: (start, stop), a half-open range of blocks to encode, or of items of `moves` to decode
 - `moves`: (offsets, blocks); the record at byte `offsets[i]` is decoded to block `blocks[i]` of the output
 
-All kernels and their helpers are in one module, because Numba's cache notices changes only in a kernel's own file.
-Indices are unsigned, so that LLVM can vectorise. A helper takes an array and the index of the first element, because
-Numba counts the references to a slice.
+All kernels and their helpers are in this module, because Numba's cache detects changes only in the file of the kernel.
+Indices are unsigned, so that LLVM can vectorise the loops. A helper takes an array and the index of the first element,
+because Numba counts references to slices, which costs time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _bf16(bits: np.uint16) -> Any:
 
 @inlined
 def _rounded_bf16(number: np.float32) -> np.uint16:
-    """Return the bits of the bfloat16 nearest to `number`, ties to even. Every NaN gives 0x7FC0."""
+    """Return the bits of the bfloat16 nearest to `number`, ties to even; 0x7FC0 if `number` is NaN."""
     bits = _bits(number)
     even = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
@@ -62,7 +62,7 @@ def _rounded_bf16(number: np.float32) -> np.uint16:
 
 @inlined
 def _minifloat_code(number: np.float32, fraction_bits: int, bias: int, largest: float) -> np.uint32:
-    """Return the code of |number| in a `MiniFloat`, rounded to nearest, ties to even."""
+    """Return the minifloat code of |number|, rounded to nearest, ties to even."""
     # Integer arithmetic on the bits rounds normal results. For subnormal results, adding a power of two whose last bit
     # has the weight of the smallest subnormal rounds the number, and the low bits of the sum are the code.
     magnitude = min(abs(number), np.float32(largest))
@@ -78,7 +78,7 @@ def _minifloat_code(number: np.float32, fraction_bits: int, bias: int, largest: 
 
 @inlined
 def _largest_magnitude(bits: U16, first: Index, count: Index) -> int:
-    """Return the bits of the largest magnitude. NaN counts as larger than infinity."""
+    """Return the bits of the largest magnitude in `bits[first:first + count]`. NaN is larger than infinity."""
     largest = np.uint16(0)
     for i in range(count):
         largest = max(largest, np.uint16(bits[first + i] & np.uint16(0x7FFF)))
@@ -89,7 +89,7 @@ def _largest_magnitude(bits: U16, first: Index, count: Index) -> int:
 def _choose_scales(
     bits: U16, first: Index, width: Index, group: Index, scale_codes: U8, records: U8, scales_at: Index
 ) -> bool:
-    """Write the scale code of each group of a token. Return True if one of the codes is NaN."""
+    """Write the scale code of each group of a token. Return True if a scale is NaN."""
     has_nan = False
     for index in range(width // group):
         code = scale_codes[_largest_magnitude(bits, first + index * group, group)]
@@ -100,7 +100,7 @@ def _choose_scales(
 
 @inlined
 def _spread(records: U8, scales_at: Index, group: Index, scale_values: F32, spread: F32) -> None:
-    """Write the scale of each value of a token to `spread`."""
+    """Write the scale of each value of a token to `spread`, float32 [width]."""
     for index in range(np.uint64(len(spread)) // group):
         value = scale_values[records[scales_at + index]]
         for i in range(group):
@@ -109,7 +109,7 @@ def _spread(records: U8, scales_at: Index, group: Index, scale_values: F32, spre
 
 @inlined
 def _scale_exponents(records: U8, scales_at: Index, group: Index, exponents: U16) -> bool:
-    """Write the exponent offset of each value. Return True if a result may leave the range of bfloat16."""
+    """Write the scale exponent of each value to `exponents`. Return True if a product may exceed the bfloat16 range."""
     extreme = False
     for index in range(np.uint64(len(exponents)) // group):
         exponent = np.uint16(np.uint16(records[scales_at + index]) - np.uint16(7))
@@ -121,7 +121,7 @@ def _scale_exponents(records: U8, scales_at: Index, group: Index, exponents: U16
 
 @inlined
 def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
-    """Return True if a value of the token, divided by its scale, has a subnormal E4M3 code."""
+    """Return True if a value of the token has a subnormal E4M3 code."""
     highest = np.uint16(0)
     for i in range(np.uint64(len(exponents))):
         magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
@@ -132,7 +132,7 @@ def _has_subnormal_codes(bits: U16, first: Index, exponents: U16) -> bool:
 
 @inlined
 def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
-    """Return the E4M3 code of a number divided by a power of two. Correct only for zero and normal codes."""
+    """Return the E4M3 code of a number divided by a power of two. The code must be zero or normal."""
     magnitude = np.uint16(number & np.uint16(0x7FFF))
     field = np.uint16(magnitude - exponent) if magnitude else np.uint16(0)
     even = np.uint16(field >> np.uint16(4)) & np.uint16(1)
@@ -142,20 +142,20 @@ def _shifted(number: np.uint16, exponent: np.uint16) -> Any:
 
 @inlined
 def _magnitude(number: np.uint16) -> Any:
-    """Return |number|, limited to 15 x 2**124, because E4M3 would round larger numbers to 2**128."""
+    """Return |number|, limited to 15 x 2**124 because E4M3 would round larger numbers to 2**128."""
     return _bf16(min(np.uint16(number & np.uint16(0x7FFF)), np.uint16(0x7F70)))
 
 
 @inlined
 def _rounded_e4m3(number: np.uint16, factor: np.float32) -> Any:
-    """Return the E4M3 code of number x factor. Accepts every number."""
+    """Return the E4M3 code of number x factor for any number."""
     code = _minifloat_code(_magnitude(number) * factor, 3, 7, 448.0)
     return np.uint8(code | (np.uint32(number >> np.uint16(8)) & np.uint32(0x80)))
 
 
 @inlined
 def _extremes(bits: U16, first: Index, count: Index) -> Any:
-    """Return (bits of the largest magnitude, bits of the smallest nonzero magnitude minus one)."""
+    """Return (bits of the largest magnitude, bits of the smallest nonzero magnitude, minus 1)."""
     largest, below_smallest = np.uint16(0), np.uint16(0xFFFF)
     for i in range(count):
         magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
@@ -166,7 +166,7 @@ def _extremes(bits: U16, first: Index, count: Index) -> Any:
 
 @inlined
 def _fill_nan_groups(records: U8, codes_at: Index, scales_at: Index, groups: Index, size: Index) -> None:
-    """Set the codes of each group whose scale is NaN to 0xFF."""
+    """Set all codes of a group to 0xFF if the scale of the group is NaN."""
     for index in range(groups):
         if records[scales_at + index] == np.uint8(0xFF):
             for i in range(size):
@@ -184,12 +184,12 @@ def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, ge
     """Encode bfloat16 values to E4M3 codes and E8M0 scales.
 
     Args:
-        bits: bits of the bfloat16 values, flat.
-        scale_codes: scale code of a group, by the bits of its largest magnitude, [32768].
-        inverse_scales: inverse of each scale, [256].
+        bits: bits of the bfloat16 values.
+        scale_codes: [32768], scale code of a group, indexed by the bits of the largest magnitude in the group.
+        inverse_scales: [256], 1 / scale for each scale code.
         records: output.
-        geometry: see the module.
-        span: blocks to encode, [start, stop).
+        geometry: (values per block, values per token, values per scale).
+        span: (start, stop), half-open range of blocks to encode.
     """
     values, width, group = geometry
     exponents = np.empty(width, dtype=np.uint16)
@@ -218,7 +218,7 @@ def encode_e4m3(bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, ge
 def encode_e4m3_tokens(
     bits: U16, scale_codes: U8, inverse_scales: F32, records: U8, geometry: Geometry, span: Span
 ) -> None:
-    """Do the same as `encode_e4m3`, faster, if each group is a whole token."""
+    """Encode like `encode_e4m3`, but faster. Each group must be a whole token."""
     values, width, group = geometry
     start, stop = span
     for block in range(start, stop):
@@ -247,7 +247,7 @@ def encode_e4m3_tokens(
 def encode_e2m1(bits: U16, scale_codes: U8, scale_values: F32, records: U8, geometry: Geometry, span: Span) -> None:
     """Encode bfloat16 values to E2M1 codes, two per byte, and one-byte scales.
 
-    `scale_values` [256] holds the value of each scale code. For the other arguments, see `encode_e4m3`.
+    `scale_values` [256] contains the value of each scale code. For the other arguments, see `encode_e4m3`.
     """
     values, width, group = geometry
     half = width >> np.uint64(1)
@@ -285,7 +285,7 @@ def _needs_table(records: U8, codes_at: Index, width: Index) -> bool:
 
 @inlined
 def _rescaled(code: np.uint8, exponent: np.uint16) -> Any:
-    """Return the bfloat16 bits of an E4M3 code times a power of two. Correct only for zero and normal codes."""
+    """Return the bfloat16 bits of an E4M3 code times a power of two. The code must be zero or normal."""
     magnitude = np.uint16(code & np.uint8(0x7F))
     field = np.uint16(np.uint16(magnitude << np.uint16(4)) + exponent) if magnitude else np.uint16(0)
     return np.uint16(field | np.uint16(np.uint16(code & np.uint8(0x80)) << np.uint16(8)))
@@ -295,7 +295,7 @@ def _rescaled(code: np.uint8, exponent: np.uint16) -> Any:
 def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geometry, span: Span) -> None:
     """Decode E4M3 codes and E8M0 scales to bfloat16 values.
 
-    `table` [256 scales x 256 codes] holds the bfloat16 bits of each product.
+    `table` [256 scales x 256 codes] contains the bfloat16 bits of each product scale x code.
     """
     values, width, group = geometry
     exponents = np.empty(width, dtype=np.uint16)
@@ -323,7 +323,7 @@ def decode_e4m3(records: U8, moves: Moves, table: U16, bits: U16, geometry: Geom
 def decode_e2m1(records: U8, moves: Moves, table: U32, pairs: U32, geometry: Geometry, span: Span) -> None:
     """Decode E2M1 codes and one-byte scales to pairs of bfloat16 values.
 
-    `table` [256 scales x 256 bytes] holds the bits of both values of a byte.
+    `table` [256 scales x 256 bytes] contains the bfloat16 bits of the two values in each byte.
     """
     codes, group = geometry[0] >> np.uint64(1), geometry[2] >> np.uint64(1)
     offsets, blocks = moves
@@ -354,7 +354,7 @@ def _read_word(records: U8, at: Index) -> Any:
 
 @kernel(input_array(types.uint8), _MOVES, input_array(types.uint16), output_array(types.uint16), types.uint64, _SPAN)
 def translate(records: U8, moves: Moves, table: U16, out: U16, values: Index, span: Span) -> None:
-    """Replace each 16-bit word w of the records by `table[w]`, where `table` has 65,536 entries."""
+    """Write `table[w]` for each 16-bit word w of the records. `table` has 65,536 entries."""
     offsets, blocks = moves
     start, stop = span
     for move in range(start, stop):
@@ -367,7 +367,7 @@ def translate(records: U8, moves: Moves, table: U16, out: U16, values: Index, sp
 def encode_int8(bits: U16, scale_bits: U16, records: U8, geometry: Geometry, span: Span) -> None:
     """Encode bfloat16 values to integers and bfloat16 scales.
 
-    `scale_bits` [32768] maps the bits of a token's largest magnitude to the bits of the token's scale.
+    `scale_bits` [32768] contains the bits of a token's scale, indexed by the bits of the token's largest magnitude.
     """
     values, width, _ = geometry
     shifter = np.float32(1.5 * 2.0**23)  # its last bit has weight 1, so adding it rounds to an integer
@@ -439,7 +439,7 @@ def encode_sign1(bits: U16, records: U8, geometry: Geometry, span: Span) -> None
 def decode_sign1(records: U8, moves: Moves, table: U64, quads: U64, geometry: Geometry, span: Span) -> None:
     """Decode sign bits and bfloat16 scales to words of four bfloat16 values.
 
-    `table` [256 x 2] holds two words of four signs for each byte of eight sign bits.
+    `table` [256 x 2] contains two words of four sign bits for each byte of eight sign bits.
     """
     values, width, _ = geometry
     size = width >> np.uint64(3)

@@ -1,4 +1,4 @@
-"""The small floating-point formats of records, implemented from their definitions.
+"""The small floating-point formats of records: E4M3, E2M1 and E8M0.
 
 - E4M3: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), and OCP OFP8 1.0.
 - E2M1: OCP Microscaling Formats (MX) 1.0, section 5.3.
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class MiniFloat:
-    """A floating-point format with sign, exponent and fraction, with subnormals and without infinities.
+    """A floating-point format with a sign, an exponent and a fraction. It has subnormals and no infinities.
 
     Attributes:
         exponent_bits, fraction_bits: number of bits of each field.
         bias: bias of the exponent, as in IEEE 754.
-        has_nan: True if the two codes with all exponent and fraction bits set are NaN, False if they are numbers.
+        has_nan: whether the two codes with all exponent and fraction bits set are NaN. Otherwise they are numbers.
     """
 
     exponent_bits: int
@@ -31,7 +31,7 @@ class MiniFloat:
 
     @cached_property
     def values(self) -> NDArray[np.float32]:
-        """Value of each code, float32 [2 ** (1 + exponent_bits + fraction_bits)]."""
+        """The value of each code, float32 [2 ** (1 + exponent_bits + fraction_bits)]."""
         magnitude_bits = self.exponent_bits + self.fraction_bits
         code = np.arange(2 << magnitude_bits)
         exponent = (code >> self.fraction_bits) & ((1 << self.exponent_bits) - 1)
@@ -45,17 +45,17 @@ class MiniFloat:
 
     @cached_property
     def magnitudes(self) -> NDArray[np.float32]:
-        """Finite values without a sign, float32, ascending from zero. The index of a value is its code."""
+        """The finite non-negative values, float32, ascending from zero. The index of a value is its code."""
         positive = self.values[: len(self.values) // 2]
         return positive[np.isfinite(positive)]
 
     @property
     def largest(self) -> float:
-        """Largest finite value."""
+        """The largest finite value."""
         return float(self.magnitudes[-1])
 
     def encode(self, numbers: NDArray[np.floating]) -> NDArray[np.uint8]:
-        """Return the codes of finite `numbers`, uint8, rounded to nearest and saturated at `largest`."""
+        """Return the codes of finite `numbers`, uint8, rounded to nearest. Magnitudes are limited to `largest`."""
         middles = (self.magnitudes[1:] + self.magnitudes[:-1]) / 2
         below = np.searchsorted(middles, np.abs(numbers), side="left")  # a tie goes down
         above = np.searchsorted(middles, np.abs(numbers), side="right")  # a tie goes up
@@ -69,19 +69,19 @@ E4M3 = MiniFloat(exponent_bits=4, fraction_bits=3, bias=7, has_nan=True)
 E2M1 = MiniFloat(exponent_bits=2, fraction_bits=1, bias=1, has_nan=False)
 
 NAN_CODE = 0xFF
-"""A byte that is NaN in E8M0 and in E4M3. Two such bytes are NaN in bfloat16."""
+"""A byte that is NaN in E8M0 and in E4M3. Two of these bytes are NaN in bfloat16."""
 
 CANONICAL_NAN = 0x7FC0
 """Bits of the bfloat16 to which every NaN decodes."""
 
 
 def e8m0_values() -> NDArray[np.float32]:
-    """Return the value of each E8M0 code, float32 [256]: 2 ** (code - 127), and NaN for code 255."""
+    """Return the value of each E8M0 code, float32 [256]: 2 ** (code - 127) for codes 0 to 254, and NaN for code 255."""
     return np.append(np.ldexp(np.float32(1), np.arange(NAN_CODE) - 127), np.float32(np.nan)).astype(np.float32)
 
 
 def e8m0_codes(exponents: NDArray[np.integer]) -> NDArray[np.uint8]:
-    """Return the E8M0 codes of 2 ** `exponents`, uint8, saturated at 2 ** -127 and 2 ** 127."""
+    """Return the E8M0 code of 2 ** e for each e of `exponents`, uint8. Each e is limited to -127 to 127."""
     codes: NDArray[np.uint8] = (np.clip(exponents, -127, 127) + 127).astype(np.uint8)
     return codes
 
@@ -93,7 +93,7 @@ def mx_scale_codes(largest: NDArray[np.float32], element_exponent: int) -> NDArr
 
     Args:
         largest: largest magnitude of each group, float32, finite.
-        element_exponent: exponent of the largest power of two that the element format holds.
+        element_exponent: exponent of the largest power of two in the format of the elements.
     """
     _, exponent = np.frexp(largest)  # largest = f x 2 ** exponent, f in [0.5, 1)
     return e8m0_codes(np.where(largest > 0, exponent - 1 - element_exponent, -127))

@@ -6,10 +6,10 @@ A record holds, for m tokens of width d, where d is a multiple of 32:
 - m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a token
 
 An E2M1 code has the sign in bit 3, the exponent (bias 1) in bits 2-1 and the fraction in bit 0. Its magnitudes are 0,
-0.5, 1, 1.5, 2, 3, 4 and 6. A scale is 2 ** (byte - 127), and 0xFF is NaN. The value is code x scale.
+0.5, 1, 1.5, 2, 3, 4 and 6. A scale is 2 ** (byte - 127), and the byte 0xFF is NaN. A decoded value is code x scale.
 
-The scale of a group is the largest power of two that does not exceed its largest magnitude / 4 (section 6.3). Values
-above 6 x scale saturate. The values of the Zarr array can be decoded with NumPy alone:
+The scale of a group is the largest power of two that does not exceed the largest magnitude of the group / 4 (section
+6.3). Magnitudes above 6 x scale are stored as 6 x scale. This example decodes the Zarr array with NumPy alone:
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec, fill_record
@@ -34,7 +34,7 @@ from storage_formats.codecs.minifloat import E2M1, e8m0_values, mx_scale_codes
 
 
 class MXFP4Codec(GroupScaledCodec):
-    """Stores E2M1 codes with one E8M0 scale per 32 values."""
+    """Stores E2M1 codes with one E8M0 scale per 32 values. See `storage_formats.codecs.base.Codec`."""
 
     name = "mxfp4"
     logical_dtype = "mxfp4_e2m1"

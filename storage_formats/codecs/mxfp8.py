@@ -5,8 +5,9 @@ A record holds, for m tokens of width d, where d is a multiple of 32:
 - m x d E4M3 codes of one byte (see `fp8`), tokens in order
 - m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a token
 
-The value is code x scale. The scale of a group is the largest power of two that does not exceed its largest magnitude /
-256 (section 6.3). Values above 448 x scale saturate. The values of the Zarr array can be decoded with NumPy alone:
+A decoded value is code x scale. The scale of a group is the largest power of two that does not exceed the largest
+magnitude of the group / 256 (section 6.3). Magnitudes above 448 x scale are stored as 448 x scale. This example decodes
+the Zarr array with NumPy alone:
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec, fill_record
@@ -32,7 +33,7 @@ from storage_formats.codecs.minifloat import E4M3, e8m0_values, mx_scale_codes
 
 
 class MXFP8Codec(GroupScaledCodec):
-    """Stores E4M3 codes with one E8M0 scale per 32 values."""
+    """Stores E4M3 codes with one E8M0 scale per 32 values. See `storage_formats.codecs.base.Codec`."""
 
     name = "mxfp8"
     logical_dtype = "mxfp8_e4m3"

@@ -5,11 +5,11 @@ A record holds, for m tokens of width d, where d is a multiple of 16:
 - m x d / 2 bytes of E2M1 codes (see `mxfp4`), tokens in order, two codes per byte with the first in the low half
 - m x d / 16 E4M3 scales of one byte (see `fp8`), one per group of 16 consecutive values of a token
 
-The value is code x scale / 8, which bfloat16 holds exactly. The factor 1/8 is the second-level scale of NVFP4. It is
-constant here, so that a record does not depend on other records.
+A decoded value is code x scale / 8, which is an exact bfloat16 value. The factor 1/8 is the second-level scale of
+NVFP4. This factor is constant, so that a record does not depend on other records.
 
-The encoder takes the E4M3 scale nearest to 8/6 of the largest magnitude of the group, and at least 2 ** -9. Values
-above 6 x scale / 8 saturate. The values of the Zarr array can be decoded with NumPy alone:
+The scale is 8/6 of the largest magnitude of the group, rounded to the nearest E4M3 number, and at least 2 ** -9.
+Magnitudes above 6 x scale / 8 are stored as 6 x scale / 8. This example decodes the Zarr array with NumPy alone:
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec, fill_record
@@ -38,7 +38,7 @@ SECOND_LEVEL_SCALE = 2.0**-3
 
 
 class NVFP4Codec(GroupScaledCodec):
-    """Stores E2M1 codes with one E4M3 scale per 16 values and the constant factor `SECOND_LEVEL_SCALE`."""
+    """Stores E2M1 codes with one E4M3 scale per 16 values. See `storage_formats.codecs.base.Codec`."""
 
     name = "nvfp4"
     logical_dtype = "nvfp4_e2m1"

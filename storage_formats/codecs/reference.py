@@ -1,4 +1,4 @@
-"""The record formats in plain NumPy, to test compiled kernels and other implementations against."""
+"""Reference codecs in plain NumPy. Tests compare the compiled kernels with these codecs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from storage_formats.codecs.sign1 import Sign1Codec
 
 
 def encode(codec: Codec, blocks: Blocks) -> Records:
-    """Encode bf16 [k, m, d] to uint8 [k, record_bytes]."""
+    """Encode blocks, bf16 [k, m, d], to records, uint8 [k, record_bytes], in the format of `codec`."""
     numbers = blocks.astype(np.float32)
     match codec:
         case GroupScaledCodec():
@@ -31,7 +31,7 @@ def encode(codec: Codec, blocks: Blocks) -> Records:
 
 
 def decode(codec: Codec, records: Records) -> Blocks:
-    """Decode uint8 [k, record_bytes] to bf16 [k, m, d]."""
+    """Decode records, uint8 [k, record_bytes], in the format of `codec` to blocks, bf16 [k, m, d]."""
     with np.errstate(over="ignore", invalid="ignore"):  # with scales that no encoder writes
         match codec:
             case GroupScaledCodec():

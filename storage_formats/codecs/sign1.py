@@ -2,14 +2,14 @@
 
 A record holds, for m tokens of width d, where d is a multiple of 8:
 
-- m x d / 8 bytes of sign bits, tokens in order; the first of eight is in the lowest bit, and 1 is negative
+- m x d / 8 bytes of sign bits, tokens in order; the lowest bit of a byte comes first, and 1 means negative
 - m bfloat16 scales, little endian
 
-The value is +scale or -scale. The scale is the mean magnitude of the token, which minimises the squared error
-(Rastegari et al., "XNOR-Net", 2016, section 3.1). The encoder sums in float64 from the first value to the last, divides
-by d, and rounds to float32 and then to bfloat16.
+A decoded value is +scale or -scale. The scale is the mean magnitude of the token, which minimises the squared error
+(Rastegari et al., "XNOR-Net", 2016, section 3.1). The encoder sums the magnitudes in float64 from the first value to
+the last, divides the sum by d, and rounds the quotient to float32 and then to bfloat16.
 
-The values of the Zarr array can be decoded with NumPy alone (a bfloat16 is the upper half of a float32):
+This example decodes the Zarr array with NumPy alone. A bfloat16 is the upper half of a float32:
 
 >>> import ml_dtypes, numpy as np
 >>> from storage_formats.codecs import codec, fill_record
@@ -35,7 +35,7 @@ from storage_formats.errors import UsageError
 
 
 class Sign1Codec(CompiledCodec):
-    """Stores sign bits with one bfloat16 scale per token."""
+    """Stores sign bits with one bfloat16 scale per token. See `storage_formats.codecs.base.Codec`."""
 
     name = "sign1"
     logical_dtype = "sign1"
@@ -45,7 +45,7 @@ class Sign1Codec(CompiledCodec):
         if d % 8:
             raise UsageError(
                 f"precision 'sign1' needs tokens whose width is a multiple of 8, but the width is {d}; use "
-                "fp8 or int8, which take any width"
+                "fp8 or int8, which accept any width"
             )
         super().__init__(block_shape, m * (d // 8 + 2))
 
@@ -66,6 +66,6 @@ class Sign1Codec(CompiledCodec):
 
 @functools.cache
 def _sign_words() -> NDArray[np.uint64]:
-    """Return two words of four bfloat16 sign bits for each byte of eight signs, uint64 [512]."""
+    """Return two words of four bfloat16 sign bits for each byte of eight sign bits, uint64 [512]."""
     signs = (np.arange(256)[:, None] >> np.arange(8)) & 1
     return (signs.astype(np.uint16) << np.uint16(15)).view(np.uint64).reshape(-1)

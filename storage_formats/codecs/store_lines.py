@@ -1,4 +1,4 @@
-"""Compiled non-temporal stores; see `nontemporal`. Importing this module imports Numba."""
+"""Compiled non-temporal stores, which bypass the processor's cache. Importing this module imports Numba."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Threads for conversions, which run in parallel because the kernels release the GIL.
+"""Runs encoding and decoding on several threads.
 
-Numba's own thread pools are not used, because they abort processes that fork or use two threads.
+This module does not use the thread pools of Numba, because they abort a process that forks or calls them from two
+threads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _CHUNK_BYTES = 2 << 20  # of bfloat16: about 0.3 ms of work, much longer than ha
 
 
 def default_threads() -> int:
-    """Return the number of CPUs that this process may use, limited to OMP_NUM_THREADS if that variable is set."""
+    """Return the number of CPUs that this process may use, limited to the environment variable OMP_NUM_THREADS."""
     cpus = usable_cpus()
     limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return max(1, min(cpus, int(limit))) if limit.isdigit() else cpus
@@ -28,9 +29,9 @@ def run_chunks(work: Callable[[int, int], None], count: int, block_bytes: int, t
     If a call raises, the first exception is raised after all calls have ended.
 
     Args:
-        work: converts blocks [start, stop).
+        work: function `(start, stop)` that converts blocks [start, stop).
         count: number of blocks.
-        block_bytes: bytes of one decoded block, which determine the number of parts.
+        block_bytes: length of one decoded block in bytes. It determines the number of parts.
         threads: maximum number of threads, including the calling thread. None means `default_threads()`.
     """
     limit = default_threads() if threads is None else threads

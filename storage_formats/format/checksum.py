@@ -1,4 +1,4 @@
-"""CRC-32C (Castagnoli, RFC 3720 appendix B.4), with hardware support through google-crc32c."""
+"""CRC-32C checksums (Castagnoli, RFC 3720 appendix B.4), computed with google-crc32c."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 def crc32c(data: bytes | NDArray[np.uint8], seed: int = 0) -> int:
-    """Return the CRC-32C of `data`. `seed` is the CRC-32C of the bytes before `data`, 0 if there are none."""
+    """Return the CRC-32C of `data`. To continue a checksum, pass the CRC-32C of the preceding bytes as `seed`."""
     return int(google_crc32c.extend(seed, data))
 
 
@@ -31,7 +31,7 @@ def crc32c_rows(records: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 
 def crc32c_file(path: Path) -> tuple[int, int]:
-    """Return (length in bytes, CRC-32C) of a regular file. Reads the file once, in pieces of 8 MiB.
+    """Return (length in bytes, CRC-32C) of the regular file at `path`.
 
     Raises:
         OSError: the file cannot be read, or is not a regular file.
@@ -42,7 +42,7 @@ def crc32c_file(path: Path) -> tuple[int, int]:
 
 
 def crc32c_stream(file: BinaryIO | FileIO) -> int:
-    """Return the CRC-32C of an open file from its current position to its end. Reads in pieces of 8 MiB."""
+    """Return the CRC-32C of the bytes from the current position of `file` to the end of `file`."""
     crc = 0
     while piece := file.read(_CHUNK_BYTES):
         crc = crc32c(piece, crc)
@@ -53,8 +53,8 @@ def read_checksums(layout: Layout, precision: str, shard: int, rows: int) -> NDA
     """Read the stored CRC-32C of each record of a shard, uint32 [rows].
 
     Raises:
-        OSError: the file of checksums cannot be read.
-        CorruptIndexError: the file of checksums does not hold `rows` checksums.
+        OSError: the checksum file cannot be read.
+        CorruptIndexError: the checksum file does not contain `rows` checksums.
     """
     path = layout.checksums(precision, shard)
     with open_index_file(layout.root, path) as file:
@@ -68,12 +68,12 @@ def read_checksums(layout: Layout, precision: str, shard: int, rows: int) -> NDA
 
 
 def to_hex(crc: int) -> str:
-    """Format a checksum for a JSON file: eight lower-case hexadecimal digits."""
+    """Return a checksum as eight lower-case hexadecimal digits, the notation in JSON files."""
     return f"{crc:08x}"
 
 
 def json_checksum(value: dict[str, Any]) -> str:
-    """Return the CRC-32C of all members of `value` except `crc32c`, in hexadecimal (SPEC.md section 4)."""
+    """Return the hexadecimal CRC-32C of all members of `value` except `crc32c` (SPEC.md section 4)."""
     members = {name: member for name, member in value.items() if name != "crc32c"}
     text = json.dumps(members, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return to_hex(crc32c(text.encode()))

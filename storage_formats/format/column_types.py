@@ -1,4 +1,4 @@
-"""The Arrow types of source columns, and the conversion of stored columns to them."""
+"""The Arrow types of source columns, and the conversion of stored columns to these types."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def cast_columns(table: pa.Table, schema: pa.Schema, source_names: Collection[st
     """Return the columns of `table` with the types of `schema`.
 
     Args:
-        table: stored columns. A source column that the table lacks is null in the result.
-        schema: names and types of the result.
-        source_names: names of the source columns. A source column of a narrower type is widened, as when a later shard
-            widened the type of the column in the index.
+        table: stored columns.
+        schema: names and types of the columns of the result.
+        source_names: names of the source columns. A source column may have a narrower type in `table`. If it is missing
+            from `table`, its values in the result are null.
 
     Raises:
-        ValueError, TypeError, pyarrow.ArrowException: a column cannot have the type.
+        ValueError, TypeError, pyarrow.ArrowException: a column cannot be converted.
     """
     arrays = []
     for field in schema:
@@ -44,7 +44,7 @@ def cast_columns(table: pa.Table, schema: pa.Schema, source_names: Collection[st
 
 def _widened(column: pa.ChunkedArray, arrow_type: pa.DataType) -> pa.ChunkedArray:
     if column.type not in ARROW_TYPES.values():
-        raise ValueError(f"a column has the type {column.type}, which is not a type of source columns")
+        raise ValueError(f"a source column has the type {column.type}, which source columns cannot have")
     if column.type == arrow_type:
         return column
     wide = next(name for name, each in ARROW_TYPES.items() if each == arrow_type)

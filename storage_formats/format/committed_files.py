@@ -1,4 +1,4 @@
-"""Lookup of committed files in the shard table, without reading the whole table (SPEC.md section 5)."""
+"""Lookup of file entries in the shard tables, without reading whole tables (SPEC.md section 5)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _KEPT_ENTRIES = 1 << 16  # about 20 MB
 
 
 class CommittedFiles:
-    """Looks up the entries of one kind of data file in the shard tables. Thread-safe.
+    """Looks up file entries in the shard tables for one kind of file, for example the rows files. Thread-safe.
 
-    A lookup reads only the row groups of the shard tables that can hold the requested shards.
+    A lookup reads only the row groups that can contain the requested shards.
 
     Args:
         index: the index.
-        path: function that returns the path of the data file of a shard number, such as `layout.rows_file`.
+        path: function that takes a shard number and returns the path of the file, for example `layout.rows_file`.
     """
 
     def __init__(self, index: CommittedIndex, path: Callable[[int], Path]) -> None:
@@ -41,7 +41,7 @@ class CommittedFiles:
         self._lock = threading.Lock()
 
     def files(self, shards: Iterable[int]) -> dict[int, FileEntry]:
-        """Return the file entry of each of `shards`, by shard number. Each shard must belong to a segment.
+        """Return the file entry of each of `shards`, keyed by shard number. Each shard must belong to a segment.
 
         Raises:
             CorruptIndexError: a shard table cannot be read, or does not list one of `shards`.
@@ -70,7 +70,7 @@ class CommittedFiles:
 
 
 class _Table:
-    """One shard table. If its file was replaced, the new file must match the checksum in the manifest."""
+    """Reads one shard table. The file of the table must match its checksum in the manifest."""
 
     def __init__(self, layout: Layout, entry: FileEntry) -> None:
         self.path = layout.root / entry.path
@@ -80,7 +80,7 @@ class _Table:
         self._identity: tuple[int, ...] = ()
 
     def lines(self, shards: list[int]) -> list[dict[str, Any]]:
-        """Return the lines of `shards`, by column. Only one row group is in memory at a time."""
+        """Return the lines of the table for `shards`, each line as a dictionary with the column names as keys."""
         requested = pa.array(shards, pa.int32())
         try:
             with open_index_file(self._root, self.path) as file:

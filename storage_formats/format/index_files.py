@@ -1,4 +1,4 @@
-"""Functions that open only regular files inside the index, because an index may come from an untrusted source."""
+"""Safe access to the files of an index from an untrusted source: only regular files inside the index are opened."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
     """Open a regular file for reading and return its descriptor.
 
     Args:
-        path: the file.
-        flags: further flags of open(2).
+        path: path of the file.
+        flags: flags of open(2) in addition to O_RDONLY.
 
     Raises:
         OSError: the file cannot be opened, or `path` is a FIFO, a device or a directory.
@@ -32,10 +32,10 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
 
 
 def check_inside(root: str | Path, path: Path) -> Path:
-    """Return `path` if it lies inside the index at `root` after symbolic links are followed.
+    """Return `path`. Symbolic links are followed to check that `path` lies inside the index at `root`.
 
     Raises:
-        OSError: `path` leads outside the index.
+        OSError: `path` lies outside the index.
     """
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
         raise OSError(errno.ENOTSUP, "leads outside the index; replace the link with a copy of its target", str(path))

@@ -1,7 +1,4 @@
-"""All paths, names and offsets of an index as pure functions, without access to the disk.
-
-Sections 3 and 6 of SPEC.md are the normative text.
-"""
+"""The paths, names and offsets of an index (SPEC.md sections 3 and 6). Nothing here accesses the disk."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ CRC_BYTES = 4
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive rows that one build, append or compaction wrote (SPEC.md section 12).
+    """A range of consecutive rows, written by one build, append or compaction (SPEC.md section 12).
 
     Attributes:
         first_row: first row id of the segment, a multiple of the shard size.
@@ -36,25 +33,25 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """Row id after the last row of the segment."""
+        """The row id after the last row of the segment."""
         return self.first_row + self.rows
 
 
 @dataclass(frozen=True)
 class IndexSpec:
-    """The shape of an index, which determines the layout of every file.
+    """The shape of an index. It determines the length and the structure of every file.
 
     Attributes:
-        rows: number of row ids. It counts the rows of all inputs, including holes, and row ids that no segment uses.
-        shard_size: rows per shard; the last shard of a segment may hold fewer.
+        rows: number of row ids, including holes and row ids outside all segments.
+        shard_size: rows per shard. The last shard of a segment may have fewer rows.
         block_shape: (m, d), tokens per block and values per token.
         embed_dim: width of the embeddings.
         precisions: names of the precisions, see `storage_formats.precisions`.
-        segments: the segments in ascending order. Empty means one segment with all `rows`. See `used_segments`.
+        segments: the segments in ascending order. An empty tuple means one segment with all rows; see `used_segments`.
 
     Raises:
-        UsageError: a number is not positive, or the segments overlap, are not in ascending order, or do not fit `rows`
-            and `shard_size`.
+        UsageError: a number is not positive; or the segments overlap, do not ascend, or do not match `rows` and
+            `shard_size`.
 
     Example:
         >>> from storage_formats import IndexSpec
@@ -88,16 +85,16 @@ class IndexSpec:
 
     @property
     def used_segments(self) -> tuple[Segment, ...]:
-        """The segments of the index. If `segments` is empty, this is one segment with all rows."""
+        """The segments of the index. One segment with all rows if `segments` is empty."""
         return self.segments or (Segment(0, self.rows),)
 
     @property
     def shards(self) -> int:
-        """Number of shards, including shards that no segment uses."""
+        """Number of shards, including shards outside all segments, which have no files."""
         return -(-self.rows // self.shard_size)
 
     def shard_numbers(self) -> Iterator[int]:
-        """Iterate over the numbers of the shards that have files, ascending."""
+        """Yield the number of each shard that has files, in ascending order."""
         return itertools.chain.from_iterable(map(self.segment_shards, self.used_segments))
 
     @property
@@ -110,7 +107,7 @@ class IndexSpec:
         return range(segment.first_row // self.shard_size, -(-segment.stop // self.shard_size))
 
     def shard_rows(self, shard: int) -> range:
-        """Return the row ids of `shard`. The range is empty if no segment uses the shard.
+        """Return the row ids of `shard`. The range is empty if the shard belongs to no segment.
 
         Raises:
             UsageError: `shard` is out of range.
@@ -125,7 +122,7 @@ class IndexSpec:
 
 
 def padded_shard_bytes(rows: int, shard_size: int, record_bytes: int) -> tuple[int, int]:
-    """Return (offset of the shard index, length of the file), in bytes, of a token shard with `rows` records."""
+    """Return (offset of the shard index, length of the file) in bytes, for a token shard with `rows` records."""
     index_bytes = shard_size * INDEX_ENTRY_BYTES + CRC_BYTES
     total = rows * record_bytes + index_bytes
     total = -(-total // PAGE_BYTES) * PAGE_BYTES
@@ -134,7 +131,7 @@ def padded_shard_bytes(rows: int, shard_size: int, record_bytes: int) -> tuple[i
 
 @dataclass(frozen=True)
 class Layout:
-    """Paths of the index at `root`."""
+    """The paths of all files of the index at `root`."""
 
     root: Path
 
@@ -205,11 +202,11 @@ class Layout:
         return self.tokens / precision
 
     def data_folders(self) -> list[Path]:
-        """Return the directories that hold committed files, except the root and `snapshots/`."""
+        """Return the directories of committed files, except the root and `snapshots/`."""
         return [self.rows, self.embeddings, self.tokens, self.root / "checksums", self.root / "manifest", self.ann]
 
     def zarr_files(self, precisions: Iterable[str]) -> list[Path]:
-        """Return the path of each `zarr.json`: the token group, then the embeddings, then each of `precisions`."""
+        """Return the path of each `zarr.json`: of the token group, of the embeddings, and of each of `precisions`."""
         return [folder / "zarr.json" for folder in (self.tokens, self.embeddings, *map(self.token_array, precisions))]
 
     def token_shard(self, precision: str, shard: int, record_ndim: int = 2) -> Path:

@@ -25,8 +25,9 @@ _MAX_SHARDS = 1 << 31  # the shard table has 32 bits for a shard
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of inputs: `inputs` = `indexed` + `duplicates` + all numbers in `failed`, which holds one number per
-    reason.
+    """The number of inputs by outcome. `failed` maps each reason to a number of failed inputs.
+
+    `inputs` is the total: `indexed` + `duplicates` + the sum of the numbers in `failed`.
     """
 
     inputs: int
@@ -39,7 +40,7 @@ class Counts:
         return sum(self.failed.values())
 
     def check(self) -> None:
-        """Raise CorruptIndexError unless the numbers add up to `inputs`."""
+        """Raise CorruptIndexError unless the other numbers add up to `inputs`."""
         total = self.indexed + self.duplicates + self.failed_total
         if total != self.inputs:
             raise CorruptIndexError(
@@ -50,14 +51,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state of an index (SPEC.md section 12). The defaults describe an index that has not changed since its build.
+    """A state of an index (SPEC.md section 12). The defaults describe an index directly after its build.
 
     Attributes:
         number: number of the snapshot.
-        change: the change that made the snapshot: `kind`, `created` and further members; empty for a build.
-        next_shard: first shard number that neither this snapshot nor an earlier one has used; 0 means the number of
-            shards of the index.
-        deleted: name, size and checksum of the file of tombstones; None if no row is deleted.
+        change: description of the change that made the snapshot, with the members `kind`, `created` and more. Empty
+            for a build.
+        next_shard: lowest shard number that no snapshot has used so far. 0 means the number of shards of the index.
+        deleted: file entry of the tombstones file. None if no row is deleted.
         deleted_rows: number of deleted rows.
     """
 
@@ -78,9 +79,10 @@ class Snapshot:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Snapshot:
-        """Read the snapshot from the members of an `index.json`.
+        """Return the snapshot described by the members `value` of an `index.json`.
 
-        Raises KeyError, TypeError or ValueError if a member is not valid.
+        Raises:
+            KeyError, TypeError, ValueError: a member is missing or not valid.
         """
         deleted = value.get("deleted")
         snapshot = cls(
@@ -92,7 +94,7 @@ class Snapshot:
         )
         if snapshot.number < 0 or not 0 <= snapshot.next_shard < _MAX_SHARDS:
             raise ValueError(
-                f"the snapshot number {snapshot.number} or the member next_shard ({snapshot.next_shard}) is "
+                f"the member snapshot ({snapshot.number}) or the member next_shard ({snapshot.next_shard}) is "
                 "out of range"
             )
         return snapshot
@@ -100,25 +102,26 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class RowMap:
-    """Entry of the row map of a compaction (SPEC.md section 12.1).
+    """The entry of a row map in the manifest. Each compaction writes one row map (SPEC.md section 12.1).
 
     Attributes:
-        file: file entry of the map.
-        first_row: lowest row id of the new rows. The map translates the lower row ids.
+        file: file entry of the row map.
+        first_row: lowest new row id. The row map translates row ids below `first_row`.
     """
 
     file: FileEntry
     first_row: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry as a JSON object."""
+        """Return this entry as a JSON object."""
         return {**self.file.to_json(), "first_row": self.first_row}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> RowMap:
-        """Convert the result of `to_json` back to an entry.
+        """Return the entry described by `value`, a result of `to_json`.
 
-        Raises KeyError, TypeError or ValueError if `value` is not an entry.
+        Raises:
+            KeyError, TypeError, ValueError: a member is missing or not valid.
         """
         return cls(FileEntry.from_json(value), int(value["first_row"]))
 
@@ -127,10 +130,13 @@ class RowMap:
 class Manifest:
     """The contents of `index.json`. SPEC.md section 4 describes the fields.
 
-    `encoded_from` maps a precision to the earlier precisions of its blocks, in the order of the conversions.
-    `shard_table` is the shard table of the first segment, and `further_tables` are those of the other segments.
-    `columns` are the source columns of the rows table.
-    `row_maps` are the row maps of compactions, oldest first (SPEC.md section 12.1).
+    Attributes:
+        encoded_from: for each converted precision, the precisions that its blocks had before, in the order of the
+            conversions.
+        shard_table: file entry of the shard table of the first segment.
+        further_tables: file entries of the shard tables of the other segments.
+        columns: source columns of the rows table.
+        row_maps: entries of the row maps, oldest first (SPEC.md section 12.1).
 
     Example:
         >>> from storage_formats import Manifest
@@ -161,11 +167,11 @@ class Manifest:
 
         Args:
             root: directory of the index.
-            snapshot: number of the snapshot whose manifest to read; None means the current snapshot.
+            snapshot: number of the snapshot. None reads the manifest of the current snapshot.
 
         Raises:
-            UsageError: there is no index at `root`, the index has no such snapshot, or this version of the package
-                cannot read the format version of the index.
+            UsageError: there is no index at `root`, the snapshot does not exist, or this version of the package cannot
+                read the format version of the index.
             IncompleteIndexError: the build of the index has not finished.
             CorruptIndexError: `index.json` is damaged.
         """
@@ -191,12 +197,14 @@ class Manifest:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise FileNotFoundError(str(path)) from error
         except (OSError, ValueError, RecursionError) as error:
-            raise CorruptIndexError(f"cannot read {path}: {error}; {remedy(error, 'restore the file')}") from error
+            raise CorruptIndexError(
+                f"cannot read {path}: {error}; {remedy(error, 'restore the file from a backup')}"
+            ) from error
         return _parse(path, value)
 
     @property
     def shard_tables(self) -> tuple[FileEntry, ...]:
-        """File entries of the shard tables, one per segment."""
+        """The file entries of the shard tables, one per segment."""
         return (self.shard_table, *self.further_tables)
 
     def write(self, layout: Layout) -> None:
@@ -236,17 +244,17 @@ class Manifest:
 
     @property
     def ann_files(self) -> list[FileEntry]:
-        """File entries of the nearest-neighbour index."""
+        """The file entries of the nearest-neighbour index."""
         return [FileEntry.from_json(value) for value in self.ann.get("files", [])]
 
 
 @dataclass(frozen=True)
 class CommittedIndex:
-    """An index whose build has finished, with its manifest.
+    """A finished index and one of its manifests.
 
     Attributes:
         root: absolute path of the index.
-        manifest: manifest of one snapshot of the index.
+        manifest: manifest of the snapshot to read.
     """
 
     root: Path
@@ -254,20 +262,21 @@ class CommittedIndex:
 
     @functools.cached_property
     def deleted(self) -> Tombstones:
-        """Tombstones of the deleted rows, read at the first access.
+        """The tombstones of the snapshot, read at the first access.
 
-        Raises CorruptIndexError if the file of tombstones is damaged.
+        Raises:
+            CorruptIndexError: the tombstones file is damaged.
         """
         return read_tombstones(self.root, self.manifest.spec, self.manifest.snapshot)
 
     @classmethod
     def open(cls, root: str | Path, snapshot: int | None = None) -> CommittedIndex:
-        """Open the index at `root`. Arguments and errors are those of `Manifest.load`."""
+        """Open the index at `root`. For the arguments and errors, see `Manifest.load`."""
         return cls(Path(root).absolute(), Manifest.load(root, snapshot))
 
 
 def earlier_snapshots(layout: Layout, current: Manifest) -> list[int]:
-    """Return the numbers of the snapshots before `current` that are still on disk, ascending."""
+    """Return the numbers of all earlier snapshots than `current` that are on disk, ascending."""
     numbers = [int(path.stem) for path in layout.snapshot(0).parent.glob("*.json") if path.stem.isdecimal()]
     return sorted(number for number in numbers if number < current.snapshot.number)
 
@@ -279,8 +288,8 @@ def _absent(layout: Layout) -> Exception:
         )
     if layout.writer.exists():
         return IncompleteIndexError(
-            f"{layout.root} is an unfinished index that IndexWriter began; if no process is writing it, write it "
-            "again, or delete the directory"
+            f"the index at {layout.root} is unfinished; if no IndexWriter is writing this index, write the index again "
+            "or delete the directory"
         )
     if layout.root.exists():
         return UsageError(f"{layout.root} is not an EDJE index (it has no index.json)")
@@ -298,7 +307,7 @@ def _parse(where: Path, value: Any) -> Manifest:
         )
     if value.get("crc32c") != json_checksum(value):
         raise CorruptIndexError(
-            f"{where} does not match its checksum, so it was damaged or edited; restore the file from a backup"
+            f"{where} does not match its checksum, so the file was damaged or edited; restore the file from a backup"
         )
     try:
         manifest = _from_members(value)
@@ -311,14 +320,13 @@ def _parse(where: Path, value: Any) -> Manifest:
     for segment, table in zip(spec.used_segments, manifest.shard_tables, strict=True):
         if len(spec.segment_shards(segment)) > table.bytes:  # each shard has several lines in the table
             raise CorruptIndexError(
-                f"{where} names {len(spec.segment_shards(segment))} shards, too many for a shard table of "
+                f"{where} lists {len(spec.segment_shards(segment))} shards, too many for a shard table of "
                 f"{table.bytes} bytes; restore the file from a backup"
             )
     if manifest.counts.inputs != spec.used_rows or int(value.get("shards", -1)) != spec.shards:
         raise CorruptIndexError(
-            f"{where} contradicts itself: it counts {spec.used_rows} rows but {manifest.counts.inputs} "
-            f"inputs, and {value.get('shards')} shards of {spec.shard_size} rows; restore the file from a "
-            "backup"
+            f"{where} is inconsistent: it lists {spec.used_rows} rows but {manifest.counts.inputs} inputs, and "
+            f"{value.get('shards')} shards of {spec.shard_size} rows; restore the file from a backup"
         )
     return manifest
 
@@ -370,12 +378,12 @@ def _checked_ann(value: dict[str, Any]) -> dict[str, Any]:
     numbers = [value.get("vectors", 0), value.get("probes", 1), value.get("recall", {"value": 1.0})["value"]]
     numbers += [file.get(name, 0) for file in value.get("files", []) for name in ("vectors", "similarity")]
     if not all(isinstance(number, int | float) for number in numbers):
-        raise TypeError(f"a number in ann is no number: {numbers}")
+        raise TypeError(f"a member of ann that must be a number is not a number: {numbers}")
     return dict(value)
 
 
 def created_by() -> str:
-    """Return the package name and version for the member `created_by` of a manifest."""
+    """Return the package name and version, which a manifest stores as `created_by`."""
     try:
         return f"edje-index {version('edje-index')}"
     except PackageNotFoundError:  # running from a source tree that is not installed

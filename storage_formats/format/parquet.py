@@ -1,6 +1,6 @@
-"""Functions that read Parquet files in the calling thread only.
+"""Reading of Parquet files in the calling thread only.
 
-Threads that pyarrow starts can outlive a read, and then abort the interpreter at exit.
+Threads of pyarrow can continue after a read and then abort the interpreter at exit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MIN_TEXT_BYTES = 64 << 20
 
 
 def open_parquet(source: str | Path | pa.Buffer) -> pq.ParquetFile:
-    """Open a Parquet file. The returned object is a context manager that closes the file.
+    """Open a Parquet file. Use the result in a `with` statement, which closes the file.
 
     Raises:
         OSError, pyarrow.ArrowException: the file cannot be read or is not a Parquet file.
@@ -30,7 +30,7 @@ def open_parquet(source: str | Path | pa.Buffer) -> pq.ParquetFile:
 
 
 def iter_batches(file: pq.ParquetFile, rows: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """Yield `columns` of an open file in batches of at most `rows` rows.
+    """Yield the columns named `columns` of an open file, in batches of at most `rows` rows.
 
     Raises:
         OSError, pyarrow.ArrowException: the file is damaged.
@@ -39,16 +39,16 @@ def iter_batches(file: pq.ParquetFile, rows: int, columns: list[str]) -> Iterato
 
 
 def read_table(data: bytes, columns: list[str] | None = None, *, optional: Collection[str] = ()) -> pa.Table:
-    """Read the table in `data`, the contents of a Parquet file whose rows are distinct.
+    """Read a table of distinct rows from the contents of a Parquet file.
 
     Args:
-        data: contents of the whole file.
+        data: contents of the file.
         columns: names of the columns to read, in this order. None reads all columns.
-        optional: names of those `columns` that are left out if the table lacks them.
+        optional: names in `columns` that are skipped if the table does not have them.
 
     Raises:
-        OSError, ValueError, pyarrow.ArrowException: `data` is damaged, lacks a column, or claims a larger table than
-            distinct rows in so few bytes can hold.
+        OSError, ValueError, pyarrow.ArrowException: `data` is damaged, has no column of a given name, or declares more
+            rows than so few bytes can contain.
     """
     with open_parquet(pa.py_buffer(data)) as file:
         _check_size(file.metadata, len(data))
@@ -70,12 +70,12 @@ def _is_bytes(leaf: pq.ColumnSchema) -> bool:
 
 
 class ParquetRowGroups:
-    """Reads only those row groups of a Parquet file that can hold given values of an integer column.
+    """Reads only the row groups of a Parquet file that can contain given values in an integer column.
 
     Args:
-        file: the open file, positioned at its beginning.
+        file: the open file, at position 0.
         length: length of the file in bytes.
-        column: name of the integer column. Row groups without statistics for the column are always read.
+        column: name of the integer column. Row groups without statistics for this column are always read.
 
     Raises:
         OSError, ValueError, pyarrow.ArrowException: the file is damaged, or is not a Parquet file.
@@ -101,7 +101,7 @@ class ParquetRowGroups:
         self._spans = np.array(spans, dtype=np.int64).reshape(-1, 2)
 
     def read(self, file: BinaryIO, values: Sequence[int]) -> Iterator[pa.Table]:
-        """Yield the row groups of `file` that can hold one of `values` in the integer column.
+        """Yield each row group of `file` that can contain one of `values` in the integer column.
 
         Raises:
             OSError, ValueError, pyarrow.ArrowException: the file is damaged.
@@ -118,7 +118,7 @@ class ParquetRowGroups:
 
 
 def _check_texts(table: pa.Table, length: int) -> None:
-    """Raise ValueError if the decoded texts would take far more memory than the file."""
+    """Raise ValueError if the texts of `table` would take far more memory than the file of `length` bytes."""
     values = (pc.list_flatten(column) if pa.types.is_list(column.type) else column for column in table.columns)
     chunks = [chunk for column in values for chunk in column.chunks if pa.types.is_dictionary(chunk.type)]
     lengths = [pc.binary_length(chunk.dictionary).take(chunk.indices) for chunk in chunks]
@@ -130,7 +130,7 @@ def _check_texts(table: pa.Table, length: int) -> None:
 
 
 def _check_size(metadata: pq.FileMetaData, length: int) -> None:
-    """Raise ValueError if the table would take far more memory than the file."""
+    """Raise ValueError if the table would take far more memory than the file of `length` bytes."""
     # A small Parquet file can hold a huge table if few values are repeated.
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     rows = max(metadata.num_rows, sum(group.num_rows for group in groups))

@@ -1,4 +1,4 @@
-"""Receipts. The receipt of a shard records that the shard is committed (SPEC.md section 11)."""
+"""Receipts, the files that record committed shards during a build (SPEC.md section 11)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from storage_formats.format.shard_table import FileEntry
 
 @dataclass(frozen=True)
 class ShardReceipt:
-    """A receipt: the counts and files of a committed shard.
+    """The counts and files of a committed shard.
 
     Attributes:
         shard: shard number.
-        plan: fingerprint of the build plan to which the shard belongs.
+        plan: fingerprint of the build plan.
         rows: number of rows of the shard.
         indexed: number of indexed rows.
         duplicates: number of rows whose input is a duplicate.
         failed: number of failed rows for each reason.
-        files: entries of all files of the shard.
+        files: file entries of all files of the shard.
         seconds: time spent in each stage (read, decode, wait, encode, write), summed over threads.
     """
 
@@ -39,15 +39,16 @@ class ShardReceipt:
     seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the receipt as a JSON object. The member `crc32c` holds the checksum of the other members."""
+        """Return the receipt as a JSON object. The member `crc32c` is the checksum of the other members."""
         value = {**self.__dict__, "files": [file.to_json() for file in self.files]}
         return {**value, "crc32c": json_checksum(value)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> ShardReceipt:
-        """Convert the result of `to_json` back to a receipt.
+        """Return the receipt described by `value`, a result of `to_json`.
 
-        Raises KeyError, TypeError or ValueError if `value` is not a receipt.
+        Raises:
+            KeyError, TypeError, ValueError: a member is missing or not valid.
         """
         if value["crc32c"] != json_checksum(value):
             raise ValueError("the receipt does not match its checksum")
@@ -56,21 +57,20 @@ class ShardReceipt:
         return cls(**{**members, "files": files})
 
     def write(self, layout: Layout) -> None:
-        """Write the receipt to disk, which commits the shard."""
+        """Write the receipt to disk. This commits the shard."""
         write_json_atomic(layout.receipt(self.shard), self.to_json())
 
 
 def read_receipts(layout: Layout, shards: Iterable[int], plan: str) -> dict[int, ShardReceipt]:
-    """Return the valid receipts of `shards`, by shard number. See `read_receipt`."""
+    """Return the valid receipts of `shards`, keyed by shard number. See `read_receipt`."""
     receipts = ((shard, read_receipt(layout, shard, plan)) for shard in shards)
     return {shard: receipt for shard, receipt in receipts if receipt is not None}
 
 
 def read_receipt(layout: Layout, shard: int, plan: str) -> ShardReceipt | None:
-    """Read the receipt of a shard for the plan with fingerprint `plan`.
+    """Read the receipt of a shard. Return None if there is no valid receipt for the plan with fingerprint `plan`.
 
-    Returns None if the receipt is missing or damaged, belongs to another plan, or lists a file that is missing or has
-    another length.
+    A receipt is also invalid if one of its files is missing or has a wrong length.
     """
     try:
         receipt = ShardReceipt.from_json(json.loads(read_index_file(layout.root, layout.receipt(shard))))

@@ -1,4 +1,4 @@
-"""Row maps: the old and new row ids of compactions (SPEC.md section 12.1)."""
+"""Row maps: files with the old and new row ids of the rows that a compaction kept (SPEC.md section 12.1)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_row_map(layout: Layout, parts: Iterable[tuple[Ints, Ints]]) -> FileEnt
 
     Args:
         layout: layout of the index.
-        parts: (old row ids, new row ids), int64 [k] each, ascending within a part and from part to part.
+        parts: pairs (old row ids, new row ids), int64 [k] each. Both ascend over all parts.
     """
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, ROW_MAP_SCHEMA, compression="zstd") as writer:
@@ -47,7 +47,7 @@ def write_row_map(layout: Layout, parts: Iterable[tuple[Ints, Ints]]) -> FileEnt
 
 
 def translate_row_ids(index: CommittedIndex, row_ids: RowIds) -> Ints:
-    """Return the present row id of each of `row_ids`, int64 [k]. See `storage_formats.TokenStore.translate`."""
+    """Return the current row id of each of `row_ids`, int64 [k]. See `storage_formats.TokenStore.translate`."""
     ids = check_row_ids(row_ids, index.manifest.spec.rows)
     for row_map in index.manifest.row_maps:
         ids = _translate(index, row_map, ids)
@@ -55,7 +55,7 @@ def translate_row_ids(index: CommittedIndex, row_ids: RowIds) -> Ints:
 
 
 def check_row_map(index: CommittedIndex, row_map: RowMap) -> None:
-    """Read a whole row map. Raises CorruptIndexError if the map is missing or damaged."""
+    """Raise CorruptIndexError if a row map is missing or damaged. Reads the whole file."""
     with _opened(index, row_map) as data:
         ParquetRowGroups(io.BytesIO(data), len(data), "old_row_id")  # checks the number of lines that the file claims
         with open_parquet(pa.py_buffer(data)) as file:
@@ -64,7 +64,7 @@ def check_row_map(index: CommittedIndex, row_map: RowMap) -> None:
 
 
 def _translate(index: CommittedIndex, row_map: RowMap, ids: Ints) -> Ints:
-    """Translate `ids` with one map. Ids that are -1 already stay -1."""
+    """Translate `ids` with one row map. An id of -1 remains -1."""
     renumbered = (ids >= 0) & (ids < row_map.first_row)
     result = np.where(renumbered, -1, ids)
     with _opened(index, row_map) as data:
@@ -80,24 +80,25 @@ def _translate(index: CommittedIndex, row_map: RowMap, ids: Ints) -> Ints:
 
 @contextlib.contextmanager
 def _opened(index: CommittedIndex, row_map: RowMap) -> Iterator[bytes]:
-    """Yield the contents of a row map. Errors of the file and of its contents become a CorruptIndexError."""
+    """Yield the contents of a row map. Errors inside the `with` block become a CorruptIndexError."""
     path = index.root / row_map.file.path
     try:
         data = read_index_file(index.root, path, max_bytes=row_map.file.bytes)
         check_content(path, row_map.file, data)
         yield data
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-        raise CorruptIndexError(f"cannot read the row map {path}: {error}; restore the file") from error
+        raise CorruptIndexError(f"cannot read the row map {path}: {error}; restore the file from a backup") from error
 
 
 def _columns(index: CommittedIndex, row_map: RowMap, lines: pa.Table) -> tuple[Ints, Ints]:
-    """Return the old and new row ids of some lines of a map, int64 [k] each.
+    """Return the old and the new row ids of `lines`, int64 [k] each.
 
-    Raises ValueError if the lines are not those of a map.
+    Raises:
+        ValueError: the row ids do not ascend, or are out of range.
     """
     columns = lines.select(ROW_MAP_SCHEMA.names).cast(ROW_MAP_SCHEMA).columns
     old, new = (column.to_numpy() for column in columns)
     ascending = (np.diff(old) > 0).all() and (np.diff(new) > 0).all()
     if len(old) and not (ascending and old[-1] < row_map.first_row <= new[0] and new[-1] < index.manifest.spec.rows):
-        raise ValueError("its row ids do not ascend, or are out of range")
+        raise ValueError("the row ids do not ascend, or are out of range")
     return old, new

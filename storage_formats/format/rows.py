@@ -1,4 +1,4 @@
-"""The rows table, which has one line per input. It is stored as one Parquet file per shard (SPEC.md section 9)."""
+"""The rows table, with one line per input. One Parquet file stores the rows of one shard (SPEC.md section 9)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RowEntry:
     encode_seconds: float = 0.0
 
     def fail(self, reason: str, detail: str) -> None:
-        """Set the status of the row to failed, with a reason and a detail."""
+        """Mark the row as failed, with a reason code and a readable detail."""
         self.status, self.reason, self.detail = FAILED, reason, detail
 
 
@@ -82,27 +82,27 @@ def rows_table(entries: Sequence[RowEntry]) -> pa.Table:
 
 
 def type_name(arrow_type: pa.DataType) -> str:
-    """Return the name of the type of a column, for people: that of SPEC.md for a source column."""
+    """Return a readable name of a column type. The types of source columns have the names in SPEC.md."""
     return next((name for name, each in ARROW_TYPES.items() if each == arrow_type), str(arrow_type))
 
 
 def row_schema(source_columns: Iterable[SourceColumn]) -> pa.Schema:
-    """Return the columns of a rows table: those of `ROW_SCHEMA`, then the source columns."""
+    """Return the schema of a rows table: the columns of `ROW_SCHEMA`, then `source_columns`."""
     return pa.schema([*ROW_SCHEMA, *(pa.field(column.name, ARROW_TYPES[column.type]) for column in source_columns)])
 
 
 def with_source_values(
     table: pa.Table, source_columns: Iterable[SourceColumn], rows: Sequence[Mapping[str, Value] | None]
 ) -> pa.Table:
-    """Return `table` with the source columns added.
+    """Add source columns to a rows table.
 
     Args:
-        table: standard columns of k rows.
+        table: rows table of k rows without source columns.
         source_columns: the columns to add.
-        rows: values of each row by name of the column, k mappings; None for a row without values.
+        rows: for each of the k rows, a mapping from column name to value. None for a row without values.
 
     Raises:
-        ValueError, TypeError: a column cannot hold one of its values.
+        ValueError, TypeError: a value does not match the type of its column.
     """
     for column in source_columns:
         values = [(row or {}).get(column.name) for row in rows]
@@ -130,10 +130,10 @@ def read_shard_rows(
         layout: layout of the index.
         shard: shard number.
         columns: names of the columns to read. None reads all standard columns and all `source_columns`.
-        committed: entry of the file in the shard table, to compare with the file. None skips the comparison, for
-            example during a build.
-        source_columns: source columns of the index. A column that the file lacks is null. A column of a narrower type
-            is converted.
+        committed: file entry in the shard table, which the file must match. None skips this check, for example during a
+            build.
+        source_columns: source columns of the index. If a column is missing from the file, all its values are null. A
+            narrower column type is converted.
 
     Raises:
         CorruptIndexError: the file is missing, is not a rows table, or differs from the committed file.
@@ -156,13 +156,13 @@ def read_shard_rows(
 
 
 def check_names(columns: Iterable[str], names: Sequence[str]) -> None:
-    """Raise UsageError if one of `columns` is not in `names`, the names of the columns of a rows table."""
+    """Raise UsageError if one of `columns` is not in `names`, the column names of a rows table."""
     if unknown := sorted(set(columns) - set(names)):
         raise UsageError(f"the rows have no column {unknown[0]}; choose from: {', '.join(names)}", parameter="columns")
 
 
 def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """Yield one table per shard with the rows that are not deleted, in row order.
+    """Yield one table per shard, with all rows that are not deleted, in row order.
 
     Args:
         index: an open index.
@@ -180,7 +180,7 @@ def iter_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> It
 def iter_stored_rows(
     index: CommittedIndex, columns: Sequence[str] | None = None, shards: Iterable[int] | None = None
 ) -> Iterator[pa.Table]:
-    """Yield one table per shard with all rows, also deleted ones.
+    """Yield one table per shard, with all rows, including deleted rows, in row order.
 
     Args:
         index: an open index.
@@ -188,7 +188,7 @@ def iter_stored_rows(
         shards: numbers of the shards to read. None reads all shards.
 
     Raises:
-        CorruptIndexError: see `iter_rows`.
+        CorruptIndexError: a file is missing, is not a rows table, or differs from the committed file.
     """
     names = None if columns is None else list(columns)
     for shard, committed in _rows_files(index, shards or index.manifest.spec.shard_numbers()).items():
@@ -196,25 +196,25 @@ def iter_stored_rows(
 
 
 def read_all_rows(index: CommittedIndex, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return all rows of an index that are not deleted, in row order. See `iter_rows` for arguments and errors."""
+    """Return all rows that are not deleted, in row order. For the arguments and errors, see `iter_rows`."""
     return pa.concat_tables(iter_rows(index, columns))
 
 
 def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:
-    """Read rows of the rows table as a `pyarrow.Table`. Only the files of shards with requested rows are read.
+    """Read rows of the rows table as a `pyarrow.Table`.
 
     Args:
         root: directory of the index.
-        row_ids: [k], in any order; duplicates are allowed. None reads all rows that are not deleted, in row order.
+        row_ids: [k], row ids in any order. Duplicates are allowed. None reads all rows that are not deleted.
         columns: names of the columns to read, see SPEC.md section 9. None reads all columns.
 
     Returns:
-        A table of k lines in the order of `row_ids`. If `row_ids` is None, a table of all rows that are not deleted.
+        A table with k lines in the order of `row_ids`, or in row order if `row_ids` is None.
 
     Raises:
         RowIdError: a row id is out of range, belongs to no input, or was deleted (`DeletedRowError`).
-        UsageError: there is no index at `root`, or the rows have no such column.
-        IncompleteIndexError: see `Manifest.load`.
+        UsageError: there is no index at `root`, or a column in `columns` does not exist.
+        IncompleteIndexError: the build of the index has not finished.
         CorruptIndexError: `index.json` or a file with requested rows is damaged.
 
     Example:
@@ -227,7 +227,7 @@ def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str
 
 
 def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:
-    """Do the same as `read_rows` for an open index, without reading the manifest again."""
+    """Read rows like `read_rows`, from an open index."""
     if row_ids is None:
         return read_all_rows(index, columns)
     spec = index.manifest.spec
@@ -254,7 +254,7 @@ def _rows_files(index: CommittedIndex, shards: Iterable[int]) -> dict[int, FileE
 
 
 def failures_by_reason(table: pa.Table) -> dict[str, int]:
-    """Return the number of failed rows of `table` for each reason, sorted by reason."""
+    """Return the number of failed rows in `table` for each reason, sorted by reason."""
     reasons = table.filter(pc.equal(table["status"], FAILED))["reason"]
     counts = {str(item["values"]): int(item["counts"]) for item in pc.value_counts(reasons).to_pylist()}
     return dict(sorted(counts.items()))

@@ -1,4 +1,4 @@
-"""A selection of rows of an index, in row order, in memory that depends on the number of shards only."""
+"""A selection of rows of an index. Its size in memory depends only on the number of shards."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Selection:
-    """All rows of an index that are not left out. The rank of a row is its position among them, from 0.
+    """All rows of an index except `left_out`, in row order. The rank of a row is its position in the selection.
 
     Attributes:
         spec: shape of the index.
-        left_out: the rows that do not belong to the selection.
+        left_out: the rows outside the selection.
         shards: int64 [n], numbers of the shards that have files, ascending.
-        ranks: int64 [n + 1], rank of the first selected row of each shard, followed by the number of selected rows.
+        ranks: int64 [n + 1], number of selected rows before each shard, followed by the number of all selected rows.
 
     Example:
         >>> from storage_formats.example import example_index
@@ -42,7 +42,7 @@ class Selection:
 
     @classmethod
     def of(cls, index: CommittedIndex, left_out: Tombstones | None = None) -> Selection:
-        """Select all rows of `index` but `left_out`, or but the deleted ones if that is None."""
+        """Select all rows of `index` except `left_out`. By default, select all rows that are not deleted."""
         spec, left_out = index.manifest.spec, index.deleted if left_out is None else left_out
         shards = np.fromiter(spec.shard_numbers(), dtype=np.int64)
         counts = np.fromiter((len(spec.shard_rows(shard)) for shard in shards.tolist()), dtype=np.int64)
@@ -50,23 +50,23 @@ class Selection:
         return cls(spec, left_out, shards, np.concatenate([[0], np.cumsum(counts)]))
 
     def __len__(self) -> int:
-        """Number of selected rows."""
+        """Return the number of selected rows."""
         return int(self.ranks[-1])
 
     def row_ids(self, ranks: range) -> Ints:
-        """Return the row ids of the rows with consecutive `ranks`, int64, ascending."""
+        """Return the row ids of the rows with the given `ranks`, int64 [len(ranks)], ascending."""
         first, last = np.searchsorted(self.ranks, [ranks.start, ranks.stop - 1], side="right") - 1
         row_ids = np.concatenate([self._of_shard(int(shard)) for shard in self.shards[first : last + 1]])
         start = ranks.start - int(self.ranks[first])
         return row_ids[start : start + len(ranks)]
 
     def by_shard(self) -> Iterator[tuple[Ints, Ints]]:
-        """Yield (row ids, ranks) of the selected rows of each shard, int64 [k] each."""
+        """Yield (row ids, ranks) for each shard: int64 [k] each, for the k selected rows of the shard."""
         for shard, first, stop in zip(self.shards.tolist(), self.ranks[:-1], self.ranks[1:], strict=True):
             yield self._of_shard(shard), np.arange(first, stop)
 
     def ranks_of(self, row_ids: Ints | list[int]) -> Ints:
-        """Return the rank of each of `row_ids`, int64 [k]; -1 for a row id that is not selected."""
+        """Return the rank of each of `row_ids`, int64 [k]. The rank is -1 if the row is not selected."""
         requested = np.asarray(row_ids, dtype=np.int64)
         ranks = np.full(len(requested), -1, dtype=np.int64)
         shard_of_row = requested // self.spec.shard_size

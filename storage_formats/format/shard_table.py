@@ -1,4 +1,4 @@
-"""The shard table, which lists all data files of an index (SPEC.md section 5)."""
+"""Shard tables. Each lists the data files of one segment of an index (SPEC.md section 5)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from storage_formats.format.layout import Layout
 from storage_formats.format.parquet import read_table
 
 EXCHANGED = (
-    "the file was damaged or replaced, or the whole index was replaced while it was open. Open the index again; if the "
-    "error remains, run 'edje-index verify'"
+    "the file was damaged or replaced, or the whole index was replaced while the index was open. Open the index again; "
+    "if the error remains, run 'edje-index verify'"
 )
-"""Part of an error message: why a file may differ from the committed one, and what to do."""
+"""Part of an error message: why a file may differ from the committed file, and what to do."""
 
 _TABLE_GROUP_LINES = 4096  # a reader that needs one shard reads about 1 ms of lines
 
@@ -51,19 +51,20 @@ class FileEntry:
 
     @classmethod
     def of(cls, layout: Layout, path: Path) -> FileEntry:
-        """Return the entry of the file at `path`. Reads the file once, to compute its checksum."""
+        """Return the file entry of the file at `path`. Reads the whole file to compute its checksum."""
         length, crc = crc32c_file(path)
         return cls(layout.relative(path), length, crc)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry as a JSON object, with a hexadecimal checksum."""
+        """Return this entry as a JSON object, with a hexadecimal checksum."""
         return {"path": self.path, "bytes": self.bytes, "crc32c": to_hex(self.crc32c)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> FileEntry:
-        """Convert the result of `to_json` back to an entry.
+        """Return the entry described by `value`, a result of `to_json`.
 
-        Raises KeyError, TypeError or ValueError if `value` is not an entry.
+        Raises:
+            KeyError, TypeError, ValueError: a member is missing or not valid.
         """
         path = str(value["path"])
         if "\0" in path:
@@ -72,18 +73,18 @@ class FileEntry:
 
 
 def check_content(path: Path, entry: FileEntry, content: bytes, *, row_ids: tuple[int, ...] = ()) -> None:
-    """Check that `content`, read from the file at `path`, is what was committed.
+    """Compare `content`, read from the file at `path`, with the file entry `entry`.
 
     Raises:
-        CorruptIndexError: the length or CRC-32C of `content` differs from `entry`. The attribute `row_ids` of the error
-            is the argument `row_ids`.
+        CorruptIndexError: the length or CRC-32C of `content` differs from `entry`. The error has the attribute
+            `row_ids` with the value of the argument.
     """
     if (len(content), crc32c(content)) != (entry.bytes, entry.crc32c):
         raise CorruptIndexError(f"{path} is not the file that was committed: {EXCHANGED}", row_ids=row_ids)
 
 
 def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, FileEntry]]:
-    """Read the shard table with the file entry `table`. Return (shard number, file entry) for each line.
+    """Read the shard table with the file entry `table`. Return a pair (shard number, file entry) for each line.
 
     Raises:
         CorruptIndexError: the shard table is missing or damaged.
@@ -92,7 +93,7 @@ def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, File
     try:
         data = read_index_file(root, path, max_bytes=table.bytes)
     except OSError as error:
-        action = remedy(error, "restore the file")
+        action = remedy(error, "restore the file from a backup")
         raise CorruptIndexError(f"cannot read the shard table {path}: {error}; {action}") from error
     if len(data) != table.bytes or crc32c(data) != table.crc32c:
         raise CorruptIndexError(
@@ -109,12 +110,12 @@ def read_shard_table(root: str | Path, table: FileEntry) -> list[tuple[int, File
 
 
 def read_shard_tables(root: str | Path, tables: Iterable[FileEntry]) -> list[tuple[int, FileEntry]]:
-    """Read several shard tables and return all their lines. See `read_shard_table`."""
+    """Read several shard tables. Return the lines of all tables, see `read_shard_table`."""
     return [line for table in tables for line in read_shard_table(root, table)]
 
 
 def write_shard_table(layout: Layout, files: Iterable[tuple[int, FileEntry]]) -> FileEntry:
-    """Write a shard table with the lines (shard number, file entry), sorted. Return the file entry of the table."""
+    """Write a sorted shard table from pairs (shard number, file entry). Return the file entry of the table."""
     ordered = sorted(files, key=lambda item: (item[0], item[1].path))
     table = pa.table(
         {

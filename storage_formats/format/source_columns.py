@@ -1,6 +1,6 @@
-"""The source columns of the rows table: their names and types (SPEC.md section 9).
+"""The names and types of source columns (SPEC.md section 9).
 
-A source column holds one value per row that a source of images brought along, such as a caption or a licence.
+A source column is an additional column of the rows table. Its values come with the images, for example captions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 class PlainText(str):
-    """A text from a format without types, such as CSV. Its kind follows from how it is written."""
+    """A text from a format without types, for example CSV. The text determines the kind: "1.5" is a "float"."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class SourceColumn:
 
     Attributes:
         name: name of the column in the rows table.
-        kinds: kinds of the values that the column holds, sorted. They determine the type of the column.
-        values: number of rows that have a value, including deleted rows.
+        kinds: kinds of the values in the column, sorted; see `kind_of`. The kinds determine the type of the column.
+        values: number of rows with a value, including deleted rows.
 
     Example:
         >>> from storage_formats.format.source_columns import SourceColumn
@@ -66,35 +66,43 @@ class SourceColumn:
 
     @property
     def type(self) -> str:
-        """Type of the column, one of `TYPES`. No conversion of a value to this type loses information."""
+        """The type of the column, one of `TYPES`. Conversion to this type loses no information."""
         kinds = set(self.kinds)
         exact = (name for accepted, name in _TYPES_OF_KINDS if kinds <= accepted)
         return STRINGS if "texts" in kinds else next(exact, STRING)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of the column in `index.json`."""
+        """Return the entry of the column in `index.json`, as a JSON object."""
         return {"name": self.name, "type": self.type, "kinds": list(self.kinds), "values": self.values}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> SourceColumn:
-        """Read the entry of a column. Raises KeyError, TypeError or ValueError if the entry is not valid."""
+        """Return the source column described by `value`, a result of `to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError: a member is missing or not valid.
+        """
         column = cls(str(value["name"]), tuple(str(kind) for kind in value["kinds"]), int(value["values"]))
         is_known = bool(column.kinds) and set(column.kinds) <= set(_KINDS) and column.type == value["type"]
         if not is_known or not is_allowed(column.name) or column.values < 0:
-            raise ValueError(f"{dict(value)} is not a source column")
+            raise ValueError(f"{dict(value)} does not describe a source column")
         return column
 
 
 def columns_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[SourceColumn, ...]:
-    """Read the source columns of an index. Raises KeyError, TypeError or ValueError if they are not valid."""
+    """Return the source columns described by the JSON objects `values`.
+
+    Raises:
+        KeyError, TypeError, ValueError: the objects do not describe source columns.
+    """
     columns = tuple(map(SourceColumn.from_json, values))
     if len(columns) > MAX_COLUMNS or len({column.name for column in columns}) < len(columns):
-        raise ValueError(f"{len(columns)} source columns: too many, or two of them have the same name")
+        raise ValueError(f"got {len(columns)} source columns; at most {MAX_COLUMNS} with distinct names are allowed")
     return columns
 
 
 def merge_columns(*tables: Iterable[SourceColumn]) -> tuple[SourceColumn, ...]:
-    """Return the columns of several sets of rows together. Their kinds are united and their values are added."""
+    """Merge source columns by name. A merged column has all kinds and the total number of values."""
     merged: dict[str, SourceColumn] = {}
     for column in (column for table in tables for column in table):
         other = merged.get(column.name, SourceColumn(column.name, (), 0))
@@ -104,16 +112,16 @@ def merge_columns(*tables: Iterable[SourceColumn]) -> tuple[SourceColumn, ...]:
 
 
 def is_allowed(name: str) -> bool:
-    """Whether a source column may have this name: not empty, printable, and short enough."""
+    """Return True if a source column may have this name: not blank, printable, and at most `MAX_NAME_BYTES` long."""
     if not name.strip() or _UNPRINTABLE.search(name):
         return False
     return len(name.encode()) <= MAX_NAME_BYTES
 
 
 def stored_name(name: str, standard_names: Iterable[str]) -> str:
-    """Return the name under which a column of a source is stored. Two columns never get the same name.
+    """Return the name under which the index stores a source column. Different names give different results.
 
-    A name that the rows table itself uses or reserves gets the prefix "source_".
+    The function adds the prefix "source_" to a name that the rows table uses or reserves.
     """
     unprefixed = name
     while unprefixed.startswith(_RENAMED_PREFIX):
@@ -149,7 +157,7 @@ def _kind_of_plain(text: str) -> str:
 
 
 def text_of(value: Value) -> str:
-    """Return a value as text: a string as it is, a timestamp in ISO 8601, another value as in JSON."""
+    """Return a value as text: a string unchanged, a timestamp in ISO 8601 format, any other value as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, datetime.datetime):
@@ -158,17 +166,17 @@ def text_of(value: Value) -> str:
 
 
 def as_type(value: Value, column_type: str) -> Value:
-    """Convert a value to the type of its column. Numbers, truth values and timestamps may be given as text.
+    """Convert a value to the column type `column_type`. The value may be text, for example "1.5" for a float.
 
     Raises:
-        ValueError, TypeError: the column cannot hold the value.
+        ValueError, TypeError: the value cannot be converted.
     """
     if column_type == STRINGS:
         return value if isinstance(value, list) else [text_of(value)]
     if column_type == STRING:
         return text_of(value)
     if isinstance(value, list):
-        raise TypeError(f"a column of type {column_type} cannot hold a list")
+        raise TypeError(f"a column of type {column_type} cannot store a list")
     if column_type == TIMESTAMP:
         return value if isinstance(value, datetime.datetime) else datetime.datetime.fromisoformat(str(value))
     if column_type == BOOL:

@@ -23,12 +23,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Tombstones:
-    """The set of deleted rows, which takes memory only for shards with deleted rows.
+    """The set of deleted rows. It uses memory only for shards with deleted rows.
 
     Attributes:
         shard_size: rows per shard.
-        shards: int64 [n], the numbers of the shards with deleted rows, ascending.
-        bits: uint8 [n, ceil(shard_size / 8)], one bitmap per shard of `shards`. Bit i % 8 of byte i // 8 is 1 if the
+        shards: int64 [n], numbers of the shards with deleted rows, ascending.
+        bits: uint8 [n, ceil(shard_size / 8)], one bitmap per shard in `shards`. Bit i % 8 of byte i // 8 is 1 if the
             row at position i of the shard is deleted.
 
     Example:
@@ -66,13 +66,13 @@ class Tombstones:
             raise DeletedRowError(tuple(dict.fromkeys(row_ids[deleted].tolist())))
 
     def row_ids(self) -> Ints:
-        """Return the row ids of the deleted rows, int64, ascending."""
+        """Return the row ids of the deleted rows, int64 [n], ascending."""
         positions = np.unpackbits(self.bits, axis=1, bitorder="little")
         lines, offsets = np.nonzero(positions)
         return np.asarray(self.shards[lines] * self.shard_size + offsets, dtype=np.int64)
 
     def with_rows(self, row_ids: Ints | list[int]) -> Tombstones:
-        """Return new tombstones with the rows of this object and `row_ids`."""
+        """Return new tombstones that contain the rows of this object and `row_ids`."""
         added = np.asarray(row_ids, dtype=np.int64)
         shards = np.union1d(self.shards, added // self.shard_size)
         bits = np.zeros((len(shards), self.bits.shape[1]), dtype=np.uint8)
@@ -82,14 +82,15 @@ class Tombstones:
         return Tombstones(self.shard_size, shards, bits)
 
     def to_bytes(self) -> bytes:
-        """Return the contents of the file of tombstones: all shard numbers, then all bitmaps."""
+        """Return the contents of the tombstones file: all shard numbers, then all bitmaps."""
         return self.shards.astype("<i8").tobytes() + self.bits.tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes, spec: IndexSpec) -> Tombstones:
-        """Convert the result of `to_bytes` back to tombstones.
+        """Return the tombstones described by `data`, a result of `to_bytes`.
 
-        Raises ValueError if `data` does not fit an index of shape `spec`.
+        Raises:
+            ValueError: `data` does not match an index of shape `spec`.
         """
         width = _bitmap_bytes(spec.shard_size)
         count, rest = divmod(len(data), 8 + width)
@@ -125,7 +126,7 @@ def check_rows_in_use(row_ids: Ints, spec: IndexSpec) -> None:
 
 
 def refuse_renumbered(row_ids: Ints, spec: IndexSpec) -> None:
-    """Raise RowIdError if one of `row_ids` lies before the first segment: a compaction gave its row a new id."""
+    """Raise RowIdError if a row id lies before the first segment. A compaction has replaced these row ids."""
     first = spec.used_segments[0].first_row
     if first and len(row_ids) and (lowest := int(row_ids.min())) < first:
         raise RowIdError(
@@ -138,7 +139,7 @@ def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombston
     """Read the tombstones of a snapshot of the index at `root`.
 
     Raises:
-        CorruptIndexError: the file of tombstones is missing or damaged.
+        CorruptIndexError: the tombstones file is missing or damaged.
     """
     entry = snapshot.deleted
     if entry is None:
@@ -161,7 +162,7 @@ def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombston
 
 
 def live_rows(index: CommittedIndex) -> Ints:
-    """Return the row ids of all inputs that are not deleted, ascending, including failed inputs and duplicates."""
+    """Return the row ids of all rows that are not deleted, int64 [n], ascending. Some of the rows may be holes."""
     spec = index.manifest.spec
     parts = [np.arange(segment.first_row, segment.stop, dtype=np.int64) for segment in spec.used_segments]
     row_ids = np.concatenate(parts)

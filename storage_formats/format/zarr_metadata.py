@@ -1,6 +1,6 @@
-"""The `zarr.json` documents of an index, which follow Zarr v3 and its sharding codec (ZEP 2).
+"""The `zarr.json` documents of an index, in the format of Zarr v3 and its sharding codec (ZEP 2).
 
-SPEC.md prescribes the contents of the documents, so this module does not rely on the defaults of a library.
+This module uses no Zarr library, because SPEC.md prescribes the exact contents of the documents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ARRAY = {
 
 
 def zarr_documents(layout: Layout, spec: IndexSpec) -> dict[Path, dict[str, Any]]:
-    """Return the contents of each `zarr.json` of an index, by path."""
+    """Return the contents of each `zarr.json` of an index, keyed by path."""
     embeddings = embedding_array_metadata(spec)
     tokens = [token_array_metadata(spec, name) for name in spec.precisions]
     return dict(zip(layout.zarr_files(spec.precisions), (group_metadata(), embeddings, *tokens), strict=True))

@@ -1,8 +1,7 @@
-"""Engines that read records of shard files, behind one interface.
+"""Read engines, which read records from shard files.
 
-`base` defines the interface. `buffered`, `mapped` and `queued` are the engines; `queued` uses the kernel interfaces in
-`ring` (io_uring) and `aio`. `engine_selection` chooses an engine for each read, and `destination` turns records into
-blocks. `checksums` finds damaged records. The engines use `files`, `memory`, `page_cache` and `admission`.
+`base` defines the interface of an engine. The modules `buffered`, `mapped` and `queued` contain the engines.
+`engine_selection` selects an engine for each record.
 """
 
 from __future__ import annotations

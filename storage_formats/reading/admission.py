@@ -1,7 +1,7 @@
-"""Decides when shards are read through the page cache instead of directly.
+"""Decides for each shard whether to read directly or through the page cache.
 
-Direct reads are the fastest for blocks that are read once, but they leave nothing in the page cache. Ski-rental
-rule: admit a shard to the page cache after direct reads of twice its length.
+Direct reads are fastest for blocks that are read once, but they leave nothing in the page cache. Ski-rental rule: admit
+a shard to the page cache after direct reads of twice its length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _ShardState:
 
 
 class Admission:
-    """Decides for each shard whether reads go through the page cache. Thread-safe.
+    """Decides for each shard whether to read through the page cache. Thread-safe.
 
     Args:
         shard_bytes: length of a shard in bytes.
@@ -36,15 +36,15 @@ class Admission:
         self._lock = threading.Lock()
 
     def through_cache(self, shard: int, position: int, size: int, is_resident: Callable[[int, int], bool]) -> bool:
-        """Record the next read of a shard. Return True if it should go through the page cache.
+        """Record a read of `size` bytes of a shard. Return True if this read should go through the page cache.
 
-        If an admitted shard was evicted, it is admitted again after twice as many bytes of direct reads as before.
+        After each eviction of an admitted shard, the shard is admitted again after twice as many bytes of direct reads.
 
         Args:
             shard: shard number.
             position: position of one of the records to read.
             size: number of bytes to read.
-            is_resident: function of (shard, position) that returns whether this record is in the page cache.
+            is_resident: function `(shard, position)` that returns True if the record is in the page cache.
         """
         now = time.monotonic()
         with self._lock:

@@ -1,6 +1,6 @@
-"""Linux AIO through its system calls: many direct reads in flight from one thread, without io_uring.
+"""Linux AIO through system calls (`linux/aio_abi.h`). One thread can have many direct reads in flight.
 
-The interface is defined in `linux/aio_abi.h`. The files must be open for direct I/O.
+The files must be open for direct I/O.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ _COMPLETION = np.dtype([("tag", "u8"), ("request", "u8"), ("result", "i8"), ("re
 
 
 class AioQueue:
-    """A `queues.Queue` that uses one Linux AIO context. Raises OSError if the kernel refuses to create the context."""
+    """A `queues.Queue` that uses Linux AIO.
+
+    Raises:
+        OSError: the kernel refuses to create an AIO context.
+    """
 
     def __init__(self, entries: int) -> None:
         self._setup, self._destroy, self._submit, self._getevents = _NUMBERS[platform.machine()]
@@ -79,7 +83,7 @@ class AioQueue:
         return np.concatenate([refused[:, 0], tags]), np.concatenate([refused[:, 1], results])
 
     def close(self) -> None:
-        """Destroy the context. The kernel waits for the requests while it destroys a context."""
+        """Wait until the kernel has completed all requests, and free the AIO context."""
         if self._at_end.alive:
             with contextlib.suppress(OSError):  # an interrupted call has destroyed it
                 _destroy(self._destroy, self._context, self._owner)

@@ -1,4 +1,4 @@
-"""Types that the read engines share: records to read, destinations, and engines."""
+"""The interface of read engines, and the types in this interface."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUN_BYTES = 1 << 20  # the kernel cuts WILLNEED at its largest readahead, which 
 
 Ints = NDArray[np.int64]
 Part = slice | Ints
-"""Some records of a piece: a slice, or ascending indices."""
+"""Some records of a piece, as a slice or as ascending indices."""
 EVERY_RECORD = slice(None)
 Finish = Callable[[], None]
 
@@ -29,8 +29,8 @@ class Batch:
 
     Attributes:
         shards: int64 [n], shard number of each record, ascending.
-        positions: int64 [n], position of each record within its shard, ascending within each shard.
-        out_indices: int64 [n], index of each record in the output.
+        positions: int64 [n], position of each record in its shard, ascending within a shard.
+        out_indices: int64 [n], index of each record in the output array.
     """
 
     shards: Ints
@@ -45,7 +45,7 @@ class Batch:
 
     @functools.cached_property
     def shard_spans(self) -> list[tuple[int, int, int]]:
-        """Return (shard, start, stop) of each shard: its records are [start, stop) of the batch.
+        """Return (shard, start, stop) for each shard. The records of the shard are [start, stop) of the batch.
 
         The batch must not be empty.
         """
@@ -55,7 +55,7 @@ class Batch:
         return list(zip(self.shards[edges[:-1]].tolist(), edges, edges[1:], strict=False))
 
     def per_record(self, values: list[int]) -> Ints:
-        """Repeat the value of each shard for each of its records, int64 [n]."""
+        """Return an array with one value per record, int64 [n]. `values` contains one value per shard of the batch."""
         counts = [stop - start for _, start, stop in self.shard_spans]
         return np.repeat(np.array(values, dtype=np.int64), counts)
 
@@ -65,11 +65,11 @@ class Batch:
 
 
 class Destination(Protocol):
-    """Receives the records of one piece, which is a part of a batch.
+    """Receives the records of one piece. A piece is a part of a batch.
 
-    An engine reads each record i into `records[record_indices[i]]`, and then calls `finish`. Or it reads all records
-    into its own memory, and passes them to `take`. It may call `finish` or `take` several times, for parts that
-    together cover the piece.
+    An engine has two choices. It can read record i of the piece into `records[record_indices[i]]` and call `finish`. Or
+    it can read the records into memory of the engine and pass this memory to `take`. The engine may call `finish` or
+    `take` several times, once for each part of the piece.
     """
 
     direct: bool
@@ -78,32 +78,32 @@ class Destination(Protocol):
 
     @property
     def records(self) -> Records:
-        """Memory into which an engine may read records; allocated at the first access."""
+        """Memory into which an engine may read the records of the piece. It is allocated at the first access."""
         ...
 
     def take(self, memory: Records, offsets: Ints, part: Part, threads: int | None) -> None:
-        """Process the records `piece[part]`, which start at bytes `offsets` [k] of `memory`.
+        """Process the records `piece[part]`. The k records start at the byte offsets `offsets` [k] of `memory`.
 
-        The engine reuses `memory` afterwards.
+        After this call, the engine may overwrite `memory`.
         """
         ...
 
     def finish(self, part: Part, threads: int | None) -> None:
-        """Process the records `piece[part]`, which the engine has read into `records`."""
+        """Process the records `piece[part]`. The engine has read these records into `records`."""
         ...
 
 
 DestinationFactory = Callable[[Batch], Destination]
-"""Makes the destination of a piece."""
+"""A function that creates the destination of a piece."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of neighbouring records of a batch. One request reads one run.
+    """The runs of a batch. A run is a range of neighbouring records that one request reads.
 
     Attributes:
-        first: [r], index within the batch of the first record of each run.
-        count: [r], number of records of each run.
+        first: int64 [r], index in the batch of the first record of each run.
+        count: int64 [r], number of records in each run.
     """
 
     first: Ints
@@ -111,13 +111,14 @@ class Runs:
 
     @classmethod
     def of(cls, batch: Batch, record_bytes: int, *, gap: int = 0, record_indices: Ints | None = None) -> Runs:
-        """Split a batch into runs of at most about `RUN_BYTES` bytes.
+        """Split a batch into runs of about `RUN_BYTES` bytes or less.
 
         Args:
             batch: records to read.
             record_bytes: length of a record in bytes.
-            gap: maximum number of unrequested records that a run may contain between two requested records.
-            record_indices: [n], index of each record in the destination; if given, each run is contiguous there too.
+            gap: maximum number of records outside the batch between two neighbouring records of a run.
+            record_indices: int64 [n], index of each record in the memory of the destination. If given, the records of a
+                run are also contiguous in this memory.
         """
         is_apart = (np.diff(batch.shards) != 0) | (np.diff(batch.positions) > 1 + gap)
         if record_indices is not None:
@@ -131,39 +132,42 @@ class Runs:
 
 
 class Reader(Protocol):
-    """Reads the pieces of a batch for one caller, several pieces at a time."""
+    """Reads the pieces of a batch for one caller. Several pieces may be in flight at the same time."""
 
     piece_records: int
-    """Maximum number of records of a piece."""
+    """Maximum number of records in a piece."""
 
     @property
     def ahead(self) -> int:
-        """Return the maximum number of pieces to keep in flight."""
+        """Maximum number of pieces to keep in flight."""
         ...
 
     def start(self, batch: Batch, destination: Destination) -> Finish:
         """Start to read the piece `batch` into `destination`.
 
-        Returns a function that waits for the records and then calls the destination. Both may raise CorruptIndexError.
+        Returns a function that waits for the records and passes them to `destination`.
+
+        Raises:
+            CorruptIndexError: a file is missing or damaged. The returned function may raise this error too.
         """
         ...
 
     def close(self) -> None:
-        """Free the resources of the reader. Every piece that was started must be finished."""
+        """Free the resources of the reader. No piece may be in flight."""
         ...
 
     def abandon(self) -> None:
-        """After an exception, wait until nothing writes to a destination any more. See `storage_formats.interrupts`."""
+        """Call this after an exception. Waits until no read writes to memory. See `storage_formats.interrupts`."""
         ...
 
 
 class ReadEngine(Protocol):
-    """A way to read records. Thread-safe, because each caller uses its own `reader()`."""
+    """A method to read records, for example through io_uring. Thread-safe: each caller uses a separate `reader()`."""
 
     name: str
 
     def reader(self) -> Reader:
-        """Return a new reader. The caller must call its `close`, or its `abandon` after an exception."""
+        """Return a new reader. The caller must call `close` of the reader, or `abandon` after an exception."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Engines that read through the page cache. `PortableEngine` works on any system."""
+"""Engines that read through the page cache. `PortableEngine` works on any operating system."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _DECODE_THREADS = 1  # while the device is the bottleneck: more threads would on
 
 @dataclass(frozen=True)
 class Request:
-    """Neighbouring records that one system call reads.
+    """A request to read neighbouring records of one file.
 
     Attributes:
-        file: file that holds the records.
+        file: file that contains the records.
         position: position of the first record in the file.
-        record_indices: index of each record in the destination's `records`.
+        record_indices: index of each record in the array `records` of the destination.
     """
 
     file: ShardFile
@@ -33,7 +33,7 @@ class Request:
 
 
 class BufferedEngine:
-    """Asks the kernel to prefetch several pieces (POSIX_FADV_WILLNEED), then copies the records."""
+    """Asks the kernel to prefetch several pieces into the page cache (POSIX_FADV_WILLNEED), then copies the records."""
 
     name = "buffered"
 
@@ -54,7 +54,7 @@ class BufferedEngine:
                 self._files.release(files)
 
     def close(self) -> None:
-        """Do nothing: idle readers hold no resources."""
+        """Do nothing, because idle readers have no resources."""
 
 
 class _BufferedReader:
@@ -89,7 +89,7 @@ class _BufferedReader:
 
 
 class PortableEngine:
-    """Reads on several threads, without Linux system calls."""
+    """Reads through the page cache on several threads. Uses no system calls that only Linux has."""
 
     name = "portable"
 
@@ -100,7 +100,7 @@ class PortableEngine:
         return _ThreadedReader(self._files)
 
     def close(self) -> None:
-        """Do nothing: idle readers hold no resources."""
+        """Do nothing, because idle readers have no resources."""
 
 
 class _ThreadedReader:
@@ -141,7 +141,7 @@ class _ThreadedReader:
 def _hold(
     files: ShardFiles, batch: Batch, held_files: contextlib.ExitStack
 ) -> tuple[dict[int, ShardFile], contextlib.ExitStack]:
-    """Open the files of `batch`. Return the files by shard, and a context that closes them."""
+    """Acquire the files of `batch`. Return the files keyed by shard number, and a context that releases the files."""
     acquired = files.acquire(batch)
     release = held_files.enter_context(contextlib.ExitStack())
     release.callback(files.release, acquired)
@@ -164,7 +164,6 @@ def _requests(batch: Batch, record_indices: Ints, files: dict[int, ShardFile], r
 
 
 def _announce(requests: list[Request], record_bytes: int) -> None:
-    """Ask the kernel to start reading `requests` into the page cache. Returns at once."""
     if hasattr(os, "posix_fadvise"):  # not on macOS
         for request in requests:
             start, size = request.position * record_bytes, len(request.record_indices) * record_bytes
@@ -172,7 +171,7 @@ def _announce(requests: list[Request], record_bytes: int) -> None:
 
 
 def cannot_read(file: ShardFile, error: OSError) -> CorruptIndexError:
-    """Return the error for a shard file that the operating system cannot read."""
+    """Return a CorruptIndexError for a shard file that the operating system cannot read."""
     return CorruptIndexError(f"cannot read {file.path}: {error.strerror}; run 'edje-index verify'")
 
 

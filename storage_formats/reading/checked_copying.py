@@ -1,7 +1,7 @@
-"""Compiled loops that compute CRC-32C checksums of records, optionally while copying the records.
+"""Compiled loops that compute the CRC-32C of records. Some of the loops also copy the records.
 
-The loops process three records at a time, because the processor's CRC-32C instruction (SSE 4.2) returns its result
-three cycles later. Importing this module imports Numba.
+The loops process three records at a time, because the CRC-32C instruction of the processor (SSE 4.2) has a latency of
+three cycles. Importing this module imports Numba.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _ONES = np.uint64(0xFFFFFFFF)
 
 
 def has_crc_instruction() -> bool:
-    """Return True if compiled kernels may use the processor's CRC-32C instruction."""
+    """Return True if the processor has a CRC-32C instruction and Numba may use it."""
     if config.CPU_NAME or config.CPU_FEATURES:  # type: ignore[attr-defined]  # compiled for another processor
         return False
     return bool(binding.get_host_cpu_features().get("sse4.2"))
 
 
 def _crc_instruction(name: str, value: ir.IntType) -> Any:
-    """Return a compiled function that adds the `value` at an address to a CRC."""
+    """Return a compiled function that updates a CRC with the `value` at a memory address."""
 
     def add(_: Any, crc: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
@@ -78,7 +78,7 @@ def _copy_byte(_: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def _fence(_: Any) -> Any:
-    """Make the non-temporal stores of this thread visible before its later stores."""
+    """Make the earlier non-temporal stores of this thread visible before the later stores of this thread."""
 
     def generate(context: Any, builder: Any, _: Any, __: Any) -> Any:
         builder.fence("seq_cst")
@@ -171,6 +171,6 @@ compute_checksums = Kernel(_checksums, (_ADDRESS_ARRAY, types.int64, _CHECKSUM_A
 checksums[i], for i in [start, stop). Releases the GIL."""
 _COPY_ARGUMENTS = (_ADDRESS_ARRAY, _ADDRESS_ARRAY, types.int64, _CHECKSUM_ARRAY, types.int64, types.int64)
 copy_checked = Kernel(_copy, _COPY_ARGUMENTS)
-"""(sources, targets, size, checksums, start, stop): as `compute_checksums`, and copy the bytes to targets[i]."""
+"""(sources, targets, size, checksums, start, stop): like `compute_checksums`, and copy the bytes to targets[i]."""
 copy_checked_nontemporal = Kernel(_copy_nontemporal, _COPY_ARGUMENTS)
-"""As `copy_checked`, with non-temporal stores. `size` and all targets are multiples of `nontemporal.LINE_BYTES`."""
+"""Like `copy_checked`, with non-temporal stores. `size` and all targets are multiples of `nontemporal.LINE_BYTES`."""

@@ -1,4 +1,4 @@
-"""Comparison of the blocks read with their stored checksums (SPEC.md section 8)."""
+"""Comparison of records with their stored checksums (SPEC.md section 8)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Checksums = NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class BlockCheck:
-    """Compares the computed checksums of records with the stored checksums.
+    """Compares computed checksums of n records with the stored checksums.
 
     Attributes:
         expected: uint32 [n], stored checksum of each record.
         row_ids: int64 [n], row id of each record.
-        path: function that returns the path of a row's token file, given the row id.
+        path: function that takes a row id and returns the path of the token file with this row.
     """
 
     expected: Checksums
@@ -63,12 +63,12 @@ class BlockCheck:
 
 
 class BlockChecksums:
-    """The stored checksums of one precision, loaded when a read needs them. Thread-safe.
+    """The stored checksums of one precision. A checksum file is loaded when a read needs it. Thread-safe.
 
     Args:
         index: the index.
-        path: function that returns the path of a shard's checksum file, given the shard number.
-        token_path: function that returns the path of a shard's token file, given the shard number.
+        path: function that takes a shard number and returns the path of the checksum file.
+        token_path: function that takes a shard number and returns the path of the token file.
     """
 
     def __init__(self, index: CommittedIndex, path: Callable[[int], Path], token_path: Callable[[int], Path]) -> None:

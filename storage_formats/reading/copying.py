@@ -41,4 +41,4 @@ copy_pieces = Kernel(_copy, _ARGUMENTS)
 """(sources, targets, size, start, stop): copy `size` bytes from each address sources[i] to targets[i], for i in
 [start, stop). Releases the GIL."""
 copy_pieces_nontemporal = Kernel(_copy_nontemporal, _ARGUMENTS)
-"""As `copy_pieces`, with non-temporal stores. `size` and all targets are multiples of `nontemporal.LINE_BYTES`."""
+"""Like `copy_pieces`, with non-temporal stores. `size` and all targets are multiples of `nontemporal.LINE_BYTES`."""

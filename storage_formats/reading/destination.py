@@ -1,4 +1,4 @@
-"""Destinations put the records that an engine reads into the caller's array, unchanged or decoded."""
+"""Destinations write the records that an engine reads to the array of the caller, unchanged or decoded."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ from storage_formats.reading.checksums import BlockCheck
 from storage_formats.reading.memory import BufferPool, Bytes, check_memory, copy_memory, memory_check
 
 Checker = Callable[[Batch], BlockCheck]
-"""Makes the check of the records of a batch. It may have to read checksum files, so it is called only when the records
-have arrived. Other pieces are in flight meanwhile."""
+"""A function that returns the `BlockCheck` for a batch. It may read checksum files, so it is called after the records
+have arrived."""
 PartCheck = Callable[[Part], BlockCheck]
-"""Makes the check of the records in one part of a piece."""
+"""A function that returns the `BlockCheck` for one part of a piece."""
 
 
 def block_destinations(
     codec: Codec, out: Blocks, buffers: BufferPool, checker: Checker | None = None
 ) -> DestinationFactory:
-    """Return a factory of destinations that decode records of `codec` into blocks of `out` [k, m, d]."""
+    """Return a factory of destinations that decode records with `codec` and write the blocks to `out` [k, m, d].
+
+    A record with the index i in the output is written to `out[i]`.
+    """
     if codec.name == BF16Codec.name:
         return record_destinations(out.view(np.uint8).reshape(len(out), codec.record_bytes), checker)
 
@@ -45,7 +48,7 @@ def block_destinations(
 
 
 def record_destinations(records: Records, checker: Checker | None = None) -> DestinationFactory:
-    """Return a factory of destinations that put records unchanged into `records` [k, record_bytes]."""
+    """Return a factory of destinations that write records unchanged to `records` [k, record_bytes]."""
     return lambda batch: RecordDestination(records, batch.out_indices, _part_check(batch, checker))
 
 
@@ -54,7 +57,7 @@ def _part_check(batch: Batch, checker: Checker | None) -> PartCheck | None:
 
 
 class RecordDestination:
-    """Puts records unchanged into the caller's array. See `base.Destination`."""
+    """Writes records unchanged to the array of the caller. See `base.Destination`."""
 
     direct = True
 
@@ -88,7 +91,7 @@ class RecordDestination:
 
 
 class DecodedDestination:
-    """Decodes records into blocks of `out`. See `base.Destination`."""
+    """Decodes records and writes the blocks to `out`. See `base.Destination`."""
 
     direct = False
 
@@ -127,7 +130,7 @@ class DecodedDestination:
 def read_batch(engine: ReadEngine, batch: Batch, destinations: DestinationFactory) -> None:
     """Read all records of `batch`, with several pieces in flight.
 
-    When this function returns or raises, nothing writes to a destination any more.
+    After this function returns or raises an exception, no read writes to a destination.
 
     Raises:
         CorruptIndexError: a file cannot be read, or a record is damaged.

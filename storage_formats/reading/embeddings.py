@@ -1,7 +1,7 @@
-"""Reading embeddings, one shard at a time or single rows (SPEC.md section 7).
+"""Reading of embeddings (SPEC.md section 7).
 
-`read_embeddings` compares files with the shard table, which shows damage and files of other shards. A single embedding
-has no checksum: the first read of one compares the whole file, unless the index is large.
+A single embedding has no checksum. The first read from an embedding file therefore compares the checksum of the whole
+file with the shard table, unless the index is large.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _COMPARED_BYTES = 1 << 30  # of all embeddings; in a larger index, a few rows wo
 _KEPT_COMPARISONS = 100_000
 
 _compared: set[tuple[object, ...]] = set()
-"""Files that this process has compared with the shard table, and the entries that they match."""
+"""Files that this process has compared with the shard table, and their file entries."""
 
 
 def read_shard_embeddings(
     layout: Layout, spec: IndexSpec, shard: int, committed: FileEntry | None = None
 ) -> NDArray[np.float32]:
-    """Read the embeddings of a shard, float32 [rows of the shard, embed_dim]; NaN for holes.
+    """Read the embeddings of a shard, float32 [rows of the shard, embed_dim]. The embedding of a hole is NaN.
 
     Args:
         layout: paths of the index.
         spec: shape of the index.
         shard: shard number.
-        committed: entry of the file in the shard table. None skips the comparison, for files not yet committed.
+        committed: file entry in the shard table, which the file must match. None skips this check.
 
     Raises:
         CorruptIndexError: the embedding file is missing, has the wrong length, or differs from `committed`.
@@ -56,7 +56,7 @@ def read_shard_embeddings(
 
 
 def _compare(file: BinaryIO, layout: Layout, spec: IndexSpec, shard: int, committed: FileEntry) -> None:
-    """Compare a file with its entry in the shard table, unless this process has done so since the file changed."""
+    """Compare a file with its entry in the shard table. Skip files that have not changed since the last comparison."""
     status = os.fstat(file.fileno())
     comparison = (committed, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     if comparison in _compared:
@@ -92,10 +92,9 @@ def _open_shard(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[BinaryI
 
 @dataclass(frozen=True)
 class IndexedEmbeddings:
-    """Iterates over the embeddings of the indexed rows of `shards`, shard by shard.
+    """An iterable over the embeddings of the indexed rows of `shards`. It can be used several times and during a build.
 
-    Yields (row ids int64 [k], embeddings float32 [k, embed_dim]) for each shard. Can be iterated over several times.
-    Also works during a build.
+    Yields (row ids int64 [k], embeddings float32 [k, embed_dim]) for each shard.
     """
 
     layout: Layout
@@ -110,11 +109,11 @@ class IndexedEmbeddings:
 
 
 def read_embeddings(index: CommittedIndex, row_ids: RowIds) -> NDArray[np.float32]:
-    """Read the embeddings of `row_ids` in this order, float32 [k, embed_dim]; NaN for holes.
+    """Read the embeddings of `row_ids` in this order, float32 [k, embed_dim]. The embedding of a hole is NaN.
 
     Args:
         index: an open index.
-        row_ids: [k], in any order; duplicates are allowed.
+        row_ids: [k], row ids in any order. Duplicates are allowed.
 
     Raises:
         RowIdError: a row id is out of range, or belongs to no input.
@@ -131,14 +130,14 @@ def read_embeddings(index: CommittedIndex, row_ids: RowIds) -> NDArray[np.float3
 
 
 def read_uncompared_embeddings(root: str | Path, spec: IndexSpec, row_ids: RowIds) -> NDArray[np.float32]:
-    """Do the same as `read_embeddings` without the shard table. Also works during a build."""
+    """Read embeddings like `read_embeddings`, but skip all checks against the shard table. Works during a build."""
     return _read_rows(Layout(Path(root)), spec, check_row_ids(row_ids, spec.rows), {})
 
 
 def _read_rows(
     layout: Layout, spec: IndexSpec, row_ids: NDArray[np.int64], committed: dict[int, FileEntry]
 ) -> NDArray[np.float32]:
-    """Read the embeddings of `row_ids`. Files with an entry in `committed` are compared with it."""
+    """Read the embeddings of `row_ids`, float32 [k, embed_dim]. A file must match its entry in `committed`, if any."""
     distinct_ids, inverse = np.unique(row_ids, return_inverse=True)
     parts = [np.empty((0, spec.embed_dim), dtype=np.float32)]
     shards, starts = np.unique(distinct_ids // spec.shard_size, return_index=True)

@@ -1,6 +1,6 @@
-"""Selects the engine that reads each record, by name or by the state of the page cache.
+"""Selects a read engine for each record, by name or by the state of the page cache.
 
-docs/lab/storage-io.md holds the measurements behind the thresholds.
+The report docs/lab/storage-io.md contains the measurements for the thresholds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StoreFiles:
     """The token files of one precision.
 
     Attributes:
-        path: function that returns the path of a shard's token file, given the shard number.
+        path: function that takes a shard number and returns the path of the token file.
         record_bytes: length of a record in bytes.
         spec: shape of the index.
     """
@@ -54,12 +54,12 @@ class StoreFiles:
     spec: IndexSpec
 
     def check_lengths(self) -> None:
-        """Check that the first and the last token file have the lengths that follow from `index.json`.
+        """Check the lengths of the first and the last token file.
 
-        `index.json` decides how much memory is allocated, so a false size must be noticed first.
+        A reader allocates memory for the sizes in `index.json`, so this check must detect wrong sizes first.
 
         Raises:
-            CorruptIndexError: a file is missing or has another length.
+            CorruptIndexError: a file is missing or has a wrong length.
         """
         for shard in {self.spec.used_segments[0].first_row // self.spec.shard_size, self.spec.shards - 1}:
             rows = len(self.spec.shard_rows(shard))
@@ -94,14 +94,14 @@ def engines() -> tuple[str, ...]:
 
 
 class ReadEngines:
-    """Holds the read engines of one store, and selects an engine for each record. Thread-safe.
+    """The read engines of one store. Selects an engine for each record. Thread-safe.
 
     Args:
         files: token files of the store.
-        name: name of an engine in `engines()`, or `auto`.
+        name: one of `engines()`, or `auto` to select by the state of the page cache.
 
     Raises:
-        UsageError: the named engine is unknown or does not work on this machine.
+        UsageError: the engine `name` is unknown or does not work on this machine.
     """
 
     def __init__(self, files: StoreFiles, name: str) -> None:
@@ -136,7 +136,7 @@ class ReadEngines:
         self._admission = Admission(files.spec.shard_size * files.record_bytes) if fits else None
 
     def split(self, batch: Batch) -> list[tuple[ReadEngine, Batch]]:
-        """Split `batch` into parts, each with the engine that reads it."""
+        """Split `batch` by engine. Return a list of (engine, the part of `batch` to read with this engine)."""
         if self._name not in ("auto", "mapped"):
             return [(self._engines[self._name], batch)]
         codes = self._engine_codes(batch)
@@ -150,7 +150,7 @@ class ReadEngines:
         BufferedEngine(self._cached_files).announce(batch)
 
     def close(self) -> None:
-        """Close all files, and free idle queues and buffers. A later read opens and allocates them again."""
+        """Close all files, and free idle queues and buffers. The store can still be used."""
         for engine in self._engines.values():
             engine.close()
         self._cached_files.close()
@@ -158,7 +158,7 @@ class ReadEngines:
         self.buffers.close()
 
     def _engine_codes(self, batch: Batch) -> NDArray[np.int8]:
-        """Return the engine of each record as an index into `_NAMES`, int8 [n]."""
+        """Return the index in `_NAMES` of the engine for each record, int8 [n]."""
         codes = np.empty(len(batch), dtype=np.int8)
         sparse = [start for _, start, stop in batch.shard_spans if stop - start < _DENSE_RECORDS]
         sample = sparse[:: -(-len(sparse) // _SAMPLE) or 1]
@@ -180,7 +180,7 @@ class ReadEngines:
         return codes
 
     def _admits(self, batch: Batch, start: int, stop: int) -> bool:
-        """Return True if records [start, stop) should stay in the page cache after the read."""
+        """Return True if records [start, stop) should be read through the page cache, so that they remain there."""
         if self._admission is None:
             return False
         size = (stop - start) * self._files.record_bytes
@@ -188,7 +188,7 @@ class ReadEngines:
         return self._admission.through_cache(shard, position, size, self._is_resident)
 
     def _cold_engine(self, batch: Batch, start: int, stop: int) -> str:
-        """Return the name of the engine for records [start, stop), which are not in the page cache."""
+        """Return the name of the engine for records [start, stop). The page cache does not contain these records."""
         if not self._direct_files.past_cache:
             return self._through_cache
         count = stop - start
@@ -199,7 +199,7 @@ class ReadEngines:
         return "sequential" if scattered and "sequential" in engines() else self._cold
 
     def _cached_share(self, batch: Batch, index: int, *, if_unknown: float = 0.0) -> float:
-        """Return the share (0 to 1) of a record that is in the page cache."""
+        """Return the share (0 to 1) of the bytes of record `index` that is in the page cache."""
         part = batch[index : index + 1]
         files = self._cached_files.acquire(part)
         try:
@@ -214,12 +214,12 @@ class ReadEngines:
         return sum(if_unknown if share is None else share for share in shares) / len(shares)
 
     def _looked_up(self, shard: int) -> bool:
-        """Return True if the page cache was queried for the whole shard in the last few seconds."""
+        """Return True if the last page cache query for the whole shard was a few seconds ago or less."""
         file = self._cached_files.peek(shard)
         return file is not None and _is_recent(file)
 
     def _resident(self, part: Batch) -> NDArray[np.bool_] | None:
-        """Return which records are in the page cache, bool [n]. None if fewer than half of a sample are."""
+        """Return which records are in the page cache, bool [n]. Return None if less than half of a sample is cached."""
         # Querying a whole shard is slow (0.1 ms for 50 MB), so a result is reused for some seconds.
         files = self._cached_files.acquire(part)
         try:

@@ -1,4 +1,4 @@
-"""Keeps at most a few hundred shard files open, regardless of the number of shards."""
+"""A cache of open shard files. It limits the number of open files."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ class ShardFile:
         size: length in bytes.
         path: path of the file.
         readers: number of readers that use the file now.
-        resident: which records had all their pages in the page cache at the last lookup, bool [records];
-            None before the first lookup.
-        resident_at: time of the last lookup, by `time.monotonic()`.
+        resident: bool [records], which records were in the page cache at the last query. None before the first query.
+        resident_at: `time.monotonic()` at the last query.
     """
 
     fd: int
@@ -49,9 +48,9 @@ class ShardFile:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def mapped_at(self) -> int:
-        """Return the address of the file's memory map. The first call maps the file.
+        """Return the memory address at which the file is mapped. The first call maps the file.
 
-        Call this right before each read: reading beyond the end of a shortened file kills the process (SIGBUS).
+        Call this method right before each read. A read beyond the end of a shortened file kills the process (SIGBUS).
 
         Raises:
             CorruptIndexError: the file has become shorter since it was opened.
@@ -74,7 +73,7 @@ class ShardFile:
 
 @functools.cache
 def open_files() -> int:
-    """Return how many files each `ShardFiles` may keep open."""
+    """Return the maximum number of files that a `ShardFiles` object keeps open."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -84,18 +83,18 @@ def open_files() -> int:
 
 
 class ShardFiles:
-    """Opens the shard files of one precision and keeps them open. Thread-safe.
+    """A cache of the open shard files of one precision. Thread-safe.
 
-    Closes the least recently used file first, but never a file that a reader holds.
+    At the limit, it closes the least recently used file. It never closes a file that a reader uses.
 
     Args:
-        path: function that returns the path of a shard's file, given the shard number; may raise OSError.
+        path: function that takes a shard number and returns the path of the file. It may raise OSError.
         record_bytes: length of a record in bytes.
         direct: whether to open files for direct I/O, which bypasses the page cache, if the file system supports it.
 
     Attributes:
-        sector: sector size in bytes; offsets, lengths and memory addresses of direct reads must be multiples of it. 1
-            until a file is open.
+        sector: sector size in bytes; 1 before a file is open. Offsets, lengths and memory addresses of direct reads
+            must be multiples of the sector size.
     """
 
     def __init__(self, path: Callable[[int], Path], record_bytes: int, *, direct: bool = False) -> None:
@@ -113,7 +112,7 @@ class ShardFiles:
         return bool(self._direct)
 
     def acquire(self, batch: Batch) -> dict[int, ShardFile]:
-        """Return the open files of a batch by shard. The caller must pass them to `release` afterwards.
+        """Return the open files of a batch, keyed by shard number. The caller must pass the result to `release` later.
 
         Raises:
             CorruptIndexError: a file is missing or too short.
@@ -138,14 +137,14 @@ class ShardFiles:
         return self._open.get(shard)
 
     def release(self, files: dict[int, ShardFile]) -> None:
-        """Release the files that `acquire` returned."""
+        """Allow `files`, a result of `acquire`, to be closed."""
         with self._lock:
             for file in files.values():
                 file.readers -= 1
             self._evict(open_files())
 
     def close(self) -> None:
-        """Close all files that no reader holds. A later read opens them again."""
+        """Close all files that no reader uses. A later read opens them again."""
         with self._lock:
             self._evict(0)
 
@@ -198,5 +197,5 @@ def descriptors(files: dict[int, ShardFile], batch: Batch) -> Ints:
 
 
 def ends_early(file: ShardFile, position: int) -> CorruptIndexError:
-    """Return the error for a shard file that has no record at `position`."""
+    """Return a CorruptIndexError for a shard file that ends before the record at `position`."""
     return CorruptIndexError(f"{file.path} ends before the record at position {position}; run 'edje-index verify'")

@@ -1,6 +1,6 @@
-"""Reads records from memory maps, on several threads and without a system call per record.
+"""An engine that reads records from memory maps, without a system call per record.
 
-Use it only for records in the page cache: each missing page costs a page fault, which is slower than the disk.
+Use this engine only for records in the page cache. Other records cost one page fault per page, which is slow.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MappedEngine:
             self._files.release(files)
 
     def close(self) -> None:
-        """Do nothing: each map is closed together with its file."""
+        """Do nothing, because a memory map is closed together with its file."""
 
     def abandon(self) -> None:
-        """Do nothing: no thread of a destination is running when `take` returns or raises."""
+        """Do nothing, because no thread writes to a destination after `take` has returned or raised."""

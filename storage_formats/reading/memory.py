@@ -1,6 +1,7 @@
-"""Memory for blocks: page-aligned, in huge pages if large, and copied without the GIL.
+"""Allocation and copying of memory for blocks.
 
-Direct I/O requires aligned memory. Huge pages reduce the page faults of new memory to one per 2 MiB.
+The memory is page-aligned, because direct I/O requires aligned memory. Large allocations use huge pages, which cause
+only one page fault per 2 MiB.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Bytes = NDArray[np.uint8]
 
 
 def aligned_bytes(size: int) -> Bytes:
-    """Allocate memory that starts at a page boundary, uint8 [size]."""
+    """Allocate an array that starts at a page boundary, uint8 [size]."""
     mapped = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         with contextlib.suppress(OSError):  # the kernel has no huge pages
@@ -44,28 +45,28 @@ def aligned_bytes(size: int) -> Bytes:
 
 
 def memory_at(address: int, size: int) -> Bytes:
-    """Return a read-only view of the memory at `address`, uint8 [size]. Do not read unmapped parts."""
+    """Return a read-only view of the memory at `address`, uint8 [size]. The memory must be mapped when it is read."""
     interface = {"version": 3, "data": (address, True), "shape": (size,), "typestr": "|u1"}
     memory: Bytes = np.asarray(SimpleNamespace(__array_interface__=interface))
     return memory
 
 
 def touch(records: Bytes, rows: NDArray[np.int64]) -> None:
-    """Write to every page of `records[rows]`, which destroys the contents."""
+    """Write to every memory page of `records[rows]`, so that the pages are present. Overwrites the records."""
     # io_uring would pass requests for missing pages to a slow worker thread.
     size = records.shape[1]
     records[rows[:, None], np.arange(0, size + PAGE_BYTES, PAGE_BYTES).clip(max=size - 1)] = 0
 
 
 def aligned_blocks(count: int, block_shape: tuple[int, int]) -> Blocks:
-    """Allocate page-aligned memory for `count` blocks, bfloat16 [count, m, d]."""
+    """Allocate an array that starts at a page boundary, bfloat16 [count, m, d]."""
     size = count * block_shape[0] * block_shape[1] * BF16.itemsize
     blocks: Blocks = aligned_bytes(size).view(BF16).reshape(count, *block_shape)
     return blocks
 
 
 class BufferPool:
-    """A pool of buffers. Reusing a buffer avoids the page faults of new memory. Thread-safe."""
+    """A pool of reusable buffers, because new memory costs page faults. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,7 +74,7 @@ class BufferPool:
         self._kept_bytes = 0
 
     def borrow(self, size: int) -> Bytes:
-        """Return a page-aligned buffer of at least `size` bytes, with arbitrary contents."""
+        """Return a page-aligned buffer of at least `size` bytes. The contents are arbitrary."""
         size = max(_SMALLEST_BUFFER, 1 << (size - 1).bit_length())
         with self._lock:
             if self._free.get(size):
@@ -84,7 +85,7 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: Bytes) -> None:
-        """Return a buffer to the pool, which keeps at most 128 MiB."""
+        """Return a buffer to the pool. The pool keeps at most 128 MiB."""
         with self._lock:
             if self._kept_bytes + len(buffer) <= _KEPT_BYTES:
                 self._kept_bytes += len(buffer)
@@ -106,18 +107,18 @@ def copy_memory(
     total: int | None = None,
     check: BlockCheck | None = None,
 ) -> None:
-    """Copy `size` bytes from each address in `sources` to the address in `targets`, on several threads.
+    """Copy `size` bytes from address `sources[i]` to address `targets[i]` for each i, on several threads.
 
     Args:
-        sources: [k], addresses to read.
-        targets: [k], addresses to write.
+        sources: [k], addresses to read from.
+        targets: [k], addresses to write to.
         size: number of bytes to copy from each address.
         threads: maximum number of threads; None uses `default_threads()`.
-        total: bytes of the whole operation if this call copies only a part of it; decides which loop copies.
-        check: compares the checksum of the bytes at each address with the stored one; None skips the check.
+        total: number of bytes that a series of calls copies, to choose the fastest loop. None means `k * size`.
+        check: check of the k records. None skips the comparison of checksums.
 
     Raises:
-        CorruptIndexError: a checksum differs from the stored one.
+        CorruptIndexError: a computed checksum differs from the stored checksum.
     """
     # Small copies use ctypes, which also releases the GIL, because importing Numba takes half a second.
     sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
@@ -138,10 +139,10 @@ def check_memory(
 ) -> None:
     """Compare the checksum of the `size` bytes at each address in `sources` [k] with the stored checksum.
 
-    See `copy_memory` for the other arguments.
+    For the other arguments, see `copy_memory`.
 
     Raises:
-        CorruptIndexError: a checksum differs from the stored one.
+        CorruptIndexError: a computed checksum differs from the stored checksum.
     """
     run_chunks(memory_check(sources, size, check, total=total), len(sources), size, threads)
 
@@ -149,9 +150,9 @@ def check_memory(
 def memory_check(
     sources: NDArray[np.int64], size: int, check: BlockCheck, *, total: int | None = None
 ) -> Callable[[int, int], None]:
-    """Return a function `(start, stop)` that checks the bytes at `sources[start:stop]` on the calling thread.
+    """Return a function `(start, stop)` that checks the records at `sources[start:stop]` on the calling thread.
 
-    See `check_memory` for the arguments.
+    For the arguments, see `copy_memory`.
     """
     sources = np.ascontiguousarray(sources)
     compiled = use_compiled(len(sources) * size if total is None else total)
@@ -166,7 +167,7 @@ def memory_check(
 
 
 def use_compiled(total: int) -> bool:
-    """Return True if Numba is imported, or if `total` bytes or earlier checks of this process pay for its import."""
+    """Return True if Numba is imported, or if enough bytes are checked to make the slow import of Numba worthwhile."""
     return "numba" in sys.modules or total >= _COMPILED_COPY_FROM or _checked_bytes > _COMPILED_CHECKS_AFTER
 
 

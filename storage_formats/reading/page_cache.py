@@ -1,4 +1,4 @@
-"""Queries the page cache: what it holds, and how much more it can take."""
+"""Queries of the page cache: which records are cached, and how much room is left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Words5 = ctypes.c_uint64 * 5
 
 
 def resident_share(file: ShardFile, start: int, stop: int) -> float | None:
-    """Return the share (0 to 1) of the bytes [start, stop) in the page cache. None if the kernel cannot tell."""
+    """Return the share (0 to 1) of the bytes [start, stop) in the page cache; None if the kernel does not report it."""
     start -= start % mmap.PAGESIZE
     pages = -(-(stop - start) // mmap.PAGESIZE)
     if sys.platform != "linux":
@@ -37,7 +37,7 @@ def resident_share(file: ShardFile, start: int, stop: int) -> float | None:
 
 
 def resident_records(file: ShardFile, record_bytes: int) -> NDArray[np.bool_]:
-    """Return which records are in the page cache, bool [n]. All False if the kernel cannot tell."""
+    """Return which records are in the page cache, bool [n]. All are False if the kernel does not report it."""
     count = file.size // record_bytes
     if sys.platform != "linux":
         return np.zeros(count, dtype=np.bool_)
@@ -69,7 +69,7 @@ def _has_cachestat() -> bool:
 
 
 def _mincore(file: ShardFile, start: int, pages: int) -> NDArray[np.bool_] | None:
-    """Return which pages are in the page cache, bool [pages]. None if the kernel cannot tell."""
+    """Return which pages are in the page cache, bool [pages]; None if the kernel does not report it."""
     # mincore(2) reports all pages of a file as resident if this user cannot write to the file.
     if not os.access(file.path, os.W_OK):
         return None
@@ -81,10 +81,10 @@ def _mincore(file: ShardFile, start: int, pages: int) -> NDArray[np.bool_] | Non
 
 
 def cache_room() -> int:
-    """Return how many bytes the page cache can take without displacing other data.
+    """Return how many bytes of shards the page cache may take without displacing other data.
 
-    This is half of the available memory, limited to half of the control group's limit. It is 0 if the system does not
-    tell.
+    The result is half of the available memory, and at most half of the memory limit of the control group. It is 0 if
+    the operating system does not report the available memory.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -95,7 +95,7 @@ def cache_room() -> int:
 
 
 def _group_limits() -> list[int]:
-    """Return the memory limits of the control group of this process and of its parent groups, in bytes."""
+    """Return the memory limits in bytes of the control group of this process and of all parent groups."""
     group = next(line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
     folder = Path("/sys/fs/cgroup") / group.lstrip("/")
     limits = []

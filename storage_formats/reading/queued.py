@@ -1,8 +1,7 @@
-"""Engines that bypass the page cache through a queue of requests: `io_uring`, `direct` and `sequential`.
+"""Engines that read with direct I/O through a queue of requests: `io_uring`, `direct` and `sequential`.
 
-Direct I/O copies nothing and keeps the device busy. Offsets, lengths and memory addresses must be multiples of the
-sector size. Records of another length are read into a buffer, together with the rest of their sectors. Records that
-must be decoded are read into a buffer too.
+Direct I/O bypasses the page cache. All offsets, lengths and memory addresses must be multiples of the sector size. If a
+record does not start and end at a sector boundary, or must be decoded, its sectors are read into a buffer first.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class QueuedOptions:
     """How a queued engine combines reads.
 
     Attributes:
-        gap_bytes: maximum length in bytes of a gap that one request may read between two records; rounded down to whole
+        gap_bytes: maximum number of unrequested bytes between two records in one request, rounded down to whole
             records.
-        gather: whether one request may read neighbouring records whose destinations are not adjacent.
+        gather: whether to read neighbouring records in one request even if their places in the output are not adjacent.
     """
 
     gap_bytes: int
@@ -43,13 +42,13 @@ class QueuedOptions:
 
 
 class QueuedEngine:
-    """Reads with direct I/O through a queue of requests.
+    """An engine that reads with direct I/O through a queue of requests.
 
     Args:
         name: name of the engine.
         files: shard files, opened for direct I/O.
-        queues: pool of queues; each reader borrows one.
-        buffers: pool of buffers for records that are not read directly into their destination.
+        queues: pool of queues. Each reader borrows one queue.
+        buffers: pool of buffers for records that cannot be read directly into the destination.
         options: how to combine records into requests.
     """
 
@@ -71,12 +70,17 @@ class QueuedEngine:
 
 @dataclass
 class _Flight:
-    """A piece that is being read.
+    """A piece that is being read with r requests.
 
-    Request j reads from byte `offsets[j]` of its file to byte `memory_offsets[j]` of `memory`. The records need
-    `needed[j]` bytes of it. `results[j]` is the number of bytes read, a negative errno, or `_NO_RESULT`. `missing` is
-    the number of requests without a result. `processed[j]` tells whether the destination has the records of the
-    request. `buffer` is None if `memory` belongs to the destination.
+    Attributes:
+        offsets: [r], byte offset in the file of each request.
+        needed: [r], number of bytes up to the end of the last record of each request.
+        memory: memory that the requests write to.
+        memory_offsets: [r], byte offset in `memory` of each request.
+        results: [r], number of bytes read, a negative errno, or `_NO_RESULT`.
+        processed: bool [r], requests with records that the destination has processed.
+        missing: number of requests without a result.
+        buffer: buffer from the pool that contains `memory`. None if `memory` belongs to the destination.
     """
 
     batch: Batch
@@ -109,7 +113,7 @@ class _QueuedReader:
 
     @property
     def ahead(self) -> int:
-        """Return the maximum number of pieces in flight: one more than now if there is room, else as many as now."""
+        """Maximum number of pieces in flight: one more than now if the queue has room, otherwise the current number."""
         requests = sum(len(flight.needed) for flight in self._flights.values())
         size = sum(int(flight.needed.sum()) for flight in self._flights.values())
         buffered = any(flight.buffer is not None for flight in self._flights.values())
@@ -130,7 +134,7 @@ class _QueuedReader:
         self._queues.give_back(self._queue)
 
     def abandon(self) -> None:
-        """Wait until the kernel no longer writes to any memory. The queue is not used again."""
+        """Wait until the kernel has completed all requests of this reader, and release the files."""
         # An exception may have come before the state of the queue and the buffers was recorded.
         if self._holds_queue:
             self._queue.close()
@@ -167,7 +171,7 @@ class _QueuedReader:
     def _launch_buffered(
         self, number: int, batch: Batch, destination: Destination, files: dict[int, ShardFile]
     ) -> None:
-        """Start requests that read the whole sectors around the records into a buffer."""
+        """Start requests that read the sectors with the records into a buffer."""
         runs = Runs.of(batch, self._size, gap=self._gap)
         starts = batch.positions[runs.first] * self._size
         stops = (batch.positions[runs.first + runs.count - 1] + 1) * self._size
@@ -199,8 +203,7 @@ class _QueuedReader:
     def _finish(self, number: int) -> None:
         """Wait for the requests of a piece and process its records.
 
-        At the end of a batch, no further piece keeps the device busy while records are processed. Records are then
-        processed while the other requests of their piece are still in flight.
+        At the end of a batch, the records are processed in parts, while later requests of the piece are in flight.
         """
         flight = self._flights[number]
         while flight.missing:
@@ -212,7 +215,7 @@ class _QueuedReader:
         self._release(self._flights.pop(number))
 
     def _process(self, flight: _Flight) -> None:
-        """Process the records whose requests have results."""
+        """Process all unprocessed records of completed requests."""
         is_ready = (flight.results != _NO_RESULT) & ~flight.processed
         if not is_ready.any():  # the results that came were those of other pieces
             return
@@ -244,7 +247,7 @@ class _QueuedReader:
 
 
 def _read_again(flight: _Flight, request: int, record_bytes: int) -> None:
-    """Read the records of a failed request again without the queue."""
+    """Read the records of a failed request again, with blocking reads."""
     first, count = int(flight.runs.first[request]), int(flight.runs.count[request])
     file = flight.files[int(flight.batch.shards[first])]
     shift = int(flight.memory_offsets[request]) - int(flight.offsets[request])

@@ -1,4 +1,4 @@
-"""Queues of read requests. The kernel serves the requests while the caller continues."""
+"""Queues of asynchronous read requests. The kernel reads while the caller continues."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _FEWEST_ENTRIES = PIECE_RECORDS  # kernels before 5.12 count rings as locked mem
 
 
 class Queue(Protocol):
-    """A queue of read requests, used by one thread at a time.
+    """A queue of read requests. Not thread-safe.
 
     Attributes:
         entries: maximum number of requests in flight.
-        in_flight: number of requests whose result was not taken yet.
+        in_flight: number of requests that `wait` has not returned yet.
     """
 
     entries: int
@@ -31,26 +31,29 @@ class Queue(Protocol):
     def put(self, fds: Ints, offsets: Ints, addresses: Ints, lengths: Ints, tags: Ints) -> None:
         """Start at most `entries - in_flight` reads.
 
-        Request i reads `lengths[i]` bytes from byte `offsets[i]` of file descriptor `fds[i]` to the memory at
-        `addresses[i]`. The memory must stay allocated until `wait` has returned `tags[i]`.
+        Request i reads `lengths[i]` bytes from byte `offsets[i]` of file descriptor `fds[i]` into the memory at
+        `addresses[i]`. This memory must remain allocated until `wait` returns `tags[i]`.
         """
         ...
 
     def wait(self, minimum: int) -> tuple[Ints, NDArray[np.int64]]:
-        """Wait for at least `minimum` completions. Return (tags, results) of all completed requests.
+        """Wait until at least `minimum` requests are complete. Return (tags, results) of all completed requests.
 
         A result is the number of bytes read or a negative errno.
         """
         ...
 
     def close(self) -> None:
-        """Wait until the kernel serves no request of the queue, and free the queue. May be called again."""
+        """Wait until all requests of the queue are complete, and free the queue. May be called repeatedly."""
         # It must not rely on `in_flight`, because an exception may have come before a request was counted.
         ...
 
 
 class QueuePool:
-    """A pool of queues, which saves creating a queue per fetch. Empty in a forked process. Thread-safe."""
+    """A pool of reusable queues, because creating a queue is slow. Thread-safe.
+
+    In a forked child process the pool is empty.
+    """
 
     def __init__(self, make: Callable[[int], Queue]) -> None:
         self._make = make
@@ -59,9 +62,10 @@ class QueuePool:
         self._owner = os.getpid()
 
     def borrow(self) -> Queue:
-        """Return an idle or a new queue; return it with `give_back`.
+        """Return an idle queue or a new queue. The caller must return the queue with `give_back`.
 
-        Raises OSError if the kernel refuses to create a queue.
+        Raises:
+            OSError: the kernel refuses to create a queue.
         """
         with self._lock:
             if self._owner != os.getpid():

@@ -1,8 +1,8 @@
-"""io_uring through its system calls: many reads in flight from one thread.
+"""io_uring through system calls. One thread can have many reads in flight.
 
-The kernel's interface is two rings in shared memory and one system call (Axboe, "Efficient IO with io_uring", 2019;
-`linux/io_uring.h`). This module writes many requests at once as rows of a structured array, because calling a
-library once per request costs more (docs/lab/storage-io.md).
+The interface of the kernel is two rings in shared memory and one system call (Axboe, "Efficient IO with io_uring",
+2019; `linux/io_uring.h`). This module writes many requests at once as rows of a structured array. One call of a library
+per request would be slower (docs/lab/storage-io.md).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _COMPLETION = np.dtype([("tag", "u8"), ("result", "i4"), ("flags", "u4")])
 class Ring:
     """A `queues.Queue` that uses one io_uring with room for `entries` requests.
 
-    Raises OSError if the kernel has no io_uring or a sandbox refuses it.
+    Raises:
+        OSError: the kernel has no io_uring, or a sandbox forbids io_uring.
     """
 
     # No memory barrier is needed. Without a polling kernel thread, the kernel reads requests within the system call of
@@ -110,7 +111,7 @@ class Ring:
         return (int(self._cq_tail[0]) - int(self._cq_head[0])) & 0xFFFFFFFF
 
     def _enter(self, minimum: int) -> None:
-        """Submit all new requests, and wait for `minimum` completions. A signal may end the call early."""
+        """Submit all new requests, and wait for `minimum` completions. A signal may end the wait early."""
         try:
             submitted = system_call(_ENTER, self._fd, self._unsubmitted, minimum, _ENTER_GETEVENTS, 0, 0)
             self._unsubmitted -= submitted

@@ -18,7 +18,7 @@ _FALLOC_FL_PUNCH_HOLE = 2
 
 
 def system_call(number: int, *arguments: int) -> int:
-    """Make a system call without holding the GIL, and return its result. Raises OSError if the call fails."""
+    """Make a system call without the GIL, and return the result. Raise OSError if the call fails."""
     result = _syscall()(number, *(ctypes.c_long(argument) for argument in arguments))
     if result < 0:
         code = ctypes.get_errno()
@@ -27,7 +27,7 @@ def system_call(number: int, *arguments: int) -> int:
 
 
 def punch_hole(fd: int, offset: int, length: int) -> bool:
-    """Free the disk blocks of a range of a file, which then reads as zeros. Returns False if this is not supported."""
+    """Free the disk blocks of a byte range. Reads of the range return zeros. Return False if this is not supported."""
     fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
     if fallocate is None:
         return False
@@ -36,7 +36,7 @@ def punch_hole(fd: int, offset: int, length: int) -> bool:
 
 
 def sector_bytes(path: Path) -> int:
-    """Return the alignment in bytes that direct reads of a file need."""
+    """Return the alignment in bytes that direct reads of the file at `path` need."""
     status = ctypes.create_string_buffer(256)
     statx = getattr(ctypes.CDLL(None), "statx", None)  # glibc 2.28
     if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_DIOALIGN, status):

@@ -1,1 +1,1 @@
-"""Writing an index: shards, staging, commit, and conversion to other precisions."""
+"""Writing and changing of indexes."""

@@ -15,7 +15,7 @@ _UNFINISHED = (
 
 
 def begin_index(root: str | Path, spec: IndexSpec) -> None:
-    """Create the directories and the Zarr metadata of an index. Repeated calls have no further effect."""
+    """Create the directories and the `zarr.json` files of an index. May be called repeatedly."""
     layout = Layout(Path(root))
     make_directories(layout.root)
     fsync_parent(layout.root)  # the caller may have made it
@@ -30,7 +30,7 @@ def begin_index(root: str | Path, spec: IndexSpec) -> None:
 
 
 def clear_staging(root: str | Path) -> None:
-    """Remove the staged files of attempts that crashed. Call it only while no worker writes to this index."""
+    """Remove the private files of crashed attempts. Call this only while no worker writes to the index."""
     layout = Layout(Path(root))
     shutil.rmtree(layout.staging, ignore_errors=True)
     layout.staging.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def clear_staging(root: str | Path) -> None:
 
 
 def remove_unfinished(layout: Layout) -> None:
-    """Remove temporary files of manifests and metadata that a killed process left behind."""
+    """Remove the temporary files that a killed process left while it wrote a manifest or metadata."""
     for pattern in _UNFINISHED:
         for path in layout.root.glob(pattern):
             path.unlink()

@@ -1,6 +1,6 @@
-"""Adding precisions to a finished index, shard by shard and without the model (SPEC.md section 11).
+"""Conversion of an index to other precisions, shard by shard and without the model (SPEC.md section 11).
 
-The index stays readable throughout. A new precision becomes visible when `index.json` names it.
+Readers can use the index during the conversion. They see a new precision after `index.json` lists it.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ Piece: TypeAlias = tuple[int, Blocks]
 
 
 class ConversionInterrupted(EdjeError):
-    """The caller stopped the conversion of a shard, whose unfinished files were removed."""
+    """The caller stopped the conversion of a shard. The unfinished files of this shard were removed."""
 
 
 @dataclass(frozen=True)
 class ConversionTask:
-    """One shard to convert.
+    """The conversion of one shard.
 
     Attributes:
         root: directory of the index.
         shard: shard number.
         spec: shape of the index.
-        source: precision to read; the index must hold it.
+        source: precision to read, one of the precisions of the index.
         targets: precisions to write.
-        plan: fingerprint of the conversion's plan.
+        plan: fingerprint of the plan of the whole conversion.
     """
 
     root: str
@@ -69,18 +69,17 @@ def convert_shard(
     on_progress: Callable[[int], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> ShardReceipt:
-    """Convert one shard to the target precisions, and commit the new files.
+    """Convert one shard, commit the new files, and return the receipt.
 
     Args:
-        task: the shard and the precisions.
+        task: the conversion.
         on_progress: called after each piece with the number of rows converted so far.
         should_stop: called between pieces; True stops the conversion.
 
     Raises:
-        CorruptIndexError: a block of the source does not match its checksum, or a file cannot be read. Damaged blocks
-            are never copied.
+        CorruptIndexError: a block does not match its checksum, or a file cannot be read.
         ConversionInterrupted: `should_stop` returned True.
-        OSError: the index cannot be written.
+        OSError: a file cannot be written.
     """
     layout = Layout(Path(task.root))
     staged = StagedFiles(layout, task.shard)
@@ -111,7 +110,7 @@ def convert_shard(
 
 
 def _read_ahead(pieces: Iterator[Piece]) -> Generator[Piece]:
-    """Yield the items of `pieces`. A thread makes the next piece while the caller works on the current one."""
+    """Yield the items of `pieces`. A thread computes the next piece while the caller processes the current piece."""
     with ThreadPoolExecutor(1, "edje-read") as thread:
         next_piece = thread.submit(next, pieces, None)
         while (piece := next_piece.result()) is not None:
@@ -120,7 +119,7 @@ def _read_ahead(pieces: Iterator[Piece]) -> Generator[Piece]:
 
 
 def _checked_blocks(task: ConversionTask, layout: Layout) -> Iterator[Piece]:
-    """Yield (first position, blocks). Each piece becomes invalid when the second piece after it is made."""
+    """Yield (first position, blocks). A yielded piece is valid until the second piece after it is computed."""
     # Two buffers take turns, because new memory would cost a page fault per 4 KiB.
     source_codec = codec(task.source, task.spec.block_shape)
     step = max(1, _PIECE_BYTES // source_codec.record_bytes)
@@ -136,7 +135,7 @@ def _checked_blocks(task: ConversionTask, layout: Layout) -> Iterator[Piece]:
 def _checked_records(
     task: ConversionTask, layout: Layout, source_codec: Codec, step: int
 ) -> Iterator[tuple[int, Records]]:
-    """Yield (first position, records). Each piece becomes invalid when the second piece after it is made."""
+    """Yield (first position, records). A yielded piece is valid until the second piece after it is computed."""
     rows = len(task.spec.shard_rows(task.shard))
     path = layout.token_shard(task.source, task.shard, len(source_codec.record_shape))
     try:
@@ -162,7 +161,7 @@ def _checked_records(
 
 
 def _announce_next(task: ConversionTask, layout: Layout, source_codec: Codec) -> None:
-    """Ask the kernel to read the next source shard while this shard is flushed."""
+    """Ask the kernel to read the next source shard into the page cache while this shard is flushed."""
     path = layout.token_shard(task.source, task.shard + 1, len(source_codec.record_shape))
     if hasattr(os, "posix_fadvise") and path.exists():
         with open(path, "rb", buffering=0) as file:
@@ -171,7 +170,7 @@ def _announce_next(task: ConversionTask, layout: Layout, source_codec: Codec) ->
 
 
 def _fill(file: FileIO, records: Records) -> bool:
-    """Fill `records` with the next bytes of `file`. Return False if the file ends too early."""
+    """Fill `records` with the next bytes of `file`. Return False if the file ends before `records` is full."""
     target, done = records.data.cast("B"), 0
     while count := file.readinto(target[done:]):
         done += count
@@ -181,11 +180,11 @@ def _fill(file: FileIO, records: Records) -> bool:
 def add_precisions(
     root: str | Path, targets: Sequence[str], receipts: Sequence[ShardReceipt], *, source: str
 ) -> Manifest:
-    """Commit converted precisions: write the Zarr metadata, then the shard tables, and finally `index.json`.
+    """Commit converted precisions: write the `zarr.json` files, the shard tables, and finally `index.json`.
 
     Args:
         root: directory of the index.
-        targets: converted precisions; `index.json` must not name them yet.
+        targets: converted precisions, which are not in `index.json` yet.
         receipts: one receipt per shard.
         source: precision from which the targets were converted.
 
@@ -206,19 +205,20 @@ def add_precisions(
 
 
 def drop_precision(root: str | Path, name: str) -> Manifest:
-    """Remove a precision from `index.json` and the shard tables. Its files stay until `remove_leftovers` is called.
+    """Remove a precision from `index.json` and the shard tables. `remove_leftovers` removes the files of the precision.
 
     Raises:
-        UsageError: the index does not hold the precision, or holds no other precision.
+        UsageError: the index does not have the precision, or has no other precision.
     """
     layout = Layout(Path(root))
     manifest = Manifest.load(root)
     if name not in manifest.spec.precisions:
         raise UsageError(
-            f"the index at {root} does not hold precision '{name}'; it holds: {', '.join(manifest.spec.precisions)}"
+            f"the index at {root} does not have precision '{name}'; "
+            f"choose one of: {', '.join(manifest.spec.precisions)}"
         )
     if len(manifest.spec.precisions) == 1:
-        raise UsageError(f"'{name}' is the only precision of {root}; add another precision before you drop it")
+        raise UsageError(f"'{name}' is the only precision of {root}; add another precision before you drop '{name}'")
     spec = replace(manifest.spec, precisions=tuple(held for held in manifest.spec.precisions if held != name))
     folders = [layout.token_array(name), layout.checksums(name, 0).parent]
     dropped = tuple(f"{layout.relative(folder)}/" for folder in folders)
@@ -229,10 +229,10 @@ def drop_precision(root: str | Path, name: str) -> Manifest:
 
 
 def remove_leftovers(root: str | Path) -> None:
-    """Delete files of dropped precisions and abandoned conversions, and `build/`.
+    """Delete `build/` and the files of dropped precisions and unfinished conversions.
 
-    The caller must hold the lock of the index, and must have no conversion to resume. Earlier shard tables stay,
-    because readers that already have the index open need them.
+    The caller must hold the lock of the index. An unfinished conversion cannot be resumed afterwards. Earlier shard
+    tables are kept, because open readers need them.
     """
     index = CommittedIndex.open(root)
     layout = Layout(index.root)
@@ -244,7 +244,7 @@ def remove_leftovers(root: str | Path) -> None:
 def _replace_manifest(
     layout: Layout, manifest: Manifest, spec: IndexSpec, files: Sequence[tuple[int, FileEntry]]
 ) -> Manifest:
-    """Write `files` as shard tables, then commit `manifest` under the same snapshot number."""
+    """Write `files` as shard tables, then commit `manifest` with the same snapshot number."""
     tables = []
     for segment in spec.used_segments:
         shards = spec.segment_shards(segment)

@@ -1,7 +1,7 @@
-"""Erases deleted rows: overwrites their data in every file of an index (SPEC.md section 12).
+"""Erasure of deleted rows: overwrites the data of the rows in all files of an index (SPEC.md section 12).
 
-The caller must hold the lock of the index and must have removed all earlier snapshots. Once `store_erasure`
-has recorded the erasure, `erase_rows` can be repeated until it succeeds.
+The caller must hold the lock of the index and must have removed all earlier snapshots. After `store_erasure`, the
+caller may call `erase_rows` repeatedly until it succeeds.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Erasure:
-    """The rows to erase, and what `index.json` says after their erasure.
+    """The rows to erase, and the new values in `index.json`.
 
     Attributes:
         rows: row ids to erase, ascending.
-        counts: counts of the index after the erasure.
+        counts: numbers of inputs after the erasure.
         values: number of values of each source column after the erasure.
     """
 
@@ -56,7 +56,7 @@ class Erasure:
 
 
 def plan_erasure(index: CommittedIndex, row_ids: Iterable[int]) -> Erasure | None:
-    """Plan to erase the rows `row_ids`. Returns None if all of them are erased already."""
+    """Plan the erasure of the rows `row_ids`. Return None if all of these rows are erased already."""
     rows: list[int] = []
     counts, values = Counter[str](), Counter[str]()
     requested = set(row_ids)
@@ -76,7 +76,7 @@ def plan_erasure(index: CommittedIndex, row_ids: Iterable[int]) -> Erasure | Non
 
 
 def store_erasure(index: CommittedIndex, erasure: Erasure) -> None:
-    """Record that `erasure` has begun."""
+    """Write `erasure` to disk, so that an interrupted erasure can be resumed."""
     write_json_atomic(Layout(index.root).erasure, asdict(erasure))
 
 
@@ -93,10 +93,10 @@ def _counts_after(before: Counts, erased: Counter[str]) -> Counts:
 
 
 def read_erasure(index: CommittedIndex) -> Erasure | None:
-    """Return the erasure of `index` that has begun and not finished; None if there is none.
+    """Return the unfinished erasure that `store_erasure` wrote; None if there is no unfinished erasure.
 
     Raises:
-        CorruptIndexError: the stored erasure is damaged, or belongs to another state of the index.
+        CorruptIndexError: the stored erasure is damaged, or does not match the index.
     """
     path = Layout(index.root).erasure
     try:
@@ -107,30 +107,30 @@ def read_erasure(index: CommittedIndex) -> Erasure | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptIndexError(f"cannot read {path}: {error!r}; remove the file and erase the rows again") from error
+        raise CorruptIndexError(f"cannot read {path}: {error!r}; delete this file and erase the rows again") from error
     row_ids = np.array(rows, dtype=np.int64)
     spec = index.manifest.spec
     fits = len(rows) and row_ids.min() >= 0 and row_ids.max() < spec.rows and rows_in_use(row_ids, spec).all()
     names = {column.name for column in index.manifest.columns}
     if not fits or erasure.counts.inputs != index.manifest.counts.inputs or set(erasure.values) != names:
-        raise CorruptIndexError(f"{path} does not fit the index; remove the file and erase the rows again")
+        raise CorruptIndexError(f"{path} does not match the index; delete this file and erase the rows again")
     return erasure
 
 
 def duplicates_of(index: CommittedIndex, row_ids: Iterable[int]) -> list[int]:
-    """Return the ids of the rows, also deleted ones, that are duplicates of one of `row_ids`."""
+    """Return the row ids of all duplicates of `row_ids`, including deleted duplicates."""
     originals = set(row_ids)
     tables = iter_stored_rows(index, ["row_id", "duplicate_of"])
     return [line["row_id"] for table in tables for line in table.to_pylist() if line["duplicate_of"] in originals]
 
 
 def erase_rows(index: CommittedIndex, erasure: Erasure, ann: dict[str, Any]) -> Manifest:
-    """Overwrite the data of the rows of `erasure`, replace `index.json`, and remove the stored erasure.
+    """Overwrite the data of the rows in `erasure`, replace `index.json`, and remove the stored erasure.
 
     Args:
-        index: the index. The rows are deleted, and there are no earlier snapshots.
-        erasure: the erasure, which `store_erasure` has recorded.
-        ann: description of the nearest-neighbour index without the rows, for the manifest.
+        index: the index. The rows must be deleted, and there must be no earlier snapshot.
+        erasure: the erasure. `store_erasure` must have stored it.
+        ann: value of `ann` in `index.json` for a nearest-neighbour index without the rows.
 
     Raises:
         CorruptIndexError: a file with the rows is missing or damaged.
@@ -173,7 +173,7 @@ def _by_shard(erasure: Erasure, shard_size: int) -> Iterator[tuple[int, Position
 
 
 def _with_entries(layout: Layout, table: FileEntry, entries: dict[str, FileEntry]) -> FileEntry:
-    """Write the shard table `table` with the new `entries`. Returns `table` if it lists none of them."""
+    """Write a copy of the shard table `table` with the new `entries`. Return `table` if no entry changes."""
     lines = read_shard_table(layout.root, table)
     if not any(file.path in entries for _, file in lines):
         return table
@@ -183,11 +183,11 @@ def _with_entries(layout: Layout, table: FileEntry, entries: dict[str, FileEntry
 class _ShardErasure:
     """Erases the rows at `positions` of one shard.
 
-    Large files are overwritten in place. Small files are written to `staging`, because a reader reads them as a whole.
+    Files of tokens and embeddings are overwritten in place. New versions of the other files are written to `staging`.
 
     Attributes:
-        entries: new entries of the files for the shard table.
-        staged: path of each file in `staging`, with the path that it must be moved to.
+        entries: new file entries for the shard table.
+        staged: for the path of each file in `staging`, the path in the index to which the file must be moved.
     """
 
     def __init__(self, layout: Layout, manifest: Manifest, shard: int, positions: Positions, staging: Path) -> None:
@@ -212,14 +212,14 @@ class _ShardErasure:
         self.entries.append(FileEntry.of(self._layout, path))
 
     def _erase_row_table(self) -> NDArray[np.bool_]:
-        """Return which positions of the shard are indexed after the erasure, bool [shard_size]."""
+        """Erase the rows from the rows table. Return which positions are indexed afterwards, bool [shard_size]."""
         path = self._layout.rows_file(self._shard)
         try:
             table = read_table(read_index_file(self._layout.root, path))
         except (OSError, ValueError, pa.ArrowException) as error:
             raise CorruptIndexError(f"cannot read {path}: {error}; run 'edje-index verify'") from error
         if len(table) != self._rows:
-            raise CorruptIndexError(f"{path} holds {len(table)} rows instead of {self._rows}; run 'edje-index verify'")
+            raise CorruptIndexError(f"{path} has {len(table)} rows instead of {self._rows}; run 'edje-index verify'")
         table = _without_data(table, self._positions)
         staged = self._stage(path)
         write_rows(staged, table)
@@ -262,7 +262,7 @@ class _ShardErasure:
 
 
 def _without_data(table: pa.Table, positions: Positions) -> pa.Table:
-    """Return `table` with null in place of all values of the rows at `positions`, which become failed rows."""
+    """Return `table` with the rows at `positions` marked as failed. The other values of these rows become null."""
     is_erased = np.zeros(len(table), dtype=np.bool_)
     is_erased[positions] = True
     replacements: dict[str, Any] = {"uri": "", "status": FAILED, "reason": ERASED}
@@ -279,9 +279,9 @@ def _without_data(table: pa.Table, positions: Positions) -> pa.Table:
 
 @contextlib.contextmanager
 def _opened(path: Path, staging: Path) -> Iterator[int]:
-    """Open a file of the index for writing, and flush it to the device at the end.
+    """Open a file of the index for writing. Call fsync on the file at the end of the `with` block.
 
-    A file that another index shares by a hard link is copied first, because that index must not change.
+    If the file has hard links in other indexes, it is replaced by a copy first, because other indexes must not change.
     """
     if path.lstat().st_nlink > 1:
         copy = staging / "copy"
@@ -299,7 +299,7 @@ def _opened(path: Path, staging: Path) -> Iterator[int]:
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Move `new` to `path`, and overwrite the former file unless another index shares it by a hard link."""
+    """Move `new` to `path`. Overwrite the contents of the old file at `path` unless it has other hard links."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         status = os.fstat(fd)

@@ -1,4 +1,4 @@
-"""Copies files of an index to another index. The file system shares their blocks if it can (reflink)."""
+"""Copying of files from one index to another. If possible, the file system shares the disk blocks (reflink)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_SUPPORTED = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, err
 
 
 def copy_file(root: Path, source: FileEntry, target: Path) -> None:
-    """Copy the file `source` of the index at `root` to the new file `target`, and check the copy.
+    """Copy a file of the index at `root` to the new file `target`, and compare the copy with the file entry `source`.
 
     Raises:
         CorruptIndexError: the file is missing, or its length or CRC-32C differs from `source`.
@@ -37,7 +37,7 @@ def copy_file(root: Path, source: FileEntry, target: Path) -> None:
 
 
 def _copy_in_kernel(source: int, target: int, length: int) -> bool:
-    """Copy `length` bytes between two open files without reading them. Returns False if the system cannot do that."""
+    """Copy `length` bytes between two file descriptors in the kernel. Return False if this is not supported."""
     if not hasattr(os, "copy_file_range"):  # not Linux
         return False
     done = 0

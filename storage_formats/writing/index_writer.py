@@ -1,8 +1,8 @@
-"""Writing a whole index from arrays, for callers with their own encoder.
+"""Writing of a whole index from arrays, for callers that compute embeddings and tokens themselves.
 
-The writer commits each full shard, and writes `index.json` last, so that a reader sees the whole index or no index.
-Until then, the file `build/writer` marks the index as unfinished. The writer locks this file. If the writer dies,
-the next writer removes the unfinished index and starts again.
+The writer commits each full shard, and writes `index.json` last, so that a reader sees the whole index or no index. The
+file `build/writer` marks the index as unfinished, and the writer locks this file. If the writer dies, the next writer
+removes the unfinished index and starts again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BuildAnn: TypeAlias = Callable[[Path, IndexSpec], dict[str, Any]]
 Rows: TypeAlias = Sequence[str] | Mapping[str, Any] | pa.Table | pa.RecordBatch
 
 ROW_COLUMNS = ("uri", "uri_raw", "size", "content_hash", "width", "height")
-"""Columns of the rows table that a caller may give."""
+"""Columns of the rows table that a caller of `IndexWriter.append` may give."""
 _BLOCK_TYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(BF16))
 _EMBEDDING_TYPES = (*_BLOCK_TYPES, np.dtype(np.float64))
 _EXPONENT = np.uint16(0x7F80)  # bfloat16: all ones in NaN and in infinity
@@ -43,8 +43,8 @@ _EXPONENT = np.uint16(0x7F80)  # bfloat16: all ones in NaN and in infinity
 class IndexWriter:
     """Writes an index of token blocks and embeddings that the caller computed. Not thread-safe.
 
-    Use it as a context manager: leaving the block commits the index, and an exception removes everything that was
-    written. The writer holds at most one shard in memory. Add a nearest-neighbour index with `edje_index.add_ann`.
+    Use the writer in a `with` statement. The end of the block commits the index, and an exception removes all written
+    files. The writer buffers at most one shard in memory. To add a nearest-neighbour index, call `edje_index.add_ann`.
 
     Example:
         >>> import numpy as np
@@ -62,7 +62,7 @@ class IndexWriter:
     """
 
     def __init__(self, root: Path, spec: IndexSpec, encoder: str) -> None:
-        """Internal: call `IndexWriter.create` instead."""
+        """Do not call this: use `IndexWriter.create`."""
         self._layout = Layout(root)
         self._spec = spec  # its number of rows is that of one shard
         self._encoder = encoder
@@ -88,16 +88,16 @@ class IndexWriter:
         shard_size: int = 1024,
         encoder: str = "unknown",
     ) -> IndexWriter:
-        """Start an index at `path`, which must be an empty directory or not exist.
+        """Start an index in a new or empty directory.
 
-        An unfinished index at `path` is removed if its writer died.
+        If an earlier writer died and left an unfinished index at `path`, this index is removed first.
 
         Args:
             path: directory of the index.
-            block_shape: (m, d), tokens per block and their width.
+            block_shape: (m, d), tokens per block and values per token.
             embed_dim: width of the embeddings.
             precisions: names of the precisions to store, see `storage_formats.precisions`.
-            shard_size: rows per shard; the writer holds one shard in memory.
+            shard_size: rows per shard. The writer buffers one shard in memory.
             encoder: name and version of the model that computed the arrays, stored in `index.json`.
 
         Raises:
@@ -121,20 +121,20 @@ class IndexWriter:
         return len(self._receipts) * self._spec.shard_size + self._held
 
     def append(self, blocks: NDArray[Any], embeddings: NDArray[Any], rows: Rows | None = None) -> range:
-        """Append k rows and return their row ids; k may be any number.
+        """Append k rows and return the row ids of the new rows.
 
-        Arrays are copied one shard at a time, so they may be memory maps of any length. The writer stays usable after
-        an error; `len(writer)` is the number of rows that it holds.
+        The arrays may be memory maps larger than the memory. After an error, the writer can still be used, and
+        `len(writer)` is the number of rows appended so far.
 
         Args:
-            blocks: [k, m, d], float32, float16 or bfloat16, finite; rounded to bfloat16, to nearest even.
-            embeddings: [k, embed_dim], floating point, finite and not zero; stored as float32 of unit length.
-            rows: k URIs, or a table, record batch or mapping with columns of `ROW_COLUMNS`. Without URIs, the row ids
-                become the URIs.
+            blocks: [k, m, d], float32, float16 or bfloat16, finite. Stored as the nearest bfloat16.
+            embeddings: [k, embed_dim], floating point, finite, not zero. Stored as float32, scaled to unit length.
+            rows: a list of k URIs; or a pyarrow table, a record batch or a dictionary with columns from `ROW_COLUMNS`.
+                If no URIs are given, the row ids become the URIs.
 
         Raises:
-            UsageError: a wrong shape or type, a value that is not finite, or the writer is closed.
-            OSError: a shard cannot be written; the next call tries to write this shard again.
+            UsageError: an argument has a wrong shape or type, a value is not finite, or the writer is closed.
+            OSError: a shard cannot be written. The next call tries to write this shard again.
         """
         self._check_open()
         blocks, embeddings = np.asarray(blocks), np.asarray(embeddings)
@@ -152,11 +152,11 @@ class IndexWriter:
         return range(first, first + len(blocks))
 
     def finish(self, build_ann: BuildAnn | None = None) -> Manifest:
-        """Commit the index and close the writer. Leaving the context without an exception calls this.
+        """Commit the index and close the writer. The end of a `with` block calls this method.
 
         Args:
-            build_ann: function that writes the nearest-neighbour index and returns the description of this index for
-                `index.json`. None writes no nearest-neighbour index.
+            build_ann: function that writes the nearest-neighbour index and returns the value of `ann` in `index.json`.
+                None writes no nearest-neighbour index.
 
         Raises:
             UsageError: no row was appended, or the writer is closed.
@@ -172,7 +172,7 @@ class IndexWriter:
         return manifest
 
     def abort(self) -> None:
-        """Remove everything that was written and close the writer. Does nothing if the writer is closed."""
+        """Remove all written files and close the writer. Does nothing if the writer is closed."""
         if not self._open:
             return
         self._clear()
@@ -194,20 +194,20 @@ class IndexWriter:
             self.abort()
 
     def _begin(self) -> None:
-        """Create the directory, lock the marker file, and remove the files of a writer that died."""
+        """Create the directory, lock the file `build/writer`, and remove the files of a writer that died."""
         self._layout.build.mkdir(parents=True, exist_ok=True)
         was_begun = self._layout.writer.exists()
         self._lock = os.open(self._layout.writer, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0))
         if not _locks(self._lock) and was_begun:
             self._close()
             raise UsageError(
-                f"{self._layout.root} holds an unfinished index; if no other process is writing to it, delete "
-                "the directory"
+                f"{self._layout.root} contains an unfinished index; if no other process is writing this index, "
+                f"delete {self._layout.root}"
             )
         self._clear()
 
     def _clear(self) -> None:
-        """Remove everything except the marker file, which shows that the index is unfinished."""
+        """Remove all files of the index except `build/writer`, which marks the index as unfinished."""
         layout = self._layout
         for path in (*layout.root.iterdir(), *layout.build.iterdir()):
             if path.is_dir() and path != layout.build:
@@ -220,7 +220,7 @@ class IndexWriter:
         return IndexSpec(rows, spec.shard_size, spec.block_shape, spec.embed_dim, spec.precisions)
 
     def _hold(self, blocks: NDArray[Any], embeddings: NDArray[Any], columns: dict[str, Any]) -> None:
-        """Check rows and buffer them. The current shard must have room for all of them."""
+        """Check rows and add them to the current shard in memory. The shard must have room for all rows."""
         first, stop = len(self), self._held + len(blocks)
         self._blocks[self._held : stop] = _as_bf16(blocks, first)
         self._embeddings[self._held : stop] = _as_unit_vectors(embeddings, first)
@@ -287,7 +287,7 @@ class IndexWriter:
 
 
 def _locks(fd: int) -> bool:
-    """Try to lock an open file. Return False if another process holds the lock."""
+    """Try to lock an open file. Return False if another process has locked the file."""
     try:
         import fcntl
 
@@ -298,14 +298,14 @@ def _locks(fd: int) -> bool:
 
 
 def _check_free(layout: Layout) -> None:
-    """Raise UsageError unless the directory is missing, empty, or left by an `IndexWriter`."""
+    """Raise UsageError unless the directory is missing, is empty, or contains an unfinished `IndexWriter` index."""
     root = layout.root
     if not root.exists():
         return
     if not root.is_dir():
         raise UsageError(f"{root} exists and is not a directory; give another path")
     if layout.manifest.exists():
-        raise UsageError(f"{root} holds a finished index; give another path, or delete this index")
+        raise UsageError(f"{root} contains a finished index; give another path, or delete this index")
     entries = list(root.iterdir())
     only_begun = entries == [layout.build] and layout.build.is_dir() and not any(layout.build.iterdir())
     if entries and not layout.writer.exists() and not only_begun:
@@ -313,7 +313,7 @@ def _check_free(layout: Layout) -> None:
 
 
 def _as_bf16(blocks: NDArray[Any], first: int) -> Blocks:
-    """Convert blocks to bfloat16. Raises UsageError if a value is not finite or too large."""
+    """Convert blocks to bfloat16. Raise UsageError if a value is not finite or too large for bfloat16."""
     with np.errstate(over="ignore", invalid="ignore"):
         converted = np.ascontiguousarray(blocks.astype(BF16, copy=False))
     finite = ((converted.view(np.uint16) & _EXPONENT) != _EXPONENT).all(axis=(1, 2))
@@ -326,7 +326,7 @@ def _as_bf16(blocks: NDArray[Any], first: int) -> Blocks:
 
 
 def _as_unit_vectors(embeddings: NDArray[Any], first: int) -> NDArray[np.float32]:
-    """Scale embeddings to unit length. Raises UsageError if an embedding is zero or not finite."""
+    """Scale embeddings to unit length. Raise UsageError if an embedding is zero or not finite."""
     vectors = embeddings.astype(np.float64)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     directed = np.isfinite(norms[:, 0]) & (norms[:, 0] > 0)

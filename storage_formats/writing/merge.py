@@ -1,4 +1,4 @@
-"""Merges several indexes of one model into a new index, without decoding a block (SPEC.md section 12.2)."""
+"""Merging of several indexes of one model into a new index (SPEC.md section 12.2). No block is decoded."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _HASH = "S64"  # SHA-256, hexadecimal
 
 @dataclass(frozen=True)
 class MergeInput:
-    """An index to merge.
+    """An index to merge, and the offset of its row ids.
 
     Attributes:
         index: the index.
-        offset: row id in the merged index minus row id in `index`, a multiple of the shard size.
+        offset: number to add to a row id of `index` for the row id in the merged index. A multiple of the shard size.
     """
 
     index: CommittedIndex
@@ -46,7 +46,7 @@ class MergeInput:
 
     @property
     def first_row(self) -> int:
-        """Row id of the first row in the merged index."""
+        """Row id in the merged index of the first row of this input."""
         return self.index.manifest.spec.used_segments[0].first_row + self.offset
 
     @property
@@ -56,10 +56,10 @@ class MergeInput:
 
 @dataclass(frozen=True)
 class Merge:
-    """A merge to run.
+    """The plan of a merge.
 
     Attributes:
-        inputs: the indexes, in the order of their rows in the merged index.
+        inputs: the indexes to merge, in the order of the row ids in the merged index.
         spec: shape of the merged index.
         columns: source columns of the merged index.
         plan: fingerprint of the merge.
@@ -72,15 +72,16 @@ class Merge:
 
 
 def plan_merge(indexes: Sequence[CommittedIndex]) -> Merge:
-    """Plan a merge: compare the indexes and give each a range of row ids.
+    """Plan a merge: check that the indexes can be merged, and assign row ids to each index.
 
     Raises:
-        UsageError: fewer than two indexes are given, an index is given twice, or two indexes do not fit together.
+        UsageError: fewer than two indexes are given, an index is given twice, or the model or shape of two indexes
+            differs.
     """
     if len(indexes) < 2:
         raise UsageError("a merge needs at least two indexes", parameter="indexes")
     if len({index.root.resolve() for index in indexes}) < len(indexes):
-        raise UsageError("an index is given twice; name each index once", parameter="indexes")
+        raise UsageError("an index is given twice; give each index only once", parameter="indexes")
     for index in indexes[1:]:
         _refuse_differences(indexes[0], index)
     first, inputs, segments = indexes[0].manifest.spec, list[MergeInput](), list[Segment]()
@@ -92,7 +93,7 @@ def plan_merge(indexes: Sequence[CommittedIndex]) -> Merge:
         segments += [Segment(segment.first_row + offset, segment.rows) for segment in used]
     columns = sorted(merge_columns(*(index.manifest.columns for index in indexes)), key=lambda column: column.name)
     if len(columns) > MAX_COLUMNS:
-        raise UsageError(f"together, the indexes have {len(columns)} source columns; at most {MAX_COLUMNS} are allowed")
+        raise UsageError(f"the merged index would have {len(columns)} source columns; the limit is {MAX_COLUMNS}")
     states = [(str(index.root), index.manifest.shard_tables, index.manifest.snapshot.deleted) for index in indexes]
     plan = hashlib.sha256(f"merge {states} {columns}".encode()).hexdigest()
     spec = replace(first, rows=segments[-1].stop, segments=tuple(segments))
@@ -103,19 +104,19 @@ _ADVICE = {
     "encoder fingerprint": "only indexes of the same model can be merged",
     "block shape": "only indexes of the same model can be merged",
     "width of embeddings": "only indexes of the same model can be merged",
-    "rows per shard": "build one of them again with the shard size of the other",
+    "rows per shard": "build one of the indexes again with the shard size of the other",
     "precisions": "add or drop precisions with 'edje-index quantize' first",
 }
 """What to do if a property of two indexes differs."""
 
 
 def _refuse_differences(first: CommittedIndex, other: CommittedIndex) -> None:
-    """Raise UsageError unless the two indexes have the same model and shape."""
+    """Raise UsageError if the model or the shape of two indexes differs."""
     expected, actual = _properties(first), _properties(other)
     for name, advice in _ADVICE.items():
         if expected[name] != actual[name]:
             raise UsageError(
-                f"{first.root} and {other.root} do not fit together: the {name} is {expected[name]} in {first.root} "
+                f"{first.root} and {other.root} cannot be merged: the {name} is {expected[name]} in {first.root} "
                 f"and {actual[name]} in {other.root}; {advice}",
                 parameter="indexes",
             )
@@ -133,7 +134,7 @@ def _properties(index: CommittedIndex) -> dict[str, str]:
 
 
 class ShardMover:
-    """Copies the shards of a merge to the new index, one per call.
+    """Copies the shards of a merge to the new index.
 
     Args:
         merge: the merge.
@@ -151,11 +152,11 @@ class ShardMover:
                 self._entries.setdefault(shard + each.shard_offset, {})[file.path] = file
 
     def copy_shard(self, shard: int) -> ShardReceipt:
-        """Copy and commit the files of a shard of the new index, and write its receipt.
+        """Copy and commit the files of the shard `shard` of the new index, and write the receipt of this shard.
 
         Raises:
-            CorruptIndexError: a file of the input is missing or damaged. Damaged data is never copied.
-            OSError: the new index cannot be written.
+            CorruptIndexError: a file of the input is missing or damaged.
+            OSError: a file of the new index cannot be written.
         """
         source = self._inputs[shard]
         old_layout, old_shard = Layout(source.index.root), shard - source.shard_offset
@@ -199,9 +200,10 @@ def _copied_paths(layout: Layout, spec: IndexSpec, shard: int) -> Iterator[Path]
 
 
 def find_duplicates(merge: Merge) -> list[Ints]:
-    """Return for each input the rows whose content an indexed row of an earlier input has, as row ids of the input.
+    """Find rows that have the same content as an indexed row of an earlier input. Deleted rows are ignored.
 
-    Deleted rows are neither found nor searched.
+    Returns:
+        For each input, the row ids of its duplicates, int64 [k].
     """
     known: Hashes = np.empty(0, _HASH)
     duplicates = []
@@ -219,7 +221,7 @@ def find_duplicates(merge: Merge) -> list[Ints]:
 
 
 def _among(values: Hashes, known: Hashes) -> NDArray[np.bool_]:
-    """Return which of `values` are in `known`, which is sorted."""
+    """Return which of `values` [k] are in the sorted array `known`, bool [k]."""
     if not len(known):
         return np.zeros(len(values), dtype=np.bool_)
     positions = np.minimum(np.searchsorted(known, values), len(known) - 1)
@@ -234,9 +236,9 @@ def commit_merge(
     Args:
         merge: the merge.
         target: directory of the new index.
-        receipts: receipts of all its shards.
-        settings: settings of the new index.
-        ann: description of its nearest-neighbour index.
+        receipts: receipts of all shards of the new index.
+        settings: value of `settings` in `index.json`.
+        ann: value of `ann` in `index.json`, which describes the nearest-neighbour index.
     """
     layout, spec, duplicates = Layout(target), merge.spec, find_duplicates(merge)
     check_receipts(receipts, list(spec.shard_numbers()))
@@ -274,7 +276,7 @@ def commit_merge(
 
 
 def _origins(merge: Merge) -> dict[str, tuple[str, ...]]:
-    """Return `encoded_from` of the merged index: the longest list of the inputs for each precision."""
+    """Return `encoded_from` of the merged index: for each precision, the longest list of all inputs."""
     lists = [each.index.manifest.encoded_from for each in merge.inputs]
     longest = {name: max((origins.get(name, ()) for origins in lists), key=len) for name in merge.spec.precisions}
     return {name: origins for name, origins in longest.items() if origins}

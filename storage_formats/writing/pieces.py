@@ -1,7 +1,8 @@
-"""Pieces of an unfinished shard, stored every minute, so that a new attempt can resume after them.
+"""Pieces of an unfinished shard. A worker saves a piece every minute, so that an interrupted build can resume.
 
-Each piece is a Parquet file with a CRC-32C appended, in `build/pieces/<shard>/`, named after its positions
-[start, stop). It holds the columns of the rows table, the bfloat16 blocks and the embeddings.
+Each piece is a Parquet file in `build/pieces/<shard>/`. The file contains columns of the rows table, the bfloat16
+blocks and the embeddings. Its name contains the positions [start, stop) of the rows. A CRC-32C follows the Parquet
+data.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from storage_formats.format.parquet import read_table
 from storage_formats.format.rows import ROW_SCHEMA, RowEntry, rows_table
 
 PIECE_SECONDS = 60.0
-"""A killed build loses at most the work of this time and one batch, per worker."""
+"""Seconds between two saved pieces. A killed worker loses at most the work of this time and one batch."""
 
 _MAX_BYTES = 256 << 20  # of blocks in memory; a large shard on a fast GPU is stored earlier
 
@@ -39,11 +40,11 @@ class Piece:
     """Finished rows of a shard.
 
     Attributes:
-        start: position of the first row.
-        entries: entries of the rows table, one per row; rows without a block included.
-        positions: [k], positions in the shard of the rows that have a block.
-        tokens: blocks of these rows, ml_dtypes.bfloat16 [k, m, d].
-        embeddings: embeddings of these rows, float32 [k, embed_dim].
+        start: position in the shard of the first row.
+        entries: one entry of the rows table per row, including rows without a block.
+        positions: int64 [k], positions in the shard of the k rows with a block.
+        tokens: ml_dtypes.bfloat16 [k, m, d], blocks of these rows.
+        embeddings: float32 [k, embed_dim], embeddings of these rows.
     """
 
     start: int
@@ -54,18 +55,18 @@ class Piece:
 
     @property
     def stop(self) -> int:
-        """Position after the last row."""
+        """Position in the shard after the last row."""
         return self.start + len(self.entries)
 
 
 class ShardPieces:
-    """The stored pieces of one shard. Only one attempt at a time may use them.
+    """The stored pieces of one shard. Only one worker at a time may use them.
 
     Args:
         layout: layout of the index.
         spec: shape of the index.
         shard: shard number.
-        plan: fingerprint of the build plan; pieces of another plan count as damaged.
+        plan: fingerprint of the build plan. Pieces of another plan are treated as damaged.
     """
 
     def __init__(self, layout: Layout, spec: IndexSpec, shard: int, plan: str) -> None:
@@ -74,7 +75,7 @@ class ShardPieces:
         self._saved_at = time.monotonic()
 
     def read(self) -> Iterator[Piece]:
-        """Yield the stored pieces from position 0 up to the first missing or damaged piece. Remove the rest."""
+        """Yield the stored pieces from position 0 to the first gap or damaged piece. Remove all later pieces."""
         rows, stop = len(self._spec.shard_rows(self._shard)), 0
         files = _piece_files(self._layout, self._shard)
         paths = {_positions_of(path)[0]: path for path in files}
@@ -89,7 +90,7 @@ class ShardPieces:
                 path.unlink(missing_ok=True)
 
     def add(self, piece: Piece) -> None:
-        """Add the next batch of finished rows, and save all unsaved batches about once a minute."""
+        """Add the next finished rows. About once a minute, save all unsaved rows."""
         # They are saved earlier if they take much memory.
         self._pending.append(piece)
         due = time.monotonic() - self._saved_at >= PIECE_SECONDS
@@ -97,7 +98,7 @@ class ShardPieces:
             self.save()
 
     def save(self) -> None:
-        """Store the unsaved batches as one piece, which survives a power failure."""
+        """Write all unsaved rows to disk as one piece. The piece survives a power failure."""
         self._saved_at = time.monotonic()
         if not self._pending:
             return
@@ -111,7 +112,7 @@ class ShardPieces:
         self._pending.clear()
 
     def remove(self) -> None:
-        """Remove the stored pieces of the shard."""
+        """Remove all stored pieces of the shard."""
         shutil.rmtree(self._layout.pieces(self._shard), ignore_errors=True)
 
     def _checksum(self, data: bytes) -> bytes:
@@ -154,7 +155,7 @@ class ShardPieces:
 
 
 def rows_in_pieces(layout: Layout, finished_shards: Container[int]) -> int:
-    """Return the number of rows in the pieces of all shards except `finished_shards`."""
+    """Return the total number of rows in stored pieces, without the pieces of `finished_shards`."""
     folders = [layout.pieces(0).parent] if layout.pieces(0).parent.is_dir() else []
     shards = (int(path.name) for folder in folders for path in folder.iterdir() if path.name.isdigit())
     files = (path for shard in shards if shard not in finished_shards for path in _piece_files(layout, shard))

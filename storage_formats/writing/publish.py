@@ -1,4 +1,4 @@
-"""Steps after the last shard of an index is written: the commit of the index (SPEC.md section 11)."""
+"""The commit of an index after its last shard is written (SPEC.md section 11)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from storage_formats.format.source_columns import SourceColumn
 
 @dataclass(frozen=True)
 class Provenance:
-    """How an index was made. `index.json` stores it unchanged.
+    """The origin of an index. `index.json` stores these values unchanged.
 
     Attributes:
-        model: description of the model. Holds at least `fingerprint`, a hash of everything that determines the stored
-            bytes.
+        model: description of the model. The member `fingerprint` is required: a hash of everything that determines the
+            stored bytes.
         settings: settings of the build.
         plan: fingerprint of the build plan.
     """
@@ -34,9 +34,10 @@ class Provenance:
 
 
 def total_counts(receipts: Sequence[ShardReceipt]) -> Counts:
-    """Return the sum of the counts of all receipts.
+    """Return the total counts of all receipts.
 
-    Raises CorruptIndexError unless inputs = indexed + duplicates + failed.
+    Raises:
+        CorruptIndexError: inputs differ from indexed + duplicates + failed.
     """
     failed: dict[str, int] = {}
     for receipt in receipts:
@@ -53,7 +54,7 @@ def total_counts(receipts: Sequence[ShardReceipt]) -> Counts:
 
 
 def add_counts(left: Counts, right: Counts) -> Counts:
-    """Return the sum of the counts of two sets of rows."""
+    """Return the sum of two counts."""
     reasons = sorted({*left.failed, *right.failed})
     failed = {reason: left.failed.get(reason, 0) + right.failed.get(reason, 0) for reason in reasons}
     return Counts(left.inputs + right.inputs, left.indexed + right.indexed, left.duplicates + right.duplicates, failed)
@@ -77,18 +78,18 @@ def finish_index(
     ann: dict[str, Any],
     columns: Sequence[SourceColumn] = (),
 ) -> Manifest:
-    """Commit the index: write the shard table, then `index.json`. Then remove `build/`.
+    """Commit the index: write the shard table and `index.json`, and remove `build/`. Return the manifest.
 
     Args:
         root: directory of the index.
         spec: shape of the index.
         receipts: one receipt per shard, in any order.
-        provenance: how the index was made.
-        ann: description of the nearest-neighbour index in `ann/`, with `files` as in SPEC.md section 10.
+        provenance: origin of the index.
+        ann: value of `ann` in `index.json`, which describes the nearest-neighbour index (SPEC.md section 10).
         columns: source columns of the rows table.
 
     Raises:
-        CorruptIndexError: a shard has no receipt, or inputs differ from indexed + duplicates + failed.
+        CorruptIndexError: a shard has no receipt, or the counts of the receipts do not add up.
     """
     layout = Layout(Path(root))
     check_receipts(receipts, range(spec.shards))
@@ -112,7 +113,7 @@ def finish_index(
 
 
 def remove_build(layout: Layout) -> None:
-    """Remove `build/` except for the lock file and an erasure, which belong to the caller or to a later process."""
+    """Remove `build/`, except the lock file and an unfinished erasure."""
     # `plan.json` is removed last. If files stay behind, it shows that they come from a build (`has_build_leftovers`).
     if not layout.build.is_dir():
         return
@@ -130,7 +131,7 @@ def remove_build(layout: Layout) -> None:
 
 
 def has_build_leftovers(layout: Layout) -> bool:
-    """Return True if the `build/` of a finished index is left from its build, not from a conversion."""
+    """Return True if `build/` of a finished index contains leftovers of the build, not of a conversion."""
     if not layout.build.is_dir():
         return False
     return layout.plan.exists() or {path.name for path in layout.build.iterdir()} <= {layout.lock.name}

@@ -1,6 +1,6 @@
-"""Repairs damaged files of tokens and checksums from other files of the index (SPEC.md section 12.3).
+"""Repair of damaged token files and checksum files from other files of the index (SPEC.md section 12.3).
 
-A repaired file has exactly the committed bytes, so every snapshot that names the file is repaired.
+A repaired file has exactly the committed bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RepairedFile:
 
     Attributes:
         path: path of the file, relative to the index.
-        source: what the file was rebuilt from.
+        source: description of the data from which the file was rebuilt, for example `precision bf16`.
     """
 
     path: str
@@ -40,17 +40,17 @@ class RepairedFile:
 
 
 class ShardRepair:
-    """Repairs the files of tokens and checksums of one shard.
+    """Repairs the token files and the checksum files of one shard.
 
     Args:
         index: the index.
         shard: shard number.
-        files: entries of the files of the shard in the shard table, by path.
-        dry_run: True only finds out what can be repaired.
+        files: file entries of the shard in the shard table, keyed by path.
+        dry_run: whether to only find out which files can be repaired, without a change to the index.
 
     Attributes:
-        settled: paths of the files that are sound after `run`, although one of each pair of tokens and checksums was
-            damaged.
+        settled: paths of the repaired files and of the undamaged file of each repaired pair. A pair is the token file
+            and the checksum file of one precision.
     """
 
     def __init__(self, index: CommittedIndex, shard: int, files: Mapping[str, FileEntry], *, dry_run: bool) -> None:
@@ -64,7 +64,7 @@ class ShardRepair:
         self._codecs = {name: codec(name, self._spec.block_shape) for name in self._spec.precisions}
 
     def run(self) -> Iterator[RepairedFile]:
-        """Repair what can be repaired, and yield the repaired files."""
+        """Repair all files that can be repaired, and yield a `RepairedFile` for each."""
         for token_codec in self._codecs.values():
             damaged = {path for path in self._paths(token_codec) if not self._is_sound(path)}
             for source, records in self._candidates(token_codec) if damaged else ():
@@ -74,7 +74,7 @@ class ShardRepair:
                     break
 
     def _paths(self, token_codec: Codec) -> tuple[str, str]:
-        """Return the relative paths of the tokens and the checksums of the shard."""
+        """Return the relative paths of the token file and of the checksum file of a precision."""
         tokens = self._layout.token_shard(token_codec.name, self._shard, len(token_codec.record_shape))
         return self._layout.relative(tokens), self._layout.relative(
             self._layout.checksums(token_codec.name, self._shard)
@@ -90,10 +90,11 @@ class ShardRepair:
             return False
 
     def _candidates(self, token_codec: Codec) -> Iterator[tuple[str, Records]]:
-        """Yield records that the shard may have held, each with a description of their source.
+        """Yield candidates (description of the source, records) for the original records of the shard.
 
-        With sound checksums, damaged records are replaced by those that other precisions convert to, if the checksums
-        show that the result is the same. Without them, all records come from one precision.
+        If the checksum file is undamaged, there is one candidate: the stored records, with damaged records replaced by
+        converted records of other precisions that match the checksums. Otherwise the records of each candidate come
+        from one precision.
         """
         stored = self._stored(token_codec)
         others = [
@@ -114,7 +115,7 @@ class ShardRepair:
         yield f"precision {', '.join(sources)}" if sources else "the tokens", stored
 
     def _stored(self, token_codec: Codec) -> Records:
-        """Return the records that the token file holds, uint8 [rows, record_bytes]; zeros where the file ends early."""
+        """Return the records in the token file, uint8 [rows, record_bytes]. Missing bytes at the end are 0."""
         records = np.zeros((self._rows, token_codec.record_bytes), dtype=np.uint8)
         try:
             with open_index_file(self._layout.root, self._layout.root / self._paths(token_codec)[0]) as file:
@@ -125,7 +126,7 @@ class ShardRepair:
         return records
 
     def _converted(self, source: Codec, target: Codec) -> Records:
-        """Return the records of `source` converted to `target`. Holes stay holes."""
+        """Return the records of `source` converted to `target`. Holes remain holes."""
         stored = self._stored(source)
         is_hole = (stored == fill_record(source)).all(axis=1)
         records = np.repeat(fill_record(target), len(stored), axis=0)
@@ -133,7 +134,7 @@ class ShardRepair:
         return records
 
     def _committed_checksums(self, token_codec: Codec) -> NDArray[np.uint32] | None:
-        """Return the checksums of the records; None if their file is damaged."""
+        """Return the stored checksums of the records; None if the checksum file is damaged."""
         if not self._is_sound(self._paths(token_codec)[1]):
             return None
         try:
@@ -142,12 +143,12 @@ class ShardRepair:
             return None
 
     def _restore(self, token_codec: Codec, records: Records, damaged: set[str]) -> bool:
-        """Write the `damaged` files from `records`. Returns False if they would not have the committed bytes."""
+        """Write the `damaged` files from `records`. Return False if the result differs from the committed files."""
         with tempfile.TemporaryDirectory() if self._dry_run else contextlib.nullcontext(self._layout.root) as staging:
             return self._restore_in(Path(staging), token_codec, records, damaged)
 
     def _restore_in(self, staging: Path, token_codec: Codec, records: Records, damaged: set[str]) -> bool:
-        """Write the files below the directory `staging`, and move them into the index unless this is a trial."""
+        """Write the `damaged` files to `staging`. Then move the files into the index, except in a dry run."""
         staged = StagedFiles(Layout(staging), self._shard)
         file = open_tokens(staged, self._spec, self._shard, token_codec.name)
         try:

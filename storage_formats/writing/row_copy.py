@@ -1,4 +1,4 @@
-"""Copies rows of an index into new shards, with new row ids and without decoding a block (SPEC.md section 12.1)."""
+"""Copying of rows into new shards, with new row ids (SPEC.md section 12.1). No block is decoded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from storage_formats.writing.shard_writer import open_tokens, stage_tokens
 from storage_formats.writing.staging import StagedFiles
 
 ORIGINAL_DELETED = "original-deleted"
-"""Reason of a failed row that was a duplicate of a row that is not copied."""
+"""Reason of a failed row that was a duplicate of a row outside the copy."""
 _PIECE_BYTES = 8 << 20
 Ints = NDArray[np.int64]
 
@@ -48,14 +48,14 @@ class CopyInterrupted(EdjeError):
 
 @dataclass(frozen=True)
 class RowCopy:
-    """Rows to copy, and where they go. The copy becomes the last segment of the target.
+    """The plan of a copy of rows. The copied rows become the last segment of the target.
 
     Attributes:
         source: the index to copy from.
         selection: the rows to copy.
-        target: directory of the index to write to; it may be `source`.
-        spec: shape of the target. Its last segment has one row for each selected row.
-        plan: fingerprint of the change, for the receipts.
+        target: directory of the index to write to. It may be the directory of `source`.
+        spec: shape of the target. The last segment has one row for each selected row.
+        plan: fingerprint for the receipts.
     """
 
     source: CommittedIndex
@@ -68,7 +68,7 @@ class RowCopy:
     def plan_segment(
         cls, source: CommittedIndex, selection: Selection, target: Path, first_row: int, plan: str
     ) -> RowCopy:
-        """Plan a copy that becomes the only segment of the target, and begins at `first_row`."""
+        """Plan a copy in which the copied rows become the only segment of the target, with row ids from `first_row`."""
         segment = Segment(first_row, len(selection))
         segments = (segment,) if first_row else ()
         spec = replace(source.manifest.spec, rows=segment.stop, segments=segments)
@@ -80,14 +80,14 @@ class RowCopy:
 
     @property
     def shards(self) -> range:
-        """Numbers of the shards to write."""
+        """The numbers of the shards to write."""
         return self.spec.segment_shards(self.segment)
 
 
 class RowCopier:
-    """Writes the shards of a `RowCopy`, one per call of `copy_shard`. A context manager that closes the files.
+    """Writes the shards of a `RowCopy`. Also a context manager that closes the files.
 
-    Every record, and every file of rows, embeddings and checksums, is compared with its stored checksum.
+    The copier compares all data that it reads with the stored checksums.
     """
 
     def __init__(self, copy: RowCopy) -> None:
@@ -102,7 +102,7 @@ class RowCopier:
         on_progress: Callable[[int], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> ShardReceipt:
-        """Write and commit the files and the receipt of one shard.
+        """Write and commit the files of one shard, and write the receipt.
 
         Args:
             shard: shard number in the target.
@@ -110,9 +110,9 @@ class RowCopier:
             should_stop: called between pieces; True stops the copy.
 
         Raises:
-            CorruptIndexError: a record or a file of the source is damaged. Damaged data is never copied.
+            CorruptIndexError: a record or a file of the source is damaged.
             CopyInterrupted: `should_stop` returned True.
-            OSError: the target cannot be written.
+            OSError: a file of the target cannot be written.
         """
         new_ids = self._copy.spec.shard_rows(shard)
         first = self._copy.segment.first_row
@@ -127,7 +127,9 @@ class RowCopier:
                 stack.callback(file.close)
                 for piece in _pieces(indexed, file.codec.record_bytes):
                     if should_stop():
-                        raise CopyInterrupted(f"the copy of shard {shard} was stopped; start it again to resume")
+                        raise CopyInterrupted(
+                            f"the copy of shard {shard} was stopped; run the same command again to resume"
+                        )
                     file.put(piece, self._stores[name].fetch_records(old_ids[piece]))
                 on_progress(len(new_ids) * (number + 1) // len(self._stores))
                 stage_tokens(staged, self._layout, shard, name, file)
@@ -156,7 +158,7 @@ class RowCopier:
         self.close()
 
     def _rows(self, old_ids: Ints, new_ids: range) -> pa.Table:
-        """Return the rows table of a shard: the lines of `old_ids` with new row ids."""
+        """Return the rows table of a new shard: the lines of `old_ids` with the row ids `new_ids`."""
         table = read_index_rows(self._copy.source, old_ids)
         lines = table.select(["status", "reason", "detail", "duplicate_of"]).to_pylist()
         originals = [-1 if line["duplicate_of"] is None else line["duplicate_of"] for line in lines]
@@ -170,7 +172,7 @@ class RowCopier:
         return with_columns(table, {"row_id": list(new_ids), **columns})
 
     def _embeddings(self, old_ids: Ints, indexed: Ints) -> NDArray[np.float32]:
-        """Return the embedding file of a shard: the embeddings of the `indexed` positions, NaN elsewhere."""
+        """Return the embeddings of a new shard, float32 [shard_size, embed_dim]. Positions not in `indexed` are NaN."""
         spec = self._copy.spec
         values = np.full((spec.shard_size, spec.embed_dim), np.nan, dtype="<f4")
         shards, positions = np.divmod(old_ids[indexed], spec.shard_size)
@@ -179,7 +181,9 @@ class RowCopier:
             data = read_index_file(self._copy.source.root, path, max_bytes=committed.bytes)
             check_content(path, committed, data)
             if len(data) != values.nbytes:
-                raise CorruptIndexError(f"{path} has {len(data)} bytes instead of {values.nbytes}")
+                raise CorruptIndexError(
+                    f"{path} has {len(data)} bytes instead of {values.nbytes}; run 'edje-index verify'"
+                )
             stored = np.frombuffer(data, dtype="<f4").reshape(values.shape)
             of_shard = shards == shard
             values[indexed[of_shard]] = stored[positions[of_shard]]
@@ -187,7 +191,7 @@ class RowCopier:
 
 
 def with_columns(table: pa.Table, columns: Mapping[str, Sequence[Any]]) -> pa.Table:
-    """Return a rows table with other values in some of its columns."""
+    """Return `table` with the values of some columns replaced. `columns` contains the new values by column name."""
     for name, values in columns.items():
         index = table.schema.get_field_index(name)
         field = table.schema.field(index)
@@ -196,7 +200,7 @@ def with_columns(table: pa.Table, columns: Mapping[str, Sequence[Any]]) -> pa.Ta
 
 
 def count_values(layout: Layout, shards: Iterable[int], columns: Sequence[SourceColumn]) -> tuple[SourceColumn, ...]:
-    """Return the source columns of an index with the numbers of values that its `shards` hold."""
+    """Return `columns` with their numbers of values set to the numbers of values in `shards`."""
     if not columns:
         return ()
     counts = Counter[str]()

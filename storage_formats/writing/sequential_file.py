@@ -1,7 +1,7 @@
-"""Writing a large file from front to back at the speed of the device.
+"""Writing of a large file from front to back at the speed of the device.
 
-Direct I/O, if supported, avoids a copy into the page cache. The device writes one of two buffers while the caller
-fills the other.
+The writer uses direct I/O if possible, which bypasses the page cache. A thread writes one of two buffers while the
+caller fills the other buffer.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ BUFFER_BYTES = 4 << 20
 
 
 class SequentialFile:
-    """Writes a new file of known length from front to back. Not thread-safe.
+    """Writes a new file from front to back. Not thread-safe.
 
     Args:
         path: path of the file, which must not exist.
         length: length in bytes.
 
     Raises:
-        OSError: the file cannot be written. With direct I/O, a full disk is reported before the first write.
+        OSError: the file cannot be written, or the disk has too little space for `length` bytes.
     """
 
     def __init__(self, path: Path, length: int) -> None:
@@ -50,7 +50,7 @@ class SequentialFile:
                     raise
 
     def write(self, data: NDArray[np.uint8]) -> None:
-        """Append the flat array `data`. The caller may change `data` afterwards."""
+        """Append the flat array `data`. The caller may change `data` after this call."""
         done = 0
         while done < len(data):
             count = min(len(data) - done, BUFFER_BYTES - self._filled)
@@ -62,15 +62,15 @@ class SequentialFile:
                 self._send()
 
     def flush(self) -> None:
-        """Write the buffered bytes to the file. The caller must call fsync afterwards.
+        """Write all buffered bytes to the file. This does not call fsync.
 
-        With direct I/O, the file must end at a page boundary.
+        With direct I/O, the length of the file must be a multiple of the page size.
         """
         self._send()
         self._wait()
 
     def close(self) -> None:
-        """Close the file and free the buffers. Bytes that were not flushed are lost. May be called twice."""
+        """Close the file and free the buffers. Unflushed bytes are lost. May be called repeatedly."""
         self._thread.shutdown(wait=True)
         if self._fd >= 0:
             os.close(self._fd)
@@ -79,7 +79,7 @@ class SequentialFile:
                 buffer.close()
 
     def _send(self) -> None:
-        """Pass the full buffer to the writing thread and continue with the other buffer."""
+        """Pass the full buffer to the writing thread, and switch to the other buffer."""
         self._wait()
         if self._filled:
             self._pending = self._thread.submit(_write_all, self._fd, self._buffers[0], self._filled, self._offset)
@@ -95,7 +95,7 @@ class SequentialFile:
 
 
 def _page_aligned_buffer() -> mmap.mmap:
-    """Allocate a page-aligned buffer for direct I/O, with huge pages if possible."""
+    """Allocate a page-aligned buffer, with huge pages if possible."""
     # Huge pages reduce 1,024 page faults to a few.
     buffer = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux

@@ -1,4 +1,4 @@
-"""Writes one shard: first to private files, then into the index with the commit protocol of SPEC.md section 11."""
+"""Writing of one shard with the commit protocol of SPEC.md section 11."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from storage_formats.writing.token_shard import TokenShardFile
 
 
 class ShardWriter:
-    """Writes all files of one shard under private names; `commit` moves them into the index durably.
+    """Writes all files of one shard under private names. `commit` moves the files into the index. Not thread-safe.
 
-    Leaving the context without `commit` removes the private files. Not thread-safe. Call `begin_index` before the first
-    shard, and `finish_index` after the last shard to commit the index.
+    Use the writer in a `with` statement, which removes uncommitted files at the end. Call `begin_index` before the
+    first shard, and `finish_index` after the last shard.
 
     Args:
         root: directory of the index.
@@ -58,10 +58,10 @@ class ShardWriter:
         self._files = {name: open_tokens(self._staged, spec, shard, name) for name in spec.precisions}
 
     def put(self, positions: NDArray[np.int64], tokens: Blocks, embeddings: NDArray[np.float32]) -> None:
-        """Add blocks to the shard. Positions that are skipped become holes.
+        """Add blocks and embeddings to the shard. Skipped positions become holes.
 
         Args:
-            positions: [k], 0 <= position < rows of the shard, ascending within the call and from call to call.
+            positions: int64 [k], positions in the shard. They must ascend within a call and from call to call.
             tokens: ml_dtypes.bfloat16 [k, m, d], finite.
             embeddings: float32 [k, embed_dim], finite.
 
@@ -89,12 +89,13 @@ class ShardWriter:
             file.put(positions, file.codec.encode(tokens))
 
     def commit(self, rows: pa.Table, plan: str, seconds: dict[str, float]) -> ShardReceipt:
-        """Flush the files, rename them into the index, flush the directories, then write the receipt.
+        """Move the files into the index, and write the receipt. The files survive a power failure.
 
         Args:
-            rows: rows table with one line per row of the shard and the schema `storage_formats.format.rows.ROW_SCHEMA`.
+            rows: rows table with one line per row of the shard, with the schema
+                `storage_formats.format.rows.ROW_SCHEMA`.
             plan: fingerprint of the build plan.
-            seconds: seconds spent in each stage; stored in the receipt.
+            seconds: seconds spent in each stage, for the receipt.
 
         Raises:
             UsageError: `rows` does not have one line per row of the shard.
@@ -127,7 +128,7 @@ class ShardWriter:
         return receipt
 
     def abort(self) -> None:
-        """Remove the files that were not committed. Committed files stay in the index."""
+        """Remove the uncommitted files. Does not change committed files."""
         for file in self._files.values():
             file.close()
         self._staged.remove()
@@ -142,14 +143,14 @@ class ShardWriter:
 
 
 def open_tokens(staged: StagedFiles, spec: IndexSpec, shard: int, precision: str) -> TokenShardFile:
-    """Create the private token file of a shard for one precision."""
+    """Create a private token file of a shard for one precision."""
     token_codec = codec(precision, spec.block_shape)
     path = staged.path(f"tokens-{precision}")
     return TokenShardFile(path, token_codec, len(spec.shard_rows(shard)), spec.shard_size)
 
 
 def stage_tokens(staged: StagedFiles, layout: Layout, shard: int, precision: str, file: TokenShardFile) -> None:
-    """Finish the token file of a shard, and stage the file together with the checksums of its records."""
+    """Finish the token file of a shard, write the checksum file, and stage both files for the commit."""
     crc, checksums = file.finish()
     file.close()
     final = layout.token_shard(precision, shard, len(file.codec.record_shape))

@@ -1,4 +1,4 @@
-"""Changes to a finished index, each of which commits a new snapshot (SPEC.md section 12).
+"""Changes to a finished index (SPEC.md section 12). Each change commits a new snapshot.
 
 The caller must hold the lock of the index.
 """
@@ -42,12 +42,12 @@ _DATA_FILE = re.compile(
 
 
 def commit_snapshot(index: CommittedIndex, changed: Manifest, change: dict[str, Any]) -> Manifest:
-    """Commit `changed` as the next snapshot, and keep the snapshot of `index`.
+    """Commit `changed` as the next snapshot, and return its manifest. The snapshot of `index` is kept.
 
     Args:
         index: the index before the change.
-        changed: manifest after the change; all files that it names must be flushed to the device.
-        change: `kind` and other members of `index.json` that describe the change.
+        changed: manifest after the change. All files in this manifest must be on disk.
+        change: value of `change` in `index.json`, with the member `kind`.
     """
     layout, current = Layout(index.root), index.manifest
     snapshot = Snapshot(
@@ -70,7 +70,7 @@ def commit_snapshot(index: CommittedIndex, changed: Manifest, change: dict[str, 
 
 
 def write_array_shapes(layout: Layout, spec: IndexSpec) -> None:
-    """Rewrite each `zarr.json` whose content does not match an index of shape `spec`."""
+    """Rewrite each `zarr.json` that does not match an index of shape `spec`."""
     for path, document in zarr_documents(layout, spec).items():
         try:
             is_current = json.loads(path.read_bytes()) == document
@@ -82,11 +82,11 @@ def write_array_shapes(layout: Layout, spec: IndexSpec) -> None:
 
 @dataclass(frozen=True)
 class Deletion:
-    """The rows that a deletion has to mark as deleted.
+    """The plan of a deletion.
 
     Attributes:
-        row_ids: all requested row ids, ascending.
-        new: row ids that are not deleted yet, ascending.
+        row_ids: int64 [k], all requested row ids, ascending.
+        new: int64 [n], requested row ids that are not deleted yet, ascending.
     """
 
     row_ids: tuple[int, ...]
@@ -94,12 +94,12 @@ class Deletion:
 
     @property
     def already_deleted(self) -> int:
-        """Number of requested rows that earlier deletions marked."""
+        """Number of requested rows that were deleted before."""
         return len(self.row_ids) - len(self.new)
 
 
 def plan_deletion(index: CommittedIndex, row_ids: RowIds) -> Deletion:
-    """Find the rows in `row_ids` that are not deleted yet.
+    """Plan the deletion of `row_ids`: find the rows that are not deleted yet.
 
     Raises:
         RowIdError: a row id is out of range or belongs to no input.
@@ -113,17 +113,17 @@ def plan_deletion(index: CommittedIndex, row_ids: RowIds) -> Deletion:
 
 
 def commit_deletion(index: CommittedIndex, deletion: Deletion) -> Manifest:
-    """Mark the rows `deletion.new` as deleted, and commit a snapshot. The data of the rows stays on disk."""
+    """Mark the rows `deletion.new` as deleted in a new snapshot, and return its manifest. The data remains on disk."""
     changed = with_deleted_rows(index, index.manifest, deletion.new)
     return commit_snapshot(index, changed, {"kind": "delete", "rows": len(deletion.new)})
 
 
 def with_deleted_rows(index: CommittedIndex, changed: Manifest, row_ids: RowIds) -> Manifest:
-    """Delete `row_ids`: write tombstones of these rows and of the deleted rows of `index`. Return `changed` with them.
+    """Write tombstones for the deleted rows of `index` and for `row_ids`. Return `changed` with these tombstones.
 
     Args:
         index: the index before the change.
-        changed: manifest after the change, apart from the tombstones.
+        changed: manifest after the change, without the new tombstones.
         row_ids: row ids to delete.
     """
     tombstones = index.deleted.with_rows(np.asarray(row_ids, dtype=np.int64))
@@ -134,13 +134,13 @@ def with_deleted_rows(index: CommittedIndex, changed: Manifest, row_ids: RowIds)
 def commit_compaction(
     index: CommittedIndex, copy: RowCopy, shards: Sequence[ShardReceipt], ann: dict[str, Any]
 ) -> Manifest:
-    """Commit a snapshot that holds only the rows of `copy`, with a map from their old to their new row ids.
+    """Commit a snapshot that contains only the copied rows, and write a row map. Return the manifest.
 
     Args:
         index: the index before the compaction.
         copy: the rows that were copied.
         shards: receipts of all shards of the copy.
-        ann: description of the nearest-neighbour index of the copied rows for the manifest.
+        ann: value of `ann` in `index.json`, which describes a nearest-neighbour index of the copied rows.
     """
     check_receipts(shards, copy.shards)
     layout, manifest, first_row = Layout(index.root), index.manifest, copy.segment.first_row
@@ -164,7 +164,7 @@ def commit_compaction(
 
 
 def write_tombstones(layout: Layout, tombstones: Tombstones) -> FileEntry:
-    """Write a file of tombstones and return its file entry."""
+    """Write a tombstones file, and return the file entry."""
     data = tombstones.to_bytes()
     path = layout.tombstones(crc32c(data))
     write_bytes_atomic(path, data)
@@ -172,35 +172,33 @@ def write_tombstones(layout: Layout, tombstones: Tombstones) -> FileEntry:
 
 
 def roll_back(index: CommittedIndex, number: int) -> Manifest:
-    """Commit a new snapshot with the contents of the earlier snapshot `number`.
+    """Commit a new snapshot with the contents of the earlier snapshot `number`, and return its manifest.
 
     Raises:
-        UsageError: there is no snapshot `number`, or it is the current one.
+        UsageError: snapshot `number` does not exist, or is the current snapshot.
         CorruptIndexError: a file of snapshot `number` is missing.
     """
     if number == index.manifest.snapshot.number:
-        raise UsageError(
-            f"snapshot {number} is the current snapshot already; choose an earlier snapshot", parameter="snapshot"
-        )
+        raise UsageError(f"snapshot {number} is the current snapshot; choose an earlier snapshot", parameter="snapshot")
     earlier = CommittedIndex.open(index.root, number)
     check_files(earlier)
     return commit_snapshot(index, earlier.manifest, {"kind": "rollback", "to": number})
 
 
 def kept_snapshots(index: CommittedIndex) -> list[Manifest]:
-    """Load the manifests of all kept snapshots, oldest first. The last one is the current snapshot."""
+    """Return the manifests of all snapshots on disk, oldest first. The last manifest is the current one."""
     numbers = earlier_snapshots(Layout(index.root), index.manifest)
     return [*(Manifest.load(index.root, number) for number in numbers), index.manifest]
 
 
 @dataclass(frozen=True)
 class Removal:
-    """Numbers of the snapshots and files that `remove_snapshots` removed.
+    """The result of `remove_snapshots`.
 
     Attributes:
-        snapshots: numbers of the snapshots.
-        files: number of other files that were removed.
-        bytes: total length of these other files.
+        snapshots: numbers of the removed snapshots.
+        files: number of removed data files.
+        bytes: total length of the removed data files in bytes.
     """
 
     snapshots: tuple[int, ...]
@@ -209,9 +207,10 @@ class Removal:
 
 
 def remove_snapshots(index: CommittedIndex, keep: int | None = None) -> Removal:
-    """Keep the newest `keep` snapshots, including the current one, and remove all earlier snapshots.
+    """Remove all snapshots except the newest `keep`, and all files that only the removed snapshots need.
 
-    Then remove unfinished changes and the files that no kept snapshot names. If `keep` is None, all snapshots are kept.
+    The current snapshot is one of the newest `keep`. None keeps all snapshots. Files of unfinished changes are removed
+    too.
 
     Raises:
         UsageError: `keep` is less than 1.
@@ -233,13 +232,13 @@ def remove_snapshots(index: CommittedIndex, keep: int | None = None) -> Removal:
 
 
 def remove_unnamed_files(layout: Layout, manifests: Sequence[Manifest], *, tables: bool = False) -> list[int]:
-    """Remove the data files that none of `manifests` names, and return their lengths in bytes.
+    """Remove the data files that are in none of `manifests`. Return the length of each removed file in bytes.
 
     Args:
         layout: layout of the index.
         manifests: manifests of the snapshots to keep.
-        tables: whether to remove unnamed shard tables too. Readers that opened the index before a conversion still need
-            them.
+        tables: whether to remove shard tables too. Readers that opened the index before a conversion need the old shard
+            tables.
     """
     named = named_files(layout, manifests)
     if not tables:
@@ -257,7 +256,7 @@ def remove_unnamed_files(layout: Layout, manifests: Sequence[Manifest], *, table
 
 
 def named_files(layout: Layout, manifests: Iterable[Manifest]) -> set[str]:
-    """Return the relative paths of all data files that at least one of `manifests` names."""
+    """Return the relative paths of all data files in `manifests`."""
     names: set[str] = set()
     tables: set[FileEntry] = set()
     for manifest in manifests:

@@ -1,4 +1,4 @@
-"""Private files of one attempt at a shard, and their commit (SPEC.md section 11, steps 1 and 2)."""
+"""Private files of one attempt to write a shard, and the commit of these files (SPEC.md section 11, steps 1 and 2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _StagedFile:
 
 
 class StagedFiles:
-    """The private files of one attempt at a shard, in their own directory."""
+    """A directory with the private files of one attempt to write a shard."""
 
     def __init__(self, layout: Layout, shard: int) -> None:
         self._layout = layout
@@ -34,22 +34,22 @@ class StagedFiles:
         return self._folder / name
 
     def add(self, name: str, final: Path, length: int | None = None, crc: int | None = None) -> None:
-        """Stage the complete private file `name`, so that `commit` renames it to `final`.
+        """Stage the complete private file `name`, so that `commit` renames the file to `final`.
 
-        A length or CRC-32C that is None is computed from the file.
+        If the length or the CRC-32C is None, it is computed from the file.
         """
         if length is None or crc is None:
             length, crc = crc32c_file(self.path(name))
         self._files.append(_StagedFile(self.path(name), final, FileEntry(self._layout.relative(final), length, crc)))
 
     def add_bytes(self, name: str, final: Path, data: bytes) -> None:
-        """Write `data` to the private file `name`, and stage it; see `add`."""
+        """Write `data` to the private file `name`, and stage the file, see `add`."""
         with naming(self.path(name)):
             self.path(name).write_bytes(data)
         self.add(name, final, len(data), crc32c(data))
 
     def commit(self) -> tuple[FileEntry, ...]:
-        """Flush all files, rename them to their final paths, and return their entries in the shard table."""
+        """Flush all staged files and rename them to their final paths. Return the file entries."""
         fsync_paths(file.path for file in self._files)
         for file in self._files:
             file.final.parent.mkdir(parents=True, exist_ok=True)
@@ -58,5 +58,5 @@ class StagedFiles:
         return tuple(file.entry for file in self._files)
 
     def remove(self) -> None:
-        """Remove the files that were not committed. May be called twice."""
+        """Remove the uncommitted files. May be called repeatedly."""
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Writes one file of a token array: records, padding, and the Zarr shard index (SPEC.md section 6)."""
+"""Writing of one token file: records, padding, and the Zarr shard index (SPEC.md section 6)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from storage_formats.format.layout import PAGE_BYTES, padded_shard_bytes
 from storage_formats.writing.sequential_file import SequentialFile
 
 ABSENT = np.uint64(2**64 - 1)
-"""Offset and length of an absent inner chunk (Zarr sharding codec, "Binary shard format")."""
+"""Offset and length of a missing inner chunk (Zarr sharding codec, "Binary shard format")."""
 
 
 def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
-    """Encode the shard index: (offset, length) of each position as uint64, then the CRC-32C of these pairs.
+    """Return the Zarr shard index: (offset, length) of each record as uint64, then the CRC-32C of these pairs.
 
     Args:
-        present: which positions hold a record, bool [shard_size].
+        present: bool [shard_size], which positions have a record.
         record_bytes: length of a record in bytes.
     """
     entries = np.full((len(present), 2), ABSENT, dtype="<u8")
@@ -32,9 +32,9 @@ def shard_index_bytes(present: NDArray[np.bool_], record_bytes: int) -> bytes:
 
 
 def freed_bytes(position: int, record_bytes: int) -> range:
-    """Return the bytes of a shard file that are freed if the row at `position` is erased.
+    """Return the byte range of a shard file that the erasure of the row at `position` frees.
 
-    These are the whole pages that hold bytes of this record only, except for the page with its first byte.
+    The range contains the pages with bytes of this record only, except the page with the first byte of the record.
     """
     start = position * record_bytes
     first = (start // PAGE_BYTES + 1) * PAGE_BYTES
@@ -42,7 +42,7 @@ def freed_bytes(position: int, record_bytes: int) -> range:
 
 
 def erased_record(codec: Codec, position: int) -> Records:
-    """Return the record of an erased row, uint8 [record_bytes]: that of a hole, with zeros in the freed bytes."""
+    """Return the record of an erased row, uint8 [record_bytes]: the record of a hole with zeros in the freed bytes."""
     record: Records = fill_record(codec)[0].copy()
     freed, start = freed_bytes(position, codec.record_bytes), position * codec.record_bytes
     record[freed.start - start : freed.stop - start] = 0
@@ -50,9 +50,7 @@ def erased_record(codec: Codec, position: int) -> Records:
 
 
 class TokenShardFile:
-    """Writes a shard file from front to back and computes its checksums. Not thread-safe.
-
-    The caller must move the file into the index (`ShardWriter.commit`).
+    """Writes a token file from front to back, and computes the checksums. Not thread-safe.
 
     Args:
         path: path of the file, which must not exist.
@@ -74,13 +72,13 @@ class TokenShardFile:
         self._file = SequentialFile(path, self.length)
 
     def put(self, positions: NDArray[np.int64], records: Records) -> None:
-        """Write `records` [k, record_bytes] at ascending `positions` [k]. Positions that are skipped become holes."""
+        """Write `records` [k, record_bytes] at ascending `positions` [k]. Skipped positions become holes."""
         for run in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(positions) > 1) + 1):
             if len(run):
                 self._append(int(positions[run[0]]), records[run[0] : run[-1] + 1])
 
     def finish(self) -> tuple[int, NDArray[np.uint32]]:
-        """Fill the remaining positions with holes, write padding and shard index, and flush the buffers.
+        """Fill the remaining positions with holes, and write the padding and the shard index.
 
         Returns:
             (CRC-32C of the file, CRC-32C of each record as uint32 [rows]).
@@ -94,7 +92,7 @@ class TokenShardFile:
         return self._crc, self._checksums
 
     def close(self) -> None:
-        """Close the file. May be called twice."""
+        """Close the file. May be called repeatedly."""
         self._file.close()
 
     def _append(self, position: int, records: Records) -> None:

@@ -86,7 +86,7 @@ def test_the_precision_of_the_tokens(run, built):
     assert answers[0]["stages_ms"]["total"] >= answers[0]["stages_ms"]["joint_encoder"] > 0
     code, _, err = run("search", built[0], "a dog", "--precision", "fp8")
     assert code == 2
-    assert "does not hold precision 'fp8'; it holds: bf16" in err
+    assert "does not have precision 'fp8'; choose one of: bf16" in err
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_dropping_a_precision(built):
     assert verify_index(root) == []  # a run is in progress and will remove them
     with pytest.raises(UsageError, match="only precision"):
         drop_precision(root, "fp8")
-    with pytest.raises(UsageError, match="does not hold precision 'bf16'"):
+    with pytest.raises(UsageError, match="does not have precision 'bf16'"):
         drop_precision(root, "bf16")
 
 

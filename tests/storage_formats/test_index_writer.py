@@ -183,9 +183,9 @@ def test_a_closed_writer_refuses(tmp_path):
 def test_paths_that_are_in_use(tmp_path):
     with IndexWriter.create(tmp_path / "index", **SHAPE) as writer:
         writer.append(*arrays(1))
-        with pytest.raises(UsageError, match="holds an unfinished index"):
+        with pytest.raises(UsageError, match="contains an unfinished index"):
             IndexWriter.create(tmp_path / "index", **SHAPE)
-    with pytest.raises(UsageError, match="holds a finished index"):
+    with pytest.raises(UsageError, match="contains a finished index"):
         IndexWriter.create(tmp_path / "index", **SHAPE)
     (tmp_path / "file").write_text("text")
     with pytest.raises(UsageError, match="not a directory"):

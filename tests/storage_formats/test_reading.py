@@ -286,7 +286,7 @@ def test_too_many_open_files_are_not_reported_as_damage(odd, monkeypatch):
         return real(path, *rest, **named)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(CorruptIndexError, match="raise the limit of open files"):
+    with pytest.raises(CorruptIndexError, match="raise the limit on open files"):
         TokenStore.open(odd[0]).fetch([0])
 
 

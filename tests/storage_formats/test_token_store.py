@@ -103,7 +103,7 @@ def test_a_row_id_error_is_a_usage_error_of_one_line(built):
         (["a"], "got <U1"),
         ([2**70], "got object"),
         ([[1], [1, 2]], "inhomogeneous"),
-        (np.ones(37, np.bool_), r"got bool of shape \[37\]; select rows by a mask with numpy.flatnonzero"),
+        (np.ones(37, np.bool_), r"got bool of shape \[37\]; convert a boolean mask with numpy.flatnonzero"),
     ],
 )
 def test_row_ids_that_are_not_flat_integers_are_refused(built, row_ids, message):
@@ -154,7 +154,7 @@ def test_output_of_the_wrong_type_or_shape_is_refused(built, out):
 
 
 def test_unknown_precision_and_absent_index_are_refused(built, tmp_path):
-    with pytest.raises(UsageError, match="does not hold precision 'fp3'; it holds: bf16"):
+    with pytest.raises(UsageError, match="does not have precision 'fp3'; choose one of: bf16"):
         TokenStore.open(built[0], "fp3")
     with pytest.raises(UsageError, match="there is no index"):
         TokenStore.open(tmp_path / "nothing")

@@ -202,5 +202,5 @@ def test_another_precision_of_the_same_index(built, tmp_path):
     assert (exact.precision, rough.precision) == ("bf16", "nvfp4")
     expected = TokenIndex.open(tmp_path / "index", precision="nvfp4").search("a red canoe")
     assert rough.search("a red canoe") == expected != exact.search("a red canoe")
-    with pytest.raises(UsageError, match="does not hold precision 'fp8'"):
+    with pytest.raises(UsageError, match="does not have precision 'fp8'"):
         exact.with_precision("fp8")

@@ -223,7 +223,7 @@ def test_info_describes_the_index_and_the_limits(client, library):
         ("/search", {"query": "a", "score": "beauty"}, 422, "unknown part 'beauty'"),
         ("/search", {"query": "a", "score": "pooled"}, 422, "has no pooled similarity"),
         ("/search", {"query": "a", "index": "other"}, 404, "choose one of: photos"),
-        ("/search", {"query": "a", "precision": "fp2"}, 422, "does not hold precision 'fp2'"),
+        ("/search", {"query": "a", "precision": "fp2"}, 422, "does not have precision 'fp2'"),
         ("/search", {"row_id": 99}, 422, "row id 99 is out of range"),
         ("/search", {"row_id": HOLE}, 422, "has no tokens"),
         ("/search", {"row_id": 2**70}, 422, "row_id:"),
@@ -350,7 +350,7 @@ def test_a_name_that_resolves_to_loopback_is_not_answered(http, host, status):
 
 
 def test_the_client_reports_what_the_service_says(client):
-    with pytest.raises(ServiceError, match="does not hold precision") as caught:
+    with pytest.raises(ServiceError, match="does not have precision") as caught:
         client.search("a", precision="fp2")
     assert caught.value.status == 422
     with Client("http://127.0.0.1:9") as nobody, pytest.raises(ServiceError, match="cannot reach") as unreachable:
