@@ -27,7 +27,7 @@ class EdjeError(Exception):
 
 
 class UsageError(EdjeError):
-    """The caller asks for something impossible, for example with a wrong argument. Exit code 2.
+    """The request is not possible, for example because an argument is wrong. Exit code 2.
 
     Attributes:
         parameter: name of the parameter with the wrong value. None if no single parameter is wrong. The command line

@@ -18,7 +18,7 @@ def check_files(index: CommittedIndex) -> None:
     """Check that every file of the index exists and has the committed length.
 
     Raises:
-        CorruptIndexError: a file is missing or has another length, or a shard table is damaged.
+        CorruptIndexError: a file is missing or has a wrong length, or a shard table is damaged.
     """
     if problems := list(_problems(index)):
         shown = "; ".join(problems[:_PROBLEMS_SHOWN])

@@ -387,7 +387,7 @@ class _Requested:
     Attributes:
         batch: the records to read from files, without duplicates.
         duplicates: [n], index in the request of each row id that occurred before.
-        originals: [n], index in the request of the first occurrence of the row id of each of `duplicates`.
+        originals: [n], for each of `duplicates`, the index of the first occurrence of the same row id.
         unused: indices in the request of row ids that belong to no segment. Their blocks are holes.
     """
 
@@ -412,7 +412,7 @@ class _View:
         return None if self.checksums is None else self.checksums.check
 
     def checked(self, row_ids: RowIds) -> NDArray[np.int64]:
-        """Return `row_ids` as int64 [k]. Raise RowIdError if a row id is not valid, or UsageError; see `fetch`."""
+        """Return `row_ids` as int64 [k]. Raise the errors of `fetch` if a row id is not valid."""
         ids = check_row_ids(row_ids, self.index.manifest.spec.rows)
         self.deleted.refuse(ids)
         refuse_renumbered(ids, self.index.manifest.spec)

@@ -41,7 +41,7 @@ class Problem:
     Attributes:
         path: path of the file with the problem, relative to the index.
         code: kind of problem, for use in programs, for example `missing-file`.
-        message: description of the problem for people. It continues the path, for example "cannot be read: ...".
+        message: description of the problem, to print after the path, for example "cannot be read: ...".
 
     Example:
         >>> from pathlib import Path
@@ -61,7 +61,7 @@ def verify_index(root: str | Path, on_progress: Callable[[int, int], None] | Non
 
     Args:
         root: directory of the index.
-        on_progress: called as `on_progress(done, total)` after each shard, with two numbers of shards.
+        on_progress: called as `on_progress(done, total)` after each shard. Both arguments are numbers of shards.
 
     Returns:
         All problems that were found. The list is empty if the index is undamaged.
@@ -150,7 +150,7 @@ def _check_metadata(layout: Layout, spec: IndexSpec) -> Iterator[Problem]:
 
 
 def _differs_in_rows(actual: Any, document: dict[str, Any]) -> bool:
-    """Return True if two Zarr documents differ only in the number of rows, as during an append."""
+    """Return True if two Zarr documents differ only in the number of rows, which happens during an append."""
     try:
         rows, *record_shape = actual["shape"]
         expected_rows = document["shape"][0]

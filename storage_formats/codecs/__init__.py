@@ -50,7 +50,7 @@ def codec(name: str, block_shape: tuple[int, int] = DEFAULT_BLOCK_SHAPE) -> Code
         [k, record_bytes]. Its method `decode` does the reverse.
 
     Raises:
-        UsageError: the name is unknown, or d is not a multiple of the precision's group size.
+        UsageError: the name is unknown, or d is not a multiple of the group size of the precision.
 
     Example:
         >>> import ml_dtypes, numpy as np

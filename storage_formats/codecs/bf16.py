@@ -1,6 +1,6 @@
 """`bf16`: bfloat16 values, stored unchanged.
 
-A record holds m x d bfloat16 values, little endian, tokens in order: 2 m d bytes. A bfloat16 is the upper half of an
+A record contains m x d bfloat16 values of two bytes, little endian, tokens in order. A bfloat16 is the upper half of an
 IEEE 754 binary32: 1 sign bit, 8 exponent bits (bias 127), 7 fraction bits. All values are stored exactly, including
 NaN.
 

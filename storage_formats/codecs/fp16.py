@@ -1,6 +1,6 @@
 """`fp16`: IEEE 754 binary16, without a scale.
 
-A record holds m x d binary16 values, little endian, tokens in order: 2 m d bytes.
+A record contains m x d binary16 values of two bytes, little endian, tokens in order.
 
 - Magnitudes from 2 ** -14 to 65,504 are stored exactly.
 - Smaller magnitudes are rounded to a multiple of 2 ** -24, ties to even.

@@ -1,6 +1,6 @@
 """`fp8`: E4M3 codes with one power-of-two scale per token.
 
-A record holds, for m tokens of width d:
+A record contains, for m tokens of width d:
 
 - m x d E4M3 codes of one byte, tokens in order
 - m E8M0 scales of one byte

@@ -1,6 +1,6 @@
 """`int8`: integers with one scale per token.
 
-A record holds, for m tokens of width d:
+A record contains, for m tokens of width d:
 
 - m x d two's complement integers of one byte, tokens in order
 - m bfloat16 scales, little endian

@@ -155,7 +155,7 @@ def _rounded_e4m3(number: np.uint16, factor: np.float32) -> Any:
 
 @inlined
 def _extremes(bits: U16, first: Index, count: Index) -> Any:
-    """Return (bits of the largest magnitude, bits of the smallest nonzero magnitude, minus 1)."""
+    """Return the bits of the largest magnitude, and the bits of the smallest nonzero magnitude minus 1."""
     largest, below_smallest = np.uint16(0), np.uint16(0xFFFF)
     for i in range(count):
         magnitude = np.uint16(bits[first + i] & np.uint16(0x7FFF))
@@ -354,7 +354,7 @@ def _read_word(records: U8, at: Index) -> Any:
 
 @kernel(input_array(types.uint8), _MOVES, input_array(types.uint16), output_array(types.uint16), types.uint64, _SPAN)
 def translate(records: U8, moves: Moves, table: U16, out: U16, values: Index, span: Span) -> None:
-    """Write `table[w]` for each 16-bit word w of the records. `table` has 65,536 entries."""
+    """Write `table[w]` to `out` for each 16-bit word w of the records. `table` has 65,536 entries."""
     offsets, blocks = moves
     start, stop = span
     for move in range(start, stop):

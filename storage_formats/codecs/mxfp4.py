@@ -1,6 +1,6 @@
 """`mxfp4`: MXFP4 (OCP Microscaling Formats (MX) Specification 1.0, 2023).
 
-A record holds, for m tokens of width d, where d is a multiple of 32:
+A record contains, for m tokens of width d, where d is a multiple of 32:
 
 - m x d / 2 bytes of E2M1 codes, tokens in order, two codes per byte with the first in the low half
 - m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a token

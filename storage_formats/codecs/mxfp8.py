@@ -1,6 +1,6 @@
 """`mxfp8`: MXFP8 with E4M3 elements (OCP Microscaling Formats (MX) Specification 1.0, 2023).
 
-A record holds, for m tokens of width d, where d is a multiple of 32:
+A record contains, for m tokens of width d, where d is a multiple of 32:
 
 - m x d E4M3 codes of one byte (see `fp8`), tokens in order
 - m x d / 32 E8M0 scales of one byte, one per group of 32 consecutive values of a token

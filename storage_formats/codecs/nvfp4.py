@@ -1,6 +1,6 @@
 """`nvfp4`: NVFP4 (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025) with a fixed second-level scale.
 
-A record holds, for m tokens of width d, where d is a multiple of 16:
+A record contains, for m tokens of width d, where d is a multiple of 16:
 
 - m x d / 2 bytes of E2M1 codes (see `mxfp4`), tokens in order, two codes per byte with the first in the low half
 - m x d / 16 E4M3 scales of one byte (see `fp8`), one per group of 16 consecutive values of a token

@@ -1,6 +1,6 @@
 """`sign1`: the sign of each value, with one scale per token.
 
-A record holds, for m tokens of width d, where d is a multiple of 8:
+A record contains, for m tokens of width d, where d is a multiple of 8:
 
 - m x d / 8 bytes of sign bits, tokens in order; the lowest bit of a byte comes first, and 1 means negative
 - m bfloat16 scales, little endian

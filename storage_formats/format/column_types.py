@@ -25,8 +25,8 @@ def cast_columns(table: pa.Table, schema: pa.Schema, source_names: Collection[st
     Args:
         table: stored columns.
         schema: names and types of the columns of the result.
-        source_names: names of the source columns. A source column may have a narrower type in `table`. If it is missing
-            from `table`, its values in the result are null.
+        source_names: names of the source columns. A source column may have a narrower type in `table`, or may be
+            missing from `table`. A missing column is null in the result.
 
     Raises:
         ValueError, TypeError, pyarrow.ArrowException: a column cannot be converted.

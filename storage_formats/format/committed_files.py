@@ -70,7 +70,7 @@ class CommittedFiles:
 
 
 class _Table:
-    """Reads one shard table. The file of the table must match its checksum in the manifest."""
+    """Reads one shard table. The table must match the checksum in the manifest."""
 
     def __init__(self, layout: Layout, entry: FileEntry) -> None:
         self.path = layout.root / entry.path
@@ -80,7 +80,7 @@ class _Table:
         self._identity: tuple[int, ...] = ()
 
     def lines(self, shards: list[int]) -> list[dict[str, Any]]:
-        """Return the lines of the table for `shards`, each line as a dictionary with the column names as keys."""
+        """Return the lines of the table for `shards`. Each line is a dictionary from column name to value."""
         requested = pa.array(shards, pa.int32())
         try:
             with open_index_file(self._root, self.path) as file:

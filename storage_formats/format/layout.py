@@ -1,4 +1,4 @@
-"""The paths, names and offsets of an index (SPEC.md sections 3 and 6). Nothing here accesses the disk."""
+"""The paths, names and offsets of an index (SPEC.md sections 3 and 6). This module does not access the disk."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class Layout:
         return self.tokens / precision
 
     def data_folders(self) -> list[Path]:
-        """Return the directories of committed files, except the root and `snapshots/`."""
+        """Return all directories that contain committed files, except the root and `snapshots/`."""
         return [self.rows, self.embeddings, self.tokens, self.root / "checksums", self.root / "manifest", self.ann]
 
     def zarr_files(self, precisions: Iterable[str]) -> list[Path]:

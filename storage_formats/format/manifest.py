@@ -40,7 +40,7 @@ class Counts:
         return sum(self.failed.values())
 
     def check(self) -> None:
-        """Raise CorruptIndexError unless the other numbers add up to `inputs`."""
+        """Raise CorruptIndexError unless `inputs` is the sum of the other numbers."""
         total = self.indexed + self.duplicates + self.failed_total
         if total != self.inputs:
             raise CorruptIndexError(
@@ -250,11 +250,11 @@ class Manifest:
 
 @dataclass(frozen=True)
 class CommittedIndex:
-    """A finished index and one of its manifests.
+    """A finished index, opened at one snapshot.
 
     Attributes:
         root: absolute path of the index.
-        manifest: manifest of the snapshot to read.
+        manifest: manifest of this snapshot.
     """
 
     root: Path
@@ -276,7 +276,7 @@ class CommittedIndex:
 
 
 def earlier_snapshots(layout: Layout, current: Manifest) -> list[int]:
-    """Return the numbers of all earlier snapshots than `current` that are on disk, ascending."""
+    """Return the numbers of the snapshots on disk that are older than `current`, ascending."""
     numbers = [int(path.stem) for path in layout.snapshot(0).parent.glob("*.json") if path.stem.isdecimal()]
     return sorted(number for number in numbers if number < current.snapshot.number)
 

@@ -47,8 +47,8 @@ def read_table(data: bytes, columns: list[str] | None = None, *, optional: Colle
         optional: names in `columns` that are skipped if the table does not have them.
 
     Raises:
-        OSError, ValueError, pyarrow.ArrowException: `data` is damaged, has no column of a given name, or declares more
-            rows than so few bytes can contain.
+        OSError, ValueError, pyarrow.ArrowException: `data` is damaged, a column is missing, or the table would be too
+            large for the length of `data`.
     """
     with open_parquet(pa.py_buffer(data)) as file:
         _check_size(file.metadata, len(data))
@@ -125,7 +125,8 @@ def _check_texts(table: pa.Table, length: int) -> None:
     total = sum(pc.sum(each).as_py() or 0 for each in lengths)
     if total > max(_MIN_TEXT_BYTES, _MAX_TEXT_EXPANSION * length):
         raise ValueError(
-            f"the Parquet file is damaged: its texts would take {total} bytes in memory, but it has only {length} bytes"
+            f"the Parquet file is damaged: the texts would take {total} bytes in memory, but the file has only "
+            f"{length} bytes"
         )
 
 
@@ -139,5 +140,5 @@ def _check_size(metadata: pq.FileMetaData, length: int) -> None:
     if max(rows, values) > _MAX_ROWS_PER_BYTE * length or decoded > _MAX_EXPANSION * length:
         raise ValueError(
             f"the Parquet file is damaged: it declares {rows} rows with {decoded} bytes of values, "
-            f"but a file of {length} bytes cannot hold that many"
+            f"but a file of {length} bytes cannot contain that many"
         )

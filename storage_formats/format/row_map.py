@@ -34,7 +34,7 @@ def write_row_map(layout: Layout, parts: Iterable[tuple[Ints, Ints]]) -> FileEnt
 
     Args:
         layout: layout of the index.
-        parts: pairs (old row ids, new row ids), int64 [k] each. Both ascend over all parts.
+        parts: pairs (old row ids, new row ids), int64 [k] each. The row ids ascend within a part and from part to part.
     """
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, ROW_MAP_SCHEMA, compression="zstd") as writer:

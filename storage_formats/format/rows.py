@@ -82,7 +82,7 @@ def rows_table(entries: Sequence[RowEntry]) -> pa.Table:
 
 
 def type_name(arrow_type: pa.DataType) -> str:
-    """Return a readable name of a column type. The types of source columns have the names in SPEC.md."""
+    """Return the name of a column type for messages. Types of source columns have the names in SPEC.md."""
     return next((name for name, each in ARROW_TYPES.items() if each == arrow_type), str(arrow_type))
 
 
@@ -132,8 +132,8 @@ def read_shard_rows(
         columns: names of the columns to read. None reads all standard columns and all `source_columns`.
         committed: file entry in the shard table, which the file must match. None skips this check, for example during a
             build.
-        source_columns: source columns of the index. If a column is missing from the file, all its values are null. A
-            narrower column type is converted.
+        source_columns: source columns of the index. A column that is missing from the file is null in the result. A
+            column with a narrower type in the file is converted.
 
     Raises:
         CorruptIndexError: the file is missing, is not a rows table, or differs from the committed file.
@@ -227,7 +227,7 @@ def read_rows(root: str | Path, row_ids: RowIds | None = None, columns: list[str
 
 
 def read_index_rows(index: CommittedIndex, row_ids: RowIds | None = None, columns: list[str] | None = None) -> pa.Table:
-    """Read rows like `read_rows`, from an open index."""
+    """Read rows like `read_rows`, but from an open index."""
     if row_ids is None:
         return read_all_rows(index, columns)
     spec = index.manifest.spec

@@ -1,4 +1,4 @@
-"""Shard tables. Each lists the data files of one segment of an index (SPEC.md section 5)."""
+"""Shard tables. Each table lists the data files of one segment of an index (SPEC.md section 5)."""
 
 from __future__ import annotations
 

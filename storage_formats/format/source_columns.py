@@ -102,7 +102,7 @@ def columns_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[SourceColumn
 
 
 def merge_columns(*tables: Iterable[SourceColumn]) -> tuple[SourceColumn, ...]:
-    """Merge source columns by name. A merged column has all kinds and the total number of values."""
+    """Merge columns of the same name. A merged column has the kinds of all columns, and the sum of their `values`."""
     merged: dict[str, SourceColumn] = {}
     for column in (column for table in tables for column in table):
         other = merged.get(column.name, SourceColumn(column.name, (), 0))
@@ -133,7 +133,7 @@ def stored_name(name: str, standard_names: Iterable[str]) -> str:
 def kind_of(value: Value) -> str:
     """Return the kind of a value: "bool", "int", "big-int", "float", "text", "timestamp" or "texts".
 
-    A "big-int" is an integer that float64 cannot hold exactly.
+    A "big-int" is an integer that float64 cannot represent exactly.
     """
     if isinstance(value, PlainText):
         return _kind_of_plain(value)

@@ -104,7 +104,7 @@ class Tombstones:
             )
         tombstones = cls(spec.shard_size, shards, bits)
         if not rows_in_use(tombstones.row_ids(), spec).all():
-            raise ValueError("the file of deleted rows names rows that the index does not have")
+            raise ValueError("the file of deleted rows contains rows outside the index")
         return tombstones
 
 
@@ -155,7 +155,7 @@ def read_tombstones(root: Path, spec: IndexSpec, snapshot: Snapshot) -> Tombston
         ) from error
     if len(tombstones) != snapshot.deleted_rows:
         raise CorruptIndexError(
-            f"{path} marks {len(tombstones)} rows as deleted, but index.json says "
+            f"{path} marks {len(tombstones)} rows as deleted, but index.json lists "
             f"{snapshot.deleted_rows}; restore both files from a backup"
         )
     return tombstones

@@ -38,7 +38,7 @@ class Admission:
     def through_cache(self, shard: int, position: int, size: int, is_resident: Callable[[int, int], bool]) -> bool:
         """Record a read of `size` bytes of a shard. Return True if this read should go through the page cache.
 
-        After each eviction of an admitted shard, the shard is admitted again after twice as many bytes of direct reads.
+        Each eviction of an admitted shard doubles the bytes of direct reads before the next admission of this shard.
 
         Args:
             shard: shard number.

@@ -34,8 +34,6 @@ def has_crc_instruction() -> bool:
 
 
 def _crc_instruction(name: str, value: ir.IntType) -> Any:
-    """Return a compiled function that updates a CRC with the `value` at a memory address."""
-
     def add(_: Any, crc: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
             crc, address = arguments

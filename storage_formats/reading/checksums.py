@@ -45,7 +45,7 @@ class BlockCheck:
         """Compare `actual[start:stop]` with `expected[start:stop]`.
 
         Raises:
-            CorruptIndexError: a computed checksum differs from the stored one.
+            CorruptIndexError: a computed checksum differs from the stored checksum.
         """
         is_damaged = actual[start:stop] != self.expected[start:stop]
         if is_damaged.any():
@@ -133,7 +133,7 @@ class BlockChecksums:
             except OSError as error:
                 raise CorruptIndexError(
                     f"cannot read the checksum file {error.filename}: {error.strerror}; run 'edje-index verify', "
-                    "or read unchecked (verify_reads=False)"
+                    "or open the store with verify_reads=False"
                 ) from error
         return {shard: self._checked(shard, content, entries[shard]) for shard, content in contents.items()}
 
@@ -142,7 +142,7 @@ class BlockChecksums:
         if len(content) != 4 * len(rows):
             raise CorruptIndexError(
                 f"the checksum file {path} does not have {4 * len(rows)} bytes (4 per row); run 'edje-index "
-                "verify', or read unchecked (verify_reads=False)",
+                "verify', or open the store with verify_reads=False",
                 row_ids=rows,
             )
         check_content(path, entry, content, row_ids=rows)

@@ -34,10 +34,7 @@ PartCheck = Callable[[Part], BlockCheck]
 def block_destinations(
     codec: Codec, out: Blocks, buffers: BufferPool, checker: Checker | None = None
 ) -> DestinationFactory:
-    """Return a factory of destinations that decode records with `codec` and write the blocks to `out` [k, m, d].
-
-    A record with the index i in the output is written to `out[i]`.
-    """
+    """Return a factory of destinations that decode records with `codec` and write the blocks to `out` [k, m, d]."""
     if codec.name == BF16Codec.name:
         return record_destinations(out.view(np.uint8).reshape(len(out), codec.record_bytes), checker)
 

@@ -214,7 +214,7 @@ class ReadEngines:
         return sum(if_unknown if share is None else share for share in shares) / len(shares)
 
     def _looked_up(self, shard: int) -> bool:
-        """Return True if the last page cache query for the whole shard was a few seconds ago or less."""
+        """Return True if the page cache was queried for the whole shard in the last few seconds."""
         file = self._cached_files.peek(shard)
         return file is not None and _is_recent(file)
 

@@ -58,7 +58,7 @@ class ShardFile:
         size = os.fstat(self.fd).st_size
         if size < self.size:
             raise CorruptIndexError(
-                f"the token file {self.path} was shortened from {self.size} to {size} bytes while it was "
+                f"the token file {self.path} was shortened from {self.size} to {size} bytes while the file was "
                 "open; run 'edje-index verify'"
             )
         with self._lock:
@@ -85,7 +85,8 @@ def open_files() -> int:
 class ShardFiles:
     """A cache of the open shard files of one precision. Thread-safe.
 
-    At the limit, it closes the least recently used file. It never closes a file that a reader uses.
+    If too many files are open, the cache closes the least recently used file. It never closes a file that a reader
+    uses.
 
     Args:
         path: function that takes a shard number and returns the path of the file. It may raise OSError.
@@ -137,7 +138,7 @@ class ShardFiles:
         return self._open.get(shard)
 
     def release(self, files: dict[int, ShardFile]) -> None:
-        """Allow `files`, a result of `acquire`, to be closed."""
+        """Release the files that `acquire` returned, so that they can be closed."""
         with self._lock:
             for file in files.values():
                 file.readers -= 1

@@ -1,7 +1,8 @@
 """Engines that read with direct I/O through a queue of requests: `io_uring`, `direct` and `sequential`.
 
 Direct I/O bypasses the page cache. All offsets, lengths and memory addresses must be multiples of the sector size. If a
-record does not start and end at a sector boundary, or must be decoded, its sectors are read into a buffer first.
+record does not start and end at a sector boundary, or must be decoded, the engine reads the sectors into a buffer
+first.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class _Flight:
 
     Attributes:
         offsets: [r], byte offset in the file of each request.
-        needed: [r], number of bytes up to the end of the last record of each request.
+        needed: [r], number of bytes from the offset to the end of the last record of each request.
         memory: memory that the requests write to.
         memory_offsets: [r], byte offset in `memory` of each request.
         results: [r], number of bytes read, a negative errno, or `_NO_RESULT`.

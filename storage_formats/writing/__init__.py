@@ -1,1 +1,1 @@
-"""Writing and changing of indexes."""
+"""Writes and changes indexes."""

@@ -30,7 +30,7 @@ def begin_index(root: str | Path, spec: IndexSpec) -> None:
 
 
 def clear_staging(root: str | Path) -> None:
-    """Remove the private files of crashed attempts. Call this only while no worker writes to the index."""
+    """Remove the private files of workers that crashed. Call this only while no worker writes to the index."""
     layout = Layout(Path(root))
     shutil.rmtree(layout.staging, ignore_errors=True)
     layout.staging.mkdir(parents=True, exist_ok=True)

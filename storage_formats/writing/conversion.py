@@ -119,7 +119,7 @@ def _read_ahead(pieces: Iterator[Piece]) -> Generator[Piece]:
 
 
 def _checked_blocks(task: ConversionTask, layout: Layout) -> Iterator[Piece]:
-    """Yield (first position, blocks). A yielded piece is valid until the second piece after it is computed."""
+    """Yield (first position, blocks). Only the last two yielded pieces are valid."""
     # Two buffers take turns, because new memory would cost a page fault per 4 KiB.
     source_codec = codec(task.source, task.spec.block_shape)
     step = max(1, _PIECE_BYTES // source_codec.record_bytes)
@@ -135,20 +135,20 @@ def _checked_blocks(task: ConversionTask, layout: Layout) -> Iterator[Piece]:
 def _checked_records(
     task: ConversionTask, layout: Layout, source_codec: Codec, step: int
 ) -> Iterator[tuple[int, Records]]:
-    """Yield (first position, records). A yielded piece is valid until the second piece after it is computed."""
+    """Yield (first position, records). Only the last two yielded pieces are valid."""
     rows = len(task.spec.shard_rows(task.shard))
     path = layout.token_shard(task.source, task.shard, len(source_codec.record_shape))
     try:
         checksums = read_checksums(layout, task.source, task.shard, rows)
         with os.fdopen(open_regular(check_inside(layout.root, path)), "rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size < rows * source_codec.record_bytes:  # before memory is allocated
-                raise CorruptIndexError(f"{path} ends before its last record; run 'edje-index verify'")
+                raise CorruptIndexError(f"{path} ends before the last record; run 'edje-index verify'")
             buffers = [np.empty((min(step, rows), source_codec.record_bytes), dtype=np.uint8) for _ in range(2)]
             for first in range(0, rows, step):
                 buffers.reverse()
                 records = buffers[0][: rows - first]
                 if not _fill(file, records):
-                    raise CorruptIndexError(f"{path} ends before its last record; run 'edje-index verify'")
+                    raise CorruptIndexError(f"{path} ends before the last record; run 'edje-index verify'")
                 for position in np.flatnonzero(crc32c_rows(records) != checksums[first : first + len(records)]):
                     row = task.spec.shard_rows(task.shard).start + first + position
                     raise CorruptIndexError(f"the block of row {row} in {path} is damaged; run 'edje-index verify'")
@@ -232,7 +232,7 @@ def remove_leftovers(root: str | Path) -> None:
     """Delete `build/` and the files of dropped precisions and unfinished conversions.
 
     The caller must hold the lock of the index. An unfinished conversion cannot be resumed afterwards. Earlier shard
-    tables are kept, because open readers need them.
+    tables are kept, because readers that are already open need them.
     """
     index = CommittedIndex.open(root)
     layout = Layout(index.root)

@@ -38,7 +38,8 @@ class MergeInput:
 
     Attributes:
         index: the index.
-        offset: number to add to a row id of `index` for the row id in the merged index. A multiple of the shard size.
+        offset: number to add to a row id of `index` to get the row id in the merged index. A multiple of the shard
+            size.
     """
 
     index: CommittedIndex
@@ -203,7 +204,7 @@ def find_duplicates(merge: Merge) -> list[Ints]:
     """Find rows that have the same content as an indexed row of an earlier input. Deleted rows are ignored.
 
     Returns:
-        For each input, the row ids of its duplicates, int64 [k].
+        For each input, the row ids of the duplicates in this input, int64 [k].
     """
     known: Hashes = np.empty(0, _HASH)
     duplicates = []

@@ -22,7 +22,7 @@ class Provenance:
     """The origin of an index. `index.json` stores these values unchanged.
 
     Attributes:
-        model: description of the model. The member `fingerprint` is required: a hash of everything that determines the
+        model: description of the model. The required member `fingerprint` is a hash of everything that determines the
             stored bytes.
         settings: settings of the build.
         plan: fingerprint of the build plan.

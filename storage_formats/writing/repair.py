@@ -92,9 +92,9 @@ class ShardRepair:
     def _candidates(self, token_codec: Codec) -> Iterator[tuple[str, Records]]:
         """Yield candidates (description of the source, records) for the original records of the shard.
 
-        If the checksum file is undamaged, there is one candidate: the stored records, with damaged records replaced by
-        converted records of other precisions that match the checksums. Otherwise the records of each candidate come
-        from one precision.
+        If the checksum file is undamaged, there is one candidate. It consists of the undamaged stored records, and of
+        records converted from other precisions that match the checksums. If the checksum file is damaged, there is one
+        candidate per precision.
         """
         stored = self._stored(token_codec)
         others = [

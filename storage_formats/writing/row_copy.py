@@ -55,7 +55,7 @@ class RowCopy:
         selection: the rows to copy.
         target: directory of the index to write to. It may be the directory of `source`.
         spec: shape of the target. The last segment has one row for each selected row.
-        plan: fingerprint for the receipts.
+        plan: fingerprint of the plan, stored in the receipts.
     """
 
     source: CommittedIndex
@@ -191,7 +191,7 @@ class RowCopier:
 
 
 def with_columns(table: pa.Table, columns: Mapping[str, Sequence[Any]]) -> pa.Table:
-    """Return `table` with the values of some columns replaced. `columns` contains the new values by column name."""
+    """Return `table` with new values in some columns. `columns` maps column names to new values."""
     for name, values in columns.items():
         index = table.schema.get_field_index(name)
         field = table.schema.field(index)
@@ -200,7 +200,7 @@ def with_columns(table: pa.Table, columns: Mapping[str, Sequence[Any]]) -> pa.Ta
 
 
 def count_values(layout: Layout, shards: Iterable[int], columns: Sequence[SourceColumn]) -> tuple[SourceColumn, ...]:
-    """Return `columns` with their numbers of values set to the numbers of values in `shards`."""
+    """Count the values of each source column in `shards`. Return `columns` with these numbers."""
     if not columns:
         return ()
     counts = Counter[str]()

@@ -84,7 +84,7 @@ def test_an_index_that_is_replaced_under_an_open_store_is_noticed(tmp_path, fetc
             assert same_bits(store.fetch([1]), blocks[[1]])
         shutil.rmtree(root)
         other.rename(root)
-        with pytest.raises(CorruptIndexError, match="replaced while it was open"):
+        with pytest.raises(CorruptIndexError, match="replaced while the index was open"):
             store.fetch(range(SPEC.rows))
 
 
