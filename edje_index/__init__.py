@@ -1,6 +1,7 @@
 """The EDJE feature index: models, indexing, search, evaluation, and fetching of token blocks.
 
-The names in `__all__` are the public interface. Heavy libraries are imported when a name that needs them is first used.
+The names in `__all__` are the public interface. Importing this package imports no heavy libraries. The
+first use of a name imports what the name needs.
 """
 
 from __future__ import annotations

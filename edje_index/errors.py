@@ -19,7 +19,7 @@ class ModelError(EdjeError):
 
 
 class BundleNotFoundError(ModelError):
-    """The index records a path of its model bundle that is relative or no longer exists.
+    """The model bundle of an index was not found: the path in the index is relative, or does not exist.
 
     Example:
         >>> from edje_index.errors import BundleNotFoundError, ModelError
@@ -29,7 +29,7 @@ class BundleNotFoundError(ModelError):
 
 
 class HubUnreachableError(ModelError):
-    """Weights, a configuration or a tokenizer are not in the local cache and cannot be downloaded.
+    """Model files are not in the local cache, and the model hub cannot be reached to download them.
 
     Example:
         >>> from edje_index import HubUnreachableError, ModelError

@@ -1,4 +1,4 @@
-"""Reads and writes JSON and JSON Lines files, and creates folders that appear only when complete."""
+"""Reads and writes JSON and JSON Lines files, and creates folders atomically."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class JsonLine:
     Attributes:
         number: line number, from 1.
         value: the parsed value; None if the line is not JSON.
-        error: the reason why the line is not JSON; None if the line is JSON.
+        error: reason why the line is not JSON; None if the line is JSON.
     """
 
     number: int
@@ -34,10 +34,10 @@ class JsonLine:
 
 
 def read_json_lines(path: str | bytes | Path, *, decode_errors: str = "strict") -> Iterator[JsonLine]:
-    """Yield the lines of a JSON Lines file in UTF-8. Blank lines are skipped.
+    """Yield the lines of a JSON Lines file. Blank lines are skipped.
 
     Args:
-        path: path of the file.
+        path: path of the file, which is UTF-8.
         decode_errors: error handler for bytes that are not UTF-8, as in `bytes.decode`.
 
     Raises:
@@ -60,16 +60,16 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int]) -> dict[str, Any]:
-    """Read a JSON file that describes the folder that contains this file.
+    """Read the JSON file that describes a folder.
 
     Args:
-        path: path of the JSON file.
+        path: path of the JSON file, inside the folder.
         kind: kind of folder for error messages, for example "model bundle".
-        form: required value of the key ``format`` in the file.
-        versions: accepted values of the key ``format_version`` in the file.
+        form: required value of the key ``format``.
+        versions: accepted values of the key ``format_version``.
 
     Raises:
-        ModelError: the file is missing or unreadable, or the format or version in the file is not accepted.
+        ModelError: the file is missing or unreadable, or its ``format`` or ``format_version`` is not accepted.
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -93,7 +93,7 @@ def read_versioned(path: Path, kind: str, *, form: str, versions: Collection[int
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Context with a temporary folder, which is renamed to ``out`` if the body succeeds.
+    """Create a temporary folder for the `with` block, and rename the folder to ``out`` if the block succeeds.
 
     Raises:
         ModelError: ``out`` exists.
@@ -112,7 +112,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _make_readable(folder: Path) -> None:
-    """Let all users read the files in `folder`."""
+    """Let all users read `folder` and its files."""
     # Temporary folders and safetensors files are created with permissions for their owner only.
     folder.chmod(0o755)
     for path in folder.rglob("*"):

@@ -1,1 +1,1 @@
-"""Reads caption files in common formats, and finds the index rows of the captioned images."""
+"""Reads caption files in common formats, and finds the index row of each captioned image."""

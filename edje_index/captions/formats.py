@@ -1,4 +1,4 @@
-"""Readers of caption files, one per format."""
+"""Reads caption files: one function per format."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read_records(path: Path) -> Iterator[CaptionRecord]:
     """Yield the records of a caption file, in file order.
 
     Raises:
-        UsageError: the file cannot be read, or a record is malformed. The message names the first malformed record.
+        UsageError: the file cannot be read, or a record is malformed. The message gives the position of the record.
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
@@ -89,7 +89,7 @@ def _convert_each(
 
 
 def _coco(path: Path, content: Mapping[str, Any]) -> Iterator[CaptionRecord]:
-    """Read COCO caption annotations (https://cocodataset.org/#format-data, section 4)."""
+    """Yield the records of a COCO caption file (https://cocodataset.org/#format-data, section 4)."""
     texts_by_image = _coco_annotations(path, content["annotations"])
 
     def convert(value: Any) -> CaptionRecord:
@@ -141,7 +141,7 @@ def _parquet(path: Path) -> Iterator[CaptionRecord]:
 
 @dataclass
 class _Sample:
-    """One sample of a WebDataset shard: the members of the tar file that have the same key."""
+    """One sample of a WebDataset shard: all members of the tar file with the same key."""
 
     images: list[str] = field(default_factory=list)
     text: bytes | None = None
@@ -164,7 +164,7 @@ def _sample_record(tar: str, key: str, sample: _Sample) -> CaptionRecord:
         )
     value: Any = {} if sample.json is None else parse_json(sample.json)
     if not isinstance(value, dict):
-        raise RecordError(f"the .json file of a sample must hold an object, but holds a {type(value).__name__}")
+        raise RecordError(f"the .json file of a sample must contain an object, but contains a {type(value).__name__}")
     if sample.text is not None:
         value[CAPTION_KEYS[0]] = [line for line in decode_text(sample.text).splitlines() if line.strip()] or [""]
     if not any(name in value for name in CAPTION_KEYS):
@@ -182,7 +182,10 @@ def _sample_record(tar: str, key: str, sample: _Sample) -> CaptionRecord:
 
 
 def _samples(path: Path) -> dict[str, _Sample]:
-    """Return the samples of a shard by key. The key is the path up to the first dot of the file name."""
+    """Return the samples of a WebDataset shard by key.
+
+    A key is the member's path up to the first dot of the file name.
+    """
     samples: dict[str, _Sample] = {}
     try:
         with path.open("rb") as file:
@@ -200,14 +203,14 @@ def _samples(path: Path) -> dict[str, _Sample]:
                     setattr(sample, "text" if suffix.lower() == "txt" else "json", data)
     except TarDamage as damage:
         raise UsageError(
-            f"{path} is not a sound uncompressed tar file: {damage.detail}; write or copy this file again"
+            f"{path} is not an intact uncompressed tar file: {damage.detail}; write or copy this file again"
         ) from damage
     return samples
 
 
 @contextmanager
 def _located(path: Path, position: str = "") -> Iterator[None]:
-    """Context that turns a `RecordError` into a `UsageError` that names the file and the position."""
+    """Convert a `RecordError` of the `with` block to a `UsageError` that names the file and the position."""
     try:
         yield
     except RecordError as error:

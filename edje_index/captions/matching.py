@@ -28,28 +28,28 @@ NAME_COLUMNS = ("row_id", "uri", "uri_raw", "status", "reason", "duplicate_of")
 
 @dataclass(frozen=True)
 class MatchedRows:
-    """The index rows of n captioned images ("items").
+    """The index rows of n captioned images.
 
     Attributes:
-        rows: row id of each item, int64 [n]; -1 for an item without a row.
-        reasons: why each item has no row: "not-in-index", "deleted" or the reason of the failed image. None if it
-            has a row.
+        rows: row id of each image, int64 [n]; -1 for an image without a row.
+        reasons: one entry per image: None for an image with a row, otherwise the reason why the image has no row:
+            "not-in-index", "deleted", or the reason why a build could not encode the image.
     """
 
     rows: NDArray[np.int64]
     reasons: tuple[str | None, ...]
 
     def missing(self) -> dict[str, int]:
-        """Return the number of items without a row, by reason."""
+        """Return the number of images without a row, by reason."""
         return dict(sorted(Counter(reason for reason in self.reasons if reason is not None).items()))
 
     def split(self, count: int) -> tuple[MatchedRows, MatchedRows]:
-        """Return the rows of the first `count` items and the rows of the remaining items."""
+        """Return the rows of the first `count` images, and the rows of the remaining images."""
         rows, reasons = self.rows, self.reasons
         return MatchedRows(rows[:count], reasons[:count]), MatchedRows(rows[count:], reasons[count:])
 
     def indexed(self, items: Sequence[CaptionedImage]) -> tuple[list[CaptionedImage], NDArray[np.int64]]:
-        """Return the k items in `items` that have a row, and the row ids of these items, int64 [k]."""
+        """Return the k images in `items` that have a row, and their row ids, int64 [k]."""
         kept = [item for item, row in zip(items, self.rows, strict=True) if row >= 0]
         return kept, self.rows[self.rows >= 0]
 
@@ -57,19 +57,19 @@ class MatchedRows:
 def match_items(
     root: Path, table: pa.Table, items: Sequence[CaptionedImage], *, allow_none: bool = False
 ) -> MatchedRows:
-    """Find the rows of `items` by the names of their images.
+    """Find the rows of `items` by the names of the images.
 
     A duplicate gets the row of its original. If two rows share a name, the first wins. If a name is not in the index,
-    the name is looked up again after symbolic links in its folders are resolved.
+    symbolic links in the folders of the name are resolved, and the resolved name is looked up.
 
     Args:
         root: path of the index, for error messages.
-        table: rows of the index with the columns `NAME_COLUMNS`, see `storage_formats.format.rows.read_all_rows`.
+        table: the rows table, with the columns `NAME_COLUMNS`. See `storage_formats.format.rows.read_all_rows`.
         items: captioned images.
-        allow_none: return without an error even if no item is in the index.
+        allow_none: True to return without an error even if no image is in the index.
 
     Raises:
-        UsageError: no item is in the index, and `allow_none` is false.
+        UsageError: no image is in the index, and `allow_none` is False.
     """
     matches = _lookup(table, [os.fsencode(item.path) for item in items], lambda name: name)
     unmatched = [position for position, match in enumerate(matches) if match is None]
@@ -93,7 +93,13 @@ class _Match:
 
 
 def _lookup(table: pa.Table, names: list[bytes], convert: Callable[[bytes], bytes]) -> list[_Match | None]:
-    """Return the row of each name; None for a name without a row. `convert` is applied to the names in `table`."""
+    """Return the row of each name; None for a name without a row.
+
+    Args:
+        table: the rows table.
+        names: names to look up.
+        convert: function that is applied to each name in `table` before the comparison.
+    """
     names_of_texts = {display_path(name).encode(): name for name in names}
     requested = set(names)
     matches: dict[bytes, _Match] = {}
@@ -117,7 +123,7 @@ def _lines(table: pa.Table) -> Iterator[dict[str, Any]]:
 def _row_name(
     row: dict[str, Any], convert: Callable[[bytes], bytes], names_of_texts: dict[bytes, bytes]
 ) -> bytes | None:
-    """Return the converted name of a row; None if no requested name has the same text."""
+    """Return the converted name of a row; None if the name is not requested."""
     is_member = "!" in row["uri"]  # for a member, `uri_raw` is the name of the archive
     if row["uri_raw"] is None or is_member:
         return names_of_texts.get(convert(row["uri"].encode()))
@@ -125,7 +131,7 @@ def _row_name(
 
 
 def _follow_duplicates(table: pa.Table, duplicates: dict[int, list[_Match]]) -> None:
-    """Replace the match of each duplicate by the match of its original."""
+    """Replace the match of each duplicate with the match of its original."""
     originals = table.select(["row_id", "status", "reason"]).filter(
         pc.is_in(table["row_id"], pa.array(sorted(duplicates), pa.int64()))
     )
@@ -142,7 +148,7 @@ def _follow_duplicates(table: pa.Table, duplicates: dict[int, list[_Match]]) -> 
 
 
 def _resolved(name: bytes) -> bytes:
-    """Resolve symbolic links in the folders of `name`. As in builds, the file itself is not resolved."""
+    """Resolve symbolic links in the folders of `name`, but not in the file name. A build does the same."""
     folder, base = os.path.split(name)
     return os.path.join(_real_folder(folder), base)
 

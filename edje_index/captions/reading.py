@@ -1,12 +1,13 @@
-"""Captions of images, read from files in common formats.
+"""Reads the captions of images from files in common formats.
 
-- ``*.jsonl``, ``*.ndjson``: one object per line: {"image": name, "captions": [...]}, optionally with "split" and
-  "image_id". An object with one caption may have "caption": "..." instead.
-- ``*.json``: a list of such objects, a Karpathy split file, or a COCO caption file.
-- ``*.parquet``: columns with the names of these fields.
-- ``*.tar``: a WebDataset shard: KEY.jpg with KEY.txt (one caption per line) or KEY.json (an object without "image").
+- ``*.jsonl``, ``*.ndjson``: one JSON object per line: {"image": name, "captions": [...]}. The keys "split" and
+  "image_id" are optional. "caption": "..." may replace a list of one caption.
+- ``*.json``: a list of these objects, a Karpathy split file, or a COCO caption file.
+- ``*.parquet``: one column per key of these objects.
+- ``*.tar``: a WebDataset shard. A sample is KEY.jpg with KEY.txt (one caption per line), or KEY.jpg with KEY.json (the
+  object without "image").
 
-Records about the same image in the same split become one item.
+Records of the same image and split are merged.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class CaptionedImage:
     Attributes:
         image: name of the image in the caption file.
         path: absolute path of the image, or "<tar>!<member>" for an image in a tar file.
-        captions: at least one caption. No caption is blank.
+        captions: the captions, at least one. No caption is blank.
         split: name of the split in the caption file; None if the caption file names no split.
-        image_id: identifier in the caption file; `image` if the caption file has no identifier.
+        image_id: identifier of the image in the caption file; equal to `image` if the file has no identifiers.
     """
 
     image: str
@@ -50,7 +51,7 @@ class CaptionFile:
 
     Attributes:
         items: the captioned images, in file order.
-        blank: number of blank captions, which were left out. An image with only blank captions is not in `items`.
+        blank: number of blank captions that were left out. Images with only blank captions were left out too.
     """
 
     items: list[CaptionedImage]
@@ -58,7 +59,10 @@ class CaptionFile:
 
 
 def read_captions(path: str | Path, images: str | Path | None = None, split: str | None = None) -> list[CaptionedImage]:
-    """Return the items of `read_caption_file`. Warn if blank captions were left out."""
+    """Read a caption file with `read_caption_file`, and return the captioned images.
+
+    Warn if blank captions are left out.
+    """
     content = read_caption_file(path, images, split)
     if content.blank:
         warnings.warn(f"{path}: blank captions are left out: {content.blank:,}", RuntimeWarning, stacklevel=2)
@@ -74,8 +78,7 @@ def read_caption_file(path: str | Path, images: str | Path | None = None, split:
         split: read only this split. The split "train" includes Karpathy's split "restval".
 
     Raises:
-        UsageError: the file cannot be read, a record is malformed (the message names the first malformed record), or
-            there are no captions of `split`.
+        UsageError: the file cannot be read, a record is malformed, or the file has no captions of `split`.
     """
     file = Path(path)
     folder = Path(os.path.abspath(file.parent if images is None else images))
@@ -89,7 +92,7 @@ def read_caption_file(path: str | Path, images: str | Path | None = None, split:
             kept.append(_item(record, folder))
     items = _merged(kept)
     if not items:
-        raise UsageError(f"{file} holds no captions" + (f" except {blank:,} blank captions" if blank else ""))
+        raise UsageError(f"{file} contains no captions" + (f" except {blank:,} blank captions" if blank else ""))
     return CaptionFile(items if parts is None else _of_split(items, parts, f"'{split}'", file), blank)
 
 
@@ -105,7 +108,7 @@ def _item(record: CaptionRecord, folder: Path) -> CaptionedImage:
 
 
 def _merged(items: Iterable[CaptionedImage]) -> list[CaptionedImage]:
-    """Merge items with the same image and split, at the position of the first of them."""
+    """Merge items of the same image and split. A merged item has the position of its first part."""
     merged: dict[tuple[Path, str | None], CaptionedImage] = {}
     for item in items:
         key = (item.path, item.split)

@@ -23,7 +23,7 @@ class CaptionRecord:
         captions: the captions that are not blank; empty if all captions are blank.
         split: name of the split; None if the record has no split.
         image_id: identifier of the image; None if the record has no identifier.
-        path: "<tar>!<member>" for an image inside a tar file, else None.
+        path: "<tar>!<member>" for an image inside a tar file; otherwise None.
         blank: number of blank captions, which are not in `captions`.
     """
 
@@ -36,11 +36,18 @@ class CaptionRecord:
 
 
 class RecordError(Exception):
-    """A record is malformed. The reader of the file adds the position of the record to the message."""
+    """A record is malformed. The caller adds the position of the record to the message."""
 
 
 def caption_record(value: Any) -> CaptionRecord:
-    """Convert an object with an image name, captions and, optionally, a split and an identifier."""
+    """Convert a JSON object or table row to a record.
+
+    Args:
+        value: object with an image name and captions. A split and an identifier are optional.
+
+    Raises:
+        RecordError: the record is malformed.
+    """
     if not isinstance(value, dict):
         raise RecordError("the record is not a JSON object")
     image_key = next((key for key in IMAGE_KEYS if value.get(key) is not None), IMAGE_KEYS[0])
@@ -55,7 +62,11 @@ def caption_record(value: Any) -> CaptionRecord:
 
 
 def karpathy_record(value: Any) -> CaptionRecord:
-    """Convert an element of "images" in a Karpathy split file."""
+    """Convert one element of the list "images" of a Karpathy split file.
+
+    Raises:
+        RecordError: the record is malformed.
+    """
     name = file_name(value, "filename")
     sentences = value.get("sentences")
     if not isinstance(sentences, list):
@@ -87,14 +98,21 @@ def decode_text(data: bytes) -> str:
 
 
 def caption_value(value: Mapping[str, Any]) -> Any:
-    """Return the value of the first key in `CAPTION_KEYS` that is set; None if no key is set."""
+    """Return the value of the first key in `CAPTION_KEYS` whose value is not None.
+
+    Return None if there is no such key.
+    """
     return next((value[key] for key in CAPTION_KEYS if value.get(key) is not None), None)
 
 
 def captions(value: Any) -> tuple[tuple[str, ...], int]:
-    """Check one caption or a list of captions.
+    """Check a caption or a list of captions.
 
-    Return (captions that are not blank, stripped of whitespace; number of blank captions).
+    Returns:
+        (captions that are not blank, without surrounding whitespace; number of blank captions).
+
+    Raises:
+        RecordError: there is no caption, or a caption is not valid text.
     """
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts:
@@ -110,7 +128,7 @@ def captions(value: Any) -> tuple[tuple[str, ...], int]:
 
 
 def file_name(value: Any, key: str) -> str:
-    """Return ``value[key]`` if it is a possible file name."""
+    """Return ``value[key]``. Raise RecordError if this value cannot be a file name."""
     text = value.get(key) if isinstance(value, dict) else None
     if not isinstance(text, str) or not text:
         raise RecordError(f"the record has no file name in '{key}'")
@@ -124,12 +142,12 @@ def file_name(value: Any, key: str) -> str:
 
 
 def optional_text(value: Any) -> str | None:
-    """Convert a value to text, except that None stays None."""
+    """Return `value` as text; None remains None."""
     return None if value is None else str(value)
 
 
 def _is_encodable(text: str) -> bool:
-    """Return False for a text with a lone surrogate, which a JSON escape can produce."""
+    """Return False if `text` contains a lone surrogate. A JSON escape can produce one."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,1 +1,1 @@
-"""Fetching of token blocks for PyTorch: a dataset for `DataLoader`, and a fetcher that decodes on the GPU."""
+"""Fetches token blocks for PyTorch: a dataset for `DataLoader`, and a fetcher that decodes on the GPU."""

@@ -1,7 +1,9 @@
-"""Decoding of stored records with PyTorch, on the device that holds the records.
+"""Decodes stored records with PyTorch, on any device.
 
-The values equal those of the NumPy codecs bit by bit. SPEC.md section 6.1 defines the records. Tables of products are
-used because devices treat subnormal numbers differently.
+The results equal those of the NumPy codecs bit by bit. SPEC.md section 6.1 defines the records.
+
+For group-scaled precisions, the values are looked up in tables of products. A multiplication would give other results
+on devices that flush subnormal numbers to zero.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ def decode_records_torch(name: str, records: torch.Tensor, block_shape: tuple[in
         block_shape: (m, d), the shape of one block.
 
     Returns:
-        Blocks, bfloat16 [k, m, d], on the same device. For the precision `bf16` the blocks share memory with `records`
-        if `records` is contiguous.
+        Blocks, bfloat16 [k, m, d], on the device of `records`. For the precision `bf16`, the blocks share memory with
+        `records` if `records` is contiguous.
 
     Raises:
-        UsageError: the precision is unknown, or `records` has the wrong length or type.
+        UsageError: the precision is unknown, or `records` has the wrong shape or dtype.
     """
     entry = codec(name, block_shape)
     if records.dtype != torch.uint8 or records.ndim != 2 or records.shape[1] != entry.record_bytes:
@@ -59,7 +61,7 @@ def _decode_groups(entry: GroupScaledCodec, records: torch.Tensor) -> torch.Tens
 
 @functools.lru_cache(maxsize=32)
 def _products(name: str, device: torch.device) -> torch.Tensor:
-    """Return the bfloat16 bits of each product scale x code, int16 [256 * number of codes]."""
+    """Return a table of scale x code for each scale and each code, as bfloat16 bits, int16 [256 * number of codes]."""
     entry = codec(name)
     assert isinstance(entry, GroupScaledCodec)
     with np.errstate(over="ignore", invalid="ignore"):  # the table also has products that encoders never write
@@ -84,12 +86,12 @@ def _decode_sign1(records: torch.Tensor, block_shape: tuple[int, int]) -> torch.
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """View bytes [k, 2 n] as little-endian 16-bit words, int16 [k, n]."""
+    """View bytes, uint8 [k, 2 n], as little-endian 16-bit words, int16 [k, n]."""
     return data.contiguous().view(torch.int16)
 
 
 def _canonical(blocks: torch.Tensor) -> torch.Tensor:
-    """Replace every NaN by the NaN that the NumPy codecs return."""
+    """Replace every NaN with the NaN that the NumPy codecs return."""
     bits = blocks.view(torch.int16)
     return torch.where(blocks.isnan(), torch.tensor(CANONICAL_NAN, dtype=torch.int16, device=bits.device), bits).view(
         torch.bfloat16

@@ -1,6 +1,6 @@
-"""Fetching of token blocks from disk to a GPU, which decodes the stored records.
+"""Copies stored records from disk to a GPU and decodes them there.
 
-This copies about half of the bytes with FP8, and a quarter with NVFP4, compared with bfloat16 blocks.
+FP8 records have about half the bytes of decoded bfloat16 blocks, NVFP4 records about a quarter.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ _BUFFER_BYTES = 16 << 20  # takes about 10 ms to read, much longer than starting
 
 
 class DeviceFetcher:
-    """Fetches blocks from a store to a device. Not thread-safe, but several fetchers may share a store.
+    """Fetches blocks from a store to a device. A fetcher is not thread-safe, but several fetchers may share a store.
 
     Args:
         store: the store to read from.
-        device: "auto", "cpu", "cuda" or "cuda:N". On the CPU, blocks are fetched in the same way but without pinned
-            memory.
-        buffer_bytes: size of each of the two host buffers in bytes. A buffer holds at least one record, even if the
-            record is larger.
+        device: "auto", "cpu", "cuda" or "cuda:N". For the CPU, no pinned memory is used.
+        buffer_bytes: size in bytes of each of the two host buffers. If a record is larger, each buffer has the size of
+            a record.
 
     Raises:
         ModelError: the device does not exist.
@@ -51,8 +50,11 @@ class DeviceFetcher:
     def fetch(self, row_ids: RowIds) -> torch.Tensor:
         """Fetch the blocks of `row_ids`, bfloat16 [k, m, d] on the device.
 
-        On a GPU, copying and decoding may still be running; the current CUDA stream waits for them. Errors are those of
-        `TokenStore.fetch`.
+        On a GPU, the method may return before the blocks are decoded. Later operations on the current CUDA stream wait
+        for the blocks.
+
+        Raises:
+            UsageError, RowIdError, CorruptIndexError: as for `TokenStore.fetch`.
         """
         ids = np.asarray(row_ids)
         out = torch.empty((len(ids), *self._store.block_shape), dtype=torch.bfloat16, device=self.device)
@@ -64,7 +66,7 @@ class DeviceFetcher:
         return out
 
     def _copy_records(self, ids: np.ndarray[tuple[int], np.dtype[np.integer]], buffer: int) -> torch.Tensor:
-        """Copy the records to the device, after the previous copy from the same host buffer is done."""
+        """Copy the records to the device. First wait until the previous copy from the same host buffer is finished."""
         if self._copied:
             self._copied[buffer].synchronize()
         host = self._buffers[buffer][: len(ids)]
@@ -76,7 +78,7 @@ class DeviceFetcher:
 
     @contextlib.contextmanager
     def _side_stream(self, out: torch.Tensor) -> Iterator[None]:
-        """Context that runs its body on a side stream of the GPU. On a CPU it does nothing."""
+        """Run the `with` block on a side stream of the GPU. On a CPU, do nothing."""
         if self._stream is None:
             yield
             return

@@ -14,13 +14,15 @@ from storage_formats.token_store import TokenStore
 
 
 class TokenDataset(Dataset[torch.Tensor]):
-    """A dataset of the blocks of an index by row id, bfloat16 [m, d] each. The values of a hole are NaN.
+    """A dataset that maps each row id to its block, bfloat16 [m, d]. The values of a hole are NaN.
 
-    A batch is read by one call, so pass a `batch_size` or a `batch_sampler` to the `DataLoader`.
+    Pass a `batch_size` or a `batch_sampler` to the `DataLoader`: one call then reads a whole batch.
 
     Args:
-        root, precision, engine: arguments of `TokenStore.open`. The constructor opens the store and raises the errors
-            of `TokenStore.open`.
+        root, precision, engine: arguments of `TokenStore.open`.
+
+    Raises:
+        UsageError, IncompleteIndexError, CorruptIndexError: as for `TokenStore.open`.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -43,7 +45,7 @@ class TokenDataset(Dataset[torch.Tensor]):
         return self.__getitems__([row_id % len(self)])[0]
 
     def __getitems__(self, row_ids: Sequence[int]) -> list[torch.Tensor]:
-        """Return the blocks of a batch, read by one call. The blocks are views of one tensor."""
+        """Read the blocks of a batch with one call. The returned blocks are views of one tensor."""
         if self._owner != os.getpid():
             self._open()
         return list(self._store.fetch(row_ids, as_torch=True))

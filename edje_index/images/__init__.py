@@ -1,1 +1,1 @@
-"""Images: from the bytes of a file to the input of the vision tower."""
+"""Reads image files and converts them to the input of the vision tower."""

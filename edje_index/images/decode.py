@@ -1,6 +1,7 @@
 """Decodes image files to upright 8-bit RGB images.
 
-EXIF orientation is applied. Only the first frame of an animation or a multi-page file is decoded.
+The image is turned upright by its EXIF orientation. For an animation or a multi-page file, only the first frame is
+decoded.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ _MAX_PNG_CHUNKS = 1_000_000
 
 
 class ImageError(Exception):
-    """An input cannot be encoded. The row of the input gets the status "failed" with `reason` and `detail`.
+    """An input cannot be encoded. A build gives the row of the input the status "failed", with `reason` and `detail`.
 
     Attributes:
         reason: one of `REASONS`.
@@ -88,19 +89,19 @@ class ImageError(Exception):
 
 
 def content_hash(data: bytes) -> str:
-    """Return the SHA-256 of `data`, 64 hex digits."""
+    """Return the SHA-256 of `data` as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image:
-    """Decode the first frame of an image file, upright and in mode RGB. Thread-safe.
+    """Decode the first frame of an image file to an upright RGB image. Thread-safe.
 
     Args:
         data: content of the file.
-        max_pixels: maximum number of pixels. The header is checked before memory is allocated.
+        max_pixels: largest number of pixels. The number is checked before memory for the pixels is allocated.
 
     Raises:
-        ImageError: the image cannot be decoded.
+        ImageError: the image cannot be decoded, or has too many pixels.
         MemoryError: there is too little memory.
     """
     if not data:
@@ -120,7 +121,7 @@ def decode_rgb(data: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Image.Image
 
 
 def _decode_with_any_text(data: bytes, name: str, max_pixels: int) -> Image.Image:
-    """Decode an image. If a PNG has more text than Pillow accepts, decode it without its text."""
+    """Decode an image. If a PNG contains more text than Pillow accepts, decode the image without the text."""
     try:
         return _decode(data, name, max_pixels)
     except ValueError as error:
@@ -141,7 +142,7 @@ def _decode(data: bytes, name: str, max_pixels: int) -> Image.Image:
 
 
 def _load(image: Image.Image) -> None:
-    """Decode the pixels. Raise MemoryError if there is too little memory."""
+    """Decode the pixels. Raise MemoryError if memory is short."""
     # Without memory, some decoders report a damaged file.
     try:
         image.load()
@@ -164,7 +165,7 @@ def _check_size(size: tuple[int, int], max_pixels: int) -> None:
 
 
 def _check_tile(image: Any, max_pixels: int) -> None:
-    """Check the tile size of a TIFF. A tile is decoded completely and may be larger than its image."""
+    """Check the tile size of a TIFF: Pillow decodes whole tiles, and a tile may be larger than the image."""
     width, height = (image.tag_v2.get(tag, 1) for tag in _TIFF_TILE_SIZE)
     if width * height > max_pixels:
         raise ImageError(
@@ -173,7 +174,7 @@ def _check_tile(image: Any, max_pixels: int) -> None:
 
 
 def _orientation(image: ImageFile.ImageFile) -> int:
-    """Return the EXIF (or XMP) orientation, 1 to 8; 1 if it is missing or invalid."""
+    """Return the EXIF or XMP orientation, 1 to 8. Return 1 if the orientation is missing or invalid."""
     try:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
         return value if value in _TRANSPOSE else 1
@@ -187,7 +188,7 @@ def _upright(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def _without_text(png: bytes) -> bytes:
-    """Return a PNG without its text and colour-profile chunks."""
+    """Return a copy of a PNG without text chunks and colour profiles."""
     # Pillow rejects a PNG with more than a few megabytes of these.
     kept = [png[:8]]
     offset = 8

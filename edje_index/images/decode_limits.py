@@ -1,6 +1,6 @@
-"""Limits on the work of decoding one image, so that a small file cannot occupy a decoder for minutes.
+"""Limits on the cost of decoding one image. Without them, a small file could keep a decoder busy for minutes.
 
-The limits count scans, reads and pixels instead of seconds, so that a file fails on every machine or on none.
+The limits count scans, reads and pixels, not seconds. A file therefore fails on every machine or on none.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _START_OF_IMAGE, _END_OF_IMAGE, _START_OF_SCAN = 0xD8, 0xD9, 0xDA
 
 
 class TooExpensiveError(Exception):
-    """Decoding an image would take too long. The message says which limit the image exceeds."""
+    """Decoding an image would take too long. The message names the limit."""
 
 
 class CountedReads(io.BytesIO):
-    """A file in memory that raises TooExpensiveError after `MAX_READS` reads."""
+    """A file in memory whose method `read` raises TooExpensiveError after `MAX_READS` calls."""
 
     def __init__(self, data: ReadableBuffer) -> None:
         super().__init__(data)
@@ -62,12 +62,12 @@ class CountedReads(io.BytesIO):
 
 
 def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
-    """Check the cost of decoding an opened image, before its pixels are decoded.
+    """Check the cost of decoding an opened image whose pixels are not decoded yet.
 
     Args:
-        image: the `PIL.ImageFile.ImageFile` of `data`.
-        data: content of the file.
-        max_pixels: limit on the number of pixels of an image.
+        image: image that Pillow opened, a `PIL.ImageFile.ImageFile`.
+        data: content of the image file.
+        max_pixels: largest number of pixels that any image may have. Smaller images may have more JPEG scans.
 
     Raises:
         TooExpensiveError: decoding the image would take too long.
@@ -80,7 +80,7 @@ def check_cost(image: Any, data: bytes, max_pixels: int) -> None:
 
 
 def can_allocate(size: int) -> bool:
-    """Return True if this process can allocate `size` more bytes of memory now."""
+    """Return True if the process can allocate `size` more bytes of memory now."""
     try:
         np.empty(size, np.uint8)
     except MemoryError:
@@ -96,7 +96,7 @@ def _check_scans(jpeg: bytes, pixels: int, max_pixels: int) -> None:
 
 
 def _scan_offsets(jpeg: bytes) -> Iterator[int]:
-    """Yield the offsets of the scan headers of a JPEG, without the scans of its thumbnails."""
+    """Yield the offset of each scan header of a JPEG. Scans of embedded thumbnails are skipped."""
     offset = 2
     for _ in range(_MAX_SEGMENTS):
         marker = _MARKER.search(jpeg, offset)

@@ -1,6 +1,7 @@
-"""Detects image formats by their first bytes, and reads the sizes that decoders allocate.
+"""Detects image formats by their first bytes, and reads canvas sizes from headers.
 
-No imaging library is used, so that no decoder sees an unknown format or too many pixels.
+The functions use no imaging library. They run before Pillow opens a file, so Pillow never opens an unknown format or a
+canvas that is too large.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ _NOT_DECODED = (
 
 
 def image_format(head: bytes) -> str | None:
-    """Return Pillow's name of the format; None if this package does not decode it.
+    """Return Pillow's name of an image format; None if this package does not decode the format.
 
-    `head` holds the first `HEAD_BYTES` bytes of the file.
+    Args:
+        head: the first `HEAD_BYTES` bytes of the file.
     """
     for magic, name in _MAGIC:
         if head.startswith(magic):
@@ -62,19 +64,19 @@ def image_format(head: bytes) -> str | None:
 
 
 def undecoded_format(head: bytes) -> str | None:
-    """Return the name of an image format that this package does not decode; None for other bytes."""
+    """Return the name of a known image format that this package does not decode; None if the format is unknown."""
     if head[4:8] == b"ftyp":
         return f"ISO media of brand {head[8:12].decode('latin-1')!r} (HEIC?)"
     return next((name for magic, name in _NOT_DECODED if head.startswith(magic)), None)
 
 
 def canvas_size(data: bytes, name: str) -> tuple[int, int] | None:
-    """Return the (width, height) that the decoder of format `name` allocates when it opens a file.
+    """Return the (width, height) of the canvas that Pillow allocates when it opens a file of the format `name`.
 
-    The result is None for formats that allocate nothing, and for damaged headers.
+    Returns None if Pillow allocates no canvas for the format, or if the header is damaged.
 
     Raises:
-        TooExpensiveError: the first frame of a GIF starts too far into the file.
+        TooExpensiveError: too many bytes precede the first frame of a GIF.
     """
     try:
         if name == "WEBP":
@@ -104,7 +106,7 @@ def _webp_canvas(data: bytes) -> tuple[int, int] | None:
 
 
 def _gif_canvas(data: bytes) -> tuple[int, int]:
-    """Return the logical screen of a GIF, extended to the first frame (GIF89a sections 18 and 20)."""
+    """Return the logical screen size of a GIF, enlarged to contain the first frame (GIF89a sections 18 and 20)."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     offset = 13 + ((2 << (flags & 7)) * 3 if flags & 0x80 else 0)
     while data[offset] != 0x2C:
@@ -116,7 +118,7 @@ def _gif_canvas(data: bytes) -> tuple[int, int]:
 
 
 def _end_of_sub_blocks(data: bytes, offset: int) -> int:
-    """Return the offset after the chain of sub-blocks at `offset`."""
+    """Return the offset of the first byte after the sub-blocks that start at `offset`."""
     # Each sub-block is a length byte followed by that many bytes. A length of 0 ends the chain.
     while data[offset]:
         offset += 1 + data[offset]

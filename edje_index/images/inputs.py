@@ -1,4 +1,4 @@
-"""Inputs of a build: where their bytes are, how to read them, and how a plan stores them."""
+"""Defines `InputRef`, which locates one input of a build. Reads inputs, and reads and writes lists of inputs."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ class InputRef:
     """One input of a build.
 
     Attributes:
-        uri: human-readable name, stored in the rows table: an absolute path or "<tar path>!<member>". Bytes that are
-            not UTF-8 are written as %XX.
-        path: path of the file to open, as bytes (`os.fsencode`), so that any file name works.
+        uri: readable name in the rows table: an absolute path, or "<tar path>!<member>". Bytes that are not UTF-8 are
+            written as %XX.
+        path: path of the file that contains the input, as bytes (`os.fsencode`). Any file name works.
         offset: offset of the input's bytes in the file.
-        size: number of bytes when the plan was made; None if unknown.
-        member: True if the input is the bytes [offset, offset + size) of the file, False if it is the whole file.
+        size: number of bytes of the input when the build was planned; None if unknown.
+        member: True if the input is a part of the file, the bytes [offset, offset + size). False if the input is the
+            whole file.
         content_hash: SHA-256 of the input, 64 hex digits; None if the plan did not hash the input.
         duplicate_of: row id of the first input with the same bytes; None if the input is not a duplicate.
-        problem: reason why the input cannot be encoded, one of `edje_index.images.decode.REASONS`; None if the plan
+        problem: reason why the input cannot be encoded, one of `edje_index.images.decode.REASONS`. None if planning
             found no problem.
-        metadata: values of the source columns by name; None if the source has none for the input.
+        metadata: values of the source columns by name; None if the input has no such values.
     """
 
     uri: str
@@ -54,7 +55,7 @@ class InputRef:
 
     @property
     def uri_raw(self) -> bytes | None:
-        """The path as bytes if the path is not UTF-8, so that `uri` holds it in escaped form; otherwise None."""
+        """`path` if `path` is not UTF-8; otherwise None. For a path that is not UTF-8, `uri` contains escaped bytes."""
         try:
             self.path.decode()
         except UnicodeDecodeError:
@@ -63,12 +64,12 @@ class InputRef:
 
 
 def metadata_text(metadata: Mapping[str, Value]) -> str:
-    """Return metadata as JSON with sorted keys. Timestamps become text in ISO 8601."""
+    """Return `metadata` as JSON with sorted keys. Timestamps are written in ISO 8601."""
     return json.dumps(metadata, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=text_of)
 
 
 def display_path(path: bytes) -> str:
-    """Return a path as text. Bytes that are not UTF-8 are written as %XX."""
+    """Return `path` as text. Bytes that are not UTF-8 are written as %XX."""
     try:
         return path.decode()
     except UnicodeDecodeError:
@@ -77,12 +78,12 @@ def display_path(path: bytes) -> str:
 
 
 def read_bytes(ref: InputRef) -> bytes:
-    """Read all bytes of an input. If storage fails, reading is tried again for some seconds.
+    """Read all bytes of an input. Temporary storage errors are retried for some seconds.
 
     Raises:
-        TransientInputError: reading still fails, for a reason that lies outside the input.
+        TransientInputError: a temporary storage error persists.
         ImageError: the input cannot be read. The reason is "missing", "unreadable", "empty", "too-many-bytes",
-            "changed-since-plan" (the length differs from the length in the plan), or the problem in the plan.
+            "changed-since-plan" (the size differs from the planned size), or `ref.problem`.
     """
     if ref.problem is not None:
         raise ImageError(reason=ref.problem, detail="found while planning")
@@ -111,7 +112,7 @@ def _open_and_read(ref: InputRef) -> bytes:
 
 
 def _directory_vanished(path: bytes) -> bool:
-    """Return True if the directory of `path` is missing or empty, as after an unmount."""
+    """Return True if the directory of `path` is missing or empty, for example after an unmount."""
     try:
         with os.scandir(os.path.dirname(path)) as entries:
             return next(entries, None) is None
@@ -171,7 +172,7 @@ def input_schema() -> pa.Schema:
 
 
 def write_inputs(path: Path, refs: Iterable[InputRef]) -> None:
-    """Write the inputs of one shard, in row order, as Parquet.
+    """Write the inputs of one shard to a Parquet file, in row order.
 
     Raises:
         OSError: the file cannot be written.
@@ -188,11 +189,11 @@ def write_inputs(path: Path, refs: Iterable[InputRef]) -> None:
 
 
 def read_inputs(path: Path) -> list[InputRef]:
-    """Read the inputs of one shard that `write_inputs` wrote.
+    """Read a file that `write_inputs` wrote.
 
     Raises:
         CorruptIndexError: the file is missing, damaged or not an input list.
-        OSError, MemoryError: the file cannot be read at this moment.
+        OSError, MemoryError: the file cannot be read now, for example because the disk fails.
     """
     import pyarrow as pa
 

@@ -1,4 +1,4 @@
-"""One-time setup of Pillow for decoding untrusted files without output on the terminal."""
+"""Sets up Pillow once per process: no warnings, and no output of libtiff."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 
 @functools.cache
 def openers() -> dict[str, Any]:
-    """Return Pillow's opener of each format, by format name."""
+    """Return the functions with which Pillow opens files, by format name."""
     Image.init()
     logging.getLogger("PIL").setLevel(logging.CRITICAL)  # otherwise its errors go to stderr
     _silence_libtiff()
@@ -26,14 +26,14 @@ def openers() -> dict[str, Any]:
 
 
 def ignore_warnings() -> None:
-    """Suppress Pillow's warnings in the whole process."""
+    """Suppress all warnings of Pillow in this process."""
     # `warnings.catch_warnings` around each call would not be thread-safe.
     if not warnings.filters or warnings.filters[0] != _WARNINGS:
         warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def _silence_libtiff() -> None:
-    """Remove libtiff's default error and warning handlers, which print messages."""
+    """Remove the default handlers of libtiff, which print errors and warnings."""
     # Pillow has no function for this, so the library is looked up in /proc. Without /proc nothing changes.
     with contextlib.suppress(OSError, AttributeError):
         for path in {

@@ -1,7 +1,7 @@
-"""Converts a decoded image to the input of the vision tower, with the same bits as open_clip.
+"""Converts a decoded image to the input of the vision tower, bit for bit as open_clip does.
 
-open_clip resizes and crops. A table of 3 x 256 values replaces its last steps, which depend only on channel and byte.
-The table is faster and starts no torch threads in the decode threads.
+open_clip resizes and crops the image. The remaining steps convert each byte to a number that depends only on the byte
+and its channel. A table of 3 x 256 numbers replaces these steps: it is faster, and starts no torch threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from edje_index.models.clip_model import eval_transform
 class Preprocessor:
     """Callable that converts a PIL image (RGB) to a float32 tensor [3, height, width]. Thread-safe.
 
-    Raises ``ImageError`` for an image that is too narrow to be resized.
+    A call raises ``ImageError`` if the image is too narrow to be resized.
     """
 
     def __init__(self, config: ClipConfig) -> None:

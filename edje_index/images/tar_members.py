@@ -1,7 +1,7 @@
-"""Lists the members of an uncompressed tar archive, with the position of their data.
+"""Lists the members of an uncompressed tar archive and the byte offset of each member's data.
 
-`TarFile` is not used, because it ends without an error at a damaged header, stops at the first of several joined
-archives, and keeps every member in memory.
+This module does not iterate over a `tarfile.TarFile`, for three reasons. `TarFile` ends without an error at a damaged
+header. It reads only the first of several concatenated archives. It keeps all members in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ZEROS = bytes(tarfile.BLOCKSIZE)
 
 
 class Kind(Enum):
-    """The kind of an archive member."""
+    """The kinds of archive members."""
 
     REGULAR = "regular"
     LINK = "link"
@@ -30,13 +30,13 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """One member of an archive. For a sparse member, the bytes in the archive are not its content.
+    """One member of an archive.
 
     Attributes:
-        name: name as stored in the archive.
+        name: name in the archive.
         kind: kind of the member.
-        offset: byte offset in the archive of the member's data.
-        size: number of bytes of the member's data.
+        offset: position of the member's data in the archive, in bytes.
+        size: size of the member's data in bytes. The data of a sparse member are not the content of the file.
     """
 
     name: bytes
@@ -46,11 +46,11 @@ class TarMember:
 
 
 class TarDamage(Exception):
-    """The rest of an archive cannot be read.
+    """The archive is damaged, and further members cannot be read.
 
     Attributes:
-        reason: "truncated-archive" or "damaged-archive", as in `edje_index.images.decode.REASONS`.
-        detail: what is wrong, as human-readable text.
+        reason: "truncated-archive" or "damaged-archive".
+        detail: description of the damage.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -60,14 +60,14 @@ class TarDamage(Exception):
 
 
 def iter_members(fd: int) -> Iterator[TarMember]:
-    """Yield the members of an archive in order. Reads headers only, not the data.
+    """Yield the members of an archive in order. Only headers are read.
 
     Args:
         fd: file descriptor of the archive. The file position is neither used nor changed.
 
     Raises:
-        TarDamage: after the last readable member. The reason is "truncated-archive" if the file ends before the
-            end-of-archive marker, and "damaged-archive" if a header is invalid.
+        TarDamage: the archive is damaged after the last yielded member. The reason is "truncated-archive" if the file
+            ends before the end-of-archive marker, and "damaged-archive" if a header is invalid.
         OSError: the file cannot be read.
     """
     start: int | None = 0
@@ -77,7 +77,10 @@ def iter_members(fd: int) -> Iterator[TarMember]:
 
 
 class _HeaderFile:
-    """File from which `tarfile` reads headers. Rejects long reads, which damaged sizes cause."""
+    """File object from which `tarfile` reads headers.
+
+    A damaged header can request a long read, which raises TarDamage.
+    """
 
     name = None
     mode = "rb"
@@ -105,7 +108,7 @@ class _HeaderFile:
 
 
 def _archive_members(fd: int, start: int) -> Generator[TarMember, None, int]:
-    """Yield the members of the archive at byte `start`. Return the offset after the last member."""
+    """Yield the members of the archive that starts at the offset `start`. Return the offset after the last member."""
     file = _HeaderFile(fd, start)
     end = start
     try:
@@ -150,7 +153,7 @@ def _kind(info: tarfile.TarInfo) -> Kind:
 
 
 def _next_archive(fd: int, end: int) -> int | None:
-    """Return the offset of the archive that follows the end-of-archive marker; None if there is none."""
+    """Return the offset of the next concatenated archive; None if there is none."""
     # `tarfile` takes a damaged header for the marker, so this function checks that the bytes at `end` are the marker.
     marker = os.pread(fd, tarfile.BLOCKSIZE, end)
     if len(marker) < tarfile.BLOCKSIZE:

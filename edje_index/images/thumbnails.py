@@ -1,7 +1,7 @@
-"""Thumbnails of the photos that an index was built from.
+"""Makes thumbnails of the photos in an index.
 
-A photo is shown only if its bytes have the hash that the index records. An index from an untrusted source therefore
-cannot reveal files whose content its author did not know.
+A photo is shown only if its hash equals the hash in the index. Without this check, an index from an untrusted author
+could show any file of the reader's machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edje_index.images.transient import TransientInputError
 from storage_formats.format.rows import INDEXED, read_rows
 
 MAX_PHOTO_BYTES = 1 << 26
-"""Larger photos get no thumbnail, to bound time and memory."""
+"""Largest number of bytes of a photo with a thumbnail. The limit bounds time and memory."""
 
 DEFAULT_SIDE = 256
 """Pixels of the longer side of a thumbnail."""
@@ -39,8 +39,8 @@ class Thumbnail:
     Attributes:
         row_id: row id of the photo.
         uri: name of the photo in the rows table.
-        jpeg: bytes of the JPEG; None if the photo cannot be shown.
-        problem: reason why the photo cannot be shown; empty if it can be shown.
+        jpeg: content of a JPEG file; None if the photo cannot be shown.
+        problem: reason why the photo cannot be shown; empty if the photo can be shown.
     """
 
     row_id: int
@@ -50,12 +50,12 @@ class Thumbnail:
 
     @property
     def data_uri(self) -> str | None:
-        """The JPEG as a `data:` URI, for a self-contained web page; None without a JPEG."""
+        """The JPEG as a `data:` URI, which a web page can embed; None without a JPEG."""
         return None if self.jpeg is None else "data:image/jpeg;base64," + base64.b64encode(self.jpeg).decode()
 
 
 def read_thumbnails(root: str | Path, row_ids: Sequence[int], side: int = DEFAULT_SIDE) -> list[Thumbnail]:
-    """Return the thumbnails of `row_ids`, in this order. A missing photo raises no error.
+    """Return one thumbnail per row id, in the order of `row_ids`. A photo that cannot be read raises no error.
 
     Args:
         root: directory of the index.
@@ -64,21 +64,26 @@ def read_thumbnails(root: str | Path, row_ids: Sequence[int], side: int = DEFAUL
 
     Raises:
         RowIdError: a row id is out of range.
-        UsageError, IncompleteIndexError, CorruptIndexError: as in `read_rows`.
+        UsageError, IncompleteIndexError, CorruptIndexError: as for `storage_formats.format.rows.read_rows`.
     """
     rows = read_rows(root, row_ids, _COLUMNS).to_pylist()
     return [_thumbnail(row_id, row, side) for row_id, row in zip(row_ids, rows, strict=True)]
 
 
 def read_photo(row: dict[str, Any]) -> bytes:
-    """Read the photo that a row of the rows table describes, and check its hash.
+    """Read the photo of a row and check its hash.
+
+    Args:
+        row: one row of the rows table, by column name.
 
     Raises:
-        ImageError: the photo cannot be read or checked, or has changed since it was indexed.
-        TransientInputError: storage fails at this moment.
+        ImageError: the photo cannot be read, has no hash in the index, or has changed since it was indexed.
+        TransientInputError: a temporary storage error persists.
     """
     if row["content_hash"] is None or row["size"] is None:
-        raise ImageError(reason="unreadable", detail="the index records no hash to check the photo with")
+        raise ImageError(
+            reason="unreadable", detail="the index contains no hash of the photo, so the photo cannot be checked"
+        )
     if row["size"] > MAX_PHOTO_BYTES:
         raise ImageError(
             reason="too-many-bytes", detail=f"{row['size']:,} bytes is over the limit of {MAX_PHOTO_BYTES:,}"
@@ -111,7 +116,7 @@ def _shrink(data: bytes, side: int) -> bytes:
 
 
 def _locate(row: dict[str, Any]) -> InputRef:
-    """Return where the photo is now: a file, or a member of a tar archive."""
+    """Return the file, or the part of a tar archive, that contains the photo now."""
     uri, size = row["uri"], row["size"]
     path = row["uri_raw"] or os.fsencode(uri)
     archive, separator, member = uri.partition(".tar!")
@@ -137,7 +142,7 @@ def _offset_in_archive(archive: bytes, member: bytes, size: int) -> int:
 
 @functools.lru_cache(maxsize=4)
 def _archive_offsets(archive: bytes, _modified: int, _size: int) -> dict[tuple[bytes, int], int]:
-    """Return the data offset of each regular member, by name and size. The first of equal members counts."""
+    """Return the data offset of each regular member by (name, size). If members share both, the first wins."""
     offsets: dict[tuple[bytes, int], int] = {}
     fd = os.open(archive, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

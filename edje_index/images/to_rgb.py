@@ -1,9 +1,9 @@
-"""Conversion of a decoded image of any mode to 8-bit RGB.
+"""Converts decoded images of any mode to 8-bit RGB.
 
-- Transparency is composited over white, as in img2dataset, which made the towers' training data.
-- ICC profiles are not applied, as in open_clip's transforms.
-- 16-bit samples keep their high byte. For 32-bit integers and floats, see `_to_bytes`.
-- CMYK in JPEG is read as inverted (Adobe's convention).
+- Transparent images are composited over white, as in the training data of the towers (img2dataset).
+- ICC profiles are ignored, as in open_clip.
+- 16-bit samples are reduced to their high byte. `_to_bytes` converts 32-bit integers and floats.
+- CMYK values in a JPEG are inverted, because Adobe programs write them inverted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _over_white(image: Image.Image) -> Image.Image:
-    """Composite transparent parts over white. An opaque image only loses its alpha."""
+    """Composite the image over white. If the image is opaque, only drop the alpha channel."""
     key = image.info.get("transparency")
     if isinstance(key, tuple) and max(key) > 255:  # 16-bit colour, decoded to its high bytes
         image.info["transparency"] = tuple(value >> 8 for value in key)
@@ -50,7 +50,7 @@ def _over_white(image: Image.Image) -> Image.Image:
 
 
 def _from_16_bits(image: Image.Image) -> Image.Image:
-    """Convert grey of 9 to 16 bits per sample to 8 bits by keeping the high bits."""
+    """Convert grey samples of 9 to 16 bits to their 8 high bits."""
     tags: Any = getattr(image, "tag_v2", {})
     bits = max(tags.get(_TIFF_BITS, (16,)))
     white_is_zero = tags.get(_TIFF_PHOTOMETRIC) == 0
@@ -68,7 +68,12 @@ def _from_16_bits(image: Image.Image) -> Image.Image:
 
 
 def _from_bands(image: Image.Image, to_bytes: _ToBytes) -> Image.Image:
-    """Convert a grey image band by band. `to_bytes` converts the samples of a band [h, w]."""
+    """Convert a grey image band by band.
+
+    Args:
+        image: the grey image.
+        to_bytes: function that converts the samples of a band [h, w] to bytes.
+    """
     grey = Image.new("L", image.size)
     top = 0
     for band in _bands(image):
@@ -78,14 +83,14 @@ def _from_bands(image: Image.Image, to_bytes: _ToBytes) -> Image.Image:
 
 
 def _bands(image: Image.Image) -> Iterator[NDArray[Any]]:
-    """Yield the samples of a grey image, one band of rows [h, w] at a time."""
+    """Yield bands of rows of a grey image, each as samples [h, w]."""
     rows = max(1, _BAND_PIXELS // image.width)
     for top in range(0, image.height, rows):
         yield np.asarray(image.crop((0, top, image.width, min(top + rows, image.height))))
 
 
 def _to_bytes(image: Image.Image) -> _ToBytes:
-    """Return the function that converts the 32-bit samples of `image` to bytes."""
+    """Return a function that converts the 32-bit samples of `image` to bytes."""
     # Integers between 0 and 65535 are 16-bit samples, because Pillow opens 16-bit PGM files in this mode. In a TIFF,
     # they are 8-bit samples if all of them fit in a byte. Floats between 0 and 1 are fractions of white. All other
     # values are scaled linearly: the minimum, or 0 if the minimum is above 0, becomes black, the maximum white.
@@ -106,7 +111,7 @@ def _to_bytes(image: Image.Image) -> _ToBytes:
 
 
 def _finite_range(image: Image.Image) -> tuple[float, float]:
-    """Return (smaller of 0 and the minimum, larger of 0 and the maximum) of the finite samples."""
+    """Return (minimum, maximum) over 0 and all finite samples."""
     low = high = 0.0
     for band in _bands(image):
         finite = band[np.isfinite(band)]

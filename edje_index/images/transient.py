@@ -1,7 +1,7 @@
-"""Temporary errors of the machine, not of an input: a failing disk or network, too few descriptors.
+"""Retries reads and decodes that fail because of the machine: a failing disk or network, or too little memory.
 
-The input is tried again after a pause. If the error persists, the caller gets a `TransientInputError` and must not
-record the input as failed.
+If the error persists, the functions raise `TransientInputError`. In this case, the caller must not
+mark the input as failed.
 """
 
 from __future__ import annotations
@@ -39,22 +39,27 @@ _ADVICE = (
 
 
 class TransientInputError(EdjeError):
-    """An input cannot be read or decoded now, for a reason that lies outside the input. A later attempt may succeed."""
+    """An input cannot be read or decoded now, because of the machine and not of the input.
+
+    A later attempt may succeed.
+    """
 
 
 def is_transient(error: OSError) -> bool:
-    """Return True if an error of the operating system may be temporary."""
+    """Return True if the error may be temporary."""
     return any(error.errno in numbers for numbers, _ in _ADVICE)
 
 
 def transient_error(uri: str, error: OSError) -> TransientInputError:
-    """Return the error to raise for the transient `error` at the input `uri`."""
+    """Return the exception to raise if the transient `error` persists for the input `uri`."""
     advice = next(advice for numbers, advice in _ADVICE if error.errno in numbers)
     return TransientInputError(f"cannot read {uri}: {error.strerror}; {advice}")
 
 
 def retry_transient(read: Callable[[], _T], uri: str) -> _T:
-    """Call `read` and return its result. After a transient OSError, call `read` again after each of `PAUSES`.
+    """Call `read` and return its result. After a transient OSError, wait and call `read` again.
+
+    The pauses between the calls are `PAUSES`.
 
     Raises:
         TransientInputError: every call raised a transient OSError.
@@ -69,20 +74,23 @@ def retry_transient(read: Callable[[], _T], uri: str) -> _T:
             if pause is None:
                 raise transient_error(uri, error) from error
         time.sleep(pause)
-    raise AssertionError("this line is never reached, because the last attempt returns or raises")
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def retry_memory(decode: Callable[[], _T], uri: str, enough_bytes: int) -> _T:
-    """Call `decode` and return its result. After a MemoryError, call `decode` again after each of `PAUSES`.
+    """Call `decode` and return its result. After a MemoryError, wait and call `decode` again.
+
+    The pauses between the calls are `PAUSES`.
 
     Args:
         decode: function that reads or decodes an input.
         uri: name of the input.
-        enough_bytes: number of bytes of memory that is enough for any input.
+        enough_bytes: bytes of memory that suffice for any valid input.
 
     Raises:
         TransientInputError: every call raised MemoryError, and `enough_bytes` cannot be allocated.
-        ImageError: every call raised MemoryError although `enough_bytes` can be allocated ("too-expensive").
+        ImageError: every call raised MemoryError, although `enough_bytes` can be allocated. The reason is
+            "too-expensive".
         Exception: any other exception of `decode`.
     """
     for pause in (*PAUSES, None):
@@ -92,7 +100,7 @@ def retry_memory(decode: Callable[[], _T], uri: str, enough_bytes: int) -> _T:
             if pause is None:
                 raise _memory_error(uri, enough_bytes) from error
         time.sleep(pause)
-    raise AssertionError("this line is never reached, because the last attempt returns or raises")
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def _memory_error(uri: str, enough_bytes: int) -> Exception:

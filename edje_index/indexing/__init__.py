@@ -1,1 +1,1 @@
-"""Indexing: the image encoder, the encoding of one shard, and the nearest-neighbour index."""
+"""Encodes images and shards, and builds and searches the nearest-neighbour index."""

@@ -1,4 +1,4 @@
-"""Describes the nearest-neighbour index of an index, and says when to build it again. Reads only `index.json`."""
+"""Describes the nearest-neighbour index of an index, and lists reasons to rebuild it. Only `index.json` is read."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ _MAX_FILES = 16
 
 @dataclass(frozen=True)
 class AnnInfo:
-    """A nearest-neighbour index.
+    """Description of a nearest-neighbour index.
 
     Attributes:
         kind: "flat", "ivf-flat" or "ivf-pq"; "none" if there is no nearest-neighbour index.
         factory: FAISS factory string of the first file.
         vectors: number of vectors in all files.
-        files: number of FAISS files: one of the last `ann build` or `build`, and one per append.
-        bytes: length of all files.
-        probes: number of inverted lists that a search reads in each file; None if it reads all vectors.
-        recall: measured recall: `k`, `queries` and `value`; None if the search is exact or was not measured.
-        appended: number of vectors in all files but the first.
-        drift: mean distance of appended embeddings from the nearest centroid, relative to the embeddings of the
-            first file; None if nothing was appended or there are no centroids.
-        rebuild: reasons to build the nearest-neighbour index again.
+        files: number of FAISS files. A build writes one file, and each append adds one file.
+        bytes: total size of the files.
+        probes: number of inverted lists that a search reads in each file; None if a search reads all vectors.
+        recall: measured recall, with the keys `k`, `queries` and `value`. None if the search is exact, or if the recall
+            was not measured.
+        appended: number of appended vectors: all vectors that are not in the first file.
+        drift: mean distance of appended embeddings from the nearest centroid, divided by the mean distance of the
+            embeddings in the first file. None if nothing was appended, or if there are no centroids.
+        rebuild: reasons to rebuild the nearest-neighbour index; empty if there are none.
     """
 
     kind: str
@@ -43,7 +44,7 @@ class AnnInfo:
 
 
 def describe_ann(manifest: Manifest) -> AnnInfo:
-    """Describe the nearest-neighbour index of `manifest`."""
+    """Return the description of the nearest-neighbour index in `manifest`."""
     ann, spec = manifest.ann, manifest.spec
     files = ann.get("files", [])
     vectors = int(ann.get("vectors", manifest.counts.indexed if files else 0))
@@ -73,7 +74,7 @@ def describe_ann(manifest: Manifest) -> AnnInfo:
 
 
 def _drift(files: list[dict[str, Any]]) -> float | None:
-    """Return the mean distance of the vectors in all files but the first, relative to that of the first file."""
+    """Return the value of `AnnInfo.drift`."""
     measured = [(int(file["vectors"]), 1 - float(file["similarity"])) for file in files if "similarity" in file]
     if len(measured) < 2 or len(measured) < len(files) or measured[0][1] <= 0:
         return None

@@ -1,4 +1,4 @@
-"""The kinds of FAISS index that `ann/` may hold, and the choice between them."""
+"""The kinds of FAISS index that `ann/` may contain, and how a kind is chosen."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class AnnKind:
     """A kind of FAISS index.
 
     Attributes:
-        lists: number of inverted lists; 0 for a flat index, which compares a query with every vector.
-        sub_vectors: number of parts of each vector that product quantization replaces by 4-bit codes; 0 keeps exact
-            vectors.
+        lists: number of inverted lists; 0 for a flat index, which compares each query with every vector.
+        sub_vectors: number of sub-vectors into which product quantization splits a vector. Each sub-vector is stored as
+            a 4-bit code. 0 stores exact vectors.
 
     Example:
         >>> from edje_index.indexing.ann_kind import AnnKind
@@ -36,10 +36,14 @@ class AnnKind:
 
     @classmethod
     def parse(cls, factory: str, width: int) -> AnnKind:
-        """Read a FAISS factory string: `Flat`, `IVF<lists>,Flat` or `IVF<lists>,PQ<parts>x4fs`.
+        """Parse a FAISS factory string: `Flat`, `IVF<lists>,Flat` or `IVF<lists>,PQ<parts>x4fs`.
+
+        Args:
+            factory: the factory string.
+            width: width of the embeddings.
 
         Raises:
-            UsageError: `factory` is none of these, or `width`, the width of the embeddings, has no such parts.
+            UsageError: `factory` has another form, or the number of parts does not divide `width`.
         """
         match = _FACTORY.fullmatch(factory)
         if match is None:
@@ -59,13 +63,13 @@ class AnnKind:
 
     @classmethod
     def choose(cls, rows: int, width: int, memory: int | None = None) -> AnnKind:
-        """Choose the kind for `rows` embeddings of `width` values.
+        """Choose a kind of FAISS index.
 
         Args:
-            rows: number of rows.
+            rows: number of embeddings.
             width: width of the embeddings.
-            memory: bytes that the FAISS index may take; None means any number. With less memory than the usual codes
-                need, codes of half the length are chosen.
+            memory: largest size of the FAISS index in bytes; None for no limit. If one sub-vector per 2 values needs
+                more memory, one sub-vector per 4 values is used.
         """
         if rows <= FLAT_LIMIT:
             return cls()
@@ -78,15 +82,15 @@ class AnnKind:
 
     @property
     def name(self) -> str:
-        """The member `kind` of `ann` in `index.json`."""
+        """Name of the kind, as stored in `ann.kind` of `index.json`."""
         return "flat" if not self.lists else "ivf-pq" if self.sub_vectors else "ivf-flat"
 
     @property
     def factory(self) -> str:
-        """The FAISS factory string of this kind."""
+        """FAISS factory string of the kind."""
         codes = f"PQ{self.sub_vectors}x4fs" if self.sub_vectors else "Flat"
         return f"IVF{self.lists},{codes}" if self.lists else codes
 
     def vector_bytes(self, width: int) -> int:
-        """Return the bytes that one vector and its id take."""
+        """Return the number of bytes that one vector and its id take."""
         return _ID_BYTES + (-(-self.sub_vectors // 2) if self.sub_vectors else _FLOAT_BYTES * width)

@@ -1,4 +1,4 @@
-"""Search in the FAISS indexes of `ann/`, with exact scores."""
+"""Searches all FAISS files of `ann/` and returns exact similarities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from storage_formats.format.layout import IndexSpec
 from storage_formats.reading.embeddings import read_uncompared_embeddings
 
 _CANDIDATES_PER_NEIGHBOUR = 2
-"""How many rows per requested row are compared exactly if FAISS holds codes instead of vectors."""
+"""Number of candidates per requested row if FAISS stores codes. Their stored embeddings are then compared."""
 
 _ROWS_AT_ONCE = 1 << 15  # 50 MB of embeddings of 384 values
 
@@ -25,7 +25,7 @@ Neighbours: TypeAlias = tuple[NDArray[np.int64], Vectors]
 
 @dataclass(frozen=True)
 class AnnParts:
-    """The FAISS indexes of an index. Each holds the rows of some segments.
+    """The FAISS indexes of a nearest-neighbour index. Each FAISS index contains the rows of some segments.
 
     Attributes:
         root: directory of the index.
@@ -42,24 +42,25 @@ class AnnParts:
 
     @property
     def lists(self) -> int:
-        """The largest number of inverted lists of a part; 0 if all parts are flat."""
+        """Largest number of inverted lists in a FAISS index; 0 if all FAISS indexes are flat."""
         return max(map(number_of_lists, self.parts))
 
     def nearest(
         self, queries: Vectors, k: int, *, probes: int | None = None, live: NDArray[np.uint8] | None = None
     ) -> list[Neighbours]:
-        """Return at most `k` rows nearest to each of `queries` [q, embed_dim], best first.
+        """Return at most `k` nearest rows for each query, best first.
 
-        Scores are exact: if a FAISS index holds codes, the stored embeddings of its candidates are compared.
+        If a FAISS index stores codes, the stored embeddings of its results are read. The similarities are therefore
+        exact.
 
         Args:
-            queries: [q, embed_dim].
+            queries: query embeddings [q, embed_dim].
             k: number of rows per query.
-            probes: number of inverted lists to search in each part; None means the number in the FAISS file.
-            live: bitmap of the rows to search, one bit per row, lowest first; None means all rows.
+            probes: number of inverted lists to search in each FAISS index; None uses the number in the FAISS file.
+            live: bitmap of the rows to search, one bit per row, lowest bit first; None searches all rows.
 
         Raises:
-            CorruptIndexError: the embeddings of a candidate cannot be read.
+            CorruptIndexError: an embedding cannot be read.
         """
         exact = all(map(is_exact, self.parts))
         wanted = k if exact else k * _CANDIDATES_PER_NEIGHBOUR
@@ -70,7 +71,7 @@ class AnnParts:
         scores, rows = (np.concatenate(values, axis=1) for values in zip(empty, *results, strict=True))
         neighbours = []
         for query, its_scores, its_rows in zip(queries, scores, rows, strict=True):
-            filled = its_rows >= 0  # FAISS fills up with -1 if the probed lists hold too few vectors
+            filled = its_rows >= 0  # FAISS returns -1 if the searched lists contain too few vectors
             candidates, similarities = its_rows[filled], its_scores[filled]
             if not exact:
                 similarities = read_uncompared_embeddings(self.root, self.spec, candidates) @ query
@@ -79,13 +80,15 @@ class AnnParts:
         return neighbours
 
     def nearest_exactly(self, queries: Vectors, k: int, passing: NDArray[np.bool_]) -> list[Neighbours]:
-        """Return the `k` rows nearest to each of `queries` [q, embed_dim] among the rows `passing`, best first.
+        """Return the `k` nearest rows among the rows in `passing` for each query, best first. No nearer row is missed.
 
-        All inverted lists are searched. If a FAISS index holds codes, the stored embeddings of all these rows are
-        compared instead.
+        Args:
+            queries: query embeddings [q, embed_dim].
+            k: number of rows per query.
+            passing: which rows to search, bool [rows].
 
         Raises:
-            CorruptIndexError: the embeddings of a row cannot be read.
+            CorruptIndexError: an embedding cannot be read.
         """
         if all(map(is_exact, self.parts)):
             return self.nearest(queries, k, probes=self.lists or None, live=np.packbits(passing, bitorder="little"))
@@ -101,7 +104,7 @@ class AnnParts:
 
 
 def _best(kept: Neighbours, further: Neighbours, k: int) -> Neighbours:
-    """Return the `k` nearest of both, best first."""
+    """Merge two results of one query, and return the `k` nearest rows, best first."""
     rows, similarities = np.concatenate([kept[0], further[0]]), np.concatenate([kept[1], further[1]])
     order = np.argsort(-similarities, kind="stable")[:k]
     return rows[order], similarities[order]

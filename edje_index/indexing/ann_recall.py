@@ -1,4 +1,4 @@
-"""Recall of a nearest-neighbour index against exact search, measured with stored embeddings as queries."""
+"""Measures the recall of a nearest-neighbour index against exact search. Stored embeddings are the queries."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _LEAST_PROBES = 4
 
 @dataclass(frozen=True)
 class Measurement:
-    """Recall and speed of a search with some number of probes.
+    """Recall and speed of searches with a certain number of probes.
 
     Attributes:
-        probes: number of inverted lists that each query searches.
+        probes: number of inverted lists that a query searches.
         k: number of neighbours per query.
-        queries: number of queries. Each is a stored embedding that FAISS was not trained on.
-        recall: share of the `k` exact neighbours that the search returns, the query's own row left out.
+        queries: number of queries.
+        recall: share of the `k` exact neighbours that the search returns. The row of the query itself is not counted.
         milliseconds: processor time per query.
     """
 
@@ -42,18 +42,21 @@ class Measurement:
     milliseconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return the member `recall` of `ann` in `index.json`. It holds no time: equal builds give equal bytes."""
+        """Return the value of `ann.recall` in `index.json`.
+
+        Times are left out, so that equal builds write equal bytes.
+        """
         return {"k": self.k, "queries": self.queries, "value": round(self.recall, 4)}
 
 
 @dataclass(frozen=True)
 class RecallQueries:
-    """Queries with their exact nearest rows.
+    """Queries and the exact nearest rows of each query.
 
     Attributes:
         row_ids: rows whose embeddings are the queries, int64 [q].
-        vectors: the embeddings, [q, embed_dim].
-        neighbours: row ids of the nearest other rows of each query.
+        vectors: query embeddings [q, embed_dim].
+        neighbours: nearest row ids of each query, without the row of the query.
     """
 
     row_ids: NDArray[np.int64]
@@ -64,7 +67,7 @@ class RecallQueries:
     def draw(
         cls, embeddings: IndexedEmbeddings, deleted: Tombstones, on_progress: OnProgress | None = None
     ) -> RecallQueries:
-        """Choose queries from all parts of `embeddings`, and find their neighbours by comparing all embeddings."""
+        """Draw queries from all shards, and find the neighbours of each query by exact search."""
         row_ids, vectors = held_out(embeddings, _QUERIES)
         live = ~deleted.contain(row_ids)
         row_ids, vectors = row_ids[live], vectors[live]
@@ -72,7 +75,7 @@ class RecallQueries:
         return cls(row_ids, vectors, neighbours)
 
     def measure(self, parts: AnnParts, probes: int, live: NDArray[np.uint8] | None = None) -> Measurement:
-        """Search the queries in `parts`, and compare the results with the exact neighbours."""
+        """Search for the queries in `parts`, and compare the results with the exact neighbours."""
         started = time.process_time()
         results = parts.nearest(self.vectors, _NEIGHBOURS + 1, probes=probes, live=live)
         seconds = time.process_time() - started
@@ -87,13 +90,19 @@ class RecallQueries:
 def measure_probes(
     queries: RecallQueries, parts: AnnParts, target: float, live: NDArray[np.uint8] | None = None
 ) -> list[Measurement]:
-    """Measure growing numbers of probes until the recall reaches `target`, or all lists are searched.
+    """Measure increasing numbers of probes until the recall reaches `target` or all inverted lists are searched.
+
+    Args:
+        queries: queries and their exact neighbours.
+        parts: FAISS indexes to measure.
+        target: recall to reach, above 0 and at most 1.
+        live: bitmap of the rows to search, as for `AnnParts.nearest`.
 
     Returns:
-        The measurements. The last one has the number of probes to use. The list is empty if no row is indexed.
+        The measurements. The last measurement has the number of probes to use. Empty if no row is indexed.
 
     Raises:
-        UsageError: `target` is not between 0 and 1.
+        UsageError: `target` is not above 0 and at most 1.
     """
     if not 0 < target <= 1:
         raise UsageError(f"the target recall must be above 0 and at most 1, got {target}", parameter="recall")
@@ -114,9 +123,9 @@ def _numbers_of_probes(lists: int) -> Iterator[int]:
 
 
 def held_out(embeddings: IndexedEmbeddings, count: int) -> tuple[NDArray[np.int64], Vectors]:
-    """Return row ids and embeddings of at most `count` rows that are spread over all shards.
+    """Return row ids and embeddings of at most `count` rows from all shards.
 
-    The rows are odd, so FAISS was not trained on them. Only the last row of a segment may be even.
+    The row ids are odd, because FAISS is trained on even row ids only. The last row id of a segment may be even.
     """
     spec, rng = embeddings.spec, np.random.default_rng(0)
     shards = [embeddings.shards[int(i)] for i in np.linspace(0, len(embeddings.shards) - 1, count)]

@@ -1,8 +1,9 @@
-"""Finds the input at which a worker process dies or hangs.
+"""Finds inputs that make worker processes die or hang.
 
-Every attempt at a shard has a file in `build/attempts/`, which stays only if the process dies. The next attempt is
-careful: it prepares one input at a time, and writes the position of the input into the file. An input at which two
-careful attempts died becomes a failed row.
+A worker writes a file in `build/attempts/` for each attempt at a shard, and removes the file at the end. If the process
+dies, the file remains. The next attempt at the shard is then careful: the worker prepares one input at a time, and
+writes the position of the current input to the file. After two careful attempts died at the same input, the row of this
+input gets the status "failed".
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from storage_formats.atomic import naming
 from storage_formats.format.layout import Layout
 
 DEATHS = 2
-"""An input becomes a failed row when it has ended this many careful attempts."""
+"""After this number of careful attempts died at an input, the row of the input gets the status "failed"."""
 
 _Result = TypeVar("_Result")
 
@@ -31,8 +32,8 @@ class Attempt:
 
     Attributes:
         path: file of the attempt.
-        careful: True if an earlier attempt died.
-        deaths: number of careful attempts that died, by the position of the input that was being prepared.
+        careful: True if the process of an earlier attempt died.
+        deaths: number of careful attempts that died at an input, by position of the input.
     """
 
     path: Path
@@ -45,7 +46,7 @@ class Attempt:
 
     @contextmanager
     def preparing(self, position: int) -> Iterator[None]:
-        """In a careful attempt, record during the block that the input at `position` is being prepared."""
+        """In a careful attempt, record `position` as the current input during the `with` block."""
         if not self.careful:
             yield
             return
@@ -63,7 +64,7 @@ class Attempt:
 
 @contextmanager
 def begin_attempt(layout: Layout, shard: int) -> Iterator[Attempt]:
-    """Begin an attempt at `shard`, and remove the file of the attempt when it ends."""
+    """Create the file of an attempt for the `with` block, and remove the file after the block."""
     # The file stays if the process dies, or if an exception ends the attempt and earlier deaths are recorded.
     path = layout.attempt(shard)
     attempt = _attempt_after(path)
@@ -79,7 +80,7 @@ def begin_attempt(layout: Layout, shard: int) -> Iterator[Attempt]:
 
 
 def _attempt_after(path: Path) -> Attempt:
-    """Return the attempt that follows the one stored at `path`."""
+    """Return the attempt that follows the attempt in the file `path`."""
     try:
         content = json.loads(path.read_text())
         deaths = Counter({int(position): int(count) for position, count in content["deaths"].items()})
@@ -93,7 +94,7 @@ def _attempt_after(path: Path) -> Attempt:
 
 
 class OneAtATime(Executor):
-    """Executor that runs each call when it is submitted."""
+    """Executor that runs each call at once, in the calling thread."""
 
     def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
         future: Future[_Result] = Future()

@@ -1,8 +1,9 @@
-"""Checks a FAISS file before FAISS reads it, because FAISS trusts its files.
+"""Checks a FAISS file before FAISS reads the file, because FAISS does not check its files.
 
-A crafted file can make FAISS open any file for writing, take any amount of memory, or read outside its arrays. Only the
-structures that `build_ann` writes, now or in earlier versions, are accepted. FAISS's `impl/index_write.cpp` and
-`invlists/BlockInvertedLists.cpp` define the order of the fields.
+A crafted file can make FAISS open any file for writing, allocate any amount of memory, or read outside of arrays. The
+check accepts only structures that `build_ann` writes or wrote in earlier versions.
+
+The order of the fields is defined in `impl/index_write.cpp` and `invlists/BlockInvertedLists.cpp` of FAISS.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _CODE_BITS = 4
 
 
 class FaissFileError(ValueError):
-    """The file differs from what `build_ann` wrote."""
+    """A FAISS file differs from the files that `build_ann` writes."""
 
 
 @dataclass(frozen=True)
 class FaissShape:
-    """Sizes that a FAISS file must have.
+    """Expected sizes in a FAISS file.
 
     Attributes:
         dimensions: width of the embeddings.
         vectors: number of embeddings.
-        rows: number of rows of the index; every row id is below this number.
+        rows: number of rows of the index. Every row id must be smaller than this number.
     """
 
     dimensions: int
@@ -41,10 +42,10 @@ class FaissShape:
 
 
 def check_faiss_file(file: BinaryIO, shape: FaissShape) -> None:
-    """Check the structure, sizes and ids of the FAISS file that starts at the beginning of `file`.
+    """Check the structure, sizes and ids of a FAISS file.
 
     Raises:
-        FaissFileError: the structure is not one that `build_ann` writes, or the sizes differ from `shape`.
+        FaissFileError: `build_ann` does not write this structure, or a size differs from `shape`.
     """
     fields = _Fields(file)
     kind = fields.tag("IxM2", "IwFl", "IwPf")
@@ -58,7 +59,7 @@ def check_faiss_file(file: BinaryIO, shape: FaissShape) -> None:
 
 
 class _Fields:
-    """Reads the fields of a file in order. A size beyond the end of the file is rejected."""
+    """Reads the fields of a file in order. Raises FaissFileError for a size beyond the end of the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -66,21 +67,21 @@ class _Fields:
         file.seek(0)
 
     def number(self, form: str) -> Any:
-        """Read one little-endian number in the `struct` format `form`."""
+        """Read one little-endian number of the `struct` format `form`."""
         return struct.unpack(f"<{form}", self._read(struct.calcsize(f"<{form}")))[0]
 
     def array(self, count: int) -> NDArray[np.int64]:
         return np.frombuffer(self._read(8 * count), dtype="<i8")
 
     def tag(self, *accepted: str) -> str:
-        """Read the four-letter name of a structure, and check that it is one of `accepted`."""
+        """Read the four-letter name of a structure. Raise FaissFileError if the name is not in `accepted`."""
         name = self._read(4).decode("latin-1")
         if name not in accepted:
-            raise FaissFileError(f"the FAISS file holds the structure {name!r} instead of {' or '.join(accepted)}")
+            raise FaissFileError(f"the FAISS file contains the structure {name!r} instead of {' or '.join(accepted)}")
         return name
 
     def header(self, dimensions: int, vectors: int) -> None:
-        """Read and check the fields that all kinds of FAISS index begin with."""
+        """Read and check the first fields, which are the same in all kinds of FAISS index."""
         self.expect("number of dimensions", self.number("i"), dimensions)
         self.expect("number of vectors", self.number("q"), vectors)
         self.skip(16)  # no longer used
@@ -88,11 +89,11 @@ class _Fields:
         self.expect("metric", self.number("i"), _INNER_PRODUCT)
 
     def ids(self, count: int, *, limit: int) -> None:
-        """Read `count` ids and check that each is in 0..limit - 1, because FAISS uses ids as offsets."""
+        """Read `count` ids, and check that each is at least 0 and below `limit`. FAISS uses ids as offsets."""
         ids = self.array(count)
         if count and (ids.min() < 0 or ids.max() >= limit):
             raise FaissFileError(
-                f"the FAISS file holds ids from {ids.min()} to {ids.max()}, but ids must be in 0..{limit - 1}"
+                f"the FAISS file contains ids from {ids.min()} to {ids.max()}, but ids must be in 0..{limit - 1}"
             )
 
     def skip(self, length: int) -> None:
@@ -118,7 +119,7 @@ class _Fields:
 
 
 def _check_id_map(fields: _Fields, shape: FaissShape) -> None:
-    """Check the rest of an `IndexIDMap2`: a header, an index with ids from 0 on, and the row id of each of its ids."""
+    """Check the rest of an `IndexIDMap2`: a header, an index with consecutive ids, and one row id per id."""
     fields.header(shape.dimensions, shape.vectors)
     if fields.tag("IxFI", "IwFl") == "IxFI":
         _check_flat(fields, shape.dimensions, shape.vectors)
@@ -136,14 +137,14 @@ def _check_flat(fields: _Fields, dimensions: int, vectors: int) -> None:
 
 
 def _check_centroids(fields: _Fields, shape: FaissShape) -> int:
-    """Check what all kinds with inverted lists begin with, and return the number of lists.
+    """Check the common first fields of kinds with inverted lists. Return the number of lists.
 
-    These are a header, the centroids and an empty direct map.
+    The fields are a header, the centroids and an empty direct map.
     """
     fields.header(shape.dimensions, shape.vectors)
     lists, probes = fields.number("Q"), fields.number("Q")
     if not probes:
-        raise FaissFileError("the FAISS file sets the number of inverted lists to search to 0")
+        raise FaissFileError("the number of inverted lists to search in the FAISS file is 0, but must be at least 1")
     fields.tag("IxFI")
     _check_flat(fields, shape.dimensions, lists)
     fields.expect("type of direct map", fields.number("B"), 0)
@@ -152,7 +153,7 @@ def _check_centroids(fields: _Fields, shape: FaissShape) -> int:
 
 
 def _check_exact_lists(fields: _Fields, shape: FaissShape, id_limit: int) -> None:
-    """Check the rest of an `IndexIVFFlat`. Each id in its lists must be below `id_limit`."""
+    """Check the rest of an `IndexIVFFlat`. Each id in the lists must be below `id_limit`."""
     lists = _check_centroids(fields, shape)
     fields.tag("ilar")
     code_bytes = shape.dimensions * _FLOAT_BYTES
@@ -166,7 +167,7 @@ def _check_exact_lists(fields: _Fields, shape: FaissShape, id_limit: int) -> Non
 
 
 def _check_coded_lists(fields: _Fields, shape: FaissShape) -> None:
-    """Check the rest of an `IndexIVFPQFastScan`: settings, quantizer, and lists of ids and blocks of codes."""
+    """Check the rest of an `IndexIVFPQFastScan`: settings, the product quantizer, and lists of ids and codes."""
     lists = _check_centroids(fields, shape)
     fields.expect("flag of residual codes", fields.number("B"), 0)
     code_bytes = fields.number("Q")
@@ -195,11 +196,11 @@ def _check_coded_lists(fields: _Fields, shape: FaissShape) -> None:
 
 
 def _check_quantizer(fields: _Fields, dimensions: int) -> int:
-    """Check a product quantizer with 4-bit codes, and return the number of parts of a vector."""
+    """Check a product quantizer with 4-bit codes. Return the number of parts of a vector."""
     fields.expect("number of dimensions of the quantizer", fields.number("Q"), dimensions)
     parts = int(fields.number("Q"))
     if not parts or dimensions % parts:
-        raise FaissFileError(f"the FAISS file has a quantizer that splits {dimensions} dimensions into {parts} parts")
+        raise FaissFileError(f"the quantizer in the FAISS file cannot split {dimensions} dimensions into {parts} parts")
     fields.expect("number of bits of a code", fields.number("Q"), _CODE_BITS)
     values = dimensions << _CODE_BITS
     fields.expect("number of values of the quantizer", fields.number("Q"), values)
@@ -217,7 +218,7 @@ def _list_lengths(fields: _Fields, lists: int) -> list[int]:
     fields.expect("remainder of the number of list values divided by 2", count % 2, 0)
     pairs = fields.array(count).reshape(-1, 2)
     if pairs.size and (pairs[:, 0].min() < 0 or pairs[:, 0].max() >= lists):
-        raise FaissFileError(f"the FAISS file names inverted lists that are not in 0..{lists - 1}")
+        raise FaissFileError(f"the FAISS file contains numbers of inverted lists that are not in 0..{lists - 1}")
     lengths = np.zeros(lists, dtype=np.int64)
     lengths[pairs[:, 0]] = pairs[:, 1]
     return [int(length) for length in lengths]

@@ -1,6 +1,6 @@
-"""The nearest-neighbour index over embeddings (SPEC.md section 10).
+"""The nearest-neighbour index of the embeddings (SPEC.md section 10).
 
-Embeddings have unit norm, so the inner product is the cosine similarity. FAISS ids are row ids. Holes have no vector.
+Embeddings have the length 1, so inner products are cosine similarities. FAISS ids are row ids. Holes have no vector.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _DRIFT_ROWS = 2000  # their mean distance from the centroids varies by about 1 %
 
 @dataclass(frozen=True)
 class AnnRequest:
-    """What a nearest-neighbour index should be.
+    """Requested kind and recall of a nearest-neighbour index.
 
     Attributes:
-        ann: "auto" chooses the kind by the number of rows; otherwise a FAISS factory string, see `AnnKind.parse`.
-        recall: recall of the 100 nearest rows to reach, between 0 and 1.
-        memory: bytes that the FAISS index may take; None means any number. See `AnnKind.choose`.
+        ann: FAISS factory string, see `AnnKind.parse`; "auto" chooses the kind by the number of rows.
+        recall: recall to reach for the 100 nearest rows, above 0 and at most 1.
+        memory: largest size of the FAISS index in bytes; None for no limit. See `AnnKind.choose`.
     """
 
     ann: str = "auto"
@@ -60,7 +60,7 @@ class AnnRequest:
 
 
 def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: OnProgress | None = None) -> Manifest:
-    """Build the nearest-neighbour index of a finished index, and commit it.
+    """Build the nearest-neighbour index of a finished index, and commit the result.
 
     No other process may change the index at the same time.
 
@@ -70,8 +70,8 @@ def add_ann(root: str | Path, request: AnnRequest = AnnRequest(), on_progress: O
         'flat'
 
     Raises:
-        UsageError, IncompleteIndexError, CorruptIndexError: as in `Manifest.load`. UsageError also if `request` is
-            invalid.
+        UsageError, IncompleteIndexError, CorruptIndexError: as for `Manifest.load`.
+        UsageError: `request` is invalid.
         MissingExtraError: FAISS is not installed.
     """
     manifest, layout = Manifest.load(root), Layout(Path(root))
@@ -96,17 +96,17 @@ def build_ann(
     request: AnnRequest = AnnRequest(),
     on_progress: OnProgress | None = None,
 ) -> dict[str, Any]:
-    """Build the FAISS index of the committed embeddings, and return its description for the manifest.
+    """Build the FAISS index of the committed embeddings. Return the description of the FAISS index for the manifest.
 
-    Recall is measured against exact search. The description holds the number of inverted lists that a search must read
-    to reach the requested recall.
+    The recall is measured against exact search. The description contains the number of inverted lists that a search
+    must read to reach `request.recall`.
 
     Args:
         root: directory of the index.
         spec: shape of the index.
-        replace_file: True writes `ann/index.faiss`, replacing an existing file. False writes a file with a new name.
+        replace_file: True to write, or overwrite, `ann/index.faiss`. False to write a file with a new name.
         request: kind and recall of the FAISS index.
-        on_progress: called after each shard.
+        on_progress: function that is called after each shard.
 
     Raises:
         UsageError: `request` is invalid.
@@ -132,11 +132,7 @@ def build_ann(
 
 
 def _kind_of(request: AnnRequest, spec: IndexSpec) -> AnnKind:
-    """Return the kind of FAISS index that `request` means for an index of shape `spec`.
-
-    Raises:
-        UsageError: the factory string is not supported.
-    """
+    """Return the requested kind of FAISS index. Raise UsageError if `request.ann` is not supported."""
     if request.ann == "auto":
         return AnnKind.choose(spec.used_rows, spec.embed_dim, request.memory)
     return AnnKind.parse(request.ann, spec.embed_dim)
@@ -145,18 +141,18 @@ def _kind_of(request: AnnRequest, spec: IndexSpec) -> AnnKind:
 def tune_ann(
     root: str | Path, recall: float = TARGET_RECALL, on_progress: OnProgress | None = None
 ) -> list[Measurement]:
-    """Choose the number of inverted lists that a search reads, and commit the choice with a new `index.json`.
+    """Choose the number of inverted lists that a search reads, and commit a new `index.json` with this number.
 
     No other process may change the index at the same time.
 
     Args:
         root: directory of the index.
-        recall: recall of the 100 nearest rows to reach, between 0 and 1.
-        on_progress: called after each shard.
+        recall: recall to reach for the 100 nearest rows, above 0 and at most 1.
+        on_progress: function that is called after each shard.
 
     Returns:
-        The measured numbers of lists, ascending. The last one is chosen. Empty if the index compares a query with
-        every embedding.
+        One measurement per number of lists, ascending. The last number is committed. Empty if the index has no inverted
+        lists.
 
     Raises:
         UsageError: `recall` is out of range, or the index has no nearest-neighbour index.
@@ -176,17 +172,18 @@ def tune_ann(
 
 
 def _tuned(measured: Sequence[Measurement]) -> dict[str, Any]:
-    """Return the members of `ann` that describe the last of `measured`."""
+    """Return the keys `probes` and `recall` of `ann` in `index.json`, from the last measurement."""
     return {"probes": measured[-1].probes, "recall": measured[-1].to_json()} if measured else {}
 
 
 def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str, Any]:
-    """Add the last segment of `spec` to the nearest-neighbour index, in a further FAISS file.
+    """Write the last segment of `spec` to a new FAISS file.
 
-    If the first FAISS file has inverted lists, the further file uses the training of the first one.
+    If the first FAISS file has inverted lists, the new file uses the same centroids and codes.
 
     Returns:
-        The description of all FAISS files for the manifest; `ann` if the index has no nearest-neighbour index.
+        The description of all FAISS files for the manifest. `ann` is returned unchanged if the index has no
+        nearest-neighbour index.
 
     Raises:
         CorruptIndexError: the first FAISS file is damaged.
@@ -206,9 +203,9 @@ def extend_ann(layout: Layout, spec: IndexSpec, ann: dict[str, Any]) -> dict[str
 
 
 def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> dict[str, Any]:
-    """Write each FAISS file that holds one of `row_ids` anew without these rows.
+    """Remove the rows `row_ids` from all FAISS files. A file that contains one of these rows is written again.
 
-    Trained centroids stay as they are, also if the rows were among the training vectors.
+    The centroids are not changed.
 
     Returns:
         The description of all FAISS files for the manifest.
@@ -228,17 +225,20 @@ def ann_without_rows(index: CommittedIndex, row_ids: Sequence[int]) -> dict[str,
 
 
 def _write(layout: Layout, index: FaissIndex, embeddings: IndexedEmbeddings, path: Path | None) -> dict[str, Any]:
-    """Write a FAISS index, and return the entry of this file in the manifest."""
+    """Write a FAISS index. Return the entry of the new file for the manifest."""
     entry = _commit_part(layout, index, path)
     similarity = centroid_similarity(index, held_out(embeddings, _DRIFT_ROWS)[1])
     return entry if similarity is None else {**entry, "similarity": round(similarity, 4)}
 
 
 def _commit_part(layout: Layout, index: FaissIndex, path: Path | None) -> dict[str, Any]:
-    """Write `index` to `path`, or to a file that is named after its checksum. Return its entry in the manifest."""
+    """Write `index` to `path`, and return the entry of the file for the manifest.
+
+    If `path` is None, the file is named after its checksum.
+    """
     layout.ann.mkdir(parents=True, exist_ok=True)
     temporary = layout.ann / "index.faiss.partial"
-    temporary.unlink(missing_ok=True)  # it may be a link
+    temporary.unlink(missing_ok=True)  # the old file may be a link
     write_part(index, temporary)
     fsync_path(temporary)
     if path is None:
@@ -249,14 +249,14 @@ def _commit_part(layout: Layout, index: FaissIndex, path: Path | None) -> dict[s
 
 
 class AnnIndex:
-    """Finds the rows nearest to a query embedding. Deleted rows are left out.
+    """Finds the nearest rows of a query embedding. Deleted rows are left out.
 
     Args:
-        index: an open index. To open an index by its directory, call `AnnIndex.open`.
+        index: an open index.
 
     Attributes:
         parts: the FAISS indexes.
-        live: bitmap of the rows that are not deleted, one bit per row, lowest first; None if no row is deleted.
+        live: bitmap of the rows that are not deleted, one bit per row, lowest bit first; None if no row is deleted.
 
     Raises:
         UsageError: the index has no nearest-neighbour index.
@@ -276,29 +276,42 @@ class AnnIndex:
 
     @classmethod
     def open(cls, root: str | Path) -> AnnIndex:
-        """Open the nearest-neighbour index of the index at `root`. Also raises the errors of `Manifest.load`."""
+        """Open the nearest-neighbour index of the index in the directory `root`.
+
+        Raises:
+            UsageError, IncompleteIndexError, CorruptIndexError: as for `Manifest.load` and `AnnIndex`.
+        """
         return cls(CommittedIndex.open(root))
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def nearest(self, query: NDArray[np.float32], k: int, passing: NDArray[np.bool_] | None = None) -> Neighbours:
-        """Return at most `k` rows nearest to `query` [embed_dim], best first. See `nearest_to_each`."""
+        """Return at most `k` nearest rows for one query, best first.
+
+        Args:
+            query: query embedding [embed_dim].
+            k: number of rows.
+            passing: which rows to search, as for `nearest_to_each`.
+
+        Raises:
+            ModelError: the query and the embeddings of the index differ in width.
+        """
         return self.nearest_to_each(query[None], k, passing)[0]
 
     def nearest_to_each(
         self, queries: NDArray[np.float32], k: int, passing: NDArray[np.bool_] | None = None
     ) -> list[Neighbours]:
-        """Return at most `k` rows nearest to each of `queries` [q, embed_dim], best first.
+        """Return at most `k` nearest rows for each query, best first.
 
         Args:
-            queries: [q, embed_dim].
+            queries: query embeddings [q, embed_dim].
             k: number of rows per query.
-            passing: which rows may be returned, bool [rows], no deleted row among them. The search among them is exact.
-                None means all rows that are not deleted.
+            passing: which rows to search, bool [rows]; deleted rows must be False. The search is then exact. None
+                searches all rows that are not deleted.
 
         Raises:
-            ModelError: the queries and the embeddings differ in width.
+            ModelError: the queries and the embeddings of the index differ in width.
         """
         width = self.parts.spec.embed_dim
         if queries.shape[1] != width:
@@ -326,7 +339,7 @@ def _open_part(root: Path, spec: IndexSpec, file: dict[str, Any]) -> FaissIndex:
 
 
 def _live_bitmap(index: CommittedIndex) -> NDArray[np.uint8] | None:
-    """Return a bitmap of the rows that are not deleted, lowest bit first. None if no row is deleted."""
+    """Return a bitmap of the rows that are not deleted, lowest bit first. Return None if no row is deleted."""
     deleted = index.deleted
     if not len(deleted):
         return None

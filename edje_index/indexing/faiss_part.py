@@ -1,4 +1,4 @@
-"""One FAISS index of `ann/`: training, filling, search, reading and writing. Only this module imports FAISS."""
+"""Trains, fills, searches, reads and writes one FAISS index of `ann/`. Only this module imports FAISS."""
 
 from __future__ import annotations
 
@@ -37,9 +37,14 @@ def check_faiss() -> None:
 
 
 def train_part(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> FaissIndex:
-    """Return a FAISS index without vectors for `rows` rows, trained on a sample of `embeddings`.
+    """Train a FAISS index on a sample of `embeddings`. The returned FAISS index is empty.
 
-    A sample that has fewer vectors than `kind` has lists gives a flat index.
+    If the sample has fewer vectors than `kind` has inverted lists, the FAISS index is flat.
+
+    Args:
+        kind: kind of FAISS index.
+        embeddings: stored embeddings.
+        rows: number of rows that the FAISS index will contain.
     """
     import faiss
 
@@ -55,7 +60,10 @@ def train_part(kind: AnnKind, embeddings: IndexedEmbeddings, rows: int) -> Faiss
 
 
 def without_vectors(index: FaissIndex) -> FaissIndex:
-    """Remove all vectors of `index`, but keep its training. Returns None for a flat index, which has no training."""
+    """Remove all vectors from `index`, but keep the trained centroids.
+
+    Return None for a flat index, which has no centroids.
+    """
     if not _is_inverted(index):
         return None
     index.reset()
@@ -63,7 +71,7 @@ def without_vectors(index: FaissIndex) -> FaissIndex:
 
 
 def fill_part(index: FaissIndex, embeddings: IndexedEmbeddings, on_progress: OnProgress | None = None) -> None:
-    """Add `embeddings` to `index`, shard by shard. Their row ids become the FAISS ids."""
+    """Add `embeddings` to `index`, shard by shard. The FAISS ids are the row ids."""
     _return_freed_memory()
     for done, (row_ids, vectors) in enumerate(embeddings, 1):
         index.add_with_ids(vectors, row_ids)
@@ -74,16 +82,16 @@ def fill_part(index: FaissIndex, embeddings: IndexedEmbeddings, on_progress: OnP
 def search_part(
     index: FaissIndex, queries: Vectors, k: int, *, probes: int | None, live: NDArray[np.uint8] | None
 ) -> tuple[Vectors, NDArray[np.int64]]:
-    """Return scores and row ids [q, min(k, vectors)] of one FAISS index, best first.
+    """Search one FAISS index. Return (scores, row ids), best first, [q, min(k, vectors)] each.
 
-    The row id is -1 where FAISS finds fewer rows.
+    If fewer rows are found, the remaining row ids are -1.
 
     Args:
         index: FAISS index.
-        queries: [q, embed_dim].
+        queries: query embeddings [q, embed_dim].
         k: number of rows per query.
-        probes: number of inverted lists to search; None means the number in the file.
-        live: bitmap of the rows to search, one bit per row, lowest first; None means all rows.
+        probes: number of inverted lists to search; None uses the number in the file.
+        live: bitmap of the rows to search, one bit per row, lowest bit first; None searches all rows.
     """
     import faiss
 
@@ -101,7 +109,7 @@ def search_part(
 
 
 def is_exact(index: FaissIndex) -> bool:
-    """Whether `index` holds exact vectors, so that its scores are inner products."""
+    """Return True if `index` stores exact vectors, so that scores are exact inner products."""
     return not hasattr(index, "pq")
 
 
@@ -111,7 +119,7 @@ def number_of_lists(index: FaissIndex) -> int:
 
 
 def centroid_similarity(index: FaissIndex, vectors: Vectors) -> float | None:
-    """Return the mean inner product of `vectors` and the nearest centroid of each; None for a flat index."""
+    """Return the mean inner product of each vector and its nearest centroid; None for a flat index."""
     if not _is_inverted(index) or not len(vectors):
         return None
     similarities, _ = index.quantizer.search(vectors, 1)
@@ -119,10 +127,15 @@ def centroid_similarity(index: FaissIndex, vectors: Vectors) -> float | None:
 
 
 def read_part(file: BinaryIO, entry: FileEntry, shape: FaissShape) -> FaissIndex:
-    """Check and load a FAISS file. Python reads the file, so that FAISS opens no file itself.
+    """Check and load a FAISS file. Python reads the file, so FAISS cannot open other files.
+
+    Args:
+        file: the open FAISS file.
+        entry: entry of the file in `index.json`.
+        shape: expected sizes.
 
     Raises:
-        FaissFileError: the file differs from `entry`, the committed file, or from `shape`.
+        FaissFileError: the file does not match `entry` or `shape`.
         RuntimeError: FAISS cannot read the file.
     """
     import faiss
@@ -159,7 +172,7 @@ def write_part(index: FaissIndex, path: Path) -> None:
 
 
 def _return_freed_memory() -> None:
-    """Let the allocator of this process return the memory of a list that grew and moved. Only glibc needs this."""
+    """Make glibc return freed memory to the system when FAISS enlarges its lists. Other C libraries need no setting."""
     # glibc raises its limit for separate mappings when a large array is freed, and then keeps the pieces of old lists.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
@@ -170,9 +183,9 @@ def _is_inverted(index: FaissIndex) -> bool:
 
 
 def _training_sample(embeddings: IndexedEmbeddings, kind: AnnKind, rows: int) -> Vectors:
-    """Return the vectors of every n-th row. Rows from all parts of the index are in the sample.
+    """Return the vectors of every n-th row of the whole index.
 
-    n is even, so that odd rows are never trained on: they measure recall and drift.
+    n is even, so odd rows are never used for training. They serve as queries to measure recall and drift.
     """
     step = max(2, rows // (kind.lists * _TRAINING_VECTORS_PER_LIST) // 2 * 2)
     return np.concatenate([vectors[row_ids % step == 0] for row_ids, vectors in embeddings])

@@ -1,6 +1,6 @@
-"""The image encoder of an indexing worker: from pixels to tokens and embeddings.
+"""The image encoder of an indexing worker: converts images to tokens and embeddings.
 
-The same bundle, device type, dtype, number of threads and batch size give the same bits in every process.
+Equal bundle, device type, dtype, number of threads and batch size give equal bits in every process.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class ImageEncoder:
-    """Vision tower and adapter of a bundle, ready to encode images.
+    """Encodes images with the vision tower and the adapter of a bundle.
 
     Attributes:
         info: description of the bundle.
         device: device of the weights.
-        dtype: dtype of the matrix products; weights stay float32.
-        preprocess: maps a PIL image (RGB) to float32 [3, height, width], with the same bits as the evaluation
-            transform of open_clip. Thread-safe.
+        dtype: dtype of the matrix products. The weights are float32.
+        preprocess: thread-safe function that converts a PIL image (RGB) to float32 [3, height, width], bit for bit as
+            the evaluation transform of open_clip.
 
     Example:
         >>> import torch
@@ -62,12 +62,12 @@ class ImageEncoder:
     def open(
         cls, bundle_path: str | Path, *, device: str = "auto", threads: int | None = None, dtype: str = "auto"
     ) -> ImageEncoder:
-        """Load the image half of a bundle.
+        """Load the vision tower and the adapter of a bundle, and verify their files.
 
         Args:
             bundle_path: directory of the bundle.
             device: "auto" (CUDA if available), "cpu", "cuda" or "cuda:N".
-            threads: CPU threads of torch in this process; None keeps the current number.
+            threads: number of torch CPU threads in this process; None leaves the number unchanged.
             dtype: "auto" (bfloat16 on CUDA, float32 on a CPU), "float32" or "bfloat16".
 
         Raises:
@@ -81,7 +81,13 @@ class ImageEncoder:
 
     @classmethod
     def of(cls, info: BundleInfo, *, device: str = "auto", dtype: str = "auto") -> ImageEncoder:
-        """Load the image half of a bundle whose files have been verified. See `open` for the arguments."""
+        """Load the vision tower and the adapter of a bundle whose files are already verified.
+
+        Args:
+            info: description of the bundle.
+            device: as for `open`.
+            dtype: as for `open`.
+        """
         target = resolve_device(device)
         vision, config = load_visual(info)
         adapter = load_adapter(info).to(target)
@@ -89,7 +95,7 @@ class ImageEncoder:
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """(m, d), tokens per block and values per token."""
+        """Shape (m, d) of a block: tokens per block, values per token."""
         return self.info.block_shape
 
     @property
@@ -101,11 +107,11 @@ class ImageEncoder:
         """Encode a batch of images.
 
         Args:
-            pixels: float32 [b, 3, height, width], from `preprocess`.
+            pixels: results of `preprocess`, float32 [b, 3, height, width].
 
         Returns:
-            Tokens, ml_dtypes.bfloat16 [b, m, d], rounded to nearest even. Embeddings of unit length, float32
-            [b, embed_dim].
+            (tokens, ml_dtypes.bfloat16 [b, m, d], rounded to nearest even;
+            embeddings, unit vectors, float32 [b, embed_dim]).
         """
         with torch.inference_mode(), autocast(self.dtype, self.device):
             tokens, embeddings = image_tokens(self.vision, self.adapter, self._on_device(pixels))
@@ -118,7 +124,7 @@ class ImageEncoder:
 
 
 def image_tokens(vision: VisionTower, adapter: Adapter, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens [b, m, d] and unit-length embeddings [b, e] of `pixels`."""
+    """Return the tokens [b, m, d] and the embeddings, unit vectors [b, e], of `pixels`."""
     if adapter.needs_attention:
         patches, embeddings, received = vision.encode_with_attention(pixels)
         return adapter(patches, received), embeddings

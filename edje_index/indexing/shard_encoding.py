@@ -1,6 +1,6 @@
-"""Encodes one shard: from a `ShardTask` to a committed shard and its receipt.
+"""Encodes the images of one shard, and commits the shard with a receipt.
 
-All engines call `encode_shard`, so their results cannot differ. The call can be repeated with the same result.
+All engines call `encode_shard`, so all engines give the same result. A repeated call gives the same result too.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _BATCHES_AHEAD = 2  # decoded batches that may wait for the model: one being dec
 
 
 class Encoder(Protocol):
-    """The methods of an image encoder that are needed to encode a shard."""
+    """Interface of an image encoder, as far as `encode_shard` uses it."""
 
     def preprocess(self, image: Image) -> torch.Tensor:
-        """Convert an RGB image to float32 [3, h, w]. Several threads call this method at once."""
+        """Convert an RGB image to float32 [3, h, w]. Several threads call this method at the same time."""
         ...
 
     def encode(self, pixels: torch.Tensor) -> tuple[Blocks, NDArray[np.float32]]:
@@ -62,8 +62,9 @@ class ShardTask:
         spec: shape of the index.
         plan: fingerprint of the build plan.
         batch_size: images per forward pass.
-        max_pixels: limit on the pixels of an image. Larger images fail with the reason "too-many-pixels".
-        decode_threads: number of threads that read and decode. This number does not change the result.
+        max_pixels: largest number of pixels of an image. The rows of larger images fail with the reason
+            "too-many-pixels".
+        decode_threads: number of threads that read and decode images. This number does not affect the result.
         columns: source columns of the rows table.
     """
 
@@ -79,7 +80,7 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class StageProgress:
-    """Numbers of finished and of failed rows of a shard, and seconds per stage."""
+    """Progress of a shard: number of finished rows, number of failed rows, and seconds per stage."""
 
     shard: int
     done: int
@@ -92,7 +93,7 @@ class StageProgress:
 
 
 class EncodingInterrupted(EdjeError):
-    """Encoding stopped on request. A later call continues after the finished batches."""
+    """Encoding was stopped by `should_stop`. A later call resumes after the finished batches."""
 
 
 def encode_shard(
@@ -101,17 +102,17 @@ def encode_shard(
     on_progress: Callable[[StageProgress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> ShardReceipt:
-    """Encode and commit one shard. A damaged or missing input becomes a failed row.
+    """Encode and commit one shard. If an input is damaged or missing, its row gets the status "failed".
 
     Args:
         task: shard to encode.
-        encoder: image encoder. The calling thread calls `encode`; the decode threads call `preprocess`.
-        on_progress: called after each batch.
-        should_stop: called before each batch. If it returns True, encoding stops.
+        encoder: image encoder. The calling thread calls `encode`; several threads call `preprocess`.
+        on_progress: function that is called after each batch.
+        should_stop: function that is called before each batch. Encoding stops if the function returns True.
 
     Raises:
-        EncodingInterrupted: `should_stop` returned True. The finished batches are kept.
-        TransientInputError: an input cannot be read or decoded, for a reason that lies outside the input.
+        EncodingInterrupted: `should_stop` returned True. The finished batches are saved.
+        TransientInputError: an input cannot be read or decoded now, because of the machine and not of the input.
         OSError: the index cannot be written.
     """
     layout = Layout(Path(task.root))
@@ -153,7 +154,7 @@ def encode_shard(
 
 
 def _restore(pieces: ShardPieces, writer: ShardWriter, entries: list[RowEntry]) -> int:
-    """Restore the rows that an earlier attempt stored, and return their number."""
+    """Restore the rows that an earlier attempt saved. Return the number of restored rows."""
     done = 0
     for piece in pieces.read():
         writer.put(piece.positions, piece.tokens, piece.embeddings)
@@ -170,7 +171,7 @@ def _no_blocks(spec: IndexSpec) -> tuple[Blocks, NDArray[np.float32]]:
 
 @contextlib.contextmanager
 def _decode_pool(threads: int, *, one_at_a_time: bool) -> Iterator[Executor]:
-    """Provide the threads that read and decode. After an exception, waiting images are dropped."""
+    """Context with an executor that reads and decodes images. After an exception, waiting images are dropped."""
     with OneAtATime() if one_at_a_time else ThreadPoolExecutor(threads, "edje-decode") as pool:
         try:
             yield pool
@@ -181,7 +182,7 @@ def _decode_pool(threads: int, *, one_at_a_time: bool) -> Iterator[Executor]:
 
 @dataclass
 class _Image:
-    """One input of the shard. `pixels` is set after decoding and cleared after encoding."""
+    """One input of the shard. `pixels` is set between decoding and encoding."""
 
     ref: InputRef
     entry: RowEntry
@@ -200,7 +201,7 @@ def _row_entry(row_id: int, ref: InputRef) -> RowEntry:
 def _batches_ahead(
     task: ShardTask, images: list[_Image], prepare: Callable[[_Image], _Image], pool: Executor
 ) -> Iterator[list[Future[_Image]]]:
-    """Yield the batches in row order. Threads prepare a few batches ahead."""
+    """Yield batches in row order, while the executor prepares the next batches."""
     pending: deque[list[Future[_Image]]] = deque()
     for start in range(0, len(images), task.batch_size):
         pending.append([pool.submit(prepare, image) for image in images[start : start + task.batch_size]])
@@ -210,7 +211,7 @@ def _batches_ahead(
 
 
 def _prepare_watched(attempt: Attempt, first_row: int, encoder: Encoder, max_pixels: int, image: _Image) -> _Image:
-    """Prepare an image, or fail its row if the image has ended too many worker processes."""
+    """Prepare an image. If the image has ended too many worker processes, mark its row as failed instead."""
     position = image.entry.row_id - first_row
     if attempt.ended_workers(position):
         image.entry.fail("worker-died", f"{DEATHS} worker processes died or hung while they read or decoded the image")
@@ -220,7 +221,7 @@ def _prepare_watched(attempt: Attempt, first_row: int, encoder: Encoder, max_pix
 
 
 def _prepare(encoder: Encoder, max_pixels: int, image: _Image) -> _Image:
-    """Read, decode and preprocess one image. A failure is stored as status and reason of its row."""
+    """Read, decode and preprocess one image. If this fails, mark the row of the image as failed."""
     entry = image.entry
     if entry.status != INDEXED:
         return image
@@ -247,7 +248,10 @@ def _decode(encoder: Encoder, data: bytes, max_pixels: int) -> tuple[tuple[int, 
 
 
 def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.float32]]:
-    """Run the model on `images`. Removes images with a non-finite output, whose rows fail."""
+    """Run the model on `images`.
+
+    If an output is not finite, mark the row as failed and remove the image from `images`.
+    """
     import torch
 
     started = time.perf_counter()
@@ -263,7 +267,7 @@ def _encode(encoder: Encoder, images: list[_Image]) -> tuple[Blocks, NDArray[np.
 
 
 def _has_non_finite(tokens: Blocks) -> NDArray[np.bool_]:
-    """Return which blocks hold a NaN or an infinity, bool [b]."""
+    """Return which blocks contain a NaN or an infinity, bool [b]."""
     bits = tokens.view(np.uint16).reshape(len(tokens), -1)
     return np.asarray(((bits & 0x7F80) == 0x7F80).any(axis=1))
 

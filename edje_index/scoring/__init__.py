@@ -1,5 +1,5 @@
-"""The final score: a weighted sum of named parts.
+"""The final score of a caption and an image: a weighted sum of named parts.
 
-`parts` computes each part for pairs of a caption and an image. `weights` holds one weight per part and direction.
-`final_score` computes the weighted sum, for search, evaluation, the quantization report and weight fitting.
+The module `parts` computes the parts. `weights` defines one weight per part and direction. `final_score` computes the
+sum for search, evaluation, the quantization report and weight fitting.
 """

@@ -1,4 +1,4 @@
-"""The final score: the weighted sum of its parts. This is the only module that computes the sum."""
+"""Computes the final score, a weighted sum of parts. No other module computes this sum."""
 
 from __future__ import annotations
 
@@ -17,33 +17,41 @@ class FinalScore:
     """A weighted sum of parts.
 
     Attributes:
-        weights: weight of each part by name. A weight is a number, or a scalar tensor while the weight is fitted.
+        weights: weight of each part by name. A weight is a number; during weight fitting, a weight is a scalar tensor.
     """
 
     weights: Mapping[str, Any]
 
     @classmethod
     def of(cls, weights: ScoreWeights) -> FinalScore:
-        """Return the final score with `weights`, the weights of one direction."""
+        """Return the final score with the given weights of one direction."""
         return cls(weights.by_part())
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parts in the sum: parts whose weight is a tensor or a number other than 0."""
+        """Names of the parts in the sum. A part is left out if its weight is the number 0."""
         return tuple(
             part for part, weight in self.weights.items() if not isinstance(weight, (int, float)) or weight != 0
         )
 
     def only(self, parts: Iterable[str]) -> FinalScore:
-        """Return a final score of the named `parts` alone, with the same weights."""
+        """Return a copy of this final score that contains only the named parts."""
         return FinalScore({part: self.weights[part] for part in parts if part in self.weights})
 
     def compute(self, parts: Mapping[str, Part], pairs: Pairs) -> dict[str, Floats]:
-        """Compute the parts for b `pairs`, float32 [b] each, by name. Parts with weight 0 are left out."""
+        """Compute each part in the sum for b pairs, and return the values by part name, float32 [b] each.
+
+        Args:
+            parts: all available parts by name.
+            pairs: pairs of a caption and an image.
+        """
         return {part: parts[part].of(pairs) for part in self.parts}
 
     def sum(self, values: Mapping[str, Any]) -> Any:
-        """Return the weighted sum of `values`, arrays or tensors of equal shape by part. The sum has the same shape.
+        """Return the weighted sum of the values of the parts.
+
+        Args:
+            values: value of each part by name: arrays or tensors of the same shape.
 
         Raises:
             ValueError: all weights are 0.

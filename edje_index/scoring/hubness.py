@@ -1,15 +1,17 @@
-"""Hubness correction: candidates that are similar to many queries are scored lower (query-bank normalisation).
+"""Hubness correction: lowers the scores of candidates that are similar to many queries (query-bank normalisation).
 
-A model bundle may hold a `HubnessBank` of captions and images from its training data. The hubness of an image is
+A model bundle may contain a `HubnessBank` of captions and images from the training data. The hubness of an image is
 
     t log mean_j exp((w <e, e_j> + u <p, p_j>) / t)
 
-over the captions j of the bank, with embeddings e and pooled vectors p. The weights w and u and the temperature t are
-fields of `HubnessSimilarity`. The hubness of a caption is the same over the images of the bank. The hubness correction
-is minus the hubness (Bogolin et al., CVPR 2022; Smith et al., ICLR 2017).
+where e is the embedding and p the pooled vector of the image, and e_j is the embedding and p_j the pooled vector of
+caption j in the bank. The weights w and u and the temperature t are fields of `HubnessSimilarity`. The hubness of a
+caption is computed in the same way from the images in the bank.
 
-The hubness is at least the 10 % quantile of the hubness in the bank. Otherwise, images unlike any training image would
-rank first for every caption.
+The part ``hubness`` of the final score is minus the hubness (Bogolin et al., CVPR 2022; Smith et al., ICLR 2017).
+
+The hubness has a lower limit: the 10 % quantile of the hubness in the bank. Without the limit, images that are unlike
+all training images would rank first for every caption.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ def hubness(
     """Compute the hubness of n candidates [n], without the lower limit. The result is differentiable.
 
     Args:
-        embedding_products: inner products of candidate embeddings with bank embeddings [n, b].
-        pooled_products: inner products of candidate pooled vectors with bank pooled vectors, of shape [n, b] or a shape
-            that broadcasts to [n, b].
-        embedding, pooled, temperature: numbers or scalar tensors, see `HubnessSimilarity`.
+        embedding_products: inner products of candidate embeddings and bank embeddings [n, b].
+        pooled_products: inner products of candidate pooled vectors and bank pooled vectors. The shape is [n, b] or
+            broadcasts to [n, b].
+        embedding, pooled, temperature: numbers or scalar tensors; see `HubnessSimilarity`.
     """
     similarities = (embedding * embedding_products + pooled * pooled_products) / temperature
     values: torch.Tensor = temperature * (torch.logsumexp(similarities, dim=1) - math.log(similarities.shape[1]))
@@ -49,9 +51,9 @@ def hubness(
 
 
 class HubnessBank(nn.Module):
-    """Embeddings and pooled vectors of training captions and images, from which the hubness is computed.
+    """Embeddings and pooled vectors of training captions and training images, for computing hubness.
 
-    Vectors are stored as int8 with one scale per vector. All tensors are buffers, not trainable parameters.
+    Each vector is stored as int8 codes and one scale. All tensors are buffers, not trainable parameters.
 
     Args:
         captions: number of captions.
@@ -70,7 +72,12 @@ class HubnessBank(nn.Module):
 
     @classmethod
     def of(cls, captions: tuple[torch.Tensor, torch.Tensor], images: tuple[torch.Tensor, torch.Tensor]) -> HubnessBank:
-        """Make a bank from captions and images, each given as embeddings [b, e] and pooled vectors [b, k]."""
+        """Make a bank of captions and images.
+
+        Args:
+            captions: (embeddings [b, e], pooled vectors [b, k]) of captions.
+            images: (embeddings [b, e], pooled vectors [b, k]) of images. The number b may differ from the captions.
+        """
         bank = cls(len(captions[0]), len(images[0]), captions[0].shape[1], captions[1].shape[1])
         rows = (bank.caption_embeddings, bank.caption_vectors, bank.image_embeddings, bank.image_vectors)
         for part, values in zip(rows, (*captions, *images), strict=True):
@@ -79,7 +86,11 @@ class HubnessBank(nn.Module):
 
     @classmethod
     def load(cls, path: Path, embed_dim: int, sizes: Mapping[str, int]) -> HubnessBank:
-        """Read a bank that :meth:`save` wrote. Raises ModelError if the file does not fit `embed_dim` and `sizes`."""
+        """Read a bank from a file that :meth:`save` wrote.
+
+        Raises:
+            ModelError: the file cannot be read, or the shapes in the file do not match `embed_dim` and `sizes`.
+        """
         with limited_by(path):
             bank = cls(embed_dim=embed_dim, **sizes)
         assign_weights(bank, read_weights(path), str(path))
@@ -91,14 +102,14 @@ class HubnessBank(nn.Module):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of ``captions``, number of ``images`` and width ``dim`` of the pooled vectors."""
+        """Numbers of ``captions`` and ``images``, and the width ``dim`` of the pooled vectors."""
         captions, dim = self.caption_vectors.codes.shape
         return {"captions": captions, "images": len(self.image_embeddings.codes), "dim": dim}
 
     def hubness(
         self, embeddings: torch.Tensor, vectors: torch.Tensor, similarity: HubnessSimilarity, direction: str
     ) -> torch.Tensor:
-        """Compute the hubness of n candidates [n], at least :meth:`floor`.
+        """Compute the hubness of n candidates [n]. Values below :meth:`floor` are raised to :meth:`floor`.
 
         Args:
             embeddings: embeddings of the candidates, float32 [n, e].
@@ -122,7 +133,6 @@ class HubnessBank(nn.Module):
     def _values(
         self, embeddings: torch.Tensor, vectors: torch.Tensor, similarity: HubnessSimilarity, direction: str
     ) -> torch.Tensor:
-        """Compute the hubness of n candidates [n], without the lower limit."""
         chunks = [
             hubness(*self.products(chunk_embeddings, chunk_vectors, direction), **asdict(similarity))
             for chunk_embeddings, chunk_vectors in zip(
@@ -134,10 +144,10 @@ class HubnessBank(nn.Module):
     def products(
         self, embeddings: torch.Tensor, vectors: torch.Tensor, direction: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute inner products of n candidates with the bank, of embeddings and of pooled vectors [n, b].
+        """Return inner products of n candidates and the bank, of embeddings [n, b] and of pooled vectors [n, b].
 
-        In "t2i", candidates are images and are compared with captions; in "i2t" the reverse. Without pooled similarity,
-        the second result is zeros [1, 1].
+        In direction "t2i", image candidates are compared with the captions in the bank. In "i2t", caption candidates
+        are compared with the images in the bank. Without pooled similarity, the second result is zeros [1, 1].
         """
         captions = direction == TEXT_TO_IMAGE
         bank_embeddings = self.caption_embeddings if captions else self.image_embeddings
@@ -147,7 +157,7 @@ class HubnessBank(nn.Module):
 
 
 class _Int8Rows(nn.Module):
-    """Vectors [n, k], stored as int8 codes with one float32 scale per vector."""
+    """Vectors [n, k], stored as int8 codes and one float32 scale per vector."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -158,7 +168,7 @@ class _Int8Rows(nn.Module):
         self.register_buffer("scales", torch.zeros(count))
 
     def fill(self, values: torch.Tensor) -> None:
-        """Store `values` [n, k], rounded to int8."""
+        """Round `values` [n, k] to int8 codes, and store them."""
         if values.shape[1]:
             self.scales = values.float().abs().amax(dim=1) / _LARGEST_CODE
             self.codes = (values / self.scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)

@@ -1,8 +1,10 @@
-"""Late interaction of image tokens with the words of a caption, as in ColBERT (Khattab and Zaharia, 2020).
+"""Late interaction of image tokens and the words of a caption, as in ColBERT (Khattab and Zaharia, 2020).
 
-The score is the mean, over the content words of a caption, of each word's largest cosine similarity with a token of the
-image. The mean word vector is subtracted first, because it carries no information. The score is meaningful only if an
-alignment phase trained the adapter.
+For each content word of the caption, take the largest cosine similarity with a token of the image. The score is the
+mean over the content words.
+
+The mean word vector is subtracted from words and tokens first, because all word vectors contain it. The score is
+meaningful only if the adapter was trained with an alignment phase.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from torch.nn import functional
 def late_interaction(
     captions: Sequence[Sequence[int]], tokens: torch.Tensor, words: torch.Tensor, content: NDArray[np.bool_]
 ) -> torch.Tensor:
-    """Compute the scores of b pairs, float32 [b], between -1 and 1; 0 for a caption without content words.
+    """Compute the scores of b pairs, float32 [b], between -1 and 1. A caption without content words has the score 0.
 
     Args:
-        captions: token ids of each pair's caption.
+        captions: token ids of the caption of each pair.
         tokens: image tokens of each pair [b, m, d].
         words: word vectors of the vocabulary [v, d].
-        content: which token ids are content words, see `stop_words.content_token_mask`, bool [v].
+        content: which token ids are content words, bool [v]. See `stop_words.content_token_mask`.
     """
     content_ids = [[token_id for token_id in caption if content[token_id]] for caption in captions]
     lengths = torch.tensor([len(ids) for ids in content_ids])

@@ -1,6 +1,6 @@
-"""The parts of the final score. Each computes one number per pair of a caption and an image.
+"""The parts of the final score. A part computes one number per pair of a caption and an image.
 
-Shape letters: b pairs, m tokens per image, d width of tokens, e width of embeddings.
+In shapes, b is the number of pairs, m the tokens per image, d the width of a token, and e the width of an embedding.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Pairs:
-    """b pairs of a caption and an image. Fields that no computed part reads may be left out.
+    """b pairs of a caption and an image. A field may be left out if no computed part reads the field.
 
     Attributes:
         captions: one caption per pair.
-        tokens: stored tokens of the images, an array or tensor of any floating type [b, m, d].
-        similarities: cosine similarity of each pair's caption embedding and image embedding, float32 [b].
-        candidate_embeddings: embeddings of the images in direction "t2i", of the captions in "i2t", float32 [b, e].
+        tokens: stored tokens of the images [b, m, d], an array or tensor of any floating type.
+        similarities: cosine similarity of the caption embedding and the image embedding of each pair, float32 [b].
+        candidate_embeddings: image embeddings in direction "t2i", caption embeddings in "i2t", float32 [b, e].
     """
 
     captions: Sequence[str] = ()
@@ -45,7 +45,7 @@ class Pairs:
 
     @cached_property
     def token_tensor(self) -> torch.Tensor:
-        """`tokens` as a tensor."""
+        """The field `tokens` as a tensor."""
         assert self.tokens is not None
         return as_tensor(self.tokens)
 
@@ -54,13 +54,13 @@ class Part(Protocol):
     """Interface of a part of the final score."""
 
     def of(self, pairs: Pairs) -> Floats:
-        """Compute the part for `pairs`, float32 [b]; higher values mean better matches."""
+        """Compute the part for b `pairs`, float32 [b]. Higher values mean better matches."""
         ...
 
 
 @dataclass(frozen=True)
 class Logit:
-    """The part ``logit``: the joint encoder's matching logit, which is the score in the EDJE paper."""
+    """The part ``logit``: the matching logit of the joint encoder. In the EDJE paper, the score is this logit."""
 
     joint: JointScorer
 
@@ -70,7 +70,7 @@ class Logit:
 
 @dataclass(frozen=True)
 class LateInteraction:
-    """The part ``late``: mean similarity of caption words with their nearest image tokens, see `late_interaction`."""
+    """The part ``late``: mean similarity of each caption word and its nearest image token. See `late_interaction`."""
 
     joint: JointScorer
 
@@ -87,7 +87,7 @@ class LateInteraction:
 
 @dataclass(frozen=True)
 class Pooled:
-    """The part ``pooled``: cosine similarity of the pooled vectors of caption and image, see `pooled_similarity`."""
+    """The part ``pooled``: cosine similarity of the pooled vectors of caption and image. See `pooled_similarity`."""
 
     vectors: PooledVectors
 
@@ -101,7 +101,7 @@ class Pooled:
 
 @dataclass(frozen=True)
 class Embedding:
-    """The part ``embedding``: cosine similarity of the embeddings, taken from `Pairs.similarities`."""
+    """The part ``embedding``: cosine similarity of the embeddings, read from `Pairs.similarities`."""
 
     def of(self, pairs: Pairs) -> Floats:
         assert pairs.similarities is not None
@@ -110,7 +110,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Hubness:
-    """The part ``hubness``: minus the hubness of the candidate, which does not depend on the query, see `hubness`."""
+    """The part ``hubness``: minus the hubness of the candidate. The query has no effect. See `hubness`."""
 
     bank: HubnessBank
     vectors: PooledVectors
@@ -128,7 +128,7 @@ class Hubness:
 
 @dataclass(frozen=True)
 class ScoreModels:
-    """The models that compute the parts.
+    """The models that compute the parts of the final score.
 
     Attributes:
         joint: the joint encoder.
@@ -141,7 +141,7 @@ class ScoreModels:
     bank: HubnessBank | None
 
     def parts(self, direction: str, similarity: HubnessSimilarity) -> dict[str, Part]:
-        """Return all parts that these models can compute, by name.
+        """Return every part that these models can compute, by name.
 
         Args:
             direction: "t2i" or "i2t".
@@ -158,7 +158,7 @@ class ScoreModels:
 
 
 def check_bank(models: ScoreModels) -> None:
-    """Raise ModelError if the pooled vectors in the hubness bank do not have the width of the pooled similarity."""
+    """Raise ModelError if the hubness bank and the pooled similarity have pooled vectors of different widths."""
     if models.bank is None:
         return
     bank_dim, dim = models.bank.sizes["dim"], 0 if models.pooled is None else models.pooled.sizes["dim"]
@@ -170,12 +170,12 @@ def check_bank(models: ScoreModels) -> None:
 
 
 def reads_tokens(parts: Sequence[str], direction: str) -> bool:
-    """Return whether any of the named `parts` reads image tokens in `direction`."""
+    """Return True if a part in `parts` reads image tokens in `direction`."""
     return bool({LOGIT, LATE, POOLED} & set(parts)) or (HUBNESS in parts and direction == TEXT_TO_IMAGE)
 
 
 def _in_batches(pairs: Pairs, score: Callable[[Sequence[str], torch.Tensor], torch.Tensor]) -> Floats:
-    """Apply `score` to at most `SCORE_BATCH` pairs at a time, to bound memory."""
+    """Apply `score` to batches of at most `SCORE_BATCH` pairs, to bound memory."""
     values = np.zeros(len(pairs.captions), dtype=np.float32)
     for start in range(0, len(values), SCORE_BATCH):
         batch = slice(start, start + SCORE_BATCH)

@@ -1,8 +1,8 @@
-"""Pooled similarity: the cosine similarity of one vector per image and one vector per caption.
+"""Pooled similarity: the cosine similarity of one vector of an image and one vector of a caption.
 
 The vector of an image is a linear map of the mean, standard deviation and maximum over its tokens. The vector of a
-caption is a linear map of its bag of words and of the mean hidden state of the language model.
-`training.fitting.pooled_similarity` fits the maps in closed form.
+caption is a linear map of its bag of words and its mean hidden state in the language model. The module
+`training.fitting.pooled_similarity` fits the maps.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ STATISTICS = 3  # mean, standard deviation, maximum
 
 
 class PooledSimilarity(nn.Module):
-    """Linear maps of images and captions into a common space. New maps are zero.
+    """Linear maps from images and from captions to a common space. In a new object, all maps are zero.
 
     All tensors are buffers, not trainable parameters.
 
     Args:
-        width: width of image tokens and hidden states, d.
-        words: number of words in the bags of words, w.
-        dim: width of the common space, k.
+        width: width d of image tokens and hidden states.
+        words: number w of words in a bag of words.
+        dim: width k of the common space.
 
     Attributes:
         image: map of the token statistics [3 d, k].
-        image_offset: offset added to the mapped token statistics [k].
+        image_offset: offset of image vectors [k].
         sentence: map of mean hidden states [d, k].
-        word_numbers: token ids of the words in the bags of words, ascending, int64 [w].
-        word_weights: weight of each word in the bag of words of a caption [w].
+        word_numbers: token ids of the words in a bag of words, ascending, int64 [w].
+        word_weights: weight of each word in a bag of words [w].
         words: map of bags of words [w, k].
-        caption_offset: offset added to the mapped captions [k].
+        caption_offset: offset of caption vectors [k].
     """
 
     image: torch.Tensor
@@ -63,15 +63,15 @@ class PooledSimilarity(nn.Module):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of words ``words`` and width of the common space ``dim``."""
+        """The sizes ``words`` (number of words in a bag) and ``dim`` (width of the common space)."""
         return {"words": self.words.shape[0], "dim": self.words.shape[1]}
 
     def images(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute the unit vectors of images [b, k] from image tokens [b, m, d] of any floating type."""
+        """Return the pooled vectors of images, unit vectors [b, k], from image tokens [b, m, d] of any float type."""
         return functional.normalize(token_statistics(tokens) @ self.image + self.image_offset, dim=1)
 
     def captions(self, captions: Sequence[Sequence[int]], sentences: torch.Tensor) -> torch.Tensor:
-        """Compute the unit vectors of captions [b, k].
+        """Return the pooled vectors of captions, unit vectors [b, k].
 
         Args:
             captions: token ids of each caption.
@@ -86,8 +86,8 @@ class PooledVectors:
     """Computes the pooled vectors of images and captions.
 
     Attributes:
-        joint: the joint encoder, whose language model reads the captions.
-        pooled: the fitted maps; None makes vectors of width 0.
+        joint: the joint encoder. Its language model reads the captions.
+        pooled: the fitted maps; None for pooled vectors of width 0.
     """
 
     joint: JointScorer
@@ -95,9 +95,9 @@ class PooledVectors:
 
     @torch.inference_mode()
     def of_captions(self, captions: Sequence[str]) -> torch.Tensor:
-        """Compute the unit vectors of `captions`, float32 [b, k], on the device of the joint encoder.
+        """Return the pooled vectors of `captions`, unit vectors, float32 [b, k], on the device of the joint encoder.
 
-        The language model reads repeated captions only once.
+        A caption that occurs several times is encoded once.
         """
         if self.pooled is None:
             return torch.zeros(len(captions), 0, device=self.joint.device)
@@ -111,7 +111,7 @@ class PooledVectors:
 
     @torch.inference_mode()
     def of_images(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute the unit vectors of images, float32 [b, k], from image tokens [b, m, d]."""
+        """Return the pooled vectors of images, unit vectors, float32 [b, k], from image tokens [b, m, d]."""
         device = self.joint.device
         if self.pooled is None:
             return torch.zeros(len(tokens), 0, device=device)
@@ -120,7 +120,7 @@ class PooledVectors:
 
 
 def token_statistics(tokens: torch.Tensor) -> torch.Tensor:
-    """Compute the mean, standard deviation and maximum over the tokens [b, m, d] of each image, float32 [b, 3 d]."""
+    """Return the mean, standard deviation and maximum of the tokens [b, m, d] of each image, float32 [b, 3 d]."""
     tokens = tokens.float()
     mean = tokens.mean(dim=1)
     deviation = (tokens - mean[:, None]).square().mean(dim=1).sqrt()  # several times faster than torch.std on a CPU
@@ -128,13 +128,13 @@ def token_statistics(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def word_bags(captions: Sequence[Sequence[int]], word_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Compute the weighted bag of words of each caption, float32 [b, w].
+    """Return the weighted bag of words of each caption, float32 [b, w].
 
-    A bag is a unit vector, or zero for a caption without any of the words.
+    A bag has the length 1. The bag of a caption with none of the words is zero.
 
     Args:
         captions: token ids of each caption.
-        word_ids: token ids of the words in the bags, ascending [w].
+        word_ids: token ids of the w words, ascending [w].
         weights: weight of each word [w].
     """
     bags = torch.zeros(len(captions), len(word_ids), device=word_ids.device)

@@ -1,4 +1,4 @@
-"""Stop words: the token ids that late interaction leaves out of a caption."""
+"""Stop words: token ids in a caption that late interaction ignores."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ STOP_WORDS = frozenset(_STOP_WORDS.split())
 
 @lru_cache(maxsize=8)
 def content_token_mask(tokenizer: JointTokenizer) -> NDArray[np.bool_]:
-    """Return which token ids of `tokenizer` are content words, bool [v], read-only.
+    """Return which token ids of `tokenizer` are content words, bool [v]. The array is read-only and cached.
 
-    Stop words, punctuation and special tokens are not content words. The mask is cached.
+    Stop words, punctuation and special tokens are not content words.
     """
     mask = np.zeros(len(tokenizer), dtype=bool)
     special_ids = {*map(tokenizer.special_id, SPECIAL_TOKEN_NAMES), tokenizer.image_token_id}

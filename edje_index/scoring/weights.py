@@ -30,12 +30,12 @@ BUNDLE_SCORE = "bundle"
 
 @dataclass(frozen=True)
 class HubnessSimilarity:
-    """How the hubness correction compares a candidate with the hubness bank, by a weighted sum of two similarities.
+    """Defines the similarity of a candidate and an entry of the hubness bank, a weighted sum of two similarities.
 
     Attributes:
         embedding: weight of the cosine similarity of the embeddings.
         pooled: weight of the pooled similarity.
-        temperature: temperature of the soft maximum over the bank, positive, in units of the weighted sum.
+        temperature: temperature of the soft maximum over the bank, greater than 0, in units of the weighted sum.
     """
 
     embedding: float = 0.0
@@ -50,7 +50,9 @@ class HubnessSimilarity:
 
 @dataclass(frozen=True)
 class ScoreWeights:
-    """Weights of the parts of the final score in one direction. The default is the score in the EDJE paper, the logit.
+    """Weights of the parts of the final score in one direction.
+
+    By default, the final score is the logit, as in the EDJE paper.
 
     Attributes:
         logit: weight of the joint encoder's matching logit.
@@ -58,8 +60,8 @@ class ScoreWeights:
         pooled: weight of the pooled similarity.
         embedding: weight of the cosine similarity of the embeddings.
         hubness: weight of the hubness correction.
-        hubness_similarity: how the hubness correction compares candidates with the hubness bank. Its weights are
-            independent of `embedding` and `pooled` above.
+        hubness_similarity: how the hubness correction compares candidates with the hubness bank. This object has its
+            own weights, which are independent of the fields `embedding` and `pooled`.
     """
 
     logit: float = 1.0
@@ -73,18 +75,21 @@ class ScoreWeights:
         _check_finite(self.by_part())
 
     def by_part(self) -> dict[str, float]:
-        """Return the weight of every part by name."""
+        """Return the weight of each part by name."""
         return {part: getattr(self, part) for part in PART_NAMES}
 
     @classmethod
     def of_parts(cls, weights: Mapping[str, float], hubness_similarity: HubnessSimilarity | None = None) -> Self:
-        """Make weights from a mapping by part name. A part that is not in the mapping, even the logit, has weight 0."""
+        """Make weights from a mapping by part name.
+
+        Parts that are not in the mapping have the weight 0, including the logit.
+        """
         logit, late, pooled, embedding, hubness = (float(weights.get(part, 0.0)) for part in PART_NAMES)
         return cls(logit, late, pooled, embedding, hubness, hubness_similarity or HubnessSimilarity())
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return the weights in `value`, the result of :meth:`to_json`.
+        """Return weights from `value`, a result of :meth:`to_json`.
 
         Raises:
             KeyError, TypeError, ValueError: a weight is missing or is not a finite number.
@@ -111,11 +116,11 @@ class ScoreWeights:
 
 @dataclass(frozen=True)
 class DirectionWeights:
-    """The weights of both directions of search.
+    """One `ScoreWeights` for each direction of search.
 
     Attributes:
-        t2i: weights for text-to-image search, where captions are queries and images are candidates.
-        i2t: weights for image-to-text search, where images are queries and captions are candidates.
+        t2i: weights for text-to-image search: queries are captions, candidates are images.
+        i2t: weights for image-to-text search: queries are images, candidates are captions.
     """
 
     t2i: ScoreWeights = field(default_factory=ScoreWeights)
@@ -127,9 +132,10 @@ class DirectionWeights:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Return the weights in `value`, the result of :meth:`to_json`.
+        """Return weights from `value`, a result of :meth:`to_json`.
 
-        Raises the same exceptions as `ScoreWeights.from_json`.
+        Raises:
+            KeyError, TypeError, ValueError: a weight is missing or is not a finite number.
         """
         return cls(*(ScoreWeights.from_json(value[direction]) for direction in DIRECTIONS))
 
@@ -142,10 +148,9 @@ def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> Scor
     """Return the weights that `score` describes.
 
     Args:
-        score: ``bundle`` means `bundle_weights`. In ``PART=WEIGHT,...``, each ``PART`` is a key of `PART_NAMES`. A
-            ``PART`` alone has weight 1, and parts that are not listed have weight 0. `ScoreWeights` are returned
-            unchanged.
-        bundle_weights: weights of the model bundle. With ``hubness=WEIGHT``, the hubness correction uses
+        score: "bundle" for `bundle_weights`, or "PART=WEIGHT,..." with keys of `PART_NAMES`. A "PART" without "=WEIGHT"
+            has the weight 1, and parts that are not listed have the weight 0. `ScoreWeights` are returned unchanged.
+        bundle_weights: weights of the model bundle. The hubness correction of "hubness=WEIGHT" uses
             `bundle_weights.hubness_similarity`.
 
     Raises:
@@ -165,14 +170,17 @@ def parse_score(score: str | ScoreWeights, bundle_weights: ScoreWeights) -> Scor
 
 
 def check_score(score: str) -> None:
-    """Raise the UsageError of `parse_score` if `score` is invalid for every bundle."""
+    """Raise UsageError if `score` is invalid for every bundle. See `parse_score`."""
     parse_score(score, ScoreWeights())
 
 
 def check_parts(weights: ScoreWeights, available: Mapping[str, Any], what: str) -> None:
-    """Raise ModelError if `weights` use a part that is not a key of `available`.
+    """Raise ModelError if `weights` give a weight other than 0 to a part that is not a key of `available`.
 
-    `what` names the owner of the parts in the message, for example "the bundle".
+    Args:
+        weights: the weights to check.
+        available: parts that can be computed, by name.
+        what: subject of the error message, for example "the bundle".
     """
     missing = [PART_NAMES[part] for part, weight in weights.by_part().items() if weight and part not in available]
     if missing:

@@ -1,4 +1,4 @@
-"""Client of the HTTP service that `edje-index serve` runs."""
+"""A client for the HTTP service that `edje-index serve` starts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Document = int | str | bytes
 
 
 class ServiceError(EdjeError):
-    """The service refused a request, or the client cannot reach the service.
+    """The service refused a request, or cannot be reached.
 
     Attributes:
-        status: HTTP status of the response; None if the client cannot reach the service.
-        retry_after: seconds to wait before sending the request again; None if the response does not state a time.
+        status: HTTP status of the response; None if the service cannot be reached.
+        retry_after: seconds to wait before sending the request again; None if the response has no such value.
 
     Example:
         >>> from edje_index import ServiceError
@@ -46,12 +46,12 @@ class ServiceError(EdjeError):
 class Client:
     """Sends searches and re-ranking requests to the service over HTTP.
 
-    Threads can share a client. A `with` block closes the client at its end.
+    Several threads may share a client. At the end of a `with` block, the client is closed.
 
     Args:
         url: address of the service.
-        api_key: API key to send; None sends none.
-        timeout: seconds to wait for the service before a request fails.
+        api_key: API key to send; None to send no key.
+        timeout: seconds without a response after which a request fails.
         index: name of the index to search; None selects the first index of the service.
 
     Example:
@@ -85,7 +85,7 @@ class Client:
         self._http.close()
 
     def info(self) -> dict[str, Any]:
-        """Return a description of the service: the indexes, their precisions and scores, and the request limits."""
+        """Return a description of the service: indexes, precisions, scores and request limits."""
         value: dict[str, Any] = self._json("GET", "/info")
         return value
 
@@ -102,11 +102,12 @@ class Client:
         """Return the `k` best images for `query`, best first.
 
         Args:
-            query: a text, or the bytes of an image file. For an image, the hits are the most similar images.
+            query: a text, or the bytes of an image file. For an image, the hits are the most similar images of
+                the index.
             k: number of hits.
             pool: number of candidates to re-rank; values below `k` are raised to `k`.
             rerank: False sorts the hits by embedding similarity only.
-            precision: precision of the tokens to re-rank with; None selects the first precision of the index.
+            precision: precision of the tokens that re-ranking reads; None selects the first precision of the index.
             where: filter of the rows, see `TokenIndex.search`.
 
         Raises:
@@ -121,10 +122,10 @@ class Client:
         return [Hit(*(hit[name] for name in names)) for hit in self._json("POST", "/search", body)["hits"]]
 
     def rerank(self, query: str, documents: Sequence[Document], top_n: int | None = None) -> list[tuple[int, float]]:
-        """Score `documents` for the text `query`, and return (position in `documents`, score) pairs, best first.
+        """Score `documents` for `query`. Return (position in `documents`, score) pairs, best first.
 
         Args:
-            query: the text.
+            query: text of the query.
             documents: row ids, uris of rows, or bytes of image files.
             top_n: number of pairs to return; None returns one pair per document.
 
@@ -139,7 +140,10 @@ class Client:
         return [(result["index"], result["relevance_score"]) for result in results]
 
     def embed(self, inputs: Sequence[str] | Sequence[bytes]) -> NDArray[np.float32]:
-        """Return the embeddings of `inputs` (texts, or bytes of image files), float32 [n, embed_dim].
+        """Return the embeddings of texts or images, float32 [n, embed_dim].
+
+        Args:
+            inputs: n texts, or the bytes of n image files.
 
         Raises:
             ServiceError: the service refused the request or cannot be reached.
@@ -148,7 +152,7 @@ class Client:
         return np.array(self._json("POST", "/embed", {"inputs": sent, "index": self._index}), dtype=np.float32)
 
     def fetch(self, row_ids: Sequence[int], precision: str | None = None) -> Blocks:
-        """Return the token blocks of `row_ids`, bfloat16 [k, m, d]. Blocks of holes are NaN, as in `TokenStore.fetch`.
+        """Return the token blocks of `row_ids`, bfloat16 [k, m, d]. The values of a hole are NaN.
 
         Raises:
             ServiceError: the service refused the request or cannot be reached.
@@ -165,7 +169,7 @@ class Client:
         return blocks
 
     def thumbnail(self, row_id: int) -> bytes:
-        """Return a small version of the image of row `row_id`, as the bytes of a JPEG file.
+        """Return a thumbnail of the image of row `row_id`, as the bytes of a JPEG file.
 
         Raises:
             ServiceError: the service has no thumbnail of the row, refused the request, or cannot be reached.

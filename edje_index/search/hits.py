@@ -1,4 +1,4 @@
-"""The results of a search, and the table that a notebook shows for them."""
+"""The hits of a search. In a notebook, hits are shown as a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from storage_formats.errors import EdjeError
 from storage_formats.format.manifest import CommittedIndex
 from storage_formats.format.rows import read_index_rows
 
-_SHOWN = 50  # images in a notebook; each is part of its file
+_SHOWN = 50  # images in a notebook; the notebook file contains each image
 _SIDE = 160
 _TEMPLATE = """<table>
 <thead><tr><th>rank</th><th>photo</th><th>score</th><th>embedding</th><th>row</th><th>uri</th></tr></thead>
@@ -36,11 +36,12 @@ class Hit:
     Attributes:
         row_id: row id of the image.
         uri: path or URI of the image.
-        score: the final score; hits are sorted by it. Without re-ranking, it is the embedding similarity.
+        score: final score, by which hits are sorted. Without re-ranking, the score is `embedding_score`.
         embedding_score: cosine similarity of the embeddings of the query and the image.
-        joint_score: weighted sum of logit, late interaction and pooled similarity, with the weights of the final score.
-            None if the final score has none of these parts.
-        parts: unweighted parts of the final score, by name; see `edje_index.scoring.weights.PART_NAMES`.
+        joint_score: weighted sum of only logit, late interaction and pooled similarity. None if the final score has
+            none of these parts.
+        parts: values of the parts of the final score, without weights. The keys are part names, see
+            `edje_index.scoring.weights.PART_NAMES`.
 
     Example:
         >>> from edje_index import TokenIndex
@@ -58,13 +59,13 @@ class Hit:
 
 
 class Hits(list[Hit]):
-    """A list of the hits of one query, best first. Notebooks show the list as a table with images.
+    """A list of the hits of one query, best first. A notebook shows the list as a table with images.
 
     Args:
         hits: the hits of the query, best first.
-        root: directory of the index that the hits belong to.
-        stages: seconds of each stage of the search, by the names in `stages.STAGES`. Queries that are searched in one
-            call share the stages, so each has the times of the whole call.
+        root: directory of the searched index.
+        stages: duration of each stage of the search in seconds. The keys are names in `stages.STAGES`. If one call
+            searches several queries, the durations are for the whole call.
 
     Example:
         >>> from edje_index import TokenIndex
@@ -101,7 +102,10 @@ class Hits(list[Hit]):
 
 
 def best_hits(index: CommittedIndex, candidates: Candidates, scores: CandidateScores, k: int) -> Hits:
-    """Return the `k` candidates with the highest final scores, best first. Ties are sorted by row id."""
+    """Return the `k` candidates with the highest final scores, best first.
+
+    Candidates with equal scores are sorted by row id.
+    """
     order = np.lexsort((candidates.rows, -scores.final))[:k]
     uris = read_index_rows(index, candidates.rows[order], ["uri"])["uri"].to_pylist()
     hits = (

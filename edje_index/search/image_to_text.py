@@ -1,4 +1,4 @@
-"""Image-to-text search: finds the texts that best describe the image of a row."""
+"""Image-to-text search: finds the texts that best describe an image of an index."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class TextHit:
     """One result of an image-to-text search.
 
     Attributes:
-        position: position of the text in the `texts` argument of the search.
+        position: position of the text in the argument `texts` of `search_texts`.
         text: the text.
-        score: the final score; hits are sorted by it.
+        score: final score, by which hits are sorted.
         embedding_score: cosine similarity of the embeddings of the image and the text.
-        parts: unweighted parts of the final score, by name.
+        parts: values of the parts of the final score, without weights, by part name.
     """
 
     position: int
@@ -52,21 +52,21 @@ def search_texts(
     The search re-ranks the `pool` texts whose embeddings are nearest to the embedding of the image.
 
     Args:
-        index: index that holds the image.
+        index: index that contains the image.
         row_id: row id of the image.
         texts: texts to choose from.
         k: number of hits.
         pool: number of texts to re-rank; at least `k`.
-        score: final score to sort by, see `edje_index.scoring.weights.parse_score`.
+        score: final score to sort by. See `edje_index.scoring.weights.parse_score`.
 
     Raises:
-        UsageError: `texts` is empty or holds a blank text, `k` or `pool` is out of range, `score` is invalid, or the
+        UsageError: `texts` is empty or contains a blank text, `k` or `pool` is out of range, `score` is invalid, or the
             row has no embedding.
-        ModelError: the bundle lacks a part of `score`. Also raised if `score` needs adapter tokens, but the index
-            stores features for training.
+        ModelError: the bundle has no model for a part of `score`, or `score` needs adapter tokens but the index stores
+            patch features.
     """
     if not texts or not all(text.strip() for text in texts):
-        raise UsageError("texts is empty or holds a blank text: give at least one text, and no blank text")
+        raise UsageError("texts is empty or contains a blank text: give at least one text, and no blank text")
     if k < 1 or pool < k:
         raise UsageError(f"k must be at least 1 and at most pool, got k = {k} and pool = {pool}")
     weights = index.model.weights(IMAGE_TO_TEXT, score)

@@ -1,8 +1,9 @@
-"""Late-interaction search without a model bundle. The caller's own encoder (ColBERT, ColPali) makes the query vectors.
+"""Late-interaction search without a model bundle. The caller encodes the query, for example with ColBERT or ColPali.
 
-The score of a row is MaxSim (Khattab and Zaharia, 2020): for each query vector, take the largest dot product with any
-token of the row; then sum over the query vectors. The search does not normalise. For cosine similarity, normalise the
-query vectors, and store normalised tokens.
+The score of a row is MaxSim (Khattab and Zaharia, 2020). For each query vector, take the largest dot product with a
+token of the row. MaxSim is the sum over the query vectors.
+
+Vectors are not normalised. For cosine similarities, normalise the query vectors and the tokens before storing them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class TokenHit:
 
     Attributes:
         row_id: row id of the hit.
-        uri: path or URI of the row's input.
+        uri: path or URI of the input.
         score: MaxSim of the query vectors and the row's tokens.
 
     Example:
@@ -47,7 +48,7 @@ class TokenHit:
 
 
 class LateInteractionSearch:
-    """Ranks the rows of an index by their MaxSim with the vectors of a query.
+    """Ranks the rows of an index by MaxSim with the vectors of a query.
 
     Example:
         >>> import numpy as np
@@ -59,7 +60,7 @@ class LateInteractionSearch:
     """
 
     def __init__(self, index: CommittedIndex, store: TokenStore) -> None:
-        """Internal: call `LateInteractionSearch.open` instead."""
+        """Call `LateInteractionSearch.open` instead; this constructor is internal."""
         self._index = index
         self._ann: AnnIndex | None = None
         self.store = store
@@ -89,24 +90,24 @@ class LateInteractionSearch:
     ) -> list[TokenHit]:
         """Return the `k` best rows for `query`, best first. Holes are left out.
 
-        Give either `embedding` or `row_ids` to choose the candidates.
+        Give either `embedding` or `row_ids`, which select the candidates.
 
         Args:
             query: vectors of one query [q, d].
             k: number of hits.
-            embedding: embedding of the query [embed_dim]; the `pool` rows with the nearest embeddings are candidates.
-            pool: number of candidates that `embedding` selects; not used with `row_ids`.
-            row_ids: row ids of the candidates, any number; pass `index.store.row_ids()` to score every row.
+            embedding: embedding of the query [embed_dim]. The `pool` rows with the nearest embeddings are candidates.
+            pool: number of candidates with `embedding`; ignored with `row_ids`.
+            row_ids: row ids of the candidates. Pass `index.store.row_ids()` to score every row.
 
         Raises:
-            UsageError: an argument has the wrong shape or value, or `embedding` and `row_ids` are both given or both
-                missing.
+            UsageError: an argument has the wrong shape or value. Also raised if both or neither of `embedding` and
+                `row_ids` are given.
             MissingExtraError: `embedding` is given, but FAISS is not installed.
         """
         if k < 1 or pool < 1:
             raise UsageError(f"k and pool must be at least 1, got k = {k} and pool = {pool}")
         if (embedding is None) == (row_ids is None):
-            raise UsageError("give exactly one of embedding and row_ids, which choose the candidates")
+            raise UsageError("give either embedding or row_ids, which select the candidates")
         candidates = self._nearest(embedding, pool) if row_ids is None else np.asarray(row_ids, dtype=np.int64)
         scores = self.scores(query, candidates)
         present = np.flatnonzero(~np.isnan(scores))
@@ -118,9 +119,9 @@ class LateInteractionSearch:
         ]
 
     def scores(self, query: ArrayLike, row_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
-        """Return the MaxSim of `query` [q, d] with each row of `row_ids` [k], float32 [k]. The score of a hole is NaN.
+        """Return the MaxSim of `query` [q, d] and each row of `row_ids` [k], float32 [k]. The score of a hole is NaN.
 
-        The method reads blocks in batches, so its memory use stays small for large k.
+        Blocks are read in batches to bound memory.
         """
         vectors = np.asarray(query, dtype=np.float32)
         width = self.store.block_shape[1]
@@ -141,9 +142,10 @@ class LateInteractionSearch:
 
 
 def max_sim(query: NDArray[np.float32], blocks: Blocks) -> NDArray[np.float32]:
-    """Return the MaxSim of `query` with each block, float32 [k].
+    """Return the MaxSim of `query` and each block, float32 [k].
 
-    MaxSim is the largest dot product of each query vector with any token of the block, summed over the query vectors.
+    For each query vector, MaxSim takes the largest dot product with a token of the block. MaxSim is the sum over the
+    query vectors.
 
     Args:
         query: query vectors [q, d].

@@ -1,4 +1,4 @@
-"""Reads and encodes the image of a query."""
+"""Reads and encodes query images."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ QueryImage: TypeAlias = "str | Path | bytes | Image.Image"
 
 
 def encode_images(encoder: ImageEncoder, images: Sequence[QueryImage]) -> tuple[Array, Array]:
-    """Encode `images` as a build does.
+    """Encode query images in the same way as a build.
 
     Returns:
-        Tokens, bfloat16 [b, m, d], and embeddings, float32 [b, embed_dim], of the images.
+        (tokens, bfloat16 [b, m, d]; embeddings, float32 [b, embed_dim]).
 
     Raises:
         UsageError: an image cannot be read.

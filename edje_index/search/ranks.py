@@ -1,4 +1,4 @@
-"""Compares the rank of each hit by embedding similarity with its rank by the final score."""
+"""Compares the rank of each hit before and after re-ranking."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankedHit:
-    """A hit and its two ranks among the candidates, counted from 1.
+    """A hit and its rank among the candidates before and after re-ranking. The first rank is 1.
 
     Attributes:
         hit: the hit.
-        rank: rank of the hit by the final score.
-        embedding_rank: rank of the hit by embedding similarity.
+        rank: rank by the final score.
+        embedding_rank: rank by embedding similarity.
     """
 
     hit: Hit
@@ -26,17 +26,17 @@ class RankedHit:
 
     @property
     def moved(self) -> int:
-        """Number of ranks that re-ranking moved the hit up; negative if it moved the hit down."""
+        """Number of ranks by which re-ranking raised the hit; negative if re-ranking lowered the hit."""
         return self.embedding_rank - self.rank
 
 
 def rank_hits(hits: Sequence[Hit]) -> list[RankedHit]:
-    """Return the hits of a whole pool with both ranks.
+    """Return each hit with its two ranks.
 
     Hits of equal embedding similarity are ranked by row id.
 
     Args:
-        hits: hits of the whole pool, best final score first.
+        hits: all candidates of a search, best final score first.
     """
     by_embedding = sorted(hits, key=lambda hit: (-hit.embedding_score, hit.row_id))
     embedding_ranks = {hit.row_id: rank for rank, hit in enumerate(by_embedding, 1)}
@@ -44,5 +44,5 @@ def rank_hits(hits: Sequence[Hit]) -> list[RankedHit]:
 
 
 def embedding_order(ranked: Sequence[RankedHit]) -> list[RankedHit]:
-    """Return `ranked`, sorted by embedding rank."""
+    """Return `ranked` sorted by embedding rank."""
     return sorted(ranked, key=lambda hit: hit.embedding_rank)

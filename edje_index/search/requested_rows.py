@@ -1,4 +1,4 @@
-"""Finds the row ids of rows that a caller names by row id or uri."""
+"""Converts row ids and uris to row ids, and checks that the rows have tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SHOWN = 3
 
 
 def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[np.int64]:
-    """Return one row id for each entry of `rows`, int64 [k].
+    """Return the row id of each entry of `rows`, int64 [k].
 
-    Row ids are returned unchanged. Uris are looked up in the rows table. If several rows share a uri, the first wins.
-    The uri of a duplicate selects the original row.
+    An entry is a row id, which is returned unchanged, or a uri. If several rows share a uri, the first wins. If that
+    row is a duplicate, its original is returned.
 
     Raises:
-        RowIdError: a row id is out of range, belongs to no input, or was deleted.
-        UsageError: an entry is neither an integer nor a string, no row has a given uri, or a row has no tokens.
+        RowIdError: a row id is out of range, unused or deleted.
+        UsageError: an entry is neither an integer nor a string, no row has the uri, or a row has no tokens.
     """
     if isinstance(rows, str) or not all(isinstance(row, (int, np.integer, str)) for row in rows):
         raise UsageError(f"rows must be a sequence of row ids and uris, got {str(rows)[:80]!r}", parameter="rows")
@@ -38,7 +38,7 @@ def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[
 
 
 def _rows_of_uris(index: CommittedIndex, uris: Sequence[str]) -> Mapping[str, int]:
-    """Return the row id of each uri. For the uri of a duplicate, it is the row id of the original."""
+    """Return the row id of each uri. For a duplicate, return the row id of the original."""
     if not uris:
         return {}
     wanted, row_of_uri = pa.array(dict.fromkeys(uris), pa.string()), dict[str, int]()

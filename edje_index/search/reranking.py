@@ -1,4 +1,4 @@
-"""Computes the final scores of candidates from tokens that the caller has read."""
+"""Computes the final scores of candidates. The caller reads the tokens."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Candidates:
 
     Attributes:
         rows: row ids, int64 [k].
-        similarities: cosine similarity of the query embedding and the embedding of each row, float32 [k].
+        similarities: cosine similarity of the query's embedding and each row's embedding, float32 [k].
     """
 
     rows: NDArray[np.int64]
     similarities: NDArray[np.float32]
 
     def without(self, row_ids: Sequence[int]) -> Candidates:
-        """Return the candidates that are not in `row_ids`."""
+        """Return the candidates without those in `row_ids`."""
         kept = ~np.isin(self.rows, row_ids)
         return Candidates(self.rows[kept], self.similarities[kept])
 
@@ -46,9 +46,9 @@ class CandidateScores:
 
     Attributes:
         final: the final scores, float32 [k].
-        joint: weighted sum of logit, late interaction and pooled similarity, float32 [k]. None if the final score has
-            none of these parts.
-        parts: unweighted parts of the final score by name, float32 [k] each.
+        joint: weighted sum of only logit, late interaction and pooled similarity, float32 [k]. None if the final score
+            has none of these parts.
+        parts: values of each part of the final score, without weights, by part name, float32 [k] each.
     """
 
     final: NDArray[np.float32]
@@ -62,12 +62,12 @@ class Reranker:
     Args:
         index: an open index.
         model: model of the bundle that built the index.
-        score: final score to compute, see `scoring.weights.parse_score`.
-        stages: counts the times of the joint encoder and the other parts.
+        score: final score to compute. See `scoring.weights.parse_score`.
+        stages: object to which the durations of stages are added; None to use a new object.
 
     Raises:
-        UsageError, ModelError: as for `ModelBundle.weights`. ModelError is also raised if the score needs adapter
-            tokens, but the index stores features for training.
+        UsageError, ModelError: as for `ModelBundle.weights`.
+        ModelError: the score needs adapter tokens, but the index stores patch features.
     """
 
     def __init__(
@@ -97,13 +97,15 @@ class Reranker:
     def scores(
         self, queries: Sequence[str], candidates: Sequence[Candidates], blocks: Blocks | None
     ) -> list[CandidateScores]:
-        """Return the scores of the candidates of each query. Candidates of different queries share batches.
+        """Score the candidates of each query, and return one `CandidateScores` per query.
+
+        Candidates of different queries share batches.
 
         Args:
             queries: texts of the queries.
-            candidates: candidates of each query, in the order of `queries`.
-            blocks: token blocks of the candidates of all queries, in the order of `candidates` [k, m, d]. None if
-                `reads_tokens` is False.
+            candidates: one `Candidates` per query, in the order of `queries`.
+            blocks: token blocks [k, m, d] of all candidates: first those of the first query, then those of the next
+                query. None if `reads_tokens` is False.
         """
         counts = [len(each.rows) for each in candidates]
         captions = [query for query, count in zip(queries, counts, strict=True) for _ in range(count)]
@@ -112,7 +114,7 @@ class Reranker:
             rows = np.concatenate([each.rows for each in candidates])
             embeddings = read_embeddings(self._index, rows)
         similarities = np.concatenate([each.similarities for each in candidates])
-        values = dict.fromkeys(self._score.parts, similarities)  # of no pair, the models compute nothing
+        values = dict.fromkeys(self._score.parts, similarities)  # no model is called without pairs
         if captions:
             values = self._score.compute(self._parts, Pairs(captions, blocks, similarities, embeddings))
         ends = np.cumsum(counts).tolist()
@@ -122,7 +124,10 @@ class Reranker:
         ]
 
     def score_new(self, pairs: Pairs) -> NDArray[np.float32]:
-        """Return the final scores of images that are not in the index, float32 [b]. No field of `pairs` may be None."""
+        """Return the final scores of b images that are not in the index, float32 [b].
+
+        All fields of `pairs` are required.
+        """
         return self._weighted(self._score.compute(self._parts, pairs)).final
 
     def _weighted(self, parts: Mapping[str, NDArray[np.float32]]) -> CandidateScores:
@@ -133,12 +138,12 @@ class Reranker:
 
 
 def embedding_scores(candidates: Candidates) -> CandidateScores:
-    """Return the scores of a search without re-ranking: the embedding similarities of `candidates`."""
+    """Return the scores of a search without re-ranking. The final score of a candidate is its embedding similarity."""
     return CandidateScores(candidates.similarities, None, {EMBEDDING: candidates.similarities})
 
 
 def check_reranks(model: SearchModel) -> None:
-    """Raise ModelError if the bundle makes features for training, which its joint encoder cannot score."""
+    """Raise ModelError if the bundle makes patch features, which the joint encoder cannot score."""
     config = model.adapter_config
     if config.is_feature:
         raise ModelError(

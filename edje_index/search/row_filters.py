@@ -18,20 +18,20 @@ from storage_formats.format.rows import iter_rows, row_schema
 
 _CACHED_BYTES = 256 << 20  # of columns
 _CACHED_FILTERS = 16
-_SLICE_ROWS = 1 << 16  # filtered at once, between two looks at the clock
+_SLICE_ROWS = 1 << 16  # rows between two checks of the time limit
 
 
 class FilterTimeoutError(EdjeError):
-    """A filter took longer than its time limit."""
+    """Evaluating a filter exceeded the time limit."""
 
 
 class RowFilters:
     """Evaluates filter expressions over the rows of one snapshot. Thread-safe.
 
-    Columns are read when an expression first names them, and kept up to a limit. The latest results are kept too.
+    A column is read when an expression first names the column. Columns and recent results are cached up to a limit.
 
     Args:
-        index: the open index.
+        index: an open index.
     """
 
     def __init__(self, index: CommittedIndex) -> None:
@@ -46,7 +46,7 @@ class RowFilters:
 
         Args:
             where: the filter expression.
-            until: value of `time.monotonic` at which to give up.
+            until: time limit, as a value of `time.monotonic`.
 
         Raises:
             UsageError: the expression is invalid.
@@ -75,7 +75,7 @@ class RowFilters:
         return np.flatnonzero(self.passing(where))
 
     def _tables(self, names: list[str]) -> Iterator[pa.Table]:
-        """Yield the columns `names` of all rows that are not deleted, in pieces."""
+        """Yield pieces of the rows table with the columns `names`, without deleted rows."""
         names = list(dict.fromkeys(names))
         missing = [name for name in names if name not in self._columns]
         if not missing:
@@ -95,6 +95,6 @@ class RowFilters:
 
 
 def filter_schema(index: CommittedIndex) -> pa.Schema:
-    """Return the columns that a filter may name: all but those with binary values."""
+    """Return the columns that a filter may name: all columns of the rows table except binary columns."""
     schema = row_schema(index.manifest.columns)
     return pa.schema([field for field in schema if not pa.types.is_binary(field.type)])

@@ -1,4 +1,4 @@
-"""Reads the parts of a model bundle that a search needs. Other parts stay on disk, so that a search starts quickly."""
+"""Reads the parts of a model bundle that a search uses. Other parts are not read, so a search starts quickly."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class ModelOptions(TypedDict, total=False):
-    """Where and how a model computes.
+    """Device and data type of the model.
 
     Attributes:
         device: device of the text tower and the joint encoder: "auto", "cpu", "cuda" or "cuda:N".
-        dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16". On processors that
-            support it, bfloat16 takes about half the time of float32. On other processors, bfloat16 takes longer.
+        dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16". bfloat16 takes about
+            half the time of float32 on processors that support bfloat16, and more time than float32 on others.
     """
 
     device: str
@@ -45,10 +45,10 @@ class ModelOptions(TypedDict, total=False):
 
 
 class SearchModel:
-    """The parts of a model bundle that a search needs: text tower, joint encoder, and other parts of the final score.
+    """The parts of a model bundle that a search uses: text tower, joint encoder, and other parts of the final score.
 
-    Weights are mapped into memory. Do not change the files of the bundle while this object is in use; replace the
-    whole directory instead.
+    Weights are memory-mapped. Do not change files of the bundle while this object is in use. To change the
+    bundle, replace the whole directory.
 
     Attributes:
         info: description of the bundle.
@@ -103,17 +103,17 @@ class SearchModel:
 
     @property
     def trained(self) -> bool:
-        """False if the bundle has random weights. Scores and the order of hits then have no meaning."""
+        """False if the bundle has random weights. The scores are then meaningless."""
         return self.info.trained
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the bundle: SHA-256 over everything that affects an output."""
+        """Fingerprint of the bundle: a SHA-256 over all files and settings that affect an output."""
         return self.info.fingerprint
 
     @property
     def adapter_config(self) -> AdapterConfig:
-        """Configuration of the adapter: everything that determines the adapter except its weights."""
+        """Configuration of the adapter, which together with the weights determines the adapter."""
         try:
             return AdapterConfig(**self.info.adapter)
         except TypeError as error:
@@ -124,7 +124,7 @@ class SearchModel:
 
     @cached_property
     def text(self) -> TextEncoder:
-        """The text tower, which is read when it is first used."""
+        """The text tower. The weights are read at the first use."""
         folder = self.info.path / VISION_FOLDER
         config = read_clip_config(folder, self.info.vision_name)
         tower = load_bert_text_tower(folder, config, self._device)
@@ -136,18 +136,23 @@ class SearchModel:
 
     @cached_property
     def image_encoder(self) -> ImageEncoder:
-        """The vision tower and the adapter, which are read when they are first used."""
+        """The vision tower and the adapter. The weights are read at the first use."""
         from edje_index.indexing.image_encoder import ImageEncoder
 
         verify_files(self.info, [ADAPTER_WEIGHTS])
         return ImageEncoder.of(self.info, device=str(self._device))
 
     def weights(self, direction: str, score: str | ScoreWeights = BUNDLE_SCORE) -> ScoreWeights:
-        """Return the weights of the final score `score` for `direction`, see `ModelBundle.weights`."""
+        """Return the weights of the score `score` in `direction`. See `ModelBundle.weights`."""
         weights = parse_score(score, self.info.score.of(direction))
         check_parts(weights, self.parts(direction, weights), "this model bundle")
         return weights
 
     def parts(self, direction: str, weights: ScoreWeights) -> Mapping[str, Part]:
-        """Return every part of the final score that the bundle has, by name. `weights` set the hubness correction."""
+        """Return every part of the final score that the bundle can compute, by name.
+
+        Args:
+            direction: "t2i" or "i2t".
+            weights: weights of the final score. Only `weights.hubness_similarity` is used.
+        """
         return self._models.parts(direction, weights.hubness_similarity)

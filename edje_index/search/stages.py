@@ -1,4 +1,4 @@
-"""Times of the stages of a search."""
+"""Measures the duration of each stage of a search."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ JOINT_ENCODER, OTHER_PARTS, HITS, TOTAL = "joint_encoder", "other_parts", "hits"
 STAGES = (TEXT_TOWER, VISION_TOWER, NEAREST, FETCH, JOINT_ENCODER, OTHER_PARTS, HITS, TOTAL)
 """Stages in the order of a search.
 
-`fetch` reads and decodes tokens in one pass. `other_parts` computes the parts of the final score besides the logit.
+`fetch` reads and decodes tokens. `other_parts` computes the parts of the final score except the logit.
 `hits` sorts the candidates and looks up their uris. `total` is the time of the whole search. The first search of a
 `TokenIndex` also reads the weights of the tower.
 """
 
 
 class Stages:
-    """Measures the stages of one search. The clock of `total` starts with the object."""
+    """Measures the durations of the stages of one search. The stage `total` starts when the object is created."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -29,7 +29,7 @@ class Stages:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Add the seconds that the `with` block takes to `stage`."""
+        """Add the duration of the `with` block to `stage`."""
         started = time.perf_counter()
         try:
             yield
@@ -37,13 +37,13 @@ class Stages:
             self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - started
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each stage that has run, and `total`."""
+        """Return the seconds of `total` and of each stage that has run."""
         return {**self._seconds, TOTAL: time.perf_counter() - self._started}
 
 
 @dataclass(frozen=True)
 class TimedPart:
-    """A part of the final score whose computation counts as the time of `stage`."""
+    """A part of the final score whose duration is added to `stage`."""
 
     part: Part
     stages: Stages

@@ -1,6 +1,6 @@
-"""Searches an index as algorithm 2 of the EDJE paper does.
+"""Searches an index with algorithm 2 of the EDJE paper.
 
-The steps are: embed the text, find the nearest rows, read their tokens, compute the final scores, sort.
+A search embeds the text, finds the nearest rows, reads the tokens of these rows, computes the final scores, and sorts.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 _PAIRS_AT_ONCE = 1024
-"""Number of pairs whose tokens are in memory together.
+"""Number of pairs whose tokens are in memory at the same time.
 
-Blocks of 64 x 384 tokens take 50 MB. This many pairs fill batches of equal text lengths.
+The tokens take 50 MB for blocks of 64 x 384. The number suffices to form batches of equal text lengths.
 """
 
 
@@ -74,7 +74,7 @@ class TokenIndex:
 
     @property
     def manifest(self) -> Manifest:
-        """Manifest of the snapshot that is open."""
+        """Manifest of the open snapshot."""
         return self.committed.manifest
 
     @property
@@ -83,10 +83,10 @@ class TokenIndex:
         return self._store.precision
 
     def with_precision(self, precision: str) -> TokenIndex:
-        """Return a copy of this object that re-ranks with the tokens of another precision. The copy shares the model.
+        """Return a copy of this object that re-ranks with tokens of `precision`. The copy shares the model.
 
         Raises:
-            UsageError: the index does not hold the precision.
+            UsageError: the index has no tokens of `precision`.
         """
         other = copy.copy(self)
         other._store = TokenStore(self.committed, precision)
@@ -109,31 +109,31 @@ class TokenIndex:
         Args:
             root: directory of the index.
             model: directory of the model bundle; None selects the bundle that built the index.
-            precision: precision of the tokens to re-rank with; None selects the first precision of the index.
-            snapshot: number of the snapshot to search; None selects the current snapshot. If the index changes, the
-                opened snapshot is searched until `refresh` is called.
+            precision: precision of the tokens that re-ranking reads; None selects the first precision of the index.
+            snapshot: number of the snapshot to open; None selects the current snapshot. If the index changes later,
+                searches use the opened snapshot until `refresh` is called.
             score: final score to sort by: "bundle" (the weights of the bundle), "logit", "embedding",
-                "PART=WEIGHT,..." or `ScoreWeights`; see `edje_index.scoring.weights.parse_score`.
-            options: device and data type of the model, see `ModelOptions`.
+                "PART=WEIGHT,..." or `ScoreWeights`. See `edje_index.scoring.weights.parse_score`.
+            options: device and data type of the model. See `ModelOptions`.
 
         Raises:
-            UsageError: there is no index at `root`, the index has no such `snapshot` or does not hold `precision`, or
-                `score` is invalid.
-            ModelError: the bundle is missing, did not build this index, or lacks a part of `score`.
+            UsageError: there is no index at `root`, the index does not contain `snapshot` or `precision`, or `score` is
+                invalid.
+            ModelError: the bundle is missing, did not build this index, or has no model for a part of `score`.
         """
         index = CommittedIndex.open(root, snapshot)
         bundle = SearchModel.of_index(index, model, **options)
-        bundle.weights("t2i", score)  # refuses what the bundle cannot compute
+        bundle.weights("t2i", score)  # raises an error if the bundle cannot compute the score
         return cls(index, bundle, precision=precision or index.manifest.spec.precisions[0], score=score)
 
     def refresh(self) -> int:
-        """Switch to the current snapshot of the index. Return the number of that snapshot.
+        """Switch to the current snapshot of the index. Return the number of the snapshot.
 
         Do not call this method while another thread uses the object.
 
         Raises:
             UsageError: the index was built again with another model.
-            CorruptIndexError: the index is damaged.
+            CorruptIndexError: a file of the index is damaged.
 
         Example:
             >>> from pipelines import delete_rows
@@ -147,9 +147,10 @@ class TokenIndex:
         return self.manifest.snapshot.number
 
     def at_current_snapshot(self) -> TokenIndex:
-        """Return this object, or a new one if the index has changed. The new one shares the model.
+        """Return this object, or a new object if the index has changed. The new object shares the model.
 
-        If the index no longer holds the precision, the new object uses the first precision of the index.
+        If the index no longer contains the precision of this object, the new object uses the first precision of the
+        index.
 
         Raises:
             UsageError, CorruptIndexError: as for `refresh`.
@@ -197,10 +198,10 @@ class TokenIndex:
         score: str | ScoreWeights | None = None,
         where: str | None = None,
     ) -> Hits | list[Hits]:
-        """Return the `k` best images for `text`, best first. Ties are sorted by row id.
+        """Return the `k` best images for `text`, best first. Images with equal scores are sorted by row id.
 
-        One call with several texts is faster than one call per text, because their candidates share batches. The
-        other texts of a call change a score by at most 1e-4 in float32.
+        One call with several texts is faster than one call per text, because the texts share batches. Sharing a batch
+        changes a score by at most 1e-4 in float32.
 
         Args:
             text: one query, or a list or tuple of queries.
@@ -209,17 +210,17 @@ class TokenIndex:
                 embeddings.
             rerank: False sorts the hits by embedding similarity only.
             score: final score to sort by, see `open`; None selects the score that was given to `open`.
-            where: filter such as "width > 800 and licence = 'cc0'", see `edje_index.search.where`. Candidates are the
-                nearest rows among those that pass, without exception. None lets all rows pass.
+            where: filter such as "width > 800 and licence = 'cc0'", see `edje_index.search.where`. The candidates are
+                exactly the nearest rows that pass the filter. None lets all rows pass.
 
         Returns:
-            The hits of the query; for several queries, one list of hits per query. `Hits.stages` holds the times of the
-            call.
+            The hits of the query; for several queries, one list of hits per query. `Hits.stages` contains the durations
+            of the stages.
 
         Raises:
             UsageError: a query is empty, `k` or `pool` is out of range, or `score` or `where` is invalid.
-            ModelError: the bundle lacks a part of `score`. Also raised if `score` needs adapter tokens, but the index
-                stores features for training.
+            ModelError: the bundle has no model for a part of `score`, or `score` needs adapter tokens but the index
+                stores patch features.
         """
         texts = [text] if isinstance(text, str) else list(text)
         for query in texts:
@@ -242,7 +243,7 @@ class TokenIndex:
         return hits[0] if isinstance(text, str) else hits
 
     def rerank(self, text: str, rows: Sequence[int | str], *, score: str | ScoreWeights | None = None) -> Hits:
-        """Score the given rows for `text`, and return one hit per entry of `rows`, best first.
+        """Score `rows` for `text`. Return one hit per entry of `rows`, best first.
 
         Args:
             text: the query.
@@ -265,13 +266,13 @@ class TokenIndex:
     def rerank_each(
         self, texts: Sequence[str], rows: Sequence[Sequence[int | str]], *, score: str | ScoreWeights | None = None
     ) -> list[Hits]:
-        """Call `rerank` for each text with its own rows, and return one list of hits per text.
+        """Score `rows[i]` for `texts[i]`, for each i. Return one list of hits per text.
 
-        One call of this method is faster than one call of `rerank` per text, because the texts share batches.
+        This method is faster than calling `rerank` for each text, because the texts share batches.
 
         Args:
             texts: the queries.
-            rows: row ids or uris of images, one sequence per text.
+            rows: one sequence of row ids or uris per text.
             score: final score to sort by, as for `rerank`.
 
         Raises:
@@ -296,9 +297,9 @@ class TokenIndex:
     def score_images(
         self, text: str, images: Sequence[bytes | Image.Image], *, score: str | ScoreWeights | None = None
     ) -> list[float]:
-        """Return the final score of each image for `text`. The images need not be in the index.
+        """Encode `images`, and return the final score of each image for `text`. The images need not be in the index.
 
-        The method encodes the images. Scores of images can be compared with scores of rows.
+        The scores can be compared with the scores of rows.
 
         Args:
             text: the query.
@@ -321,7 +322,7 @@ class TokenIndex:
         return [float(value) for value in reranker.score_new(pairs)]
 
     def search_image(self, image: str | Path | bytes | Image.Image, k: int = 10, *, where: str | None = None) -> Hits:
-        """Return the `k` images of the index whose embeddings are most similar to the embedding of `image`, best first.
+        """Return the `k` images of the index with the embeddings most similar to the embedding of `image`, best first.
 
         Args:
             image: path of an image file, bytes of an image file, or a PIL image.
@@ -348,13 +349,12 @@ class TokenIndex:
         return self._plain_hits([nearest], k, stages)[0]
 
     def search_row(self, row_id: int, k: int = 10, *, where: str | None = None) -> Hits:
-        """Return the `k` images whose embeddings are most similar to the embedding of row `row_id`, best first.
+        """Return the `k` images with the embeddings most similar to the embedding of row `row_id`, best first.
 
-        The image of row `row_id` is not among the hits. `where` is a filter, as for `search`.
+        The row `row_id` is not among the hits. `where` is a filter, as for `search`.
 
         Raises:
-            UsageError: the row id is out of range, its image failed or is a duplicate, `k` is out of range, or `where`
-                is invalid.
+            UsageError: the row id is out of range, the row has no tokens, `k` is out of range, or `where` is invalid.
 
         Example:
             >>> from edje_index import TokenIndex
@@ -370,7 +370,7 @@ class TokenIndex:
         return self._plain_hits([Candidates(rows[other], similarities[other])], k, stages)[0]
 
     def fetch_blocks(self, row_ids: Sequence[int]) -> Blocks:
-        """Return the token blocks of `row_ids`, bfloat16 [k, m, d], see `TokenStore.fetch`."""
+        """Return the token blocks of `row_ids`, bfloat16 [k, m, d]. See `TokenStore.fetch`."""
         return self._store.fetch(row_ids)
 
     def _passing(self, where: str | None) -> NDArray[np.bool_] | None:
@@ -381,7 +381,7 @@ class TokenIndex:
         return Reranker(self.committed, self.model, score=chosen, stages=stages)
 
     def _candidates(self, query: NDArray[np.float32], row_ids: NDArray[np.int64]) -> Candidates:
-        """Return `row_ids` as candidates, with the similarity of each embedding to `query`."""
+        """Return `row_ids` as candidates, each with the similarity of its embedding to `query`."""
         return Candidates(row_ids, read_embeddings(self.committed, row_ids) @ query)
 
     def _plain_hits(self, nearest: Sequence[Candidates], k: int, stages: Stages) -> list[Hits]:
@@ -405,7 +405,7 @@ class TokenIndex:
     def _hits(
         self, candidates: Sequence[Candidates], scores: Sequence[CandidateScores], k: int, stages: Stages
     ) -> list[Hits]:
-        """Return the `k` best hits of each query, with the times of the search."""
+        """Return the `k` best hits of each query, with the durations of the stages."""
         with stages.timed(HITS):
             pairs = zip(candidates, scores, strict=True)
             hits = [best_hits(self.committed, each, its_scores, k) for each, its_scores in pairs]
@@ -413,7 +413,7 @@ class TokenIndex:
         return [Hits(each, each.root, seconds) for each in hits]
 
     def _fetch_sound(self, candidates: Sequence[Candidates]) -> tuple[list[Candidates], Blocks]:
-        """Return the candidates with intact blocks, and the blocks. Warn about the other candidates."""
+        """Fetch the blocks of the candidates. Leave out candidates with damaged blocks, and warn about them."""
         sound = list(candidates)
         while True:
             try:

@@ -1,6 +1,7 @@
 """Filter expressions over the columns of the rows table, such as `width > 800 and licence = 'cc0'`.
 
-An expression can come from a stranger. It can only compare columns and constants, and its size is limited.
+Expressions from untrusted users are safe: an expression can only compare columns and constants, and the size of an
+expression is limited.
 """
 
 from __future__ import annotations
@@ -47,34 +48,37 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 @dataclass(frozen=True)
 class Where:
-    """A filter expression that was checked against the columns of an index.
+    """A filter expression that is valid for the columns of an index.
 
     Attributes:
-        columns: names of the columns that the expression reads, sorted.
-        condition: the expression as a function of a table.
+        columns: sorted names of the columns that the expression reads.
+        condition: function that evaluates the expression on a table.
     """
 
     columns: tuple[str, ...]
     condition: Condition
 
     def passes(self, table: pa.Table) -> NDArray[np.bool_]:
-        """Return which rows of `table` pass, bool [rows]. As in SQL, a row does not pass if the result is null."""
+        """Return which rows of `table` pass, bool [rows].
+
+        As in SQL, a row does not pass if the result of the expression is null.
+        """
         mask: NDArray[np.bool_] = pc.fill_null(self.condition(table), False).to_numpy()
         return mask
 
 
 def parse_where(text: str, schema: pa.Schema) -> Where:
-    """Read a filter expression and check its types.
+    """Parse a filter expression and check its types.
 
     Args:
         text: the expression.
-        schema: the columns that it may name.
+        schema: columns that the expression may name.
 
     Raises:
         UsageError: the expression is too long or malformed, names an unknown column, or compares different types.
     """
     if len(text) > MAX_CHARACTERS:
-        raise filter_error(f"it has {len(text)} characters, more than {MAX_CHARACTERS}; shorten it")
+        raise filter_error(f"the filter has {len(text)} characters, more than {MAX_CHARACTERS}; shorten the filter")
     try:
         tree = _parser().parse(text)
     except UnexpectedInput as error:
@@ -94,16 +98,16 @@ def _parser() -> Lark:
 
 def _failure(text: str, error: UnexpectedInput) -> str:
     if not text.strip():
-        return "it is empty"
+        return "the filter is empty"
     if isinstance(error, UnexpectedToken) and error.token.type == "$END":
-        return f"it ends too early, after {text.rstrip()[-_SHOWN:]!r}"
+        return f"the filter ends too early, after {text.rstrip()[-_SHOWN:]!r}"
     position = error.pos_in_stream or 0
-    return f"it cannot be read from character {position + 1} on, {text[position : position + _SHOWN]!r}"
+    return f"the filter cannot be read from character {position + 1} on, {text[position : position + _SHOWN]!r}"
 
 
 @v_args(inline=True)
 class _Checks(Transformer_NonRecursive):  # type: ignore[type-arg]
-    """Turns the tree of an expression into a condition, from the leaves to the root.
+    """Converts the syntax tree of an expression to a condition, from the leaves to the root.
 
     Attributes:
         columns: names of the columns that the expression reads.
@@ -126,7 +130,7 @@ class _Checks(Transformer_NonRecursive):  # type: ignore[type-arg]
 
     def integer(self, digits: Token) -> Constant:
         if len(digits) > 20 or int(digits) not in _INT64:
-            raise filter_error(f"the number {digits[:_SHOWN]} does not fit 64 bits")
+            raise filter_error(f"the number {digits[:_SHOWN]} does not fit in 64 bits")
         return Constant(int(digits))
 
     def fraction(self, digits: Token) -> Constant:
@@ -171,7 +175,7 @@ class _Checks(Transformer_NonRecursive):  # type: ignore[type-arg]
         if column.kind not in TEXT_KINDS:
             raise filter_error(f"'like' needs a column of texts, not {column}")
         if sum(map(text.count, "%_")) > MAX_WILDCARDS:
-            raise filter_error(f"the pattern {text[:_SHOWN]!r} has more than {MAX_WILDCARDS} wildcards; shorten it")
+            raise filter_error(f"the pattern {text[:_SHOWN]!r} has more than {MAX_WILDCARDS} wildcards; use fewer")
         return lambda table: any_text(lambda array: pc.match_like(array, text), column.values(table))
 
     def none_of(self, operand: Operand, *constants: Constant) -> Condition:
@@ -195,7 +199,7 @@ class _Checks(Transformer_NonRecursive):  # type: ignore[type-arg]
     def _count(self) -> None:
         self._parts += 1
         if self._parts > MAX_PARTS:
-            raise filter_error(f"it has more than {MAX_PARTS} conditions; shorten it")
+            raise filter_error(f"the filter has more than {MAX_PARTS} conditions; shorten the filter")
 
     def _column(self, name: str, hint: str) -> Column:
         if name not in self._schema.names:
@@ -211,5 +215,5 @@ class _Checks(Transformer_NonRecursive):  # type: ignore[type-arg]
 
 
 def described_columns(schema: pa.Schema) -> str:
-    """Return the names of columns with their types, for messages."""
+    """Return the names and types of the columns, for error messages."""
     return ", ".join(f"{field.name} ({Column(field.name, field.type).type_name})" for field in schema)

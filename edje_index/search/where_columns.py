@@ -1,4 +1,4 @@
-"""Comparisons of columns and constants in filter expressions. Types are checked before any row is read."""
+"""Comparisons of columns and constants in filter expressions. Types are checked before rows are read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Column:
 
     Attributes:
         name: name of the column.
-        arrow_type: its type.
+        arrow_type: type of the column.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant of an expression: a number, a text, or true or false."""
+    """A constant in an expression: a number, a text, true or false."""
 
     value: bool | int | float | str
 
@@ -88,17 +88,17 @@ Operand: TypeAlias = Column | Constant
 
 
 def compared(left: Operand, operator: str, right: Operand) -> Callable[[pa.Table], Any]:
-    """Return the condition `left operator right` as a function of a table.
+    """Return a function that evaluates `left operator right` on a table.
 
     Raises:
-        UsageError: both sides are constants, or their types differ.
+        UsageError: both sides are constants, or the types of the sides differ.
     """
     if isinstance(left, Constant):
         if isinstance(right, Constant):
-            raise filter_error(f"{left} is compared with {right}; name a column")
+            raise filter_error(f"{left} is compared with {right}; name a column on one side")
         return compared(right, _MIRRORED.get(operator, operator), left)
     if left.kind == TRUTH and operator in _MIRRORED:
-        raise filter_error(f"{left} can be compared by = and != only")
+        raise filter_error(f"{left} can be compared only with = and !=")
     if isinstance(right, Constant):
         constant = _converted(right, left)
         if pa.types.is_integer(left.arrow_type):
@@ -114,7 +114,7 @@ def compared(left: Operand, operator: str, right: Operand) -> Callable[[pa.Table
 
 
 def value_set(column: Column, constants: Sequence[Constant]) -> pa.Array:
-    """Return the constants with which the values of `column` are compared, as an array.
+    """Return `constants` as an array that can be compared with the values of `column`.
 
     Raises:
         UsageError: a constant has another type than the column.
@@ -128,7 +128,10 @@ def value_set(column: Column, constants: Sequence[Constant]) -> pa.Array:
 
 
 def any_text(condition: Callable[[Any], Any], values: Any) -> Any:
-    """Return whether `condition` holds for each value. For lists, whether it holds for any text of the list."""
+    """Return for each value whether `condition` is true.
+
+    For a list, return whether `condition` is true for any text in it.
+    """
     if not pa.types.is_list(values.type):
         return condition(values)
     lists = values.combine_chunks()
@@ -139,7 +142,15 @@ def any_text(condition: Callable[[Any], Any], values: Any) -> Any:
 
 
 def _among_integers(operator: str, number: int | float) -> tuple[str, pa.Scalar]:
-    """Return a comparison of 64-bit integers with an integer that holds for the same ones as with `number`."""
+    """Replace a comparison with any number by an equivalent comparison with a 64-bit integer.
+
+    Args:
+        operator: operator of the comparison `column operator number`. The column contains 64-bit integers.
+        number: right side of the comparison.
+
+    Returns:
+        (operator, 64-bit integer) of a comparison with the same result for every 64-bit integer.
+    """
     if _is_int64(number):
         return operator, pa.scalar(int(number))
     is_upper = operator in ("<", "<=")
@@ -155,7 +166,7 @@ def _is_int64(number: int | float) -> bool:
 
 
 def _common_type(left: Column, right: Column) -> pa.DataType:
-    """Return the type in which two columns of the same kind are compared."""
+    """Return the type to which both columns are converted for a comparison."""
     if left.kind != NUMBER:
         return left.arrow_type
     integers = pa.types.is_integer(left.arrow_type) and pa.types.is_integer(right.arrow_type)
@@ -163,14 +174,14 @@ def _common_type(left: Column, right: Column) -> pa.DataType:
 
 
 def _converted(constant: Constant, column: Column) -> pa.Scalar:
-    """Return a constant as a scalar that can be compared with the values of `column`."""
+    """Convert `constant` to a scalar that can be compared with the values of `column`."""
     kind = TEXT if column.kind in (TEXTS, TIME) else column.kind
     if constant.kind != kind:
         wanted = _TIME_EXAMPLE if column.kind == TIME else f"a {kind}"
         raise filter_error(f"{column} cannot be compared with {constant}; give {wanted}")
     if column.kind == NUMBER and not pa.types.is_integer(column.arrow_type):
         if float(constant.value) != constant.value:
-            raise filter_error(f"{column} cannot be compared with {constant}, which is not exact in float64")
+            raise filter_error(f"{column} cannot be compared with {constant}, which float64 cannot represent exactly")
         return pa.scalar(float(constant.value))
     if column.kind != TIME:
         return pa.scalar(constant.value)
@@ -183,5 +194,5 @@ def _converted(constant: Constant, column: Column) -> pa.Scalar:
 
 
 def filter_error(message: str) -> UsageError:
-    """Return the error for an invalid expression."""
+    """Return the error to raise for an invalid filter expression."""
     return UsageError(f"invalid filter: {message}", parameter="where")

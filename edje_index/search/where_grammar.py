@@ -1,6 +1,6 @@
-"""The grammar of filter expressions, a small part of SQL, for the parser generator Lark.
+"""Grammar of filter expressions, a subset of SQL, for the parser generator Lark.
 
-A LALR parser reads an expression in linear time and without recursion.
+The LALR parser takes linear time and does not use recursion.
 """
 
 GRAMMAR = r"""

@@ -218,7 +218,7 @@ def test_a_file_of_blank_captions_is_refused(tmp_path):
         ('{"images": [{"filename": "a", "sentences": [{}]}]}', "images 1: one of the captions"),
         ('{"images": [{"id": 1, "file_name": "a"}], "annotations": []}', "images 1: the record has no captions"),
         ('{"images": [], "annotations": [{"caption": "x"}]}', "annotations 1: the annotation has no 'image_id'"),
-        ("[]", "holds no captions"),
+        ("[]", "contains no captions"),
     ],
 )
 def test_a_malformed_json_file(tmp_path, content, words):

@@ -122,7 +122,7 @@ def test_lists_on_disk_are_refused(own_root, tmp_path):
     index = faiss.IndexIDMap2(lists)
     index.add_with_ids(vectors, np.arange(len(vectors)))
     commit(own_root, index)
-    with pytest.raises(CorruptIndexError, match="the FAISS file holds the structure 'ilod' instead of ilar"):
+    with pytest.raises(CorruptIndexError, match="the FAISS file contains the structure 'ilod' instead of ilar"):
         AnnIndex.open(own_root)
 
 

@@ -85,10 +85,10 @@ def test_holes_are_left_out(tmp_path):
         ({"query": np.ones(16), "row_ids": [0]}, r"must have the shape \[q, 16\]"),
         ({"query": np.ones((2, 15)), "row_ids": [0]}, r"got \[2, 15\]"),
         ({"query": np.ones((0, 16)), "row_ids": [0]}, "q >= 1"),
-        ({"query": np.ones((1, 16))}, "give exactly one of embedding and row_ids"),
+        ({"query": np.ones((1, 16))}, "give either embedding or row_ids"),
         (
             {"query": np.ones((1, 16)), "row_ids": [0], "embedding": np.ones(8)},
-            "give exactly one of embedding and row_ids",
+            "give either embedding or row_ids",
         ),
         ({"query": np.ones((1, 16)), "row_ids": [0], "k": 0}, "k = 0"),
         ({"query": np.ones((1, 16)), "embedding": np.ones((1, 8))}, "embedding must be a vector"),
