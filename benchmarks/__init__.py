@@ -1,1 +1,1 @@
-"""The benchmarks that `edje-index bench` runs: workloads, compared libraries and reports."""
+"""The benchmarks that the commands of `edje-index bench` run."""

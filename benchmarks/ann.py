@@ -1,7 +1,7 @@
-"""Measures building, searching and appending to a nearest-neighbour index of clustered synthetic embeddings.
+"""Measures how long it takes to build, search and extend a nearest-neighbour index of synthetic embeddings.
 
-Only embeddings are written, not tokens, so that ten million rows fit on a small disk. The index is built, searched and
-extended by the functions that `build`, `ann` and `append` call.
+The embeddings form clusters. No tokens are written, so ten million rows fit on a small disk. The benchmark calls the
+same functions as the commands `build`, `ann` and `append`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _SPREAD = 0.7  # of a row around its cluster, relative to the spread of the clus
 
 @dataclass(frozen=True)
 class AnnBench:
-    """Settings of the benchmark.
+    """Settings of `bench_ann`.
 
     Attributes:
-        folder: empty or missing folder for the index. It is removed at the end.
+        folder: folder for the index. The folder must be missing or empty, and is removed at the end.
         rows: number of embeddings.
         width: width of an embedding.
         shard_size: rows per shard.
-        appended: share of `rows` that is appended.
+        appended: number of appended rows, as a fraction of `rows`.
         request: kind and recall of the FAISS index.
     """
 
@@ -55,7 +55,13 @@ class AnnBench:
 
 
 def bench_ann(bench: AnnBench, on_progress: OnProgress | None = None) -> dict[str, Any]:
-    """Run the benchmark. Each step that the report times runs in a process of its own, which tells its peak memory."""
+    """Run the benchmark and return the report.
+
+    Each measured step runs in a new process, so that the peak memory of the step can be measured.
+
+    Raises:
+        UsageError: `bench.folder` exists and is not empty.
+    """
     if bench.folder.exists() and any(bench.folder.iterdir()):
         raise UsageError(f"{bench.folder} exists and is not empty; choose a new folder", parameter="folder")
     try:
@@ -75,9 +81,10 @@ def bench_ann(bench: AnnBench, on_progress: OnProgress | None = None) -> dict[st
 
 
 class Clusters:
-    """Draws unit vectors around random cluster centres. Their variance falls with the dimension, as in real models.
+    """Draws unit vectors around random cluster centres.
 
-    A random rotation spreads the variance over all values.
+    As in real embeddings, the variance differs between directions. A random rotation spreads the variance over all
+    values.
     """
 
     def __init__(self, width: int, clusters: int) -> None:
@@ -87,7 +94,7 @@ class Clusters:
         self._centres = rng.standard_normal((clusters, width), dtype=np.float32)
 
     def draw(self, count: int, seed: int) -> NDArray[np.float32]:
-        """Return `count` vectors, [count, width]. Equal seeds give equal vectors."""
+        """Return `count` vectors [count, width]. Equal seeds give equal vectors."""
         rng = np.random.default_rng([1, seed])
         vectors = _SPREAD * rng.standard_normal((count, len(self._scale)), dtype=np.float32)
         vectors += self._centres[rng.integers(0, len(self._centres), count)]
@@ -97,7 +104,7 @@ class Clusters:
 
 
 def write_embeddings(bench: AnnBench, generator: Clusters, on_progress: OnProgress | None = None) -> None:
-    """Write the embeddings of an index, and an `index.json` that names no other files."""
+    """Write only the embeddings and the `index.json` of an index."""
     spec = IndexSpec(bench.rows, bench.shard_size, (1, 1), bench.width)
     begin_index(bench.folder, spec)
     for shard in spec.shard_numbers():
@@ -119,7 +126,7 @@ def _write_shard(root: Path, spec: IndexSpec, shard: int, generator: Clusters) -
 
 
 def append_rows(bench: AnnBench, generator: Clusters) -> None:
-    """Write the embeddings of a second segment. `index.json` names the segment, but no FAISS file has its rows yet."""
+    """Append a segment of embeddings to the index, but do not add the embeddings to the FAISS index."""
     manifest, layout = Manifest.load(bench.folder), Layout(bench.folder)
     first, count = manifest.spec.shards * bench.shard_size, max(1, int(bench.rows * bench.appended))
     segments = (*manifest.spec.used_segments, Segment(first, count))
@@ -144,7 +151,7 @@ def _append(folder: str) -> dict[str, Any]:
 
 
 def _search(folder: str, queries: int = 200, k: int = 100) -> dict[str, Any]:
-    """Search the embeddings of random rows, one query at a time."""
+    """Search for the embeddings of random rows, one query at a time. Return the time per query."""
     index = AnnIndex.open(folder)
     rng = np.random.default_rng(5)
     spec = Manifest.load(folder).spec

@@ -1,4 +1,4 @@
-"""The minimum work of indexing, for comparison: decode and preprocess each image, run the model, store nothing.
+"""A loop with the minimum work of an index build: it decodes and preprocesses images, and runs the model.
 
 Usage: `python -m benchmarks.bare_loop MODEL IMAGE_LIST --threads N --batch-size N`.
 """
@@ -18,7 +18,7 @@ from edje_index.indexing.image_encoder import ImageEncoder
 
 
 def batches(encoder: ImageEncoder, paths: list[str], batch_size: int) -> Iterator[torch.Tensor]:
-    """Yield batches of `batch_size` images, decoded with PIL and preprocessed, as float32 [b, 3, h, w]."""
+    """Yield batches of decoded and preprocessed images, float32 [b, 3, h, w], where b is at most `batch_size`."""
     for start in range(0, len(paths), batch_size):
         images = []
         for path in paths[start : start + batch_size]:
@@ -28,7 +28,7 @@ def batches(encoder: ImageEncoder, paths: list[str], batch_size: int) -> Iterato
 
 
 def main(arguments: list[str]) -> None:
-    """Encode every image of the list and print the number of images as JSON."""
+    """Encode every image in the list, and print the number of images as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("image_list", type=Path)

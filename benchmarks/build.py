@@ -1,6 +1,6 @@
-"""Measures processor time and memory of an index build, compared with a loop that only encodes.
+"""Compares the processor time and memory of an index build with a loop that only decodes and encodes images.
 
-The loop (`benchmarks.bare_loop`) and the build with each engine run alternately, each in its own process.
+The loop (`benchmarks.bare_loop`) and one build per engine run alternately. Each run is a new process.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class BuildBench:
     """Settings of `bench_build`.
 
     Attributes:
-        images: paths of decodable images.
-        model: bundle directory.
-        folder: folder in which indexes are written and removed.
-        threads, batch_size: CPU threads and images per forward pass of the model, the same in every run.
-        repeats: runs of each engine and of the bare loop.
-        engines: execution engines of `build` to compare with the bare loop.
+        images: paths of images that can be decoded.
+        model: directory of the model bundle.
+        folder: folder for temporary indexes, which are removed.
+        threads: CPU threads of the model.
+        batch_size: images per forward pass of the model.
+        repeats: number of runs of each engine and of the loop.
+        engines: execution engines to compare with the loop.
     """
 
     images: list[Path]
@@ -48,7 +49,7 @@ class BuildBench:
 
 
 def bench_build(bench: BuildBench) -> dict[str, Any]:
-    """Measure all runs, and compare each engine with the bare loop."""
+    """Measure all runs, and return a report that compares each engine with the loop."""
     bench.folder.mkdir(parents=True, exist_ok=True)
     listing = bench.folder / "images.txt"
     images = [str(path.absolute()) for path in bench.images]  # paths of a list are relative to the list
@@ -81,16 +82,16 @@ def _build(bench: BuildBench, engine: str, source: Path) -> list[str]:
 
 
 def _measured(command: list[str]) -> dict[str, Any]:
-    """Call `process_tree.measure` in a new process, so that it counts no other child processes."""
+    """Call `process_tree.measure` in a new process, so that no earlier child processes are counted."""
     done = subprocess.run([sys.executable, "-c", _MEASURE, *command], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise EdjeError(f"a run of the benchmark failed: {done.stderr[-2000:]}")
+        raise EdjeError(f"a measured command failed: {done.stderr[-2000:]}")
     cost: dict[str, Any] = json.loads(done.stdout)
     return {**cost, "stdout": json.loads(cost["stdout"])}
 
 
 def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Return medians for the bare loop and each engine."""
+    """Return medians over the runs of the loop and of each engine."""
     # `cpu_ratio` and `extra_pss` (bytes) compare each run with the bare-loop run of the same round.
     bare_runs = runs["bare loop"]
     return {

@@ -1,10 +1,10 @@
-"""Measures the cost of checksum verification in fetches.
+"""Measures how much checksum verification slows down fetches.
 
     python -m benchmarks.checked_reads --scratch /mnt/nvme/scratch
     python -m benchmarks.checked_reads --scratch /mnt/nvme/scratch --cpu --states warm
 
 Fetches with and without verification alternate in one process. Before each cold fetch, the shard files are evicted from
-the page cache. The ratio is the median of unchecked seconds / checked seconds.
+the page cache. The reported ratio is the median of (seconds without verification / seconds with verification).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Setting:
 
     Attributes:
         precision: precision of the store.
-        is_cold: whether the shard files are evicted from the page cache before each fetch.
+        is_cold: True to evict the shard files from the page cache before each fetch.
         batch: number of random rows per fetch.
-        rounds: number of pairs of an unchecked and a checked fetch.
+        rounds: number of rounds. A round is one fetch without and one fetch with verification.
     """
 
     precision: str
@@ -52,7 +52,10 @@ SETTINGS = {
 
 
 def measure(root: Path, setting: Setting, clock: Callable[[], float]) -> list[tuple[float, float]]:
-    """Return (unchecked seconds, checked seconds) of each round. Both fetches of a round read the same rows."""
+    """Return (seconds without verification, seconds with verification) of each round.
+
+    Both fetches of a round read the same rows.
+    """
     files = list(Layout(root).token_array(setting.precision).glob("c.*"))
     rng = np.random.default_rng(0)
     stores = [
@@ -87,7 +90,7 @@ def _batches(rng: np.random.Generator, rows: int, batch: int) -> Iterator[np.nda
 
 
 def table_line(setting: Setting, seconds: list[tuple[float, float]]) -> str:
-    """Return one line of the Markdown table: median microseconds per block, and the ratio."""
+    """Return one line of a Markdown table: median microseconds per block of both kinds of fetch, and the ratio."""
     unchecked, checked = (statistics.median(times) * 1e6 / setting.batch for times in zip(*seconds, strict=True))
     ratio = statistics.median(without / with_check for without, with_check in seconds)
     state = "cold" if setting.is_cold else "warm"

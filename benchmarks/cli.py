@@ -21,9 +21,9 @@ from storage_formats.format.layout import IndexSpec
 
 @click.group()
 def bench() -> None:
-    """Measure fetching, scoring, serving, writing, converting, building and training.
+    """Run a benchmark: fetching, scoring, serving, writing, converting, building or training.
 
-    Results are medians of several runs. Compare ratios rather than seconds.
+    Results are medians over several runs. Ratios vary less between machines than seconds.
     """
 
 
@@ -76,7 +76,7 @@ def make_synthetic_command(
 )
 @json_option
 def write_command(folder: Path, rows: int, repeats: int, as_json: bool) -> None:
-    """Compare the shard writer with zarr-python and dd on the same blocks and disk.
+    """Compare the speed of the shard writer with zarr-python and dd, on the same blocks and disk.
 
     \b
     Example:
@@ -91,17 +91,25 @@ def write_command(folder: Path, rows: int, repeats: int, as_json: bool) -> None:
 
 
 @bench.command("quantize")
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Folder for the record files.")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Directory for temporary record files.")
 @click.option(
-    "--blocks", type=click.IntRange(min=1), default=512, show_default=True, help="Number of blocks per conversion."
+    "--blocks",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Number of blocks to encode and decode.",
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Number of threads of the codecs.  [default: all CPUs]")
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Number of threads of the codecs.  [default: number of CPUs]"
+)
 @click.option(
     "--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Number of runs of each codec."
 )
 @json_option
 def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: int, as_json: bool) -> None:
-    """Compare codecs with torch, torchao (if installed) and ml_dtypes, in GB/s of bfloat16 tokens.
+    """Compare the speed of codecs with torch, torchao (if installed) and ml_dtypes.
+
+    Rates are in GB/s of bfloat16 tokens.
 
     \b
     Example:
@@ -123,13 +131,13 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
 @click.option(
     "--model", type=click.Path(exists=True, path_type=Path), required=True, help="Directory of the model bundle."
 )
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Folder for temporary indexes.")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Directory for temporary indexes.")
 @click.option(
     "--images",
     type=click.IntRange(min=1),
     default=1000,
     show_default=True,
-    help="Number of images to index; PHOTOS repeat if there are fewer.",
+    help="Number of images to index. If PHOTOS has fewer images, images are used several times.",
 )
 @click.option(
     "--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Number of CPU threads of the model."
@@ -139,7 +147,7 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Number of runs of each engine and of the loop.",
+    help="Number of runs of each engine and of the comparison loop.",
 )
 @click.option(
     "--engine",
@@ -148,7 +156,7 @@ def quantize_command(folder: Path, blocks: int, threads: int | None, repeats: in
     multiple=True,
     default=["inline", "ray"],
     show_default=True,
-    help="Execution engine to measure, inline or ray; repeatable.",
+    help="Execution engine to measure: inline or ray; repeatable.",
 )
 @json_option
 def build_command(
@@ -161,7 +169,9 @@ def build_command(
     engines: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Compare processor time and memory of `build` with a loop that only decodes and encodes. Linux only.
+    """Compare the cost of `edje-index build` with a loop that only decodes and encodes images. Linux only.
+
+    The cost is processor time and memory.
 
     \b
     Example:
@@ -171,7 +181,7 @@ def build_command(
 
     paths = sorted(path for path in photos.rglob("*.jpg") if path.is_file())
     if not paths:
-        raise click.UsageError(f"{photos} holds no .jpg files; choose another folder")
+        raise click.UsageError(f"{photos} contains no .jpg files; choose another directory")
     chosen = list(itertools.islice(itertools.cycle(paths), images))
     report = bench_build(BuildBench(chosen, model, folder, threads, repeats=repeats, engines=engines))
     lines = [

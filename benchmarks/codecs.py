@@ -1,7 +1,7 @@
-"""Measures encoding and decoding at every precision, and compares torch, torchao and ml_dtypes.
+"""Measures the encoding and decoding rates of each precision, and compares torch, torchao and ml_dtypes.
 
-Rates are GB/s of bfloat16 tokens. The casts of `ml_dtypes` and `torch` compute no scales, so they do less work than a
-codec. `torch scaled` encodes and decodes fp8 with scales.
+Rates are in GB/s of bfloat16 tokens. Casts with `ml_dtypes` and `torch` compute no scales, so they do less work than
+the codecs of this project. The entry `torch scaled` encodes and decodes fp8 with scales.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ _EDJE = "edje"
 
 
 def bench_codecs(folder: Path, blocks: int, repeats: int, threads: int | None = None) -> dict[str, Any]:
-    """Convert `blocks` blocks `repeats` times with each codec and each compared library.
+    """Measure each codec and each compared library `repeats` times on `blocks` blocks.
 
-    Returns rates, medians, and the median ratio of the codec to each library. The task `gather` decodes random records
-    of a memory-mapped file in `folder`.
+    The task `gather` decodes random records of a memory-mapped file in `folder`.
+
+    Returns:
+        Rates of each run, median rates, and median ratios of the codec to each compared library.
     """
     rng = np.random.default_rng(0)
     tokens = rng.standard_normal((blocks, *BLOCK_SHAPE), dtype=np.float32).astype(BF16)
@@ -142,7 +144,7 @@ def _torch_scaled(tokens: Any) -> tuple[Any, Any]:
 
 
 def _torchao(name: str, tokens: Blocks) -> tuple[Subjects, Subjects]:
-    """Return torchao's encoders and decoders by format; empty if torchao is not installed."""
+    """Return the encoders and decoders of torchao for the precision `name`; empty if torchao is not installed."""
     if name not in ("mxfp8", "mxfp4", "nvfp4"):
         return {}, {}
     try:

@@ -1,4 +1,4 @@
-"""Hardware, kernel and package versions, for the start of a report."""
+"""Describes the machine and the installed packages, for reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PACKAGES = ("edje-index", "torch", "numpy", "zarr", "ray", "faiss-cpu", "pyarro
 
 
 def environment() -> dict[str, Any]:
-    """Return the date (UTC), hardware, kernel, Python and versions of the main packages."""
+    """Return the date (UTC), the hardware, the kernel, and the versions of Python and of the main packages."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "processor": _processor(),
@@ -26,7 +26,7 @@ def environment() -> dict[str, Any]:
 
 
 def storage(path: Path) -> dict[str, str | None]:
-    """Describe the disk of `path`; None for unknown values."""
+    """Describe the disk that contains `path`. Unknown values are None."""
     number = os.stat(path).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
     mount = {"file_system": None, "mount_options": None, **_mount(device)}
@@ -42,20 +42,20 @@ def storage(path: Path) -> dict[str, str | None]:
 
 
 def logical_block_bytes(path: Path) -> int | None:
-    """Return the logical block size in bytes of the disk of `path`; None if `path` is not on a disk."""
+    """Return the logical block size in bytes of the disk that contains `path`; None if the block size is unknown."""
     number = os.stat(path).st_dev
     size = _text(_folders(f"{os.major(number)}:{os.minor(number)}")[1] / "queue/logical_block_size")
     return int(size) if size else None
 
 
 def _folders(device: str) -> tuple[Path, Path]:
-    """Return the /sys folders of the device "major:minor" and of its disk."""
+    """Return the /sys folder of the block device "major:minor", and the /sys folder of its disk."""
     folder = Path(f"/sys/dev/block/{device}").resolve()
     return folder, folder if (folder / "queue").exists() else folder.parent
 
 
 def _mount(device: str) -> dict[str, str]:
-    """Return type and mount options of the file system on the device; empty if it is not mounted."""
+    """Return the type and the mount options of the file system on `device`; empty if the device is not mounted."""
     mounts = _text(Path("/proc/self/mountinfo")) or ""
     for line in mounts.splitlines():
         if line.split()[2] == device:

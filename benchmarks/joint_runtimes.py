@@ -1,4 +1,4 @@
-"""Compares runtimes for the joint encoder on a CPU: time per pair, and agreement of the rankings.
+"""Compares runtimes for the joint encoder on a CPU: the time per pair, and the agreement of the rankings.
 
     python -m benchmarks.joint_runtimes INDEX --model BUNDLE --queries captions.txt --threads 1
 
@@ -35,7 +35,10 @@ _PAIRS = 50  # per forward pass
 
 
 class PlainNet(nn.Module):
-    """The joint encoder from embedded rows [b, t, d] to logits [b], in modules that every runtime can convert."""
+    """The layers of the joint encoder, without embedding lookup: maps embedded inputs [b, t, d] to logits [b].
+
+    All runtimes can convert the modules of this class.
+    """
 
     def __init__(self, joint: JointEncoder, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -50,7 +53,7 @@ class PlainNet(nn.Module):
         self.requires_grad_(False).eval()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits [b] of embedded rows [b, t, d]."""
+        """Return the logits [b] for embedded inputs [b, t, d]."""
         for number, layer in enumerate(self.layers):
             x = self._layer(layer, x, last=number == len(self.layers) - 1)
         logits: torch.Tensor = self.output(torch.tanh(self.pooler(x[:, 0])))  # type: ignore[operator]
@@ -72,27 +75,27 @@ class PlainNet(nn.Module):
 
 
 def torch_float32(joint: JointEncoder, threads: int) -> Run:
-    """Return a function that runs torch in float32, without compilation."""
+    """Return a function that runs the joint encoder with torch in float32, without compilation."""
     return PlainNet(joint)
 
 
 def torch_bfloat16(joint: JointEncoder, threads: int) -> Run:
-    """Return a function that runs torch with bfloat16 matrix products, without compilation."""
+    """Return a function that runs the joint encoder with torch and bfloat16 matrix products, without compilation."""
     return PlainNet(joint, torch.bfloat16)
 
 
 def compiled_float32(joint: JointEncoder, threads: int) -> Run:
-    """Return a function that runs `torch.compile` in float32."""
+    """Return a function that runs the joint encoder with `torch.compile` in float32."""
     return torch.compile(PlainNet(joint))
 
 
 def compiled_bfloat16(joint: JointEncoder, threads: int) -> Run:
-    """Return a function that runs `torch.compile` with bfloat16 matrix products."""
+    """Return a function that runs the joint encoder with `torch.compile` and bfloat16 matrix products."""
     return torch.compile(PlainNet(joint, torch.bfloat16))
 
 
 def own(dtype: torch.dtype) -> Callable[[JointEncoder, int], Run]:
-    """Return a maker of functions that run the layers of `JointScorer` in `dtype`."""
+    """Return a factory of functions that run the layers of `JointScorer` in `dtype`."""
 
     def make(joint: JointEncoder, threads: int) -> Run:
         joint = copy.copy(joint)
@@ -104,7 +107,11 @@ def own(dtype: torch.dtype) -> Callable[[JointEncoder, int], Run]:
 
 
 def openvino(precision: str) -> Callable[[JointEncoder, int], Run]:
-    """Return a maker of functions that run OpenVINO with matrix products in `precision`, "f32" or "bf16"."""
+    """Return a factory of functions that run the joint encoder with OpenVINO.
+
+    Args:
+        precision: precision of the matrix products, "f32" or "bf16".
+    """
 
     def make(joint: JointEncoder, threads: int) -> Run:
         import openvino as ov
@@ -118,7 +125,11 @@ def openvino(precision: str) -> Callable[[JointEncoder, int], Run]:
 
 
 def onnx_runtime(*, int8: bool) -> Callable[[JointEncoder, int], Run]:
-    """Return a maker of functions that run ONNX Runtime in float32, or with int8 weights and int8 activations."""
+    """Return a factory of functions that run the joint encoder with ONNX Runtime.
+
+    Args:
+        int8: True for int8 weights and activations, False for float32.
+    """
 
     def make(joint: JointEncoder, threads: int) -> Run:
         import onnxruntime as ort
@@ -145,7 +156,7 @@ def onnx_runtime(*, int8: bool) -> Callable[[JointEncoder, int], Run]:
 
 
 def torchao_int8(joint: JointEncoder, threads: int) -> Run:
-    """Return a function that runs torchao, compiled, with int8 weights and activations."""
+    """Return a function that runs the joint encoder with torchao: compiled, with int8 weights and activations."""
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
     net = PlainNet(joint)
@@ -166,12 +177,12 @@ RUNTIMES: dict[str, tuple[str, Callable[[JointEncoder, int], Run]]] = {
     "OpenVINO bfloat16": ("openvino", openvino("bf16")),
     "torchao int8": ("torchao", torchao_int8),
 }
-"""Each runtime by name: the package that it needs, and its maker of functions from embedded rows to logits."""
+"""Each runtime by name: the required package, and a factory of functions from embedded inputs to logits."""
 
 
 @torch.inference_mode()
 def embedded_rows(joint: JointEncoder, query: str, blocks: torch.Tensor) -> torch.Tensor:
-    """Return the input of the first layer, float32 [b, t, d], for one query and the tokens of its candidates."""
+    """Return the input of the first layer, float32 [b, t, d], for one query and the blocks of b candidates."""
     inputs = joint.tokenizer.inputs([query] * len(blocks), blocks.shape[1])
     words = joint.text_embeddings(inputs.input_ids)
     is_image = (inputs.input_ids == joint.tokenizer.image_token_id)[:, :, None].expand_as(words)
@@ -182,7 +193,7 @@ def embedded_rows(joint: JointEncoder, query: str, blocks: torch.Tensor) -> torc
 
 @dataclass(frozen=True)
 class Pools:
-    """The embedded rows of each query, recomputed in each iteration to save memory."""
+    """The inputs of the first layer for each query. They are computed again in each iteration, to save memory."""
 
     joint: JointEncoder
     store: TokenStore
@@ -195,7 +206,7 @@ class Pools:
 
 @torch.inference_mode()
 def measure(run: Run, pools: Pools, expected: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Return processor and elapsed milliseconds per pair, and the agreement with the `expected` logits."""
+    """Return processor and elapsed milliseconds per pair, and the agreement with the logits in `expected`."""
     run(next(iter(pools))[:_PAIRS])
     processor = elapsed = 0.0
     taus, same_first = [], []
@@ -223,7 +234,7 @@ def kendall_tau(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def main() -> None:
-    """Measure each runtime and print one line of results."""
+    """Measure each runtime, and print one line of results per runtime."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("index", type=Path)
     parser.add_argument("--model", type=Path, required=True, help="bundle of the model that built the index")

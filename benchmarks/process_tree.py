@@ -1,4 +1,4 @@
-"""Measures processor time, memory and wall time of a command and all its descendants. Linux only."""
+"""Measures the processor time, memory and duration of a command and its descendant processes. Linux only."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _ORPHAN_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one run.
+    """Cost of one run of a command.
 
     Attributes:
-        wall: seconds from start to exit of the command itself.
-        cpu: user and system seconds of the whole tree.
-        peak_pss: largest sampled sum of the proportional set sizes of all processes, in bytes.
-        peak_largest_rss: largest resident set of any single process, in bytes.
+        wall: seconds from the start to the end of the command.
+        cpu: user and system seconds of the command and its descendants.
+        peak_pss: peak memory in bytes: the largest sampled sum of the proportional set sizes of all processes.
+        peak_largest_rss: largest resident set of a single process, in bytes.
         stdout: standard output of the command.
     """
 
@@ -41,9 +41,12 @@ class Cost:
 
 
 def measure(command: Sequence[str], env: dict[str, str] | None = None) -> Cost:
-    """Run `command` to its end and return the cost of all processes that it started.
+    """Run `command` and return the cost of the command and its descendants.
 
-    Call it once, from a process without other children. Raises EdjeError if the command fails.
+    Call this function only once in a process, and only in a process without other children.
+
+    Raises:
+        EdjeError: the command failed, or a process of the command did not end.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -67,7 +70,7 @@ def measure(command: Sequence[str], env: dict[str, str] | None = None) -> Cost:
 
 
 def _reap_orphans() -> None:
-    """Wait for daemons that outlive the command, so that the kernel counts their processor time."""
+    """Wait for processes that outlive the command. The kernel counts their processor time only after they end."""
     deadline = time.monotonic() + _ORPHAN_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -83,7 +86,7 @@ def _reap_orphans() -> None:
 
 
 class _Sampler(threading.Thread):
-    """Thread that samples the memory and the CPU time of all descendants of a process."""
+    """Thread that samples the memory and processor time of all descendants of a process."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -100,7 +103,10 @@ class _Sampler(threading.Thread):
                 self._cpu[process.pid] = max(self._cpu.get(process.pid, 0.0), _cpu_seconds(process))
 
     def stop(self) -> tuple[int, float]:
-        """Stop sampling. Return (largest sum of PSS in bytes, CPU seconds of all processes)."""
+        """Stop sampling.
+
+        Return (largest sum of proportional set sizes in bytes, processor seconds of all processes).
+        """
         self._stopped.set()
         self.join()
         return self._peak, sum(self._cpu.values())
@@ -114,7 +120,7 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 def _pss(process: psutil.Process) -> int:
-    """Return the proportional set size (PSS) of a process in bytes; 0 if the process has ended."""
+    """Return the proportional set size of a process in bytes; 0 if the process has ended."""
     with contextlib.suppress(psutil.Error):
         return int(process.memory_full_info().pss)
     return 0

@@ -1,7 +1,7 @@
-"""Compares `quantize` of a whole index with `cp` on the same disk, cold and with a final fsync.
+"""Compares `edje-index quantize` with `cp` on the same disk. Runs start with a cold page cache and end with fsync.
 
-`cp` copies the token files that `quantize` reads. Rates count the bytes read and written. `quantize` is timed with and
-without process start-up.
+`cp` copies the token files that `quantize` reads. Rates count the bytes that are read plus the bytes that are written.
+Two durations of `quantize` are measured: with and without process start-up.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ class QuantizeBench:
     """Settings of `bench_quantize_index`.
 
     Attributes:
-        folder: folder on the disk to measure; files are written there and removed.
+        folder: folder for temporary files. The disk of this folder is measured.
         rows: number of random blocks in the index.
         to: precision to convert to.
-        engine, workers: execution engine of `quantize`, and its number of workers.
-        repeats: runs of `quantize` and of `cp`.
+        engine: execution engine of `quantize`.
+        workers: number of workers of `quantize`.
+        repeats: number of runs of `quantize` and of `cp`.
     """
 
     folder: Path
@@ -52,14 +53,14 @@ class QuantizeBench:
 
 
 def bench_quantize_index(bench: QuantizeBench, say: Say = lambda _: None) -> dict[str, Any]:
-    """Measure each run. Return seconds, GB/s, medians, and median ratios of `quantize` to `cp`.
+    """Measure all runs. Return seconds, GB/s, medians, and the median ratios of `quantize` to `cp`.
 
     Raises:
-        UsageError: `to` is bf16, the precision that the index stores.
+        UsageError: `bench.to` is bf16, the precision of the index.
         EdjeError: `quantize` failed, or the files could not be evicted from the page cache.
     """
     if bench.to == "bf16":
-        raise UsageError("the index of this benchmark holds bf16 already; choose another precision")
+        raise UsageError("the index of this benchmark already contains bf16; choose another precision")
     root, copy = bench.folder / "bench-quantize.edje", bench.folder / "bench-quantize-copy"
     for path in (root, copy):
         shutil.rmtree(path, ignore_errors=True)
@@ -98,7 +99,6 @@ def bench_quantize_index(bench: QuantizeBench, say: Say = lambda _: None) -> dic
 
 
 def _timed(work: Callable[[], Moved], bench: QuantizeBench, root: Path, copy: Path) -> dict[str, float]:
-    """Time one cold run, after removing the output of earlier runs."""
     shutil.rmtree(copy, ignore_errors=True)
     if bench.to in Manifest.load(root).spec.precisions:
         _command("quantize", root, "--to", "bf16", "--drop", bench.to)
@@ -125,7 +125,7 @@ def _quantize(bench: QuantizeBench, root: Path) -> Moved:
 
 
 def _command(*arguments: str | Path) -> dict[str, Any]:
-    """Run `edje-index` in a new process, and return its JSON output."""
+    """Run `edje-index` in a new process, and return the JSON that the command prints."""
     command = [sys.executable, "-m", "pipelines.cli", *map(str, arguments), "--quiet", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""Measures the joint encoder in pairs per second, and the time of each stage of a query."""
+"""Measures the joint encoder in pairs per second, and the duration of each stage of a query."""
 
 from __future__ import annotations
 
@@ -41,16 +41,17 @@ class RerankBench:
     """Settings of `bench_rerank`.
 
     Attributes:
-        model: bundle whose joint encoder is measured; None for random joint encoders of MiniLM's sizes.
-        index: index to measure the stages of a query on, built with the encoder of the bundle; None for no query.
-        score: final score of the query, see `edje_index.scoring.weights.parse_score`.
+        model: bundle with the joint encoder to measure; None for joint encoders with random weights and the sizes of
+            MiniLM.
+        index: index for measuring the stages of a query, built with the encoder of `model`; None to measure no query.
+        score: final score of the query. See `edje_index.scoring.weights.parse_score`.
         caption: text of every pair.
         batch_sizes: numbers of pairs per forward pass to measure.
-        threads: numbers of torch threads to measure; they have an effect on a CPU only.
-        pool: candidates of the query.
-        repeats: runs of each setting.
+        threads: numbers of torch threads to measure. They have an effect only on a CPU.
+        pool: number of candidates of the query.
+        repeats: number of runs of each setting.
         device: "auto", "cpu" or "cuda".
-        dtype: data type of the joint encoder's matrix products, "auto", "float32" or "bfloat16".
+        dtype: data type of the joint encoder's matrix products: "auto", "float32" or "bfloat16".
     """
 
     model: Path | None = None
@@ -101,7 +102,7 @@ def _rates(bench: RerankBench, joint: JointEncoder, block_shape: tuple[int, int]
 
 
 def needed_pairs_per_second(model: Path, device: str = "auto") -> dict[str, Any]:
-    """Return the highest speed of the bundle's joint encoder, and the batch size that reaches it."""
+    """Return the highest rate of the joint encoder in pairs per second, and the batch size with this rate."""
     threads = (torch.get_num_threads(),)
     report = bench_rerank(RerankBench(model=model, batch_sizes=(32, 128), threads=threads, repeats=3, device=device))
     ((name, rates),) = report["joint_encoders"].items()
@@ -117,7 +118,7 @@ def needed_pairs_per_second(model: Path, device: str = "auto") -> dict[str, Any]
 def pairs_per_second(
     joint: JointEncoder, block_shape: tuple[int, int], bench: RerankBench, batch: int, threads: int
 ) -> list[float]:
-    """Return pairs per second of each repeat, including tokenisation and copies."""
+    """Return the pairs per second of each repeat. Tokenisation and copies to the device are included."""
     rng = np.random.default_rng(0)
     blocks = torch.from_numpy(rng.standard_normal((batch, *block_shape), dtype=np.float32)).to(torch.bfloat16)
 
@@ -136,7 +137,7 @@ def pairs_per_second(
 
 
 def _joint_encoders(bench: RerankBench, device: torch.device) -> Iterable[tuple[str, JointEncoder, tuple[int, int]]]:
-    """Yield (name, joint encoder, block shape) of each model to measure."""
+    """Yield (name, joint encoder, block shape) of each joint encoder to measure."""
     if bench.model is not None:
         bundle = ModelBundle.load(bench.model, device=str(device), verify=False)
         config = bundle.joint.config
@@ -148,7 +149,13 @@ def _joint_encoders(bench: RerankBench, device: torch.device) -> Iterable[tuple[
 
 
 def random_joint_encoder(layers: int, width: int, words: int = _VOCABULARY) -> JointEncoder:
-    """Return a joint encoder with random weights and the sizes of MiniLM."""
+    """Return a joint encoder with random weights.
+
+    Args:
+        layers: number of layers.
+        width: width of the layers and of the image tokens.
+        words: size of the vocabulary.
+    """
     tokenizer = untrained_tokenizer(words)
     config = {
         "hidden_size": width,
@@ -163,12 +170,12 @@ def random_joint_encoder(layers: int, width: int, words: int = _VOCABULARY) -> J
 
 
 def _query(bench: RerankBench, index: Path) -> dict[str, Any]:
-    """Return median milliseconds of each stage of a query, without the first run."""
+    """Return the median milliseconds of each stage of a query. The first run is not counted."""
     committed = CommittedIndex.open(index)
     manifest = committed.manifest
     if manifest.ann.get("kind") == "none":
         raise UsageError(
-            f"{index} has no nearest-neighbour index, so it cannot be searched; choose an index that was "
+            f"{index} has no nearest-neighbour index, so the index cannot be searched; choose an index that was "
             "built from images"
         )
     path = bench.model or recorded_bundle(committed)

@@ -1,7 +1,7 @@
-"""Opens, reads and changes an index of up to a billion rows, most of whose files are missing or sparse.
+"""Measures how long it takes to open, read and change an index of up to a billion rows.
 
-The manifest and the shard table describe every shard. Only the shards that the steps read have files, full of zeros.
-Each step runs in a process of its own, so that its peak memory can be compared between numbers of rows.
+The manifest and the shard table list all shards, but only the shards that the steps read have files. These files are
+sparse and contain zeros. Each step runs in a new process, so that its peak memory can be measured.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DELETED = 1000
 
 
 def bench_scale(folder: Path, rows: tuple[int, ...]) -> dict[str, Any]:
-    """Run all steps for each number of rows in an index below `folder`, which is removed at the end.
+    """Run all steps for each number in `rows`, with an index in `folder`. The folder is removed at the end.
 
     Raises:
         UsageError: `folder` exists and is not empty.
@@ -62,7 +62,7 @@ def bench_scale(folder: Path, rows: tuple[int, ...]) -> dict[str, Any]:
 
 
 def write_sparse(root: Path, rows: int) -> None:
-    """Write the metadata of an index of `rows` rows, and the files of the shards that the steps read."""
+    """Write the metadata of an index with `rows` rows, and the files of the shards that the steps read."""
     spec = IndexSpec(rows, _SHARD_SIZE, _BLOCK_SHAPE, _BLOCK_SHAPE[1], (_PRECISION,))
     begin_index(root, spec)
     layout = Layout(root)
@@ -82,7 +82,10 @@ def write_sparse(root: Path, rows: int) -> None:
 
 
 def fetched_rows(rows: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the row ids that the step `fetch` reads. The last shard may be shorter, so none of them lies there."""
+    """Return the row ids that the step `fetch` reads.
+
+    No row id is in the last shard if that shard is shorter than the others.
+    """
     full = rows // _SHARD_SIZE * _SHARD_SIZE
     return np.random.default_rng(0).integers(0, full, _FETCHED)
 
@@ -94,7 +97,7 @@ def _write_sparse_file(path: Path, length: int) -> None:
 
 
 def _write_table(layout: Layout, spec: IndexSpec, lengths: list[int], checksums: list[int]) -> FileEntry:
-    """Write a shard table with the token file and the checksum file of every shard, a group of lines at a time."""
+    """Write a shard table with two lines per shard: one for the token file, one for the checksum file."""
     names = [layout.relative(layout.token_shard(_PRECISION, 0, 1)), layout.relative(layout.checksums(_PRECISION, 0))]
     parts = [names[0].partition("c.0"), names[1].partition("00000000")]
     forms = ["{head}c.{shard}{tail}", "{head}{shard:08d}{tail}"]
@@ -135,7 +138,7 @@ def _fetch(root: str) -> dict[str, Any]:
 
 
 def _append(root: str) -> dict[str, Any]:
-    """Append a full shard of random blocks with the functions that `append` calls after it has listed the inputs."""
+    """Append a shard of random blocks. The command `append` calls the same functions after listing the inputs."""
     index = CommittedIndex.open(root)
     layout, manifest = Layout(index.root), index.manifest
     segment = Segment(manifest.spec.shards * _SHARD_SIZE, _SHARD_SIZE)

@@ -1,10 +1,10 @@
-"""Compares three layouts of FP4 records and their scales by cold random fetches.
+"""Compares three layouts of FP4 records by random fetches with a cold page cache.
 
-- `record`: the stored record of codes and scales, 13,824 bytes, in four or five pages.
-- `memory`: codes alone on disk, 12,288 bytes or three pages; all scales in memory, 1,536 bytes per row.
-- `padded`: the record padded to 16,384 bytes, four pages.
+- `record`: codes and scales together on disk, 13,824 bytes, in four or five pages. Indexes use this layout.
+- `memory`: codes on disk, 12,288 bytes, in three pages. All scales are in memory, 1,536 bytes per row.
+- `padded`: codes and scales together on disk, padded to 16,384 bytes, in four pages.
 
-All layouts are read in the same way, and nothing is decoded.
+The reads are made in the same way for all layouts. Records are not decoded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Variant:
-    """One layout: distance of records, bytes read per record, and bytes per row in memory."""
+    """One layout of codes and scales.
+
+    Attributes:
+        name: name for reports.
+        stride: bytes from the start of one record to the start of the next record.
+        read: bytes to read per record.
+        memory: bytes in memory per row.
+    """
 
     name: str
     stride: int
@@ -52,17 +59,21 @@ VARIANTS = (
 def bench_scales_layout(
     folder: Path, rows: int, blocks: int, repeats: int, say: Say = lambda _: None
 ) -> dict[str, Any]:
-    """Fetch the same random rows from each layout, alternately and with a cold page cache.
+    """Fetch random rows with each layout alternately, with a cold page cache. All layouts fetch the same rows.
 
     Args:
-        folder: folder in which files are written and removed.
-        rows: rows of each file.
-        blocks: rows fetched per run.
-        repeats: runs of each layout.
-        say: receives a line of text after each run.
+        folder: folder for temporary files.
+        rows: number of rows of each file.
+        blocks: number of rows to fetch per run.
+        repeats: number of runs of each layout.
+        say: function that receives one line of text after each run.
 
     Returns:
-        Results of each run, their medians, and gigabytes of disk and memory per million images.
+        Results of each run, medians, and gigabytes of disk and memory per million images.
+
+    Raises:
+        UsageError: `blocks` is larger than `rows`.
+        EdjeError: a file could not be evicted from the page cache.
     """
     if blocks > rows:
         raise UsageError(

@@ -1,11 +1,12 @@
-"""Compares codecs and fetches of two checkouts of this repository on the same blocks.
+"""Compares the speed of codecs and fetches in two checkouts of this repository, on the same blocks.
 
     python -m benchmarks.side_by_side OLD NEW --scratch /mnt/nvme/scratch
     python -m benchmarks.side_by_side OLD NEW --scratch /mnt/nvme/scratch --cold
 
-The processes of both checkouts alternate task by task, so that other load affects both. They are restarted several
-times, because the memory layout of a process changes its speed by several percent. The ratio of a task is the median
-over all starts of old seconds / new seconds.
+Each checkout has one worker process. The workers run each task alternately, so that other load affects both workers.
+The workers are started several times, because the memory layout of a process changes its speed by several percent.
+
+The ratio of a task is the median over all starts of (old seconds / new seconds).
 """
 
 from __future__ import annotations
@@ -80,12 +81,12 @@ class Options:
     """Settings of a comparison.
 
     Attributes:
-        starts: number of times that both processes are started.
-        rounds: measurements of each task per start.
-        blocks: number of blocks of 64 x 384 per conversion.
-        words: text that the names of the measured tasks contain; empty for all tasks.
-        clock: function of `time`: `perf_counter`, or `process_time` on a machine with other load.
-        cold: whether to measure only fetches, each with an empty page cache.
+        starts: number of times that both workers are started.
+        rounds: number of measurements of each task per start.
+        blocks: number of blocks of 64 x 384 to encode or decode.
+        words: measure only tasks whose name contains this text; empty for all tasks.
+        clock: name of a function in the module `time`: "perf_counter", or "process_time" on a machine with other load.
+        cold: True to measure only fetches with a cold page cache.
     """
 
     starts: int
@@ -97,20 +98,20 @@ class Options:
 
     @property
     def tasks(self) -> list[str]:
-        """Return the names of the tasks to measure."""
+        """Names of the tasks to measure."""
         return [task for task in _tasks(self.cold) if self.words in task]
 
 
 def write_index(root: Path, rows: int) -> None:
-    """Write the index of random blocks that both checkouts fetch from."""
+    """Write the index of random blocks from which both checkouts fetch."""
     make_synthetic(root, IndexSpec(rows, 1024, (64, 384), embed_dim=8, precisions=_STORED))
 
 
 def measure(checkouts: tuple[Path, Path], root: Path, options: Options) -> dict[str, list[tuple[float, float]]]:
-    """Return (median old seconds, median new seconds) of every start, for each task.
+    """Return (median old seconds, median new seconds) of every start, by task.
 
     Raises:
-        RuntimeError: a checkout cannot run the tasks. Its error message is on standard error.
+        RuntimeError: a checkout cannot run the tasks. The error message of the worker is on standard error.
     """
     medians: dict[str, list[tuple[float, float]]] = {task: [] for task in options.tasks}
     for _ in range(options.starts):
@@ -140,7 +141,7 @@ def _measure_once(checkouts: tuple[Path, Path], root: Path, options: Options) ->
 
 
 def table_lines(seconds: dict[str, list[tuple[float, float]]]) -> list[str]:
-    """Return the lines of a Markdown table of the medians, one line per task."""
+    """Return a Markdown table of the medians as lines, with one line per task."""
     lines = ["| task | old ms | new ms | old / new |", "|---|---|---|---|"]
     for task, pairs in seconds.items():
         old, new = (statistics.median(times) * 1e3 for times in zip(*pairs, strict=True))
@@ -177,7 +178,7 @@ def _seconds(worker: Worker, task: str) -> float:
 def _answer(worker: Worker) -> str:
     line = _pipe(worker.stdout).readline()
     if not line:
-        raise RuntimeError("a worker process ended early; its error message is on standard error")
+        raise RuntimeError("a worker process ended early; read the error message above")
     return line
 
 

@@ -1,4 +1,4 @@
-"""Runs the steps of a benchmark in processes of their own, which tells the time and the peak memory of each."""
+"""Runs each step of a benchmark in a new process, so that its duration and peak memory can be measured."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from typing import Any
 
 
 def run_step(module: str, step: str, *arguments: object) -> dict[str, Any]:
-    """Run `step` of `module`, which must call `answer_step` when it is run, and return its result.
+    """Run a step in a new process, and return its result.
 
-    The result also holds `seconds`, `cpu_seconds`, and the peak resident memory in bytes before the step
-    (`libraries_bytes`) and after it (`peak_bytes`).
+    The result also contains `seconds`, `cpu_seconds`, and the peak resident memory in bytes: before the step
+    (`libraries_bytes`) and after the step (`peak_bytes`).
+
+    Args:
+        module: name of a module that calls `answer_step` when the module is run.
+        step: name of the step.
+        *arguments: arguments of the step.
     """
     command = [sys.executable, "-m", module, step, *map(str, arguments)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -24,7 +29,12 @@ def run_step(module: str, step: str, *arguments: object) -> dict[str, Any]:
 
 
 def answer_step(steps: Mapping[str, Callable[..., dict[str, Any]]], prepare: Callable[[], None]) -> None:
-    """Run the step that the command line names, and print its result as JSON. `prepare` loads libraries."""
+    """Run the step that is named on the command line, and print its result as JSON.
+
+    Args:
+        steps: functions of the steps, by name.
+        prepare: function that imports libraries before the measurement starts.
+    """
     _, step, *arguments = sys.argv
     prepare()
     before, started, cpu = _peak_bytes(), time.monotonic(), time.process_time()
@@ -39,6 +49,9 @@ def answer_step(steps: Mapping[str, Callable[..., dict[str, Any]]], prepare: Cal
 
 
 def _peak_bytes() -> int:
-    """Return the peak resident memory of this process. Unlike `getrusage`, it does not count the parent before exec."""
+    """Return the peak resident memory of this process.
+
+    `getrusage` would include the memory of the parent before exec.
+    """
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024

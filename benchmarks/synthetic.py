@@ -1,4 +1,4 @@
-"""Writes indexes of random blocks, of any size, without images or a model."""
+"""Writes indexes of random blocks, without images and without a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _BATCH = 128
 def make_synthetic(out: Path, spec: IndexSpec, seed: int = 0, on_progress: OnProgress | None = None) -> Manifest:
     """Write a finished index of random tokens. Equal `spec` and `seed` give equal tokens.
 
-    The index has no model and no nearest-neighbour index, so it cannot be searched.
+    The index cannot be searched, because it has no model and no nearest-neighbour index.
+
+    Raises:
+        UsageError: `out` is not empty.
     """
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out} is not empty; choose a new directory")

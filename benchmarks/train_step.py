@@ -1,10 +1,10 @@
-"""Compares a step of the training loop with the model's forward and backward passes.
+"""Compares a step of the training loop with the forward and backward passes of the model.
 
-The difference is the cost of data loading, optimiser and log. The variants alternate in one process:
+The difference is the cost of data loading, optimiser and logging. Three variants alternate in one process:
 
-    step        the training loop: prefetched batches, forward, backward, clipping, AdamW, log
+    step        the training loop: prefetched batches, forward and backward pass, clipping, AdamW, logging
     objective   forward and backward pass of adapter and joint encoder on one prepared batch
-    joint       forward and backward pass of the joint encoder alone
+    joint       forward and backward pass of the joint encoder alone on one prepared batch
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ class TrainStepCase:
 
     Attributes:
         images: number of images in the index.
-        batch_size, negatives: pairs per step and hard negatives per pair, as in a training run.
+        batch_size: number of caption-image pairs per step.
+        negatives: number of hard negatives per pair.
         dropout: dropout of the language model.
-        dtype: data type of matrix products, float32 or bfloat16.
-        threads: CPU threads of torch.
-        windows: turns of each variant.
-        steps: steps per turn.
+        dtype: data type of matrix products: "float32" or "bfloat16".
+        threads: number of torch CPU threads.
+        windows: number of timed runs of each variant.
+        steps: number of training steps per timed run.
         sizes: layer sizes of the model.
     """
 
@@ -69,7 +70,7 @@ class TrainStepCase:
 
 
 def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
-    """Measure each variant. Return seconds per step, medians, and ratios to a step of the loop."""
+    """Measure each variant. Return seconds per step, medians, and the ratio of each other variant to `step`."""
     config = make_config(
         {
             "architecture": {
@@ -89,7 +90,6 @@ def bench_train_step(folder: Path, case: TrainStepCase) -> dict[str, Any]:
     ready = _ready_subjects(task)
 
     def measure(record: dict[str, Any]) -> None:
-        """Run the other variants once, after each turn of the loop."""
         for name, run in ready.items():
             started = time.perf_counter()
             for _ in range(case.steps):
@@ -146,7 +146,7 @@ def _random_data(images: int, start: ModelBundle) -> TrainingData:
 
 
 def _ready_subjects(task: TrainTask) -> dict[str, Callable[[], None]]:
-    """Return the variants `objective` and `joint`. Each runs forward and backward on one batch."""
+    """Return the variants `objective` and `joint`. Each variant runs a forward and a backward pass on one batch."""
     bundle = ModelBundle.load(task.start, verify=False)
     adapter = bundle.adapter
     make_trainable(bundle, task.config.architecture, torch.device("cpu"))

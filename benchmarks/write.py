@@ -1,6 +1,6 @@
-"""Compares the shard writer with zarr-python and `dd` on the same blocks and disk.
+"""Compares the shard writer with zarr-python and `dd`, on the same blocks and disk.
 
-Every measured time ends when all bytes are on the disk.
+Each measurement ends when all bytes are on the disk.
 """
 
 from __future__ import annotations
@@ -85,7 +85,10 @@ def _edje(spec: IndexSpec, blocks: Blocks) -> Callable[[Path], None]:
 
 
 def _zarr_python(spec: IndexSpec, blocks: Blocks) -> Callable[[Path], None]:
-    """Return a zarr-python writer of whole shards, because a partial write rewrites the whole shard."""
+    """Return a function that writes with zarr-python, one whole shard at a time.
+
+    Smaller writes would rewrite the shard.
+    """
     import zarr
 
     def write(root: Path) -> None:

@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     "--synthetic",
     type=click.IntRange(min=2),
     metavar="N",
-    help="Measure a new index of N random rows instead of INDEX.",
+    help="Number of random rows of a new index, which is measured instead of INDEX.",
 )
 @click.option(
     "--precision",
     "precisions",
     multiple=True,
     metavar="NAME",
-    help="Precision to measure; repeatable.  [default: the first that 'info' lists]",
+    help="Precision to measure; repeatable.  [default: first precision of the index]",
 )
 @click.option(
     "--pool",
     type=click.IntRange(min=1),
     default=50_000,
     show_default=True,
-    help="Number of blocks of a large fetch, at most half the rows of the index.",
+    help="Number of blocks per large fetch, limited to half the rows of the index.",
 )
 @click.option(
-    "--cold", "state", flag_value="cold", help="Measure only with an empty page cache.  [default: cold and warm]"
+    "--cold", "state", flag_value="cold", help="Measure only with a cold page cache.  [default: cold and warm]"
 )
 @click.option("--warm", "state", flag_value="warm", help="Measure only with all blocks in the page cache.")
-@click.option("--peers", is_flag=True, help="Also measure other libraries on the same blocks.")
+@click.option("--peers", is_flag=True, help="Also measure other libraries with the same blocks.")
 @click.option(
     "--engine",
     "engines",
     multiple=True,
     metavar="NAME",
-    help="Read engine to measure; repeatable.  [default: auto]",
+    help="I/O engine to measure; repeatable.  [default: auto]",
 )
 @click.option(
     "--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Number of runs of each measurement."
@@ -59,26 +59,31 @@ if TYPE_CHECKING:
     type=float,
     default=10.0,
     show_default=True,
-    help="Target seconds per run of another library. A slow library fetches fewer blocks.",
+    help="Target duration of a run of another library, in seconds. A slow library fetches fewer blocks.",
 )
 @click.option(
-    "--memory-cap", type=click.IntRange(min=1), metavar="BYTES", help="Also measure with only BYTES of free memory."
+    "--memory-cap",
+    type=click.IntRange(min=1),
+    metavar="BYTES",
+    help="Also measure with only this many bytes of free memory.",
 )
 @click.option(
     "--model",
     type=click.Path(exists=True, path_type=Path),
-    help="Directory of a model bundle, to compare the fetch rate with the speed of its joint encoder.",
+    help="Model bundle with the joint encoder whose speed is compared with the fetch rate.",
 )
 @click.option(
-    "--scratch", type=click.Path(path_type=Path), help="Directory for temporary files.  [default: beside INDEX]"
+    "--scratch",
+    type=click.Path(path_type=Path),
+    help="Directory for temporary files.  [default: directory that contains INDEX]",
 )
-@click.option("--keep", is_flag=True, help="Keep the files in the directory --scratch.")
+@click.option("--keep", is_flag=True, help="Keep the temporary files in --scratch.")
 @click.option(
     "--report",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Directory to write the report to, as Markdown, JSON and plots.",
+    help="Directory for the report: Markdown, JSON and plots.",
 )
-@click.option("--targets", is_flag=True, help="Compare the results with the project's own targets.")
+@click.option("--targets", is_flag=True, help="Compare the results with the performance targets of this project.")
 @json_option
 def fetch_command(
     index: Path | None,
@@ -98,10 +103,10 @@ def fetch_command(
     targets: bool,
     as_json: bool,
 ) -> None:
-    """Measure how fast blocks of INDEX are fetched, relative to the speed of the disk. Linux only.
+    """Measure how fast blocks of INDEX are fetched, and compare the rate with the speed of the disk. Linux only.
 
-    Each run has its own process. A cold run counts only if its files were not in the page cache. If fio is installed,
-    it measures the disk on the same files, alternating with the other runs.
+    Each run is a new process. Before a cold run, the command checks that the files are not in the page cache. If fio
+    is installed, fio measures the speed of the disk on the same files, alternating with the other runs.
 
     \b
     Examples:
@@ -111,7 +116,7 @@ def fetch_command(
     if (index is None) == (synthetic is None):
         raise click.UsageError("give either INDEX or --synthetic N")
     if scratch is None and index is None:
-        raise click.UsageError("--synthetic needs --scratch: a folder on the disk to measure")
+        raise click.UsageError("--synthetic needs --scratch: give a directory on the disk to measure")
     _check_engines(engines)
     from benchmarks.fetch.bench import bench_fetch
     from benchmarks.fetch.plan import FetchBench
@@ -143,7 +148,7 @@ def fetch_command(
 
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM, so that temporary files are removed."""
+    """Raise KeyboardInterrupt on SIGTERM, so that the benchmark removes its temporary files."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Prints the report of a benchmark command."""
+"""Prints the report of a command of `edje-index bench`."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ import click
 
 
 def show(report: dict[str, Any], as_json: bool, lines: Sequence[str]) -> None:
-    """Print `report` as one JSON object, or print `lines`."""
+    """Print `report` as one JSON object if `as_json` is True; otherwise print `lines`."""
     click.echo(json.dumps(report, default=str) if as_json else "\n".join(lines))

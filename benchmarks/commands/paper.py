@@ -16,12 +16,12 @@ _PATH = click.Path(exists=True, path_type=Path)
 
 @click.command("paper")
 @click.argument("experiments", metavar="[EXPERIMENT]...", nargs=-1)
-@click.option("--data", type=_PATH, required=True, help="Data folder.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of models, indexes and tables.")
-@click.option("--small", is_flag=True, help="Use a few Flickr8k photos in place of the paper's data.")
-@click.option("--model", type=_PATH, help="Bundle with the towers to use with --small.")
-@click.option("--config", type=_PATH, help="TOML file with settings of every training run.")
-@click.option("--commands", "listing", is_flag=True, help="Print the commands that remain, and run nothing.")
+@click.option("--data", type=_PATH, required=True, help="Directory of the data sets, towers and language models.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory for models, indexes and tables.")
+@click.option("--small", is_flag=True, help="Use a few Flickr8k images instead of the full data.")
+@click.option("--model", type=_PATH, help="Model bundle with the towers for --small.")
+@click.option("--config", type=_PATH, help="TOML file with settings for all training runs.")
+@click.option("--commands", "listing", is_flag=True, help="Print the remaining commands without running them.")
 @json_option
 def paper_command(
     experiments: tuple[str, ...],
@@ -33,11 +33,13 @@ def paper_command(
     listing: bool,
     as_json: bool,
 ) -> None:
-    """Repeat the tables and figures of the EDJE paper. Print each own figure beside the figure of the paper.
+    """Repeat the tables and figures of the EDJE paper, and compare the results with the published values.
 
-    Without EXPERIMENT, the command lists the experiments. Use 'all' to run every experiment. The experiments share
-    their models and indexes in --out. Run the same command again to continue after an interruption. A row whose data
-    are missing says what to put where; without any own figure the exit code is 1.
+    Without EXPERIMENT, the command lists the experiments. 'all' runs every experiment. To continue after an
+    interruption, run the same command again: finished models and indexes in --out are used again.
+
+    If data for a row are missing, the table says which files to put where. If no row could be measured, the exit code
+    is 1.
 
     \b
     Examples:
@@ -51,7 +53,7 @@ def paper_command(
     from benchmarks.paper.study import Study
 
     if small != (model is not None):
-        raise UsageError("use --small and --model together: the towers of --model replace those of the paper")
+        raise UsageError("use --small and --model together: --small uses the towers of --model")
     names = tuple(EXPERIMENTS) if experiments in ((), ("all",)) else experiments
     for name in names:
         if name not in EXPERIMENTS:

@@ -11,13 +11,18 @@ from pipelines.cli.options import engine_option, json_option
 
 
 @click.command("quantize-index")
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Folder for temporary indexes.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Directory for temporary indexes, on the disk to measure.",
+)
 @click.option(
     "--rows",
     type=click.IntRange(min=1),
     default=102_400,
     show_default=True,
-    help="Number of rows, each one block of 49,152 bytes. The default takes 5 GB.",
+    help="Number of rows; each has one block of 49,152 bytes. The default takes 5 GB of disk space.",
 )
 @click.option("--to", default="fp8", show_default=True, metavar="NAME", help="Precision to convert to.")
 @engine_option("inline")
@@ -39,9 +44,10 @@ from pipelines.cli.options import engine_option, json_option
 def quantize_index_command(
     folder: Path, rows: int, to: str, engine: str, workers: int, repeats: int, as_json: bool
 ) -> None:
-    """Compare `quantize` of a BF16 index with `cp` of its token files, cold and with fsync. Linux only.
+    """Compare `edje-index quantize` of a BF16 index with `cp` of the same token files. Linux only.
 
-    Rates count the bytes read and written. The results 'with start' include process start-up.
+    Each run starts with a cold page cache and ends with fsync. Rates count the bytes that are read plus the bytes that
+    are written. The results 'with start' include process start-up.
 
     \b
     Example:

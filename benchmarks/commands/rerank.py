@@ -18,10 +18,12 @@ from storage_formats.errors import UsageError
 @click.option(
     "--model",
     type=click.Path(exists=True, path_type=Path),
-    help="Directory of the model bundle.  [default: random weights in the sizes of MiniLM-L6 and L12]",
+    help="Directory of the model bundle.  [default: random weights with the sizes of MiniLM-L6 and MiniLM-L12]",
 )
 @click.option(
-    "--index", type=click.Path(exists=True, path_type=Path), help="Also measure each stage of a query on this index."
+    "--index",
+    type=click.Path(exists=True, path_type=Path),
+    help="Index on which each stage of a query is measured too.",
 )
 @score_option
 @click.option("--caption", help="Caption of every pair.  [default: a caption of 16 tokens]")
@@ -36,7 +38,7 @@ from storage_formats.errors import UsageError
     "--threads",
     multiple=True,
     type=click.IntRange(min=1),
-    help="Number of CPU threads; repeatable.  [default: 1, and all CPUs]",
+    help="Number of CPU threads; repeatable.  [default: 1 and the number of CPUs]",
 )
 @click.option(
     "--pool", type=click.IntRange(min=1), default=100, show_default=True, help="Number of candidates per query."
@@ -54,7 +56,7 @@ from storage_formats.errors import UsageError
 @dtype_option
 @json_option
 def rerank_command(as_json: bool, **options: Any) -> None:
-    """Measure the joint encoder in pairs per second, and the time of each stage of a query.
+    """Measure the joint encoder in pairs per second, and the duration of each stage of a query.
 
     \b
     Examples:

@@ -11,7 +11,12 @@ from pipelines.cli.options import json_option
 
 
 @click.command("scales-layout")
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="Folder for temporary files.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Directory for temporary files, on the disk to measure.",
+)
 @click.option(
     "--rows", type=click.IntRange(min=2), default=100_000, show_default=True, help="Number of rows of each file."
 )
@@ -23,9 +28,9 @@ from pipelines.cli.options import json_option
 )
 @json_option
 def scales_layout_command(folder: Path, rows: int, blocks: int, repeats: int, as_json: bool) -> None:
-    """Compare FP4 records with scales in the record, in memory, or in a padded record. Linux only.
+    """Compare three places for the scales of FP4 records: the record, a padded record, or memory. Linux only.
 
-    Fetches read random rows with a cold page cache.
+    Each run fetches random rows with a cold page cache.
 
     \b
     Example:

@@ -14,18 +14,36 @@ from storage_formats.extras import name_missing_extra
 
 @click.command("serve")
 @click.argument("index", type=PATH)
-@click.option("--queries", type=FILE, required=True, help="File of queries, one per line, or .jsonl with `query`.")
+@click.option(
+    "--queries",
+    type=FILE,
+    required=True,
+    help="Text file with one query per line, or .jsonl file with the key `query`.",
+)
 @model_option
 @dtype_option
 @click.option(
-    "--pool", "pools", type=POSITIVE, multiple=True, help="Candidates per search; repeatable.  [default: 100]"
-)
-@click.option("--precision", "precisions", metavar="NAME", multiple=True, help="Precision of the tokens; repeatable.")
-@click.option(
-    "--clients", type=POSITIVE, multiple=True, help="Clients of the closed loop; repeatable.  [default: 1, 4, 16, 64]"
+    "--pool", "pools", type=POSITIVE, multiple=True, help="Number of candidates per search; repeatable.  [default: 100]"
 )
 @click.option(
-    "--seconds", type=click.FloatRange(1), default=20.0, show_default=True, help="Duration of each measurement."
+    "--precision",
+    "precisions",
+    metavar="NAME",
+    multiple=True,
+    help="Precision of the tokens; repeatable.  [default: first precision of the index]",
+)
+@click.option(
+    "--clients",
+    type=POSITIVE,
+    multiple=True,
+    help="Number of clients that send one search at a time; repeatable.  [default: 1, 4, 16, 64]",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1),
+    default=20.0,
+    show_default=True,
+    help="Duration of each measurement in seconds.",
 )
 @click.option(
     "--overload",
@@ -33,17 +51,22 @@ from storage_formats.extras import name_missing_extra
     type=click.FloatRange(0),
     default=0.0,
     show_default=True,
-    help="Seconds of 1.5 times the load that the service keeps up with, with hostile clients. 0 leaves it out.",
+    help="Duration of an overload test in seconds; 0 for no test.",
 )
 @seed_option
-@click.option("--report", type=PATH, help="Directory for a report with a plot.")
+@click.option("--report", type=PATH, help="Directory for the report: Markdown, JSON and a plot.")
 @json_option
 def serve_command(index: Path, queries: Path, report: Path | None, as_json: bool, **options: Any) -> int:
-    """Measure `edje-index serve` under load: latency by offered load, and the load that it keeps up with.
+    """Measure the latency of `edje-index serve` under increasing load.
 
-    Searches are sent at random times (a Poisson process), whether earlier ones are answered or not, and latency counts
-    from the planned time. With --overload, every answer is compared with that of the library, while other clients send
-    malformed, oversized and slow requests. The exit code is 1 if an answer is wrong or late, or the service fails.
+    The report also gives the highest load that the service keeps up with.
+
+    Searches are sent at random times (a Poisson process) and do not wait for earlier responses. The latency is measured
+    from the planned time of a search.
+
+    With --overload, clients send 1.5 times the highest load, and malformed, oversized and slow requests. Each response
+    is compared with the result of `TokenIndex.search`. The exit code is 1 if a response is wrong or late, or if the
+    service fails.
 
     \b
     Examples:

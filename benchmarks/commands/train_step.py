@@ -13,7 +13,10 @@ from pipelines.cli.options import dtype_option, json_option
 
 @click.command("train-step")
 @click.option(
-    "--folder", type=click.Path(path_type=Path), required=True, help="New directory for the model and its features."
+    "--folder",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="New directory for a random model and random features.",
 )
 @click.option(
     "--images", type=click.IntRange(min=8), default=1024, show_default=True, help="Number of images in the index."
@@ -41,7 +44,7 @@ from pipelines.cli.options import dtype_option, json_option
 )
 @json_option
 def train_step_command(folder: Path, as_json: bool, **options: Any) -> None:
-    """Compare a training step with the model's forward and backward passes on prepared tensors.
+    """Compare the duration of a training step with the forward and backward passes of the model on prepared tensors.
 
     \b
     Example:

@@ -1,1 +1,1 @@
-"""Measures fetch throughput of this project's reader, of compared libraries and of the disk."""
+"""Measures how fast blocks are fetched: by this project's reader, by compared libraries, and by plain disk reads."""

@@ -1,4 +1,4 @@
-"""Runs `bench fetch` and returns its report. Temporary files are removed at the end unless `keep` is set."""
+"""Runs `bench fetch` and returns the report."""
 
 from __future__ import annotations
 
@@ -41,15 +41,21 @@ _PROBE = "direct probe"
 _SPARE_BYTES = 1 << 30
 _NO_DISK = ("tmpfs", "ramfs")
 _WORKER_BYTES = 512 << 20  # memory of a worker besides its buffers
-_SMALL_BYTES = 1 << 30  # a host or a drive may keep as much in a cache of its own
+_SMALL_BYTES = 1 << 30  # a cache of the host or of the drive may have this size
 
 
 def bench_fetch(bench: FetchBench, say: Say) -> dict[str, Any]:
-    """Run the benchmark and return the report. `say` receives a line of text after each run.
+    """Run the benchmark and return the report.
+
+    Temporary files are removed at the end unless `bench.keep` is True.
+
+    Args:
+        bench: settings.
+        say: function that receives one line of text after each run.
 
     Raises:
-        UsageError: the index or a precision does not exist, a folder is not on a disk, or space or memory is short.
-            No file is written in these cases.
+        UsageError: the index or a precision does not exist, a folder is not on a disk, or disk space or memory is
+            short. No file has been written in these cases.
     """
     if platform.system() != "Linux":
         raise UsageError(
@@ -86,7 +92,7 @@ def bench_fetch(bench: FetchBench, say: Say) -> dict[str, Any]:
 
 @dataclass
 class Session:
-    """What the measurements of all precisions share: settings, index, scratch folder and notes."""
+    """Settings and objects that the measurements of all precisions use."""
 
     bench: FetchBench
     root: Path
@@ -97,7 +103,7 @@ class Session:
 
     @property
     def device(self) -> str:
-        """Text for reports: how the speed of the disk is measured."""
+        """Text for the report: how the speed of the disk is measured."""
         if self.fio is not None:
             return self.fio.describe(DEVICE_DEPTH)
         return f"fio is not installed; {DEVICE_DEPTH} threads of O_DIRECT reads instead"
@@ -134,7 +140,9 @@ class Session:
         try:
             runner.prepare(name)
         except WorkerError as error:
-            self.notes.append(f"{name} left out at {runner.source.precision}: writing its copy failed: {error}")
+            self.notes.append(
+                f"{name} is left out at {runner.source.precision}, because the copy of the records failed: {error}"
+            )
             return False
         return True
 
@@ -165,7 +173,7 @@ def _section(section: Section, runs: dict[str, list[Measurement]], record_bytes:
 
 
 def _settings(bench: FetchBench, rows: int) -> dict[str, Any]:
-    """Return the settings for the report, without the paths of this machine."""
+    """Return the settings for the report. Paths of this machine are left out."""
     settings = asdict(bench)
     settings |= {name: settings[name].name if settings[name] else None for name in ("index", "model")}
     settings["rows"] = rows
@@ -174,11 +182,11 @@ def _settings(bench: FetchBench, rows: int) -> dict[str, Any]:
 
 
 def _installed(notes: list[str]) -> list[str]:
-    """Return the names of the installed libraries. Add a note for each missing library."""
+    """Return the names of the installed compared libraries. Add a note for each library that is not installed."""
     installed = [name for name in PEERS if installed_version(name) is not None]
     for name in PEERS:
         if name not in installed:
-            notes.append(f"{name} left out: the package {subject_class(name).package} is not installed")
+            notes.append(f"{name} is left out: the package {subject_class(name).package} is not installed")
     return installed
 
 
@@ -187,7 +195,7 @@ def _versions(peers: list[str]) -> dict[str, str]:
 
 
 def _small_index(bench: FetchBench, spec: IndexSpec) -> list[str]:
-    """Return warnings if the index is too small for results that also hold for large indexes."""
+    """Return warnings if the index is so small that the results differ from those of large indexes."""
     warnings = []
     fetched = blocks_of_large_fetch(bench, spec.rows)
     if fetched < bench.pool:
@@ -199,19 +207,19 @@ def _small_index(bench: FetchBench, spec: IndexSpec) -> list[str]:
         size = spec.rows * codec(name, spec.block_shape).record_bytes
         if size < _SMALL_BYTES:
             warnings.append(
-                f"warning: {name} holds {size / 1e6:,.1f} MB, which caches of the drive or the host may hold; "
-                "use an index of at least 1 GiB for cold figures"
+                f"warning: {name} holds {size / 1e6:,.1f} MB, which may fit in a cache of the drive or the host; "
+                "use an index of at least 1 GiB to measure cold reads"
             )
     return warnings
 
 
 def _check_space(bench: FetchBench, peers: list[str]) -> None:
-    """Raise UsageError unless all folders are on a disk and disk space and memory suffice."""
+    """Raise UsageError if a folder is not on a disk, or if disk space or memory is short."""
     index = bench.scratch if bench.index is None else bench.index
     for path in {bench.scratch, index} if peers or bench.index is None else {index}:
         if path.exists() and storage(path)["file_system"] in _NO_DISK:
             raise UsageError(
-                f"{path} is in a file system in memory, so no read from it is cold; choose a folder on a disk"
+                f"{path} is in a file system in memory, so its reads are never cold; choose a folder on a disk"
             )
     spec = _spec(bench)
     if bench.memory_cap is not None:
@@ -234,7 +242,7 @@ def _check_space(bench: FetchBench, peers: list[str]) -> None:
 
 
 def _capped_bytes(spec: IndexSpec) -> int:
-    """Return the bytes of memory that a run needs in the section with limited memory."""
+    """Return the bytes of memory that a run needs in the section with little memory."""
     tokens, width = spec.block_shape
     return _WORKER_BYTES + 2 * CAPPED_POOL * tokens * width * int(
         BF16.itemsize
@@ -252,14 +260,14 @@ def _spec(bench: FetchBench) -> IndexSpec:
         if name not in spec.precisions:
             stored = ", ".join(spec.precisions)
             raise UsageError(
-                f"{bench.index} does not hold the precision '{name}', only {stored}; add it with 'edje-index quantize'"
+                f"{bench.index} does not hold the precision '{name}', only {stored}; run 'edje-index quantize' first"
             )
     return spec
 
 
 @contextlib.contextmanager
 def _folder(bench: FetchBench) -> Iterator[Path]:
-    """Yield a new folder inside the scratch folder, and remove it at the end unless `bench.keep` is set."""
+    """Context with a new folder in `bench.scratch`. The folder is removed at the end unless `bench.keep` is True."""
     if bench.keep:
         yield Path(tempfile.mkdtemp(prefix="bench-fetch-", dir=bench.scratch))
         return
@@ -277,7 +285,7 @@ def _index(bench: FetchBench, folder: Path, say: Say) -> Path:
 
 
 def _needed_pairs(bench: FetchBench) -> dict[str, Any] | None:
-    """Measure how many pairs per second the joint encoder scores; None without a bundle."""
+    """Measure how many pairs per second the joint encoder scores. Return None if there is no model bundle."""
     if bench.model is None:
         return None
     from benchmarks.rerank import needed_pairs_per_second
@@ -286,7 +294,7 @@ def _needed_pairs(bench: FetchBench) -> dict[str, Any] | None:
 
 
 def _verdict(precision: str, entry: dict[str, Any], needed: dict[str, Any] | None) -> str:
-    """Return a sentence that compares the fetch rate with the scoring rate."""
+    """Return a sentence that compares the fetch rate with the speed of the joint encoder."""
     for name in ("cold random", "warm random"):
         summary = entry["sections"].get(name, {"entries": {}})["entries"].get(entry["primary"], {}).get("summary", {})
         if "blocks_per_s" in summary:

@@ -1,4 +1,4 @@
-"""Reads kernel counters of a process and of its disk. Linux only."""
+"""Reads kernel counters of the process and of the disk. Linux only."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Counters:
     Attributes:
         seconds: wall-clock time.
         cpu_seconds: user and system time of all threads of this process.
-        read_bytes: bytes that this process read from storage (/proc/self/io); page-cache hits do not count.
-        device_bytes: bytes that all processes read from the block device; None if the device has no counter.
-        major_faults: page faults of this process that waited for the disk.
-        refaults: file pages that were read again after memory pressure had evicted them, system-wide.
+        read_bytes: bytes that this process read from storage (/proc/self/io). Reads from the page cache do not count.
+        device_bytes: bytes that all processes read from the disk; None if the disk has no counter.
+        major_faults: page faults of this process that caused a disk read.
+        refaults: file pages in the whole system that were evicted for lack of memory and read again.
     """
 
     seconds: float
@@ -34,7 +34,7 @@ class Counters:
 
     @classmethod
     def now(cls, path: Path) -> Counters:
-        """Read the counters of this process and of the device that holds `path`."""
+        """Read the counters of this process and of the disk that contains `path`."""
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return cls(
             seconds=time.perf_counter(),
@@ -46,7 +46,7 @@ class Counters:
         )
 
     def since(self, before: Counters) -> dict[str, float | int | None]:
-        """Return the difference of each counter from the reading `before`, by name; None for a missing counter."""
+        """Return the increase of each counter since `before`, by name; None for a missing counter."""
         earlier = asdict(before)
         return {
             name: None if value is None or earlier[name] is None else value - earlier[name]
@@ -55,7 +55,10 @@ class Counters:
 
 
 def device_bytes(path: Path) -> int | None:
-    """Return the bytes read so far from the block device of `path`; None without a device (tmpfs, network)."""
+    """Return the number of bytes read so far from the disk that contains `path`.
+
+    Returns None if `path` is not on a block device (tmpfs, network).
+    """
     number = os.stat(path).st_dev
     stat = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat")
     with contextlib.suppress(OSError, IndexError, ValueError):
@@ -64,7 +67,7 @@ def device_bytes(path: Path) -> int | None:
 
 
 def _field(file: str, name: str) -> int:
-    """Return the number after `name` in a /proc file; 0 if there is none."""
+    """Return the number after `name` in a /proc file; 0 if `name` is not in the file."""
     with contextlib.suppress(OSError):
         for line in Path(file).read_text().splitlines():
             if line.startswith(name):

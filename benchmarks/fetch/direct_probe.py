@@ -1,4 +1,4 @@
-"""Measures the speed of the disk with O_DIRECT reads from many threads, for machines without fio. Linux only."""
+"""Measures the speed of the disk without fio: O_DIRECT reads from many threads. Linux only."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SEGMENT = 1 << 20
 
 
 class DirectProbe(Subject):
-    """Reads the sectors of the requested records past the page cache, and discards the data.
+    """Reads the sectors of the requested records with O_DIRECT, and discards the data.
 
-    Options: `depth` is the number of threads; `merge` turns neighbouring records into one read of up to 1 MiB.
+    The option `depth` is the number of threads. The option `merge` joins adjacent records into reads of up to 1 MiB.
     """
 
     setting = "O_DIRECT preadv from many threads"
@@ -46,7 +46,10 @@ class DirectProbe(Subject):
         return np.ones((len(ids), self.output_bytes), dtype=np.uint8)  # the worker fills the buffer with ones
 
     def _extents(self, ids: Ids) -> Iterator[tuple[int, int, int]]:
-        """Yield (shard, offset, length) of each read. Offset and length are bytes in whole sectors."""
+        """Yield the (shard, offset, length) of each read.
+
+        Offset and length are multiples of the sector size, in bytes.
+        """
         size = self.source.record_bytes
         unit = self.source.sector_bytes
         room = max(1, _SEGMENT // size) if self.options.get("merge") else 1

@@ -1,6 +1,6 @@
 """Measures the speed of the disk with fio (https://fio.readthedocs.io).
 
-fio reads the files of the index with O_DIRECT, one record per block, rounded up to whole sectors.
+fio reads the files of the index with O_DIRECT. A read is one record, rounded up to whole sectors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENGINES = ("io_uring", "libaio")
 
 @dataclass(frozen=True)
 class Fio:
-    """An installed fio program: its version and the fastest I/O engine that the kernel permits."""
+    """An installed fio program: the version, and the fastest I/O engine that the kernel permits."""
 
     version: str
     engine: str
@@ -34,7 +34,7 @@ class Fio:
 
 
 def find_fio(sample: Path) -> Fio | None:
-    """Find fio and test it on the file `sample`; None if fio is missing or cannot read `sample`."""
+    """Return the installed fio program. Return None if fio is missing or cannot read the file `sample`."""
     if not shutil.which("fio"):
         return None
     version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=False).stdout.strip()
@@ -54,10 +54,10 @@ def find_fio(sample: Path) -> Fio | None:
 
 
 def measure_with_fio(fio: Fio, source: StoredRecords, workload: Workload, depth: int, seed: int) -> dict[str, Any]:
-    """Measure fio reads of as many blocks as `workload` requests, in random or file order.
+    """Measure fio reads, one read per block of `workload`, in random order or in file order.
 
-    Each call of the workload is one batch of `pool` reads. The latency of a batch is the time from the start of its
-    first read to the end of its last read.
+    Reads are made in batches of `workload.pool` reads. The latency of a batch is the time from the start of its first
+    read to the end of its last read.
     """
     pool = min(workload.pool, source.rows)
     calls = max(1, min(workload.blocks, source.rows) // pool)
@@ -84,7 +84,6 @@ def measure_with_fio(fio: Fio, source: StoredRecords, workload: Workload, depth:
 
 
 def _pattern(source: StoredRecords, workload: Workload, pool: int) -> dict[str, Any]:
-    """Return fio options for one batch: block size, order and number of bytes."""
     if workload.pattern != "contiguous":
         size = source.direct_bytes
         return {"rw": "randread", "bs": size, "io_size": pool * size, "file_service_type": "random"}
@@ -95,7 +94,7 @@ def _pattern(source: StoredRecords, workload: Workload, pool: int) -> dict[str, 
 
 
 def _run(fio: Fio, shared: dict[str, Any], seeds: list[int]) -> list[dict[str, Any]]:
-    """Run one fio process with one job per seed, and return the reports of the jobs."""
+    """Run one fio process with one job per seed. Return one report per job."""
     command = ["fio", "--readonly", f"--ioengine={fio.engine}", "--direct=1", "--output-format=json"]
     command += [f"--{name}={value}" for name, value in shared.items()]
     for seed in seeds:
@@ -109,7 +108,7 @@ def _run(fio: Fio, shared: dict[str, Any], seeds: list[int]) -> list[dict[str, A
 
 
 def _names(source: StoredRecords) -> str:
-    """Return the names of the shard files, or of a sample that fits on a command line."""
+    """Return the names of the shard files for the fio command. If there are too many files, return only a sample."""
     files = source.files()
     return ":".join(_escape(Path(path.name)) for path in files[:: -(-len(files) // _MAX_FILES)])
 

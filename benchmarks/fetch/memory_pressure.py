@@ -1,6 +1,6 @@
-"""Limits the free memory: `python -m benchmarks.fetch.memory_pressure BYTES` holds BYTES of memory.
+"""Reduces the free memory: `python -m benchmarks.fetch.memory_pressure BYTES` allocates BYTES of memory.
 
-The memory is held until standard input ends. If memory runs out, the kernel kills this process first.
+The process frees the memory when its standard input ends. If memory runs out, the kernel kills this process first.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _STEP = 64 << 20
 
 
 def available_bytes() -> int:
-    """Return the bytes available to programs and the page cache, from /proc/meminfo."""
+    """Return the bytes of memory that are available to processes and to the page cache, from /proc/meminfo."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise EdjeError("/proc/meminfo has no line MemAvailable, which memory_cap needs; leave memory_cap out")
+    raise EdjeError("/proc/meminfo has no line MemAvailable, which memory_cap needs; do not use memory_cap")
 
 
 def check_memory_cap(left: int, needed: int) -> None:
-    """Raise UsageError unless `left` is at least `needed` bytes and less than the free memory."""
+    """Raise UsageError unless `needed` <= `left` < free memory, in bytes."""
     if left < needed:
         raise UsageError(
             f"memory_cap is {left / 2**30:.1f} GiB, but a run needs {needed / 2**30:.1f} GiB; choose "
@@ -44,11 +44,13 @@ def check_memory_cap(left: int, needed: int) -> None:
 
 @contextlib.contextmanager
 def memory_cap(left: int, needed: int) -> Iterator[str]:
-    """Context manager that leaves about `left` bytes of memory to other processes.
+    """Context in which about `left` bytes of memory are free. A child process allocates the rest.
+
+    Yields a description for reports.
 
     Raises:
-        UsageError: `left` is too small for a run or not less than the free memory.
-        EdjeError: the child process could not allocate the memory.
+        UsageError: `left` is less than `needed`, or not less than the free memory.
+        EdjeError: the child process cannot allocate the memory.
     """
     check_memory_cap(left, needed)
     size = available_bytes() - left
@@ -67,7 +69,7 @@ def memory_cap(left: int, needed: int) -> Iterator[str]:
 
 
 def main(size: int) -> None:
-    """Hold `size` bytes until standard input ends."""
+    """Allocate `size` bytes, and keep them until standard input ends."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     memory = mmap.mmap(-1, size)

@@ -1,4 +1,4 @@
-"""Evicts files from the page cache, loads them, and counts their pages in it. Linux only."""
+"""Evicts files from the page cache, loads files into it, and counts cached pages. Linux only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Stat(ctypes.Structure):
 
 
 def evict(files: Iterable[Path]) -> float:
-    """Drop the cached pages of `files`. Return the fraction of pages that is still in the page cache."""
+    """Evict `files` from the page cache. Return the fraction of pages that could not be evicted."""
     paths = list(files)
     for attempt in range(_ATTEMPTS):
         for path in paths:
@@ -47,7 +47,7 @@ def evict(files: Iterable[Path]) -> float:
 
 
 def load(files: Iterable[Path]) -> float:
-    """Read `files` into the page cache. Return the fraction of their pages that is then in the page cache."""
+    """Read `files` into the page cache. Return the fraction of pages that are then cached."""
     paths = list(files)
     buffer = bytearray(8 << 20)
     for path in paths:
@@ -58,7 +58,7 @@ def load(files: Iterable[Path]) -> float:
 
 
 def resident(files: Iterable[Path]) -> float:
-    """Return the fraction of the pages of `files` in the page cache."""
+    """Return the fraction of the pages of `files` that are in the page cache."""
     resident_pages = pages = 0
     for path in files:
         with path.open("rb") as file:
@@ -70,7 +70,7 @@ def resident(files: Iterable[Path]) -> float:
 
 
 def resident_by_cachestat(fd: int) -> int | None:
-    """Return the number of pages of an open file in the page cache; None if the kernel has no cachestat(2)."""
+    """Return the number of cached pages of an open file; None if the kernel does not support cachestat(2)."""
     whole_file, stat = _Range(0, 0), _Stat()
     if _LIBC.syscall(_CACHESTAT, fd, ctypes.byref(whole_file), ctypes.byref(stat), 0):
         code = ctypes.get_errno()
@@ -81,7 +81,7 @@ def resident_by_cachestat(fd: int) -> int | None:
 
 
 def resident_by_mincore(fd: int) -> int:
-    """Return the number of pages of an open file in the page cache."""
+    """Return the number of cached pages of an open file."""
     # Since Linux 5.2, the caller must own the file or have write access.
     size = os.fstat(fd).st_size
     if not size:

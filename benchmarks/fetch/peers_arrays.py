@@ -1,4 +1,4 @@
-"""Compared libraries that read arrays: NumPy memory maps, and Zarr libraries on the files of the index."""
+"""Compared libraries that read arrays: NumPy memory maps of a copy, and Zarr libraries on the files of the index."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TENSORSTORE_REQUESTS = 128
 
 
 class MemmapPeer(Subject):
-    """Copies rows of one memory-mapped array into a buffer with `np.take`, as the EDJE paper reads tokens."""
+    """Reads rows of one memory-mapped array with `np.take`. The EDJE paper reads tokens in this way."""
 
     copies = True
     setting = "one flat file, np.take(mapped, ids, out=buffer)"
@@ -40,7 +40,7 @@ class MemmapPeer(Subject):
 
 
 class RandomMemmapPeer(MemmapPeer):
-    """As `MemmapPeer`, with readahead disabled by madvise(MADV_RANDOM)."""
+    """Like `MemmapPeer`, but madvise(MADV_RANDOM) disables readahead."""
 
     setting = "as np.memmap, with madvise(MADV_RANDOM)"
 
@@ -55,7 +55,7 @@ class RandomMemmapPeer(MemmapPeer):
 
 
 class TensorStorePeer(Subject):
-    """TensorStore without a cache and with many concurrent requests."""
+    """Reads with TensorStore, without a cache and with many concurrent requests."""
 
     package = "tensorstore"
     setting = f"cache_pool 0, file_io_concurrency {_TENSORSTORE_REQUESTS}, data_copy_concurrency = CPUs, into a buffer"
@@ -83,7 +83,7 @@ class TensorStorePeer(Subject):
 
 
 class ZarrPythonPeer(Subject):
-    """zarr-python with orthogonal indexing by ascending ids."""
+    """Reads with zarr-python, by orthogonal indexing with ascending row ids."""
 
     package = "zarr"
     setting = "oindex of sorted ids"
@@ -105,7 +105,7 @@ class ZarrPythonPeer(Subject):
 
 
 class ZarrsPeer(ZarrPythonPeer):
-    """zarr-python with the codec pipeline of zarrs, one row at a time."""
+    """Reads with zarr-python and the codec pipeline of zarrs, one row at a time."""
 
     # zarrs accepts no index arrays.
     package = "zarrs"

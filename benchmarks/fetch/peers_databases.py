@@ -1,6 +1,6 @@
 """Compared libraries with other file formats: Lance, LMDB, HDF5 and Parquet.
 
-The records are copied into each format once, before the timed runs.
+Before the timed runs, the records are copied to each format.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class _ArrowPeer(Subject):
         return pa.schema([pa.field(_COLUMN, pa.binary(self.source.record_bytes), nullable=False)])
 
     def _bytes_of(self, chunk: Any) -> Records:
-        """Return the records of an Arrow array, uint8 [k, record_bytes], without a copy."""
+        """View an Arrow array as records, uint8 [k, record_bytes], without copying."""
         size = self.source.record_bytes
         flat = np.frombuffer(chunk.buffers()[1], dtype=np.uint8)
         return flat[chunk.offset * size : (chunk.offset + len(chunk)) * size].reshape(len(chunk), size)
 
 
 class LancePeer(_ArrowPeer):
-    """`take` on a Lance dataset, which reads through io_uring."""
+    """Reads a Lance dataset with `take`, which uses io_uring."""
 
     package = "pylance"
     setting = "fixed-size binary column, file+uring://, dataset.take of at most 2 GiB"
@@ -81,7 +81,7 @@ class LancePeer(_ArrowPeer):
 
 
 class LmdbPeer(Subject):
-    """LMDB: one value per row in a memory-mapped B+ tree."""
+    """Reads LMDB, a memory-mapped B+ tree with one value per row."""
 
     package = "lmdb"
     copies = True
@@ -121,7 +121,7 @@ class LmdbPeer(Subject):
 
 
 class Hdf5Peer(Subject):
-    """HDF5: a contiguous dataset, read by lists of ascending row ids."""
+    """Reads a contiguous HDF5 dataset by lists of ascending row ids."""
 
     package = "h5py"
     copies = True
@@ -152,7 +152,10 @@ class Hdf5Peer(Subject):
 
 
 class ParquetPeer(_ArrowPeer):
-    """Parquet with uncompressed row groups of 16 rows. Reads every row group that holds a requested row."""
+    """Reads a Parquet file with uncompressed row groups of 16 rows.
+
+    Each row group with a requested row is read whole.
+    """
 
     setting = "row groups of 16 rows, uncompressed, whole groups read"
     _GROUP = 16

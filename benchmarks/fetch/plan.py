@@ -1,4 +1,4 @@
-"""Settings of `bench fetch`, and the plan of its measurements."""
+"""Settings of `bench fetch`, and the plan of the measurements."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class FetchBench:
     """Settings of `bench_fetch`.
 
     Attributes:
-        scratch: folder for the synthetic index and for copies of records, on the disk to measure.
+        scratch: folder for the synthetic index and for copies of records. The disk of this folder is measured.
         index: index to fetch from; None for a synthetic index.
         synthetic: number of rows of the synthetic index.
-        precisions: precisions to measure; if empty, the first precision of the index.
-        pool: blocks per large fetch, limited to half the rows of the index.
-        states: "cold", "warm" or both.
-        peers: whether to measure the compared libraries as well.
-        engines: I/O engines of the reader. The first is the primary reader, with which all others are compared.
-        repeats: runs of every entry.
-        seconds: target time for a run of a compared library. A slow library fetches fewer blocks, but at least
+        precisions: precisions to measure; empty for only the first precision of the index.
+        pool: blocks per large fetch. The largest value is half the rows of the index.
+        states: states of the page cache to measure: "cold", "warm" or both.
+        peers: True to measure the compared libraries too.
+        engines: I/O engines of this project's reader. All other entries are compared with the first engine.
+        repeats: runs of each entry.
+        seconds: target duration of a run of a compared library. A slow library fetches fewer blocks, but at least
             `PEER_BLOCKS`, or as many as it fetches in `PEER_SECONDS`.
-        memory_cap: if not None, adds a section that fetches with only this many bytes of memory left.
-        model: bundle whose joint encoder the fetch rate is compared with; None for no comparison.
-        keep: whether to keep the files in `scratch`.
-        targets: whether to compare the results with the project's own targets.
-        block_shape: (m, d) of the synthetic index.
+        memory_cap: bytes of free memory in an additional section; None for no such section.
+        model: bundle with the joint encoder whose speed is compared with the fetch rate; None for no comparison.
+        keep: True to keep the files in `scratch`.
+        targets: True to compare the results with the performance targets of this project.
+        block_shape: (m, d), the shape of a block of the synthetic index.
     """
 
     scratch: Path
@@ -64,7 +64,7 @@ class FetchBench:
 
 @dataclass(frozen=True)
 class Entry:
-    """One measurement of a section: a subject, its options and its workload."""
+    """One measurement: a reader or reference measurement, its options, and its workload."""
 
     label: str
     subject: str
@@ -74,7 +74,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Section:
-    """Entries that are compared with each other. Every repeat runs each entry once, in a different order."""
+    """Entries that are compared with each other. Each repeat runs every entry once, in another order."""
 
     name: str
     title: str
@@ -83,7 +83,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Participants:
-    """What to measure: the disk, installed libraries, and engines of the reader."""
+    """How the disk is measured, the installed compared libraries, and the engines of this project's reader."""
 
     device: str
     peers: tuple[str, ...]
@@ -91,7 +91,7 @@ class Participants:
 
     @property
     def primary(self) -> str:
-        """Label of the primary reader, with which all others are compared."""
+        """Label of this project's reader with the first engine. All other entries are compared with it."""
         return self.readers(Workload("", "random", 1, 1))[0].label
 
     def readers(self, workload: Workload) -> list[Entry]:
@@ -100,26 +100,26 @@ class Participants:
         return [Entry(label, "edje", workload, {"engine": engine}) for engine, label in labels.items()]
 
     def reader(self, label: str, workload: Workload) -> Entry:
-        """Return an entry of the primary reader with the given label."""
+        """Return an entry of this project's reader with the first engine."""
         return Entry(label, "edje", workload, {"engine": self.engines[0]})
 
     def limit(self, workload: Workload, depth: int = DEVICE_DEPTH, label: str = "device") -> Entry:
-        """Return an entry that measures the disk without any reader, with `depth` concurrent reads."""
+        """Return an entry that measures the disk without a reader, with `depth` concurrent reads."""
         return Entry(label, self.device, workload, {"depth": depth, "merge": workload.pattern == "contiguous"})
 
     def others(self, workload: Workload, names: Iterable[str] | None = None) -> list[Entry]:
-        """Return one entry per installed library, limited to `names` if given."""
+        """Return one entry per installed library. If `names` is given, only libraries in `names` are used."""
         chosen = self.peers if names is None else [name for name in names if name in self.peers]
         return [Entry(name, name, workload) for name in chosen]
 
 
 def same_size_label(primary: str, peer: str) -> str:
-    """Return the label of runs of the primary reader with as few blocks as the library `peer`."""
+    """Return the label of the runs in which the primary reader fetches as few blocks as the library `peer`."""
     return f"{primary}, as many as {peer}"
 
 
 def blocks_of_large_fetch(bench: FetchBench, rows: int) -> int:
-    """Return the number of blocks of a large fetch, at most half of the rows."""
+    """Return the number of blocks of a large fetch."""
     return max(1, min(bench.pool, rows // 2))
 
 
@@ -155,7 +155,7 @@ def _query_workload(count: int) -> Workload:
 
 
 def _queries(count: int, participants: Participants) -> Section:
-    """Return the section of single queries, of random or of neighbouring rows."""
+    """Return the section of single queries, which fetch random rows or neighbouring rows."""
     workload = _query_workload(count)
     entries = [participants.limit(workload), *participants.readers(workload)]
     entries += participants.others(workload, ["np.memmap", "tensorstore"])

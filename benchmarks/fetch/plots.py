@@ -1,4 +1,4 @@
-"""Plots of a fetch benchmark, drawn from the report of one precision."""
+"""Plots the results of a fetch benchmark for one precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OURS, _DEVICE, _PEER = COLOURS[0], COLOURS[6], COLOURS[5]
 
 
 def draw_plots(entry: dict[str, Any], folder: Path, stem: str) -> list[Path]:
-    """Draw one plot for each section that has valid runs. Return the paths of the plots."""
+    """Draw one plot for each section with valid runs. Return the paths of the plots."""
     drawn = []
     for name, section, draw in (
         ("throughput", "cold sweep", _throughput),
@@ -95,7 +95,10 @@ def _peers(entries: Entries, primary: str, path: Path) -> None:
 
 
 def _plain_log(axes: Axes) -> None:
-    """Make the x axis logarithmic with plain numbers. Call this after each change of its limits."""
+    """Make the x axis logarithmic, with labels such as 1,000 instead of powers of ten.
+
+    Call this after setting the limits.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axes.set_xscale("log")

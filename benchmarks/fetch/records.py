@@ -1,4 +1,4 @@
-"""Reads records of one precision with plain file reads, to write copies and to check results."""
+"""Reads the records of one precision with plain file reads, for copying records and checking results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from storage_formats.format.tombstones import live_rows
 
 
 class StoredRecords:
-    """Locates records of `precision`: record i of a shard is at offset i x record_bytes (SPEC.md section 6)."""
+    """Locates the records of `precision`. Record i of a shard starts at byte i x record_bytes (SPEC.md section 6)."""
 
     def __init__(self, root: Path, precision: str) -> None:
         self.root = root
@@ -30,7 +30,7 @@ class StoredRecords:
 
     @cached_property
     def row_ids(self) -> Ids:
-        """Row ids of the rows that are not deleted, int64, ascending."""
+        """Ids of the rows that are not deleted, int64, ascending."""
         return live_rows(self._index)
 
     @property
@@ -44,13 +44,13 @@ class StoredRecords:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a decoded block, in bfloat16."""
+        """Bytes of a decoded block (bfloat16)."""
         tokens, width = self.spec.block_shape
         return tokens * width * int(BF16.itemsize)
 
     @cached_property
     def sector_bytes(self) -> int:
-        """Alignment of direct reads in bytes."""
+        """Offsets and lengths of direct reads are multiples of this number of bytes."""
         return logical_block_bytes(self.root) or PAGE_BYTES
 
     @property
@@ -60,7 +60,7 @@ class StoredRecords:
 
     @property
     def array_path(self) -> Path:
-        """Directory of the Zarr array that holds the records."""
+        """Directory of the Zarr array with the records."""
         return self._layout.token_array(self.precision)
 
     def files(self) -> list[Path]:
@@ -71,9 +71,9 @@ class StoredRecords:
         return self._layout.token_shard(self.precision, shard, record_ndim=len(self.codec.record_shape))
 
     def shards(self) -> Iterator[tuple[int, Records]]:
-        """Yield the first row and the records, uint8 [k, record_bytes], of each shard.
+        """Yield the first row id and the records, uint8 [k, record_bytes], of each shard.
 
-        Records of row ids that no input has are holes, so that record i of a copy is the record of row id i.
+        Unused row ids get the records of holes. In a concatenation of all records, record i therefore has the row id i.
         """
         for shard in range(self.spec.shards):
             rows = self.spec.shard_rows(shard)
@@ -85,7 +85,7 @@ class StoredRecords:
             yield rows.start, records
 
     def read(self, ids: Ids) -> Records:
-        """Return the records of `ids`, uint8 [k, record_bytes], with one file read per record."""
+        """Return the records of `ids`. Each record is read with one file read."""
         out = np.empty((len(ids), self.record_bytes), dtype=np.uint8)
         for row, (shard, position) in enumerate(zip(*np.divmod(ids, self.spec.shard_size), strict=True)):
             offset = int(position) * self.record_bytes
@@ -93,7 +93,7 @@ class StoredRecords:
         return out
 
     def requested_bytes(self, ids: Ids) -> tuple[int, int]:
-        """Return (bytes of the records of `ids`, bytes of their pages)."""
+        """Return (bytes in the records of `ids`, bytes in the pages that contain these records)."""
         rows = np.unique(ids)
         first, last = self._pages(rows)
         seen = np.concatenate([[-1], last[:-1]])
@@ -101,7 +101,10 @@ class StoredRecords:
         return len(rows) * self.record_bytes, int(pages) * PAGE_BYTES
 
     def _pages(self, rows: Ids) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return first and last page of each row, numbered across shards. `rows` must ascend."""
+        """Return the first and the last page of each row.
+
+        Pages are numbered across shards, and `rows` must be ascending.
+        """
         shards, positions = np.divmod(rows, self.spec.shard_size)
         base = shards * (-(-self.spec.shard_size * self.record_bytes // PAGE_BYTES) + 1)
         offsets = positions * self.record_bytes

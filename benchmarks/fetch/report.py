@@ -1,4 +1,4 @@
-"""The report of a fetch benchmark: Markdown with plots, and JSON with every run."""
+"""Writes the report of a fetch benchmark: Markdown with plots, and JSON with all runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ other rows. Subjects take turns, so that a change of the disk's speed affects al
 
 
 def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Write `<date>-fetch.md`, `<date>-fetch.json` and plots to `folder`. Return the paths, the Markdown first."""
+    """Write `<date>-fetch.md`, `<date>-fetch.json` and plots to `folder`.
+
+    Return the paths, with the Markdown file first.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{report['environment']['date']}-fetch"
     plots = {
@@ -40,7 +43,7 @@ def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def describe(report: dict[str, Any]) -> list[str]:
-    """Return the report as lines for a terminal."""
+    """Return the report as lines of text."""
     lines = [f"device: {report['device']}"]
     for precision, entry in report["precisions"].items():
         for name, section in entry["sections"].items():
@@ -67,7 +70,7 @@ def discarded(report: dict[str, Any]) -> list[str]:
 
 
 def _shared_disk(report: dict[str, Any]) -> list[str]:
-    """Return a line that compares all reads from the disk with the reads of the workers."""
+    """Return a line that compares the bytes that all processes read with the bytes that the benchmark read."""
     runs = [
         run
         for entry in report["precisions"].values()
@@ -81,7 +84,7 @@ def _shared_disk(report: dict[str, Any]) -> list[str]:
         return []
     return [
         f"the block device counted {all_reads / worker_reads:.2f} times the bytes that the workers read: "
-        "1.00 means that nothing else read from it"
+        "1.00 means that no other process read from the disk"
     ]
 
 
@@ -115,7 +118,7 @@ def _markdown(report: dict[str, Any], plots: dict[str, list[Path]]) -> Iterator[
             yield from _section(section["entries"])
     yield "\n## Notes and discarded runs\n"
     lines = [*report["notes"], *discarded(report), *_shared_disk(report)]
-    yield from (f"- {line}" for line in lines or ["None: every peer was measured and every run is valid."])
+    yield from (f"- {line}" for line in lines or ["None: all libraries were measured, and all runs are valid."])
     yield "\n## Method\n"
     yield _METHOD
 

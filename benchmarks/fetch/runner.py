@@ -1,7 +1,7 @@
-"""Runs the entries of a section alternately and keeps every run.
+"""Runs the entries of a section alternately, and keeps the results of all runs.
 
-A cold run is valid if at most 1 % of the pages were in the page cache before it, and it read nearly all bytes from the
-disk.
+A cold run is valid under two conditions. Before the run, at most 1 % of the pages are in the page cache. During the
+run, nearly all requested bytes are read from the disk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class Runner:
     say: Say
 
     def prepare(self, name: str) -> None:
-        """Write a copy of the records for a library that needs one. Raises WorkerError."""
+        """Write a copy of the records for the library `name`, if the library needs one.
+
+        Raise WorkerError if this fails.
+        """
         folder = self._folder(name)
         if subject_class(name).copies and not folder.exists():
             self.say(f"{self.source.precision}: writing the copy for {name}")
@@ -48,7 +51,7 @@ class Runner:
                 worker.wait(3600)
 
     def within_time(self, section: Section, primary: str) -> Section:
-        """Return the section, with fewer blocks for compared libraries that would take too long."""
+        """Return the section with fewer blocks per run for compared libraries that would take too long."""
         # Throughput depends on the number of blocks, so an entry of the primary reader with as few blocks is added.
         entries: list[Entry] = []
         primary_entry = next((entry for entry in section.entries if entry.label == primary), None)
@@ -60,7 +63,7 @@ class Runner:
         return replace(section, entries=tuple(entries))
 
     def run(self, section: Section) -> dict[str, list[Measurement]]:
-        """Run every entry once per repeat. Return the measurements of each entry by label."""
+        """Run each entry once per repeat. Return the measurements by label of the entry."""
         entries = section.entries
         runs: dict[str, list[Measurement]] = {entry.label: [] for entry in entries}
         for repeat in range(self.repeats):
@@ -93,14 +96,16 @@ class Runner:
         return {"resident": resident, "discarded": _not_cold(entry, run), **run}
 
     def _prepare_page_cache(self, entry: Entry) -> float | None:
-        """Evict or load the subject's files. Return the fraction in the page cache; None without files."""
+        """Evict or load the files of the entry.
+
+        Return the fraction of pages in the page cache; None if there are no files.
+        """
         files = self._subject(entry).files()
         if not files:
             return None
         return page_cache.evict(files) if entry.workload.cache == "cold" else page_cache.load(files)
 
     def _within_time(self, entry: Entry) -> Entry:
-        """Return the entry, with fewer blocks if a compared library is too slow."""
         workload = entry.workload
         if entry.subject not in PEERS or workload.pool < workload.blocks or workload.blocks <= _TRIAL_BLOCKS:
             return entry
@@ -113,7 +118,7 @@ class Runner:
         return replace(entry, workload=_shorter(workload, blocks))
 
     def _affordable_blocks(self, entry: Entry, trial_blocks: int) -> int:
-        """Estimate by a trial run how many blocks the subject can fetch in the time limit."""
+        """Estimate with a trial run how many blocks the subject can fetch within the time limit."""
         trial = self._measure(replace(entry, workload=_shorter(entry.workload, trial_blocks)), seed=self.repeats)
         if trial["discarded"]:
             self.say(f"{entry.label}: trial run DISCARDED, {trial['discarded']}")
@@ -124,7 +129,7 @@ class Runner:
         return max(int(blocks_per_s * self.seconds), least, _TRIAL_BLOCKS)
 
     def _failed(self, entry: Entry, reason: str) -> Measurement:
-        """Return the failed run of a compared library. Raise EdjeError for any other subject."""
+        """Return the result of a failed run of a compared library. For other subjects, raise EdjeError."""
         if entry.subject in PEERS:
             return {"resident": None, "discarded": f"failed: {reason}"}
         raise EdjeError(f"the run of {entry.label} ({entry.workload.name}) failed: {reason}")
@@ -145,7 +150,7 @@ class Runner:
         return subject_class(entry.subject)(self.source, self._folder(entry.subject), entry.options)
 
     def _folder(self, name: str) -> Path:
-        """Return the folder for the copy of the library. Both kinds of memory map read the same copy."""
+        """Return the folder with the copy of the records for the library `name`. Both memory maps use the same copy."""
         return self.copies / name.split(" ")[0]
 
 
@@ -154,7 +159,7 @@ def _shorter(workload: Workload, blocks: int) -> Workload:
 
 
 def _wrong_state(workload: Workload, resident: float | None) -> str | None:
-    """Return why the page cache is in the wrong state for the workload, or None."""
+    """Return the reason why the page cache is not in the state that the workload needs; None if it is."""
     if resident is None or workload.cache == "capped":
         return None
     if workload.cache == "cold" and resident > page_cache.COLD:
@@ -165,7 +170,7 @@ def _wrong_state(workload: Workload, resident: float | None) -> str | None:
 
 
 def _not_cold(entry: Entry, run: Measurement) -> str | None:
-    """Return why a finished run was not cold, or None."""
+    """Return the reason why a finished run was not cold; None if the run was cold, or need not be cold."""
     if entry.workload.cache != "cold" or run["read_bytes"] >= _READ_AT_LEAST * run["requested_bytes"]:
         return None
     return (

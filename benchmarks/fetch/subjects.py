@@ -1,4 +1,4 @@
-"""The common interface of all subjects: readers and reference measurements."""
+"""Interface of all subjects. A subject is a reader or a reference measurement."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Subject(ABC):
     This project's reader returns decoded blocks. Compared libraries return stored records.
 
     Attributes:
-        package: Python distribution that must be installed; None if the dependencies of this project suffice.
-        copies: whether the subject reads a copy of the records, which `prepare` writes to `folder`.
+        package: Python package that must be installed; None if the dependencies of this project suffice.
+        copies: True if the subject reads a copy of the records, which `prepare` writes to `folder`.
         setting: description of the configuration, for reports.
     """
 
@@ -48,11 +48,11 @@ class Subject(ABC):
 
     @classmethod
     def copy_bytes(cls, rows: int, record_bytes: int) -> int:
-        """Return an upper bound on the size of the subject's copy of the records, in bytes."""
+        """Return the largest possible size in bytes of the subject's copy of the records."""
         return int(rows * record_bytes * 1.05) if cls.copies else 0
 
     def prepare(self) -> None:
-        """Write a copy of the records into `folder`."""
+        """Write a copy of the records to `folder`."""
         raise NotImplementedError(
             f"{type(self).__name__} reads the files of the index and needs no copy of the records"
         )
@@ -65,23 +65,23 @@ class Subject(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Open the files and prepare everything else that the first fetch needs."""
+        """Open the files, and prepare everything that the first fetch needs."""
 
     @abstractmethod
     def fetch(self, ids: Ids, out: Records) -> Records:
-        """Fetch the rows `ids` in the given order. Return `out` or a new array, uint8 [k, output_bytes]."""
+        """Fetch the rows `ids`, in this order. Return `out` or a new array, uint8 [k, output_bytes]."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close all files and release all memory, including mapped pages."""
+        """Close all files, and free all memory and memory maps."""
 
     def expected(self, ids: Ids) -> Records:
-        """Return the correct result of `fetch`, from plain file reads."""
+        """Return the correct result of `fetch`, computed with plain file reads."""
         return self.source.read(ids)
 
 
 class EdjeSubject(Subject):
-    """This project's reader: `TokenStore.fetch` into a reused buffer. Option: `engine`."""
+    """This project's reader: `TokenStore.fetch` into a reused buffer. The option `engine` selects the I/O engine."""
 
     setting = "TokenStore.fetch into a buffer, decoded to bfloat16"
 
@@ -104,7 +104,7 @@ class EdjeSubject(Subject):
 
 
 class MemcpySubject(Subject):
-    """Upper limit of warm fetches: memmove(3) of as many bytes, without reading a file."""
+    """Upper limit for warm fetches: copies as many bytes in memory with memmove(3)."""
 
     setting = "memmove(3) between touched buffers, one part per thread"
 
@@ -158,16 +158,16 @@ PEERS = tuple(name for name in _CLASSES if name not in ("edje", "memcpy", "direc
 
 
 def subject_class(name: str) -> type[Subject]:
-    """Return the class of the subject called `name`."""
+    """Return the class of the subject `name`."""
     module, _, attribute = _CLASSES[name].partition(":")
     subject: type[Subject] = getattr(import_module(f"benchmarks.fetch.{module}"), attribute)
     return subject
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of the package that a subject needs; None if it is not installed.
+    """Return the version of the package that the subject `name` needs.
 
-    The result is "" for a subject that needs no package.
+    Returns None if the package is not installed, and "" if the subject needs no package.
     """
     package = subject_class(name).package
     if package is None:

@@ -1,4 +1,4 @@
-"""Computes medians of the valid runs, and median ratios of runs in the same repeat."""
+"""Computes medians over the valid runs, and median ratios of runs in the same repeat."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ Measure = Callable[[Measurement], float]
 
 
 def rate(run: Measurement) -> float:
-    """Return the rate of a run in blocks per second."""
+    """Return the blocks per second of a run."""
     return float(run["blocks"] / run["seconds"])
 
 
 def cpu_per_block(run: Measurement) -> float:
-    """Return the processor time per block in seconds."""
+    """Return the processor seconds per block."""
     return float(run["cpu_seconds"] / run["blocks"])
 
 
 def amplification(run: Measurement) -> float:
-    """Return the bytes read from the disk divided by the bytes of the requested records."""
+    """Return (bytes read from the disk) / (bytes of the requested records)."""
     return float(run["read_bytes"] / run["requested_bytes"])
 
 
 def page_amplification(run: Measurement) -> float:
-    """Return the bytes read from the disk divided by the bytes of all pages that hold requested records."""
+    """Return (bytes read from the disk) / (bytes of all pages that contain requested records)."""
     return float(run["read_bytes"] / run["page_bytes"])
 
 
 def median_latency(run: Measurement) -> float:
-    """Return the median time of a call in seconds."""
+    """Return the median duration of a call in seconds."""
     return float(statistics.median(run["latencies"]))
 
 
@@ -44,9 +44,9 @@ def valid_runs(runs: Sequence[Measurement]) -> list[Measurement]:
 
 
 def summarise(runs: Sequence[Measurement], record_bytes: int) -> dict[str, Any]:
-    """Return medians of the valid runs, or only the counts of runs if no run is valid.
+    """Return medians over the valid runs. If no run is valid, return only the numbers of valid and discarded runs.
 
-    `gb_per_s` counts the stored bytes of the requested blocks.
+    `gb_per_s` is the rate of stored bytes, not of decoded bytes.
     """
     valid = valid_runs(runs)
     summary: dict[str, Any] = {"runs": len(valid), "discarded": len(runs) - len(valid)}
@@ -74,9 +74,9 @@ def summarise(runs: Sequence[Measurement], record_bytes: int) -> dict[str, Any]:
 
 
 def paired_ratio(left: Sequence[Measurement], right: Sequence[Measurement], measure: Measure) -> float | None:
-    """Return the median of `measure(left) / measure(right)` over repeats with two valid runs.
+    """Return the median of `measure(left) / measure(right)` over the repeats in which both runs are valid.
 
-    None if there are no such repeats.
+    Returns None if there are no such repeats.
     """
     others = {run["repeat"]: run for run in valid_runs(right)}
     pairs = [(measure(run), measure(others[run["repeat"]])) for run in valid_runs(left) if run["repeat"] in others]

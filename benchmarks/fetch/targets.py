@@ -1,4 +1,4 @@
-"""The project's own targets for the reader, and whether a report meets them."""
+"""The performance targets of this project's reader, and a check whether a report meets them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Runs = dict[str, list[Measurement]]
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on a result of the reader, or on the ratio of that result to another entry's result.
+    """A limit for a result of this project's reader, or for the ratio of its result to the result of another entry.
 
     Attributes:
         text: name for reports.
-        section: section of the measurement.
-        against: label of the entry to divide by; None for the result of the reader alone.
+        section: name of the section with the measurement.
+        against: label of the other entry; None if `bound` limits the result itself, not a ratio.
         bound: limit of the result or ratio.
-        at_least: whether `bound` is a minimum; otherwise it is a maximum.
+        at_least: True if `bound` is a minimum, False if `bound` is a maximum.
         measure: function that computes the result of a run.
         precisions: precisions that the target applies to; None for all.
     """
@@ -56,7 +56,7 @@ TARGETS = (
 
 
 def judge(precision: str, sections: dict[str, Runs], primary: str) -> list[dict[str, Any]]:
-    """Return each target that applies to `precision`, with the measured value and whether it is met."""
+    """Return the targets that apply to `precision`, each with the measured value and whether the target is met."""
     return list(_judgements(precision, sections, primary))
 
 

@@ -1,7 +1,7 @@
-"""Process for one run of one subject: `python -m benchmarks.fetch.worker`.
+"""Process that runs one subject: `python -m benchmarks.fetch.worker`.
 
-The worker reads a job as a line of JSON, warms up the subject, and reports that it is ready. It starts the run when it
-receives another line, and prints the results as a line of JSON.
+The worker reads a job, one line of JSON, from standard input. It warms up the subject and prints a ready message. It
+waits for another input line before it starts the run. It then prints the results as one line of JSON.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def main() -> None:
         run.warm_up()
         print(json.dumps({"ready": True}), file=answers, flush=True)
         if not sys.stdin.readline():
-            return  # the parent has gone
+            return  # the parent process has ended
         answer = run.measure()
     print(json.dumps(answer), file=answers, flush=True)
 
 
 class Run:
-    """The calls of a workload, divided among its reader threads."""
+    """The calls of a workload, split among several reader threads."""
 
     def __init__(self, subject: Subject, workload: Workload, calls: list[Ids], max_seconds: float) -> None:
         self._subject = subject
@@ -63,7 +63,7 @@ class Run:
         self._pool = ThreadPoolExecutor(workload.threads)
 
     def warm_up(self) -> None:
-        """Import and compile what the first call needs."""
+        """Make a call, so that the timed calls do not import or compile anything."""
         self._subject.open()
         if self._workload.cache == "warm":
             self._run()
@@ -74,14 +74,14 @@ class Run:
         self._subject.open()
 
     def _unused_rows(self) -> Ids:
-        """Return rows that no call requests, for the warm-up."""
+        """Return rows for the warm-up that no timed call requests."""
         count = min(_WARM_UP, len(self._calls[0]))
         unused = np.setdiff1d(self._subject.source.row_ids, np.concatenate(self._calls))
         chosen: Ids = np.random.default_rng(0).permutation(unused)[:count]
         return chosen if len(chosen) else self._calls[0][:count]
 
     def measure(self) -> dict[str, Any]:
-        """Run all calls. Return their cost and latencies, and the number of checked blocks that were wrong."""
+        """Run all calls. Return costs, latencies, and the number of wrong blocks among the checked blocks."""
         root = self._subject.source.root
         before = Counters.now(root)
         shares = self._run()
@@ -101,14 +101,13 @@ class Run:
         return {**cost, **counts, "latencies": [round(value, 7) for share in shares for value in share.seconds]}
 
     def _run(self) -> list[_Share]:
-        """Run all reader threads, and return the calls of each thread."""
         deadline = time.perf_counter() + self._max_seconds
         readers = self._workload.threads
         parts = [self._calls[reader::readers] for reader in range(readers)]
         return list(self._pool.map(self._read, parts, self._buffers, [deadline] * readers))
 
     def _read(self, calls: list[Ids], buffer: Records, deadline: float) -> _Share:
-        """Make the calls of one reader thread until the last call or the deadline."""
+        """Make the calls of one reader thread. Stop at the deadline."""
         seconds: list[float] = []
         records = buffer[:0]
         for ids in calls:
@@ -121,7 +120,7 @@ class Run:
 
 
 def _touched(shape: tuple[int, int]) -> Records:
-    """Return page-aligned memory with every page touched."""
+    """Return page-aligned memory in which every page has been written."""
     buffer = aligned_bytes(shape[0] * shape[1]).reshape(shape)
     buffer.fill(1)
     return buffer
@@ -129,7 +128,7 @@ def _touched(shape: tuple[int, int]) -> Records:
 
 @dataclass(frozen=True)
 class _Share:
-    """Calls of one reader thread: seconds and row ids of each call, and the records of the last call."""
+    """The calls of one reader thread: seconds and row ids of each call, and the records that the last call returned."""
 
     seconds: list[float]
     calls: list[Ids]

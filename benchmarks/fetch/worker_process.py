@@ -1,4 +1,4 @@
-"""Starts a worker process, waits until it is ready, starts the run and reads the results."""
+"""Starts a worker process and communicates with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _START_SECONDS = 600.0  # covers a warm run before the first answer
 
 
 def child_environment() -> dict[str, str]:
-    """Return an environment in which a child process finds the same packages as this process."""
+    """Return environment variables with which a child process finds the same Python packages."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
@@ -24,7 +24,7 @@ class WorkerError(Exception):
 
 
 class WorkerProcess:
-    """A worker process with its job. Leaving the context kills the process."""
+    """A worker process for one job. The end of the `with` block kills the process."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  closed by __exit__
@@ -50,7 +50,7 @@ class WorkerProcess:
         self._errors.close()
 
     def wait(self, seconds: float = _START_SECONDS) -> dict[str, Any]:
-        """Return the next message of the worker. Raises WorkerError after `seconds` or if the worker dies."""
+        """Return the next message of the worker. Raise WorkerError after `seconds`, or if the worker process ends."""
         assert self._process.stdout is not None
         timer = threading.Timer(seconds, self._kill)
         timer.daemon = True  # a signal may arrive at any line, and the timer must not keep the process alive
@@ -65,7 +65,7 @@ class WorkerProcess:
         return answer
 
     def run(self, seconds: float) -> dict[str, Any]:
-        """Start the run of a worker that is ready. Return the results."""
+        """Start the run in a worker that is ready, and return the results."""
         self._send("go")
         return self.wait(seconds)
 

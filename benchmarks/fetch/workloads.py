@@ -1,4 +1,4 @@
-"""Draws the rows of each call. Equal seeds give equal rows for every subject."""
+"""Draws the rows that each call requests. Equal seeds give equal rows for all subjects."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class Workload:
 
     Attributes:
         name: name in reports.
-        pattern: "random" rows, "contiguous" rows, or "listed" rows, as in a few inverted lists of FAISS.
-        blocks: number of blocks in all calls; no row is requested twice.
+        pattern: "random" rows, "contiguous" rows, or "listed" rows: rows from a few groups of neighbouring rows, like
+            the inverted lists of FAISS.
+        blocks: number of blocks in all calls together. No row is requested twice.
         pool: blocks per call.
-        cache: state of the page cache before the run: "cold", "warm", or "capped" for too little memory to hold the
-            files.
-        threads: number of reader threads; each makes a part of the calls.
+        cache: state of the page cache before the run: "cold", "warm", or "capped" if the files do not fit in the free
+            memory.
+        threads: number of reader threads. The calls are split among the threads.
     """
 
     name: str
@@ -39,9 +40,9 @@ class Workload:
 
 
 def draw_calls(workload: Workload, rows: int, seed: int) -> list[Ids]:
-    """Return the positions of the rows of each call among `rows` rows.
+    """Draw the rows of each call. A row is given by its position among all `rows` rows.
 
-    No row appears twice in a run, so a cold run stays cold.
+    No row is drawn twice, so that a cold run does not read rows that earlier calls have cached.
     """
     rng = np.random.default_rng([seed, workload.blocks, workload.pool])
     if workload.pattern == "listed":
@@ -55,7 +56,7 @@ def draw_calls(workload: Workload, rows: int, seed: int) -> list[Ids]:
 
 
 def _listed_calls(workload: Workload, rows: int, rng: np.random.Generator) -> list[Ids]:
-    """Return calls of `pool` rows from a few lists of neighbouring rows. No two calls share a list."""
+    """Draw `pool` rows per call from a few lists of neighbouring rows. No two calls use the same list."""
     lists = min(rows, 4 * math.isqrt(rows))
     length = rows // lists
     probes = max(min(_IVF_PROBES, lists), math.ceil(workload.pool / length))

@@ -1,1 +1,1 @@
-"""Repeats the tables and figures of the EDJE paper and prints the figures of the paper beside its own."""
+"""Repeats the tables and figures of the EDJE paper, and compares the results with the published values."""

@@ -1,4 +1,4 @@
-"""The ablations of the paper's appendix: objectives, distillation, adapters, language model, mining, and precisions."""
+"""Ablations of the EDJE paper: objectives, distillation, adapters, language model, mining, and precisions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PRECISIONS = ("bf16", "fp8", "nvfp4", "sign1")
 
 
 def objectives(study: Study) -> Table:
-    """Recall by training objective, for the local model."""
+    """Recall of the local model, by training objective."""
     table = Table(
         "Training objectives, R@1 in percent",
         "Table: ablation on training objectives",
@@ -33,7 +33,7 @@ def objectives(study: Study) -> Table:
 
 
 def distillation(study: Study) -> Table:
-    """Recall of the compressed model without and with distillation from the local model."""
+    """Recall of the compressed model, with and without distillation from the local model."""
     table = Table("Distillation with 64 tokens, R@1 in percent", "Table: effect of distillation", ("T2I R@1",))
     for label, distilled, paper in (("without", False, 83.8), ("with", True, 86.9)):
         variant = Variant(distilled=distilled)
@@ -42,7 +42,7 @@ def distillation(study: Study) -> Table:
 
 
 def adapters(study: Study) -> Table:
-    """Recall by the way in which the patch features are compressed to 64 tokens."""
+    """Recall by adapter, with 64 tokens per image."""
     table = Table("Token compression, R@1 in percent", "Table: comparison of token-compression strategies", R1_COLUMNS)
 
     def embeddings() -> Values:
@@ -62,7 +62,7 @@ def adapters(study: Study) -> Table:
 
 
 def language_model(study: Study) -> Table:
-    """Recall with MiniLM and with BERT-Base as the language model."""
+    """Recall by language model: MiniLM or BERT-Base."""
     table = Table(
         "Language model, in percent",
         "Table: MiniLM and BERT-Base",
@@ -80,7 +80,7 @@ def language_model(study: Study) -> Table:
 
 
 def mining(study: Study) -> Table:
-    """Recall if another model than the towers mines the negatives."""
+    """Recall if the hard negatives are mined with other towers."""
     table = Table("Mining with another model, R@1 in percent", "Tables: cross-model negative mining", R1_COLUMNS)
     clip, siglip = "clip-l14-336", "siglip2-l16-384"
     published = {
@@ -97,7 +97,7 @@ def mining(study: Study) -> Table:
 
 
 def quantization(study: Study) -> Table:
-    """Recall by the precision of the stored tokens, for the local model and for 64 tokens."""
+    """Recall by precision of the stored tokens, for the local and the compressed model."""
     table = Table(
         "Precision of the stored tokens",
         "Figure: recall against storage size, which gives no numbers but those of BF16",
@@ -112,7 +112,7 @@ def quantization(study: Study) -> Table:
 
 
 def alignment(study: Study) -> Table:
-    """Alignment of caption words with all tokens and with the compressed tokens."""
+    """Alignment of caption words and image tokens, for the local and the compressed model."""
     columns = ("mean", "standard deviation", "effect size")
     table = Table("Alignment score S of captions and tokens", "Figure: distribution of alignment scores", columns)
     paper = {
@@ -140,7 +140,6 @@ def _of_precision(study: Study, variant: Variant, precision: str) -> Values:
 
 
 def _alignment(study: Study, number: int) -> Values:
-    """Return the scores of the local model, number 0, or of the compressed model, number 1."""
     local, compressed = (study.index(study.pretrained(variant), "flickr") for variant in (LOCAL, Variant()))
     captions = study.data.benchmark("flickr")
     options = ["--captions", captions.files[0], "--images", captions.images, "--against", compressed]

@@ -1,4 +1,4 @@
-"""Costs: storage, parameters, time, and the I/O test of the paper."""
+"""Costs in the EDJE paper: storage, parameters, time, and the fetching of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STAGES = ("text", "nearest", "fetch", "score")
 
 
 def io_test(study: Study) -> Table:
-    """Time to fetch half of the blocks of an index, in a random order."""
+    """Time to fetch half of the blocks of an index, in contiguous and in random order."""
     table = Table(
         "Fetching half of the blocks of an index",
         "Section: Token-Fetch I/O Considerations",
@@ -39,7 +39,7 @@ def io_test(study: Study) -> Table:
 
 
 def time_breakdown(study: Study) -> Table:
-    """Time of a query by stage, and of the vision tower that a query does not run."""
+    """Time of each stage of a query. The vision tower is timed too, but does not run during a query."""
     table = Table(
         "Time of a query of 64 candidates",
         "Figure 1 (a), which gives no numbers",
@@ -52,20 +52,20 @@ def time_breakdown(study: Study) -> Table:
 
 
 def joint_parameters(study: Study, bundle: Path) -> float | None:
-    """Return the parameters of a joint encoder, in millions."""
+    """Return the number of parameters of the joint encoder in millions; None if commands are only listed."""
     counts = _rerank_report(study, bundle).get("joint_encoders", {}).values()
     return next((model["parameters"] / 1e6 for model in counts), None)
 
 
 def batch_milliseconds(study: Study, bundle: Path) -> float | None:
-    """Return the median time of scoring 64 pairs, in milliseconds."""
+    """Return the median milliseconds for scoring 64 pairs; None if commands are only listed."""
     for model in _rerank_report(study, bundle).get("joint_encoders", {}).values():
         return _BATCH / float(next(iter(model["median"].values()))) * 1e3
     return None
 
 
 def embedding_milliseconds(study: Study, bundle: Path) -> float | None:
-    """Return the median time of the vision tower and adapter for 64 images, in milliseconds."""
+    """Return the median milliseconds of vision tower and adapter for 64 images; None if commands are only listed."""
     report = study.steps.measure("vision-time", [bundle, _BATCH], lambda: _vision_time(bundle)).report
     return report.get("milliseconds")
 
@@ -101,7 +101,6 @@ def _vision_time(bundle: Path) -> dict[str, Any]:
 
 
 def _fetch_rates(report: dict[str, Any]) -> Values:
-    """Return the rates in a report of `bench fetch`; no rates if the report is empty."""
     sections = report.get("precisions", {}).get("bf16", {}).get("sections", {})
     return {
         f"GB/s, {pattern}": sections[f"cold {pattern}"]["entries"]["edje"]["summary"]["gb_per_s"]

@@ -1,16 +1,17 @@
-"""Finds the captions, images, towers and language models of the paper's experiments in a data folder.
+"""Finds the captions, images, towers and language models for the experiments of the EDJE paper.
 
-Layout of the full data, below the data folder:
+Full data in the data folder:
 
-    pretrain/                             caption files of CC12M, CC3M, SBU, Visual Genome and COCO, with their images
-    flickr30k/dataset_flickr30k.json      captions and splits of Karpathy
-    flickr30k/flickr30k-images/           photos
-    coco/dataset_coco.json                captions and splits of Karpathy; photos in coco/train2014, coco/val2014
+    pretrain/                             caption files of CC12M, CC3M, SBU, Visual Genome and COCO, and their images
+    flickr30k/dataset_flickr30k.json      Karpathy split file with captions
+    flickr30k/flickr30k-images/           images
+    coco/dataset_coco.json                Karpathy split file with captions
+    coco/train2014/, coco/val2014/        images
     towers/NAME/                          bundles that `edje-index model from-open-clip` wrote
-    languages/NAME/                       Hugging Face folders of language models
+    languages/NAME/                       folders of language models from the Hugging Face hub
 
-The small data are Flickr8k photos in one folder: `flickr8k/captions_train.jsonl`, `flickr8k/captions_dev.jsonl` and
-`weights/minilm_l6_h384`.
+Small data in the data folder: images of Flickr8k with `flickr8k/captions_train.jsonl` and
+`flickr8k/captions_dev.jsonl`, and the language model `weights/minilm_l6_h384`.
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ _SMALL_MODEL = (
 
 
 class MissingDataError(Exception):
-    """Data that an experiment needs is not in the data folder. The message says what to put where."""
+    """The data folder lacks data for an experiment. The message names the path, and the data to put there."""
 
 
 @dataclass(frozen=True)
 class Captions:
-    """Caption files, the folder of their images, and one split of them.
+    """Caption files, the base directory of their images, and an optional split.
 
     Attributes:
-        files: caption files.
+        files: paths of caption files.
         images: base directory of relative image paths.
-        split: split to use; None uses all images.
+        split: split to read; None reads all images.
     """
 
     files: tuple[Path, ...]
@@ -72,14 +73,14 @@ class Captions:
 
 @dataclass(frozen=True)
 class Budget:
-    """Options that bound the cost of the experiments.
+    """Options that limit the duration of the experiments.
 
     Attributes:
-        train: options of `edje-index train` in both phases.
-        pretrain: further options of the first phase.
-        finetune: further options of the second phase.
+        train: options of `edje-index train` in both training phases.
+        pretrain: additional options of the first phase.
+        finetune: additional options of the second phase.
         evaluation: options of `edje-index eval`.
-        fetch_rows: rows of the index of the I/O test.
+        fetch_rows: rows of the index in the experiment `io_test`.
     """
 
     train: tuple[str, ...]
@@ -90,35 +91,35 @@ class Budget:
 
 
 class Data(Protocol):
-    """The data of all experiments. Every method raises MissingDataError if its files are missing."""
+    """Interface of the data of all experiments. A method raises MissingDataError if its files are missing."""
 
     @property
     def budget(self) -> Budget:
-        """The options that bound the cost of the experiments."""
+        """Options that limit the duration of the experiments."""
 
     def pretraining(self) -> Captions:
-        """Return the captions of the first phase."""
+        """Return the captions of the first training phase."""
 
     def finetuning(self) -> Captions:
-        """Return the captions of the second phase."""
+        """Return the captions of the second training phase."""
 
     def benchmark(self, name: str) -> Captions:
-        """Return the test captions of "flickr" or "coco"."""
+        """Return the test captions of the benchmark "flickr" or "coco"."""
 
     def tower(self, name: str) -> Path:
-        """Return the bundle of one of `TOWERS`."""
+        """Return the path of a bundle; `name` is a key of `TOWERS`."""
 
     def language(self, name: str) -> Path:
-        """Return the folder of one of `LANGUAGES`."""
+        """Return the path of a language model; `name` is a key of `LANGUAGES`."""
 
 
 @dataclass(frozen=True)
 class FullData:
-    """The data of the paper, in the layout that the module describes.
+    """The full data of the EDJE paper. The module docstring lists the files.
 
     Attributes:
         root: the data folder.
-        train_options: options of `edje-index train` that suit the machines, for example `--workers 8`.
+        train_options: options of `edje-index train` for this machine, for example `--workers 8`.
     """
 
     root: Path
@@ -161,23 +162,23 @@ class FullData:
         }[name]
         path = self.root / folder / file
         if not path.is_file():
-            raise MissingDataError(f"{path}: put the captions with the splits of Karpathy there")
+            raise MissingDataError(f"{path}: put the Karpathy split file there")
         return Captions((path,), self.root / folder / images, split)
 
 
 @dataclass(frozen=True)
 class SmallData:
-    """Parts of Flickr8k in place of the data of the paper, to run every experiment in minutes.
+    """Parts of Flickr8k instead of the full data, to run every experiment within minutes.
 
-    The figures say that an experiment works, not how well the method works.
+    The results only show that an experiment runs. They do not show how good the method is.
 
     Attributes:
         root: the data folder.
-        model: bundle whose towers are used in place of the main tower of the paper.
-        folder: folder to write the parts of the caption files to.
-        train_options: further options of `edje-index train`.
-        photos: largest number of photos per part.
-        steps: optimiser steps of a training.
+        model: bundle with the towers to use instead of the main towers of the EDJE paper.
+        folder: folder for the caption files of the parts.
+        train_options: additional options of `edje-index train`.
+        photos: largest number of images in a part.
+        steps: optimiser steps of a training run.
     """
 
     root: Path
@@ -204,19 +205,25 @@ class SmallData:
 
     def tower(self, name: str) -> Path:
         if name != MAIN_TOWER:
-            raise MissingDataError(f"the tower {name}: the small data have one tower, in place of {MAIN_TOWER}")
+            raise MissingDataError(f"the tower {name}: --small has only {MAIN_TOWER}; use the full data")
         return self.model
 
     def language(self, name: str) -> Path:
         path = self.root / "weights" / "minilm_l6_h384"
         if name != MAIN_LANGUAGE:
-            raise MissingDataError(f"the language model {name}: the small data have one, in place of {MAIN_LANGUAGE}")
+            raise MissingDataError(f"the language model {name}: --small has only {MAIN_LANGUAGE}; use the full data")
         if not path.is_dir():
-            raise MissingDataError(f"{path}: put the small language model there")
+            raise MissingDataError(f"{path}: put the language model MiniLM-L6-H384 there")
         return path
 
     def _part(self, source: str, name: str, *, half: int) -> Captions:
-        """Write the first images of the first or second half of a caption file to a caption file of their own."""
+        """Write the first images of one half of a caption file to a new caption file.
+
+        Args:
+            source: "train" or "dev", the caption file to read.
+            name: name of the new caption file.
+            half: 0 for the first half, 1 for the second half.
+        """
         file = self.root / "flickr8k" / f"captions_{source}.jsonl"
         if not file.is_file():
             raise MissingDataError(f"{file}: put the captions of Flickr8k there")

@@ -1,4 +1,4 @@
-"""The list of experiments."""
+"""The experiments of `bench paper`, by name."""
 
 from __future__ import annotations
 

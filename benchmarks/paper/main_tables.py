@@ -1,4 +1,4 @@
-"""The tables and figures of the paper's main part: recall, comparison with prior art, tokens, and pool size."""
+"""Tables and figures from the main part of the EDJE paper: recall, comparison with prior art, tokens, and pool size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ R1_COLUMNS = ("Flickr T2I", "Flickr I2T", "COCO T2I", "COCO I2T")
 
 
 def zero_shot(study: Study) -> Table:
-    """Zero-shot recall on Flickr30k for seven towers."""
+    """Zero-shot recall on Flickr30k, for seven pairs of towers."""
     table = Table("Zero-shot retrieval on Flickr30k, in percent", "Table 1", RECALL_COLUMNS)
     for tower, (embeddings, reranked) in _ZERO_SHOT.items():
         variant = replace(LOCAL, tower=tower)
@@ -49,7 +49,7 @@ def zero_shot(study: Study) -> Table:
 
 
 def prior_art(study: Study) -> Table:
-    """Recall, storage, parameters and time of four variants of EDJE."""
+    """Recall, storage, parameters and time of four EDJE models."""
     costs = ("kB per image", "joint encoder, M parameters", "64 pairs, ms", "64 images, ms")
     table = Table(
         "Comparison with prior art, R@1 in percent",
@@ -73,7 +73,7 @@ def prior_art(study: Study) -> Table:
 
 
 def tokens(study: Study) -> Table:
-    """Recall by the number of stored tokens."""
+    """Recall by number of stored tokens per image."""
     table = Table(
         "Recall by number of tokens, in percent", "Figure: retrieval performance vs. number of tokens", RECALL_COLUMNS
     )
@@ -86,7 +86,7 @@ def tokens(study: Study) -> Table:
 
 
 def pool_size(study: Study) -> Table:
-    """Recall by the number of re-ranked candidates."""
+    """Recall by number of candidates that are re-ranked."""
     table = Table(
         "Recall by pool size, in percent", "Figure: retrieval performance vs. re-ranking pool size", RECALL_COLUMNS
     )
@@ -98,7 +98,7 @@ def pool_size(study: Study) -> Table:
 
 
 def full_dataset(study: Study) -> Table:
-    """Recall at 5, 10 and 20 among all images and captions of a data set."""
+    """Recall at 5, 10 and 20 if all images and captions of a dataset are candidates."""
     table = Table("Full-dataset retrieval, in percent", "Tables: Flickr Full and COCO Full, pool 100", _FULL_COLUMNS)
     paper = {
         "flickr": (78.32, 84.54, 89.58, 92.4, 95.9, 97.7),
@@ -110,14 +110,14 @@ def full_dataset(study: Study) -> Table:
 
 
 def r1(study: Study, variant: Variant) -> dict[str, float | None]:
-    """Return the four figures that the paper compares models by: R@1 on Flickr zero-shot and on COCO fine-tuned."""
+    """Return R@1 of both directions: on Flickr30k after the first training phase, on COCO after the second phase."""
     flickr = study.recall(study.pretrained(variant), "flickr")
     coco = study.recall(study.finetuned(variant), "coco")
     return flickr.columns("Flickr", 1) | coco.columns("COCO", 1)
 
 
 def all_recalls(recall: Recall, pool: int | None = POOL) -> dict[str, float | None]:
-    """Return R@1, 5 and 10 of both directions, by column name."""
+    """Return R@1, R@5 and R@10 of both directions by column name."""
     return {
         f"{direction} R@{cutoff}": recall.at(direction.lower(), cutoff, pool)
         for direction in _DIRECTIONS
@@ -126,12 +126,15 @@ def all_recalls(recall: Recall, pool: int | None = POOL) -> dict[str, float | No
 
 
 def row_of(figures: tuple[float, ...]) -> dict[str, float | None]:
-    """Return six published recalls by column name."""
+    """Return the six published recalls in `figures` by column name."""
     return dict(zip(RECALL_COLUMNS, figures, strict=True))
 
 
 def pretrained_recalls(study: Study, variant: Variant, pool: int | None = POOL) -> Values:
-    """Return the recalls on Flickr30k after the first phase; of the embeddings alone if `pool` is None."""
+    """Return the recalls on Flickr30k after the first training phase.
+
+    If `pool` is None, embeddings alone are evaluated.
+    """
     return all_recalls(study.recall(study.pretrained(variant), "flickr"), pool)
 
 

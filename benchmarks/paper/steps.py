@@ -1,4 +1,4 @@
-"""Runs `edje-index` commands once and keeps their reports, so that an interrupted study continues where it stopped."""
+"""Runs `edje-index` commands and stores their reports. An interrupted study continues after the last finished step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Step:
     """A finished step.
 
     Attributes:
-        folder: folder of the files that the step wrote.
-        report: the JSON object that the step printed or returned.
+        folder: folder with the files that the step wrote.
+        report: JSON object that the step printed or returned.
     """
 
     folder: Path
@@ -34,12 +34,12 @@ class Step:
 
 @dataclass
 class Steps:
-    """The steps of one or more studies. Studies that use the same folder share their steps.
+    """Runs the steps of studies and stores their reports. Studies with the same folder share their steps.
 
     Attributes:
-        folder: folder that holds one folder per step.
-        say: called with one line of text per step.
-        listing: whether to list the commands instead of running them.
+        folder: folder that contains one folder per step.
+        say: function that receives one line of text per step.
+        listing: True to print the commands instead of running them.
     """
 
     folder: Path
@@ -48,11 +48,11 @@ class Steps:
     _listed: set[str] = field(default_factory=set)
 
     def command(self, name: str, *arguments: object) -> Step:
-        """Run `edje-index ARGUMENTS --json`, or return the stored report of an earlier run with the same arguments.
+        """Run `edje-index ARGUMENTS --json`. Return the stored report if an earlier run had the same arguments.
 
         Args:
-            name: readable part of the folder's name.
-            *arguments: arguments of the command. `OUT` in an argument is replaced by the folder of the step.
+            name: start of the name of the step's folder.
+            *arguments: arguments of the command. In each argument, `OUT` is replaced by the folder of the step.
 
         Raises:
             EdjeError: the command failed.
@@ -67,12 +67,15 @@ class Steps:
         return self._once(folder, shlex.join(["edje-index", *command]), work)
 
     def measure(self, name: str, settings: Sequence[object], work: Callable[[], dict[str, Any]]) -> Step:
-        """Return the result of `work`, or the stored result of an earlier run with the same name and settings."""
+        """Call `work` and return its result.
+
+        If an earlier call had the same name and settings, return its stored result.
+        """
         words = [str(value) for value in settings]
         return self._once(self._folder(name, words), f"measure {name} of {' '.join(words)}", work)
 
     def _folder(self, name: str, template: Sequence[str]) -> Path:
-        """Return the folder of a step. Its name does not depend on where the folder of all steps lies."""
+        """Return the folder of a step. The name of the folder does not depend on `self.folder`."""
         portable = [argument.replace(str(self.folder), "{steps}") for argument in template]
         digest = hashlib.sha256(json.dumps([name, portable]).encode()).hexdigest()
         return self.folder / f"{name}-{digest[:12]}"
@@ -94,13 +97,13 @@ class Steps:
 
 
 def _report_of(command: Sequence[str]) -> dict[str, Any]:
-    """Run `edje-index` in a new process. Its progress and its errors go to standard error."""
+    """Run `edje-index` in a new process. Progress and errors of the command are printed to standard error."""
     arguments = [sys.executable, "-m", "pipelines.cli", *command, "--json"]
     done = subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise EdjeError(
-            f"edje-index {command[0]} ended with exit code {done.returncode}: mend the cause that it printed and run "
-            f"the study again, which keeps the finished steps; the command was: {shlex.join(['edje-index', *command])}"
+            f"edje-index {command[0]} ended with exit code {done.returncode}: fix the cause in the output above and "
+            f"run the study again, which keeps finished steps; the command was: {shlex.join(['edje-index', *command])}"
         )
     report: dict[str, Any] = json.loads(done.stdout)
     return report

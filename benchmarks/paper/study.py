@@ -1,4 +1,4 @@
-"""The steps that the experiments share: train, fine-tune, index and evaluate."""
+"""The steps that several experiments use: train, fine-tune, index and evaluate."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ POOL = 10
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of the paper.
+    """A model of the EDJE paper.
 
     Attributes:
-        tower: name of the vision and text towers, see `benchmarks.paper.data.TOWERS`.
+        tower: name of the towers, a key of `benchmarks.paper.data.TOWERS`.
         adapter: kind of adapter.
-        tokens: stored tokens per image, for every adapter but "local".
-        language: name of the language model, see `benchmarks.paper.data.LANGUAGES`.
-        distilled: whether the local model of the same towers is the teacher.
-        miner: name of the towers that mine negatives; None for `tower`.
-        settings: further settings of `edje-index train`, GROUP.KEY=VALUE.
+        tokens: stored tokens per image; ignored by the adapter "local".
+        language: name of the language model, a key of `benchmarks.paper.data.LANGUAGES`.
+        distilled: True to distil from the local model with the same towers.
+        miner: name of the towers that mine hard negatives; None for `tower`.
+        settings: additional settings of `edje-index train`, in the form GROUP.KEY=VALUE.
     """
 
     tower: str = MAIN_TOWER
@@ -46,18 +46,18 @@ LOCAL = Variant(adapter="local", distilled=False)
 
 @dataclass(frozen=True)
 class Study:
-    """Makes the models and indexes of the experiments, each once.
+    """Makes each model and index of the experiments once.
 
     Attributes:
-        data: the data.
-        steps: the finished steps.
+        data: data of the experiments.
+        steps: finished steps.
     """
 
     data: Data
     steps: Steps
 
     def pretrained(self, variant: Variant) -> Path:
-        """Return the bundle of a model after the first phase."""
+        """Return the bundle of a model after the first training phase."""
         captions = self.data.pretraining()
         language = ("--language", self.data.language(variant.language))
         return self._trained(
@@ -65,7 +65,7 @@ class Study:
         )
 
     def finetuned(self, variant: Variant) -> Path:
-        """Return the bundle of a model after the second phase, on COCO."""
+        """Return the bundle of a model after the second training phase, which uses COCO."""
         captions, start = self.data.finetuning(), self.pretrained(variant)
         phase = ["--preset", "paper-finetune", "--init", start, *self.data.budget.finetune]
         return self._trained("finetune", variant, captions, phase)
@@ -73,14 +73,14 @@ class Study:
     def recall(
         self, bundle: Path, benchmark: str, pools: Sequence[int] = (POOL,), *options: str, full: bool = False
     ) -> Recall:
-        """Index the test images of a benchmark and evaluate a bundle on them by its logit.
+        """Evaluate the logit of a bundle on the test images of a benchmark. The images are indexed first.
 
         Args:
-            bundle: model bundle.
+            bundle: path of the model bundle.
             benchmark: "flickr" or "coco".
             pools: numbers of candidates per query.
-            *options: further options of `edje-index eval`.
-            full: whether all images and captions of the data set are candidates.
+            *options: additional options of `edje-index eval`.
+            full: True to use all images and captions of the dataset as candidates.
         """
         captions, index = self.data.benchmark(benchmark), self.index(bundle, benchmark, full=full)
         command = ["eval", index, captions.files[0], "--images", captions.images, *self.data.budget.evaluation]
@@ -90,7 +90,7 @@ class Study:
         return Recall(self.steps.command("eval", *command).report)
 
     def index(self, bundle: Path, benchmark: str, *, full: bool = False) -> Path:
-        """Return the index of the images of a benchmark: those of the test split, or of all splits if `full`."""
+        """Return the index of the images of a benchmark. Only the test split is indexed, unless `full` is True."""
         captions = self.data.benchmark(benchmark)
         return self._index_of(bundle, captions, None if full else captions.split, benchmark)
 
@@ -132,12 +132,19 @@ class Study:
 
 @dataclass(frozen=True)
 class Recall:
-    """The report of one evaluation; empty if the steps are only listed."""
+    """The report of one evaluation. The report is empty if commands are only listed."""
 
     report: dict[str, Any]
 
     def at(self, direction: str, cutoff: int, pool: int | None = POOL, precision: str | None = "bf16") -> float | None:
-        """Return a recall in percent, after re-ranking. A pool of None means: of the embeddings alone."""
+        """Return R@`cutoff` in percent; None if the report does not contain this recall.
+
+        Args:
+            direction: "t2i" or "i2t".
+            cutoff: number of hits in which the correct result must be.
+            pool: number of candidates; None for the recall of the embeddings alone, without re-ranking.
+            precision: precision of the tokens; ignored if `pool` is None.
+        """
         if pool is None:
             precision = None
         for result in self.report.get("results", ()):
@@ -147,5 +154,11 @@ class Recall:
         return None
 
     def columns(self, prefix: str, cutoff: int, pool: int | None = POOL) -> dict[str, float | None]:
-        """Return the recalls of both directions under the column names of a table."""
+        """Return R@`cutoff` of both directions in percent, by column name.
+
+        Args:
+            prefix: start of the column names; "T2I" and "I2T" are appended.
+            cutoff: as for `at`.
+            pool: as for `at`.
+        """
         return {f"{prefix} {name}": self.at(name.lower(), cutoff, pool) for name in ("T2I", "I2T")}

@@ -1,4 +1,4 @@
-"""Tables that show own figures beside those of the paper."""
+"""Tables that compare measured values with the values in the EDJE paper."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Row:
 
     Attributes:
         label: what was measured.
-        own: own figures by column; None if a figure was not measured.
-        paper: figures of the paper by column; a column may be missing.
-        missing: data that are missing for this row; empty if nothing is missing.
+        own: measured values by column; None for a value that was not measured.
+        paper: published values by column; a column may be missing.
+        missing: data that are missing to measure this row; empty if no data are missing.
     """
 
     label: str
@@ -30,14 +30,14 @@ class Row:
 
 @dataclass
 class Table:
-    """A table or figure of the paper, repeated.
+    """A repeated table or figure of the EDJE paper.
 
     Attributes:
         title: what the table shows.
-        source: table, figure or section of the paper.
-        columns: names of the columns, with their units.
+        source: table, figure or section of the EDJE paper.
+        columns: names of the columns, with units.
+        notes: facts that a reader needs to compare the values.
         rows: the rows.
-        notes: what a reader must know to compare the figures.
     """
 
     title: str
@@ -47,7 +47,15 @@ class Table:
     rows: list[Row] = field(default_factory=list)
 
     def add(self, label: str, measure: Callable[[], Values], paper: Values | None = None) -> None:
-        """Add a row. If data are missing, the row says so and has the figures of the paper alone."""
+        """Measure a row and add it to the table.
+
+        If `measure` raises MissingDataError, the row contains the error message and only the published values.
+
+        Args:
+            label: label of the row.
+            measure: function that returns the measured values by column.
+            paper: published values by column.
+        """
         try:
             own, missing = measure(), ""
         except MissingDataError as error:
@@ -56,7 +64,7 @@ class Table:
 
     @property
     def state(self) -> str:
-        """How much of the table has own figures: "complete", "partial" or "needs data"."""
+        """How many rows have measured values: "complete" (all), "partial" (some) or "needs data" (none)."""
         measured = [any(value is not None for value in row.own.values()) for row in self.rows]
         return "complete" if all(measured) else "partial" if any(measured) else "needs data"
 

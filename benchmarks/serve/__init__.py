@@ -1,1 +1,1 @@
-"""`edje-index bench serve`: open-loop load on a real service, its knee, and an overload with hostile clients."""
+"""Measures `edje-index serve` under load, and during an overload with hostile clients."""

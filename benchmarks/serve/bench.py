@@ -1,4 +1,8 @@
-"""Measures a service: clients in a closed loop, offered load in an open loop, and the knee between them."""
+"""Measures a running service under load.
+
+In a closed loop, clients wait for each response before they send the next search. In an open loop, searches are sent at
+planned times. The knee is the highest load in the open loop that the service keeps up with.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +36,13 @@ class ServeBench:
         queries: texts to search for.
         model: model bundle; None for the bundle that built the index.
         dtype: data type of the joint encoder's matrix products.
-        pools: numbers of candidates to measure; the first one is used for the overload.
-        precisions: precisions to measure; empty for the default of the index.
-        clients: numbers of clients of the closed loop.
-        loads: offered loads, as shares of the most that the closed loop answered.
+        pools: numbers of candidates to measure. The overload uses the first number.
+        precisions: precisions to measure; empty for only the first precision of the index.
+        clients: numbers of clients of the closed loop to measure.
+        loads: offered loads to measure, as multiples of the highest rate in the closed loop.
         seconds: duration of each measurement.
-        overload_seconds: duration of the overload; 0 leaves it out.
-        seed: seed of the times of the requests.
+        overload_seconds: duration of the overload in seconds; 0 for no overload.
+        seed: seed of the planned times.
     """
 
     index: Path
@@ -59,7 +63,7 @@ def bench_serve(bench: ServeBench, on_line: OnLine) -> dict[str, Any]:
 
     Args:
         bench: settings.
-        on_line: called with a line of text after each measurement.
+        on_line: function that receives one line of text after each measurement.
     """
     options = ["--dtype", bench.dtype, *([] if bench.model is None else ["--model", str(bench.model)])]
     settings = {**asdict(bench), "queries": len(bench.queries)}
@@ -101,7 +105,7 @@ def _workload(bench: ServeBench, service: ServiceProcess, searches: Searches, on
 
 
 def _cold(index: Path, service: ServiceProcess, searches: Searches, precision: str) -> dict[str, Any]:
-    """Measure single searches whose tokens are not in the page cache."""
+    """Measure single searches. Before each search, the tokens are evicted from the page cache."""
     files = [path for path in Layout(index).token_array(precision).rglob("*") if path.is_file()]
     exchanges = []
     for number in range(_COLD_SEARCHES):
@@ -113,9 +117,10 @@ def _cold(index: Path, service: ServiceProcess, searches: Searches, precision: s
 
 
 def knee(loads: Sequence[dict[str, Any]]) -> float:
-    """Return the highest offered load below the first load that the service does not keep up with.
+    """Return the knee: the highest offered load before the first load that the service does not keep up with.
 
-    The service keeps up if it answers nearly all requests, and p95 has not grown much over that of the lowest load.
+    The service keeps up with a load if nearly all requests are answered, and if p95 is not much higher than at the
+    lowest load.
     """
     best = 0.0
     lowest = loads[0]["p95_ms"]
@@ -127,7 +132,7 @@ def knee(loads: Sequence[dict[str, Any]]) -> float:
 
 
 def described(result: dict[str, Any]) -> str:
-    """Return a summary of a load as a line."""
+    """Return a one-line summary of the result of a load."""
     if result["p50_ms"] is None:
         return f"no request was answered ({result['statuses']})"
     return (

@@ -1,4 +1,4 @@
-"""Clients that send what no client should: malformed, oversized and slow requests."""
+"""Clients that send malformed, oversized and slow requests to a service."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOW = (
 
 
 async def hostile_clients(url: str, until: asyncio.Event) -> Counter[str]:
-    """Send hostile requests until the event is set, and return how many of each kind were sent."""
+    """Send hostile requests until the event `until` is set. Return the number of sent requests by kind."""
     address = urlsplit(url)
     sent: Counter[str] = Counter()
     kinds = {"malformed": MALFORMED, "oversized": OVERSIZED, "slow": SLOW}

@@ -1,7 +1,9 @@
-"""Sends searches to a service: open loop at random times, or closed loop from a number of clients.
+"""Sends searches to a service in an open loop or in a closed loop.
 
-In an open loop, requests are sent at the times of a Poisson process, however slow the service is, and the latency
-counts from the planned time. A closed loop would hide queues, because a slow service slows its clients down.
+In an open loop, searches are sent at planned times, which form a Poisson process. They do not wait for earlier
+responses. The latency is measured from the planned time, so it includes the time in queues.
+
+In a closed loop, each client sends its next search after the response to the previous search.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ _CONNECTIONS = 400  # below the limit of the service
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request and its answer.
+    """One search request and its response.
 
     Attributes:
-        query: the text of the search.
-        seconds: from the planned time of the request to the end of the answer.
-        answered_in: seconds from the sending of the request to the end of the answer.
+        query: text of the search.
+        seconds: seconds from the planned time of the request to the end of the response.
+        answered_in: seconds from the sending of the request to the end of the response.
         status: HTTP status; 0 if the connection failed.
-        body: the parsed answer, if the status is 200.
+        body: parsed response; None if the status is not 200.
     """
 
     query: str
@@ -40,13 +42,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Searches:
-    """The searches that a load consists of.
+    """The searches of a load.
 
     Attributes:
-        queries: texts, used in turn.
+        queries: texts. After the last text, the first text is used again.
         k: number of hits.
         pool: number of candidates to re-rank.
-        precision: precision of the tokens; None for the default of the index.
+        precision: precision of the tokens; None for the first precision of the index.
         timeout: seconds after which a client gives up.
     """
 
@@ -57,7 +59,7 @@ class Searches:
     timeout: float = 120.0
 
     def body(self, query: str) -> dict[str, Any]:
-        """Return the request of a search for `query`."""
+        """Return the JSON body of a search request for `query`."""
         return {"query": query, "k": self.k, "pool": max(self.pool, self.k), "precision": self.precision}
 
 
@@ -74,7 +76,7 @@ def _poisson(rate: float, seconds: float, draw: random.Random) -> Iterator[float
 
 
 async def open_loop(url: str, searches: Searches, times: Sequence[float]) -> list[Exchange]:
-    """Send one search at each of `times`, in seconds from now, and return the exchanges in this order."""
+    """Send one search at each time in `times`, in seconds from now. Return the exchanges in the order of `times`."""
     async with _client(url, searches.timeout) as client:
         start = time.perf_counter()
         sent = []
@@ -86,7 +88,7 @@ async def open_loop(url: str, searches: Searches, times: Sequence[float]) -> lis
 
 
 async def closed_loop(url: str, searches: Searches, clients: int, seconds: float) -> list[Exchange]:
-    """Let `clients` clients send one search after the other for `seconds`, and return the exchanges."""
+    """Let `clients` clients send searches for `seconds`, each client one search at a time. Return the exchanges."""
     async with _client(url, searches.timeout) as client:
         end = time.perf_counter() + seconds
 
@@ -117,10 +119,10 @@ async def _search(client: httpx.AsyncClient, searches: Searches, query: str, pla
 
 
 def summary(exchanges: Sequence[Exchange], seconds: float) -> dict[str, Any]:
-    """Return the answered requests per second, the share of refused ones, and quantiles of the latency in ms.
+    """Return the rate and share of answered requests, and quantiles of the latency in milliseconds.
 
     Args:
-        exchanges: every exchange of a load.
+        exchanges: all exchanges of a load.
         seconds: duration of the load.
     """
     answered = [exchange for exchange in exchanges if exchange.status == 200]
@@ -142,7 +144,7 @@ def summary(exchanges: Sequence[Exchange], seconds: float) -> dict[str, Any]:
 
 
 def _stages(answered: Sequence[Exchange]) -> dict[str, float]:
-    """Return the median milliseconds of each stage, of the batch that a search was part of."""
+    """Return the median milliseconds of each stage. Searches in the same batch have the same stage times."""
     stages = [exchange.body["timing"]["stages_ms"] for exchange in answered]
     names = list(dict.fromkeys(name for each in stages for name in each))
     return {name: float(np.median([each[name] for each in stages if name in each])) for name in names}

@@ -1,4 +1,4 @@
-"""An overload: more searches than the service can answer, with hostile clients, and every answer compared."""
+"""Overloads a service: sends more searches than the service can answer, and hostile requests. Checks every response."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TOLERANCE = {"float32": 2e-4, "bfloat16": 0.1, "auto": 0.1}  # scores depend a 
 
 @dataclass(frozen=True)
 class _Load:
-    """What the service got and answered in one phase."""
+    """What happened during a load: exchanges, numbers of hostile requests by kind, and peak memory in bytes."""
 
     exchanges: list[Exchange]
     hostile: Counter[str]
@@ -36,12 +36,12 @@ class _Load:
 
 
 def overload(bench: ServeBench, searches: Searches, knee: float, options: Sequence[str]) -> dict[str, Any]:
-    """Offer 1.5 times the load of the knee and hostile requests to a service, and return what happened.
+    """Send hostile requests and `OVERLOAD` times the load of the knee to a service. Return a report.
 
     Args:
         bench: settings of the benchmark.
-        searches: the searches to send.
-        knee: searches per second that the service answers without delay.
+        searches: searches to send.
+        knee: highest load that the service keeps up with, in searches per second.
         options: options of `edje-index serve`.
     """
     searches = replace(searches, queries=list(dict.fromkeys(searches.queries))[:_QUERIES])
@@ -82,7 +82,7 @@ def overload(bench: ServeBench, searches: Searches, knee: float, options: Sequen
 
 
 def library_hits(bench: ServeBench, searches: Searches) -> dict[str, Hits]:
-    """Return the hits of the library for each query."""
+    """Return the hits of `TokenIndex.search` for each query."""
     from edje_index.search.token_index import TokenIndex
 
     index = TokenIndex.open(bench.index, bench.model, dtype=bench.dtype, precision=searches.precision)
@@ -92,9 +92,9 @@ def library_hits(bench: ServeBench, searches: Searches) -> dict[str, Hits]:
 
 
 def differs(exchange: Exchange, expected: Mapping[str, Hits], dtype: str) -> bool:
-    """Return whether an answer has other scores or another order than the library.
+    """Return True if the scores or the order of the hits in a response differ from `expected`.
 
-    Rows may change places if their scores are equal within the tolerance.
+    Rows with equal scores, within a tolerance, may be in any order.
     """
     hits, tolerance = expected[exchange.query], _TOLERANCE[dtype]
     answer = exchange.body["hits"]

@@ -1,4 +1,4 @@
-"""The report of a service benchmark: Markdown with a plot, and JSON with every figure."""
+"""Writes the report of a service benchmark: Markdown with a plot, and JSON with all values."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from typing import Any
 from benchmarks.serve.bench import described
 from edje_index.evaluation.plots import COLOURS, new_figure, save_figure
 
-_METHOD = """One process runs `edje-index serve`, and another one on the same machine sends searches over HTTP, so both
-share the processors. Clients: each sends one search after the other. Offered load: searches are sent at the times of a
-Poisson process, and latency counts from the planned time. Batch: searches that shared a batch, mean. The knee is the
-highest offered load below the first one at which less than 99 % of the searches were answered, or p95 was over 5 times
-that of the lowest load. Cold: the tokens were evicted from the page cache before each search. Memory is resident memory
-of the service."""
+_METHOD = """One process runs `edje-index serve`, and another process on the same machine sends searches over HTTP. Both
+share the processors.
+
+- Clients: each client sends its next search after the response to the previous search.
+- Offered load: searches are sent at the times of a Poisson process. Latency is measured from the planned time.
+- Batch: mean number of searches per batch.
+- Knee: highest offered load before the first load at which less than 99 % of the searches were answered, or p95 was
+  more than 5 times p95 at the lowest load.
+- Cold: the tokens were evicted from the page cache before each search.
+- Memory: resident memory of the service."""
 
 
 def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
-    """Write `<date>-serve.md`, `.json` and a plot to `folder`. Return the paths, the Markdown first."""
+    """Write `<date>-serve.md`, `<date>-serve.json` and a plot to `folder`.
+
+    Return the paths, with the Markdown file first.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{report['environment']['date']}-serve"
     text, data, plot = folder / f"{stem}.md", folder / f"{stem}.json", folder / f"{stem}-latency.png"
@@ -30,7 +37,7 @@ def write_report(report: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw p50 and p99 of each workload against the offered load."""
+    """Plot the median latency (p50) and p99 of each workload against the offered load."""
     figure, axes = new_figure("Latency by offered load", "offered load, searches per second", "latency, ms")
     for number, entry in enumerate(report["workloads"]):
         colour = COLOURS[number % len(COLOURS)]

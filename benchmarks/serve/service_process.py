@@ -1,4 +1,4 @@
-"""Starts `edje-index serve` in a process of its own, and reads the memory of that process."""
+"""Starts `edje-index serve` in a new process, and reads the memory use of the process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _STOP_SECONDS = 60
 
 
 class ServiceProcess:
-    """A running service.
+    """A process of `edje-index serve`.
 
     Attributes:
         url: address of the service.
-        log: file of its standard error.
+        log: file with the standard error of the process.
     """
 
     def __init__(self, url: str, process: subprocess.Popen[str], log: Path) -> None:
@@ -35,11 +35,11 @@ class ServiceProcess:
 
     @property
     def running(self) -> bool:
-        """Whether the process has not ended."""
+        """True until the process ends."""
         return self._process.poll() is None
 
     def memory(self) -> int:
-        """Return the resident bytes of the process; 0 if it has ended."""
+        """Return the resident bytes of the process; 0 if the process has ended."""
         try:
             return int(psutil.Process(self._process.pid).memory_info().rss)
         except psutil.Error:
@@ -53,7 +53,7 @@ class ServiceProcess:
 
 @contextmanager
 def running_service(indexes: Sequence[Path], options: Sequence[str]) -> Iterator[ServiceProcess]:
-    """Run `edje-index serve INDEX... OPTIONS` on a free port of loopback while the `with` block runs.
+    """Run `edje-index serve INDEX... OPTIONS` during the `with` block, on a free port of the local host.
 
     Raises:
         EdjeError: the service does not start.
@@ -80,10 +80,10 @@ def running_service(indexes: Sequence[Path], options: Sequence[str]) -> Iterator
 
 
 class PeakMemory:
-    """Samples the memory of a service while the `with` block runs.
+    """Samples the memory use of a service during the `with` block.
 
     Attributes:
-        peak: the largest number of resident bytes.
+        peak: largest number of resident bytes.
     """
 
     def __init__(self, service: ServiceProcess) -> None:
