@@ -1,6 +1,6 @@
 """The application: sources of images, the build plan, execution engines, jobs, and the command line.
 
-The names in `__all__` are the interface for Python programs.
+The names in `__all__` are the public Python interface.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The jobs as functions with keyword arguments, for Python programs."""
+"""Functions that do what the `edje-index` commands do, for use from Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class BuildOptions(TypedDict, total=False):
-    """Optional settings of `build_index`, see `pipelines.planning.config.BuildConfig`."""
+    """Optional settings of `build_index`. `pipelines.planning.config.BuildConfig` describes each setting."""
 
     engine: Literal["ray", "inline"]
     workers: int | None
@@ -42,7 +42,7 @@ class BuildOptions(TypedDict, total=False):
 
 
 class UpdateOptions(TypedDict, total=False):
-    """Optional settings of `update_index`, with the meanings and defaults of `UpdateConfig`."""
+    """Optional settings of `update_index`. `pipelines.planning.config.UpdateConfig` describes each setting."""
 
     model: str | Path | None
     engine: Literal["ray", "inline"]
@@ -54,7 +54,7 @@ class UpdateOptions(TypedDict, total=False):
 
 
 def _ignore(event: Event) -> None:
-    """Ignore an event. This is the default of `on_event`."""
+    """Do nothing. This is the default value of `on_event`."""
 
 
 def _never() -> bool:
@@ -71,20 +71,23 @@ def build_index(
     should_stop: ShouldStop = _never,
     **options: Unpack[BuildOptions],
 ) -> BuildResult:
-    """Index images, as `edje-index build` does. The same call resumes an unfinished index.
+    """Build an index of images, as `edje-index build` does.
+
+    Call the function again with the same arguments to resume a stopped build.
 
     Args:
-        sources: directories, tar archives, lists of paths or image files, in the order of the rows.
+        sources: one or several directories, tar archives, lists of paths or image files. The rows of the index have
+            the order of the sources.
         out: directory of the index.
         model: directory of the model bundle.
-        on_event: called with each progress event. `pipelines.progress.display.progress_display` yields a function that
-            prints the events.
+        on_event: called with each progress event. `pipelines.progress.display.progress_display` is a context manager
+            that gives a function that prints the events.
         should_stop: called often; the build stops once `should_stop()` returns True.
-        options: further settings of the build, see `BuildOptions`.
+        options: further settings of the build; see `BuildOptions`.
 
     Raises:
         UsageError, ModelError: the request is invalid.
-        JobStopped: the build stopped before its end; the same call resumes the build.
+        JobStopped: the build stopped early. Finished shards are kept.
         EdjeError: another process is changing the index, no input could be indexed, or a larger share of the inputs
             failed than `max_failed` allows.
         MissingExtraError: a package of the extra `build` is not installed.
@@ -114,19 +117,21 @@ def quantize_index(
     workers: int | None = None,
     on_event: OnEvent = _ignore,
 ) -> QuantizeResult:
-    """Store the tokens of an index in further precisions, as `edje-index quantize` does.
+    """Add and remove precisions of the stored tokens, as `edje-index quantize` does.
+
+    Call the function again with the same arguments to resume a stopped conversion.
 
     Args:
-        index: directory of the index. The index stays readable during the conversion.
-        to: precisions to add; those that the index already holds are left unchanged.
-        drop: precisions to remove after the others have been added.
+        index: directory of the index. The index can be read during the conversion.
+        to: precisions to add. Precisions that the index already stores are skipped.
+        drop: precisions to remove, after all precisions in `to` have been added.
         source: precision to convert from; None takes the highest-fidelity precision stored.
         workers: number of Ray workers; None converts in this process.
         on_event: as in `build_index`.
 
     Raises:
-        UsageError: there is no index, a precision is unknown, or the disk is too small.
-        JobStopped: a shard could not be converted; the same call resumes the conversion.
+        UsageError: there is no index at `index`, a precision is unknown, or the disk is too small.
+        JobStopped: a shard could not be converted. Finished shards are kept.
         MissingExtraError: `workers` is given and Ray is not installed.
 
     Example:
@@ -152,9 +157,10 @@ def append_index(
     workers: int | None = None,
     on_event: OnEvent = _ignore,
 ) -> AppendResult:
-    """Add new images to an index, as `edje-index append` does. The same call resumes a stopped append.
+    """Add new images to an index, as `edje-index append` does.
 
-    Images whose content the index already holds are left out.
+    Images that the index already contains are skipped. Call the function again with the same arguments to resume a
+    stopped append.
 
     Args:
         index: directory of the index. Its rows keep their ids.
@@ -166,7 +172,7 @@ def append_index(
 
     Raises:
         UsageError, ModelError: the request is invalid.
-        JobStopped: the append stopped before its end; the same call resumes the append.
+        JobStopped: the append stopped early. Finished shards are kept.
         EdjeError: another process is changing the index, no new image could be indexed, or too many images failed.
         MissingExtraError: a package of the extra `build` is not installed.
 
@@ -195,24 +201,24 @@ def update_index(
     should_stop: ShouldStop = _never,
     **options: Unpack[UpdateOptions],
 ) -> UpdateResult:
-    """Make an index equal to its sources, as `edje-index update` does. The same call resumes a stopped update.
+    """Add, replace and delete rows so that an index matches its sources, as `edje-index update` does.
 
-    New and changed files get new rows. The rows of changed and vanished files are deleted. Unchanged files are not
-    encoded again.
+    New and changed files get new rows. The old rows of changed files and the rows of missing files are deleted.
+    Unchanged files are not encoded again. Call the function again with the same arguments to resume a stopped update.
 
     Args:
         index: directory of the index. Unchanged rows keep their ids.
-        sources: all sources of the index, as in `build_index`. If empty, the sources that the index records.
-        dry_run: return what would change without changing the index.
+        sources: all sources of the index, as in `build_index`. If empty, the sources recorded in the index are used.
+        dry_run: return the changes without applying them.
         on_event: as in `build_index`.
         should_stop: as in `build_index`.
-        options: further settings of the update, see `UpdateOptions`.
+        options: further settings of the update; see `UpdateOptions`.
 
     Raises:
-        UsageError, ModelError: the request is invalid, or the index does not record its sources.
-        JobStopped: the update stopped before its end; the same call resumes the update.
-        EdjeError: another process is changing the index, a source cannot be read, or too many rows vanished or too many
-            images failed.
+        UsageError, ModelError: the request is invalid, or `sources` is empty and the index does not record its sources.
+        JobStopped: the update stopped early. Finished shards are kept.
+        EdjeError: another process is changing the index, a source cannot be read, or too many files are missing or
+            failed.
         MissingExtraError: a package of the extra `build` is not installed.
 
     Example:
@@ -245,15 +251,18 @@ def delete_rows(
     Args:
         index: directory of the index.
         rows: ids of the rows to delete.
-        uri: a shell pattern such as "*.jpg"; rows whose uri matches the pattern are deleted too.
-        where: a filter such as "licence is null"; rows that pass it are deleted too. See `edje_index.search.where`.
-        erase: overwrite the data of the rows and of their duplicates, also of rows that were deleted before, and remove
-            all earlier snapshots. The same call finishes an erasure that was stopped.
+        uri: shell pattern such as "*.jpg". Rows with a matching uri are deleted too.
+        where: filter such as "licence is null", see `edje_index.search.where`. Rows that pass the filter are deleted
+            too.
+        erase: also overwrite the data of the selected rows and of their duplicates, and remove all earlier snapshots.
+            Selected rows that are already deleted are erased too. Call the function again to finish an interrupted
+            erasure.
         dry_run: return the result without changing the index.
 
     Raises:
-        UsageError: there is no index, `rows`, `uri` and `where` are all missing, or `where` is invalid.
-        RowIdError: a row id is out of range or belongs to no input.
+        UsageError: there is no index at `index`, `where` is invalid, or no rows are selected because `rows`, `uri` and
+            `where` are all missing.
+        RowIdError: a row id does not exist.
         EdjeError: another process is changing the index.
 
     Example:
@@ -270,19 +279,19 @@ def delete_rows(
 
 @name_missing_extra("search")
 def compact_index(index: str | Path, *, on_event: OnEvent = _ignore, should_stop: ShouldStop = _never) -> CompactResult:
-    """Write an index again without its deleted rows, as `edje-index compact` does. The model is not needed.
+    """Rewrite an index without its deleted rows, as `edje-index compact` does. The model is not needed.
 
-    The other rows get new row ids. `storage_formats.TokenStore.translate` returns the new ids of old ones. Does nothing
-    if no row is deleted. The same call resumes a stopped compaction.
+    The remaining rows get new ids. `storage_formats.TokenStore.translate` maps old row ids to new row ids. If no row is
+    deleted, the index does not change. Call the function again to resume a stopped compaction.
 
     Args:
-        index: directory of the index. The index stays readable during the compaction.
+        index: directory of the index. The index can be read during the compaction.
         on_event: as in `build_index`.
         should_stop: as in `build_index`.
 
     Raises:
-        UsageError: there is no index, all rows are deleted, or the disk is too small.
-        JobStopped: the compaction stopped before its end, or a row is damaged; the same call resumes the compaction.
+        UsageError: there is no index at `index`, all rows are deleted, or the disk is too small.
+        JobStopped: the compaction stopped early, or a row is damaged. Finished shards are kept.
         EdjeError: another process is changing the index, or an append has not finished.
         MissingExtraError: FAISS is not installed, but the index has a nearest-neighbour index.
 
@@ -310,18 +319,20 @@ def merge_indexes(
 ) -> MergeResult:
     """Copy several indexes of one model into a new index, as `edje-index merge` does. The model is not needed.
 
-    Rows whose content an earlier index holds are deleted in the new index. The indexes do not change. The same call
-    resumes a stopped merge.
+    If several indexes contain the same image, only the row from the first index is kept; the other rows are marked as
+    deleted in the new index. The given indexes do not change. Call the function again with the same arguments to resume
+    a stopped merge.
 
     Args:
-        indexes: directories of the indexes. They need the same model, block shape, shard size and precisions.
-        out: directory of the new index. It appears once it is complete.
+        indexes: directories of the indexes. All indexes must have the same model, block shape, shard size and
+            precisions.
+        out: directory of the new index. The directory appears once the index is complete.
         on_event: as in `build_index`.
         should_stop: as in `build_index`.
 
     Raises:
-        UsageError: an index does not exist or does not fit the first one, or `out` exists.
-        JobStopped: the merge stopped before its end, or a file is damaged; the same call resumes the merge.
+        UsageError: an index does not exist, the indexes differ in one of these properties, or `out` exists.
+        JobStopped: the merge stopped early, or a file is damaged. Finished shards are kept.
         EdjeError: another process is writing to `out`.
         MissingExtraError: FAISS is not installed, but an index has a nearest-neighbour index.
 
@@ -342,7 +353,7 @@ def merge_indexes(
 def repair_index(index: str | Path, *, dry_run: bool = False, on_event: OnEvent = _ignore) -> RepairResult:
     """Rebuild damaged files of an index from its other files, as `edje-index repair` does. The model is not needed.
 
-    Tokens are repaired only if checksums show that the result is what the index held.
+    Repaired tokens are stored only if they have the original checksums.
 
     Args:
         index: directory of the index.
@@ -350,9 +361,9 @@ def repair_index(index: str | Path, *, dry_run: bool = False, on_event: OnEvent 
         on_event: as in `build_index`.
 
     Raises:
-        UsageError: there is no index.
+        UsageError: there is no index at `index`.
         CorruptIndexError: `index.json` is damaged.
-        EdjeError: another process is changing the index, or a change that adds rows has not finished.
+        EdjeError: another process is changing the index, or an append, update or retry has not finished.
         MissingExtraError: FAISS is not installed, but the nearest-neighbour index is damaged.
 
     Example:
@@ -376,7 +387,9 @@ def retry_failed(
     workers: int | None = None,
     on_event: OnEvent = _ignore,
 ) -> RetryResult:
-    """Try the failed inputs of an index again, as `edje-index retry-failed` does. The same call resumes the retry.
+    """Try to index the failed inputs of an index again, as `edje-index retry-failed` does.
+
+    Call the function again with the same arguments to resume a stopped retry.
 
     Args:
         index: directory of the index.
@@ -387,7 +400,7 @@ def retry_failed(
 
     Raises:
         UsageError, ModelError: the request is invalid.
-        JobStopped: the retry stopped before its end; the same call resumes it.
+        JobStopped: the retry stopped early. Finished shards are kept.
         EdjeError: another process is changing the index.
         MissingExtraError: a package of the extra `build` is not installed.
 
@@ -413,21 +426,23 @@ def train(
     should_stop: ShouldStop = _never,
     **settings: Mapping[str, Any],
 ) -> TrainResult:
-    """Train adapter and joint encoder on captions, as `edje-index train` does. The same call resumes a training run.
+    """Train an adapter and a joint encoder on captioned images, as `edje-index train` does.
+
+    Call the function again with the same arguments to resume a stopped training run.
 
     Args:
-        captions: one or several caption files, see `edje_index.captions.reading.read_captions` for their formats.
+        captions: one or several caption files; `edje_index.captions.reading.read_captions` lists the formats.
         out: directory of the bundle to write.
         preset: name of the preset to start from, a key of `edje_index.training.presets.PRESETS`.
         on_event: as in `build_index`.
         should_stop: as in `build_index`.
-        settings: settings that override the preset. Each keyword is a group of settings, such as `loop`; its value maps
-            names of settings to values. `edje-index train --show-settings` lists all groups and names.
+        settings: settings that override the preset. Each keyword names a group of settings, such as `loop`. Each value
+            maps setting names to setting values. `edje-index train --show-settings` lists all groups and names.
 
     Raises:
         UsageError: the preset or a setting is invalid.
         ModelError: a model cannot be used.
-        JobStopped: the training run stopped before its end; the same call resumes the run.
+        JobStopped: the training run stopped early. The last checkpoint is kept.
         MissingExtraError: a package of the extra `train` is not installed.
 
     Example:

@@ -22,7 +22,7 @@ _RECALL = click.option(
     type=click.FloatRange(0, 1, min_open=True),
     default=0.95,
     show_default=True,
-    help="Share of the 100 nearest rows that a search must find.",
+    help="Target recall: share of the 100 nearest rows that a search finds.",
 )
 
 
@@ -47,17 +47,18 @@ def group() -> None:
     default="auto",
     show_default=True,
     metavar="FACTORY",
-    help="Kind of index: auto, or a FAISS factory string such as Flat, IVF1000,Flat or IVF1000,PQ192x4fs.",
+    help="Kind of nearest-neighbour index: auto, or a FAISS factory string such as IVF1000,Flat or IVF1000,PQ192x4fs.",
 )
 @_RECALL
 @quiet_option
 @json_option
 def build(index: Path, ann: str, recall: float, quiet: bool, as_json: bool) -> None:
-    """Build the nearest-neighbour index of INDEX from its embeddings, in place of the existing one.
+    """Build the nearest-neighbour index of INDEX from the stored embeddings, and replace the existing one.
 
-    auto compares a query with every embedding up to 100,000 rows. With more rows, it divides the embeddings into
-    inverted lists and keeps a short code of each. A search then compares the stored embeddings of the best codes, so
-    scores are exact. The number of lists that a search reads is chosen to reach --recall.
+    With --ann auto, a search of up to 100,000 rows compares the query with every embedding. For more rows, the
+    embeddings are divided into inverted lists and compressed to short codes. A search then reads only some lists. The
+    number of these lists is chosen to reach --recall. The best rows are compared by their stored embeddings, so the
+    scores of hits are exact.
 
     \b
     Examples:
@@ -70,17 +71,17 @@ def build(index: Path, ann: str, recall: float, quiet: bool, as_json: bool) -> N
         built = run_ann_build(index, ann, recall, on_event)
     _show(index, built, as_json)
     if built.recall is not None and float(built.recall["value"]) < recall:
-        note(f"the recall stays below {recall}; codes with more parts reach a higher recall")
+        note(f"the recall is below {recall}; for a higher recall, give --ann a factory string with longer codes")
 
 
 @click.command()
 @_INDEX
 @json_option
 def info(index: Path, as_json: bool) -> None:
-    """Describe the nearest-neighbour index of INDEX, and say whether to build it again.
+    """Describe the nearest-neighbour index of INDEX, and say whether to rebuild it.
 
-    An append adds the new rows without building the index again. The drift compares the distance of appended rows from
-    the centroids of the inverted lists with that of the first rows.
+    An append adds rows to the nearest-neighbour index without rebuilding it. The drift is the mean distance between
+    appended embeddings and the nearest centroid, divided by the same mean distance for the first embeddings.
 
     \b
     Example:
@@ -97,10 +98,10 @@ def info(index: Path, as_json: bool) -> None:
 @quiet_option
 @json_option
 def tune(index: Path, recall: float, quiet: bool, as_json: bool) -> None:
-    """Measure recall and time of growing numbers of inverted lists, and store the first that reaches --recall.
+    """Choose the number of inverted lists that a search reads.
 
-    The queries are 200 stored embeddings. Their exact neighbours come from a comparison with every embedding. Text
-    queries may have another recall.
+    The command measures recall and time for increasing numbers of lists, and stores the first number that reaches
+    --recall. The queries are 200 stored embeddings, so the recall of text queries can differ.
 
     \b
     Example:
@@ -121,7 +122,7 @@ def tune(index: Path, recall: float, quiet: bool, as_json: bool) -> None:
             f"{each.milliseconds:.2f} ms of processor time per query{mark}"
         )
     if not measured:
-        print_line(f"{index}: a search compares every embedding, so there is nothing to tune")
+        print_line(f"{index}: a search compares the query with every embedding, so there is nothing to tune")
 
 
 def _show(index: Path, described: AnnInfo, as_json: bool) -> None:

@@ -38,8 +38,9 @@ from storage_formats.format.layout import Layout
 def append(as_json: bool, quiet: bool, **options: Any) -> None:
     """Add the images of every SOURCE to INDEX.
 
-    'build --help' describes SOURCE. The settings of INDEX apply to the new rows. Images whose content INDEX already
-    holds are skipped and counted as duplicates. Existing rows keep their ids. INDEX can be searched during the append.
+    'edje-index build --help' describes SOURCE. New rows are encoded with the settings of INDEX. Images that INDEX
+    already contains are skipped and reported as duplicates. Existing rows keep their ids. INDEX can be searched during
+    the append.
 
     Run the same command again to resume a stopped append.
 

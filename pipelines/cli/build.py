@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pipelines.jobs.build_result import BuildResult
 
 _NO_MODEL = (
-    "no model: give a bundle with --model. 'edje-index model get' writes a small trained one, "
+    "no model: name a model bundle with --model. 'edje-index model get' writes a small trained bundle; "
     "'edje-index model import' converts a trained checkpoint"
 )
 
@@ -65,19 +65,19 @@ _NO_MODEL = (
 @click.option("--dedupe", is_flag=True, help="Encode byte-identical images only once.")
 @column_option
 @max_failed_option
-@click.option("--max-pixels", type=POSITIVE, help="Reject images with more pixels than this.  [default: 89478485]")
+@click.option("--max-pixels", type=POSITIVE, help="Maximum number of pixels of an image.  [default: 89478485]")
 @quiet_option
 @json_option
 def build(as_json: bool, quiet: bool, **options: Any) -> None:
-    """Index the images of every SOURCE into one new index.
+    """Build a new index of the images in every SOURCE.
 
     A SOURCE is a directory, a WebDataset tar, an image file, or a list of paths (Parquet, CSV or JSON Lines).
-    Directories are searched recursively. The pattern 'shards/{0000..0015}.tar' names several tars.
+    Directories are searched recursively. The pattern 'shards/{0000..0015}.tar' names 16 tar archives.
 
-    An image that cannot be read becomes a failed row with a reason. If more inputs fail than --max-failed allows, the
-    build stops with exit code 1 and keeps the finished shards.
+    An image that cannot be read becomes a failed row. 'edje-index failures' lists the failed rows with their reasons.
+    If more images fail than --max-failed allows, the build stops with exit code 1 and keeps the finished shards.
 
-    Run the same command again to resume a stopped build. If the index is finished already, the command does nothing.
+    Run the same command again to resume a stopped build. If the index is already finished, the command does nothing.
 
     \b
     Examples:

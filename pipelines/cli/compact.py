@@ -17,11 +17,11 @@ from pipelines.progress.wording import counted
 @quiet_option
 @json_option
 def compact(index: Path, quiet: bool, as_json: bool) -> None:
-    """Write INDEX again without its deleted rows.
+    """Rewrite INDEX without its deleted rows.
 
-    The other rows get new row ids. A Parquet file maps old to new ids, and TokenStore.translate reads it. Tokens are
-    copied, never encoded again. The model is not needed. The index can be searched during the compaction, which needs
-    disk space for a second copy of the remaining rows. 'gc' then removes the old files.
+    The remaining rows get new ids. A Parquet file maps old row ids to new row ids; TokenStore.translate reads this
+    file. Tokens are copied, so the model is not needed. INDEX can be searched during the compaction. The disk needs
+    room for a second copy of the remaining rows. To remove the old files afterwards, run 'edje-index gc --keep 1'.
 
     Run the same command again to resume a stopped compaction.
 
@@ -37,7 +37,7 @@ def compact(index: Path, quiet: bool, as_json: bool) -> None:
     if as_json:
         print_json(asdict(result))
     elif not result.removed:
-        print_line(f"{index}: no row is deleted, nothing to do")
+        print_line(f"{index}: no row is deleted; nothing to do")
     else:
         print_line(
             f"{index}: {counted(result.rows, 'row')} copied from row {result.first_row:,} on, {result.removed:,} "

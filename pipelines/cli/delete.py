@@ -18,7 +18,7 @@ _SHOWN = 10
 @click.command()
 @click.argument("index", type=PATH)
 @click.option("--rows", "rows", type=int, multiple=True, metavar="N", help="Row id to delete; repeatable.")
-@click.option("--uri", metavar="GLOB", help="Delete the rows whose URI matches this pattern; * also matches slashes.")
+@click.option("--uri", metavar="GLOB", help="Delete the rows whose URI matches this pattern. * also matches slashes.")
 @where_option
 @click.option("--erase", is_flag=True, help="Overwrite the data of the rows, and remove all earlier snapshots.")
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted and change nothing.")
@@ -27,11 +27,11 @@ def delete(index: Path, erase: bool, as_json: bool, **options: Any) -> None:
     """Delete rows of INDEX.
 
     Deleted rows are no longer searched, fetched or evaluated. The other rows keep their ids. The data of deleted rows
-    stays on disk, so that 'rollback' can bring the rows back.
+    remains on disk, so 'edje-index rollback' can restore the rows.
 
-    --erase overwrites tokens, checksums, embeddings, search vectors, names and metadata of the rows and of their
-    duplicates, also of rows that were deleted before. It removes all earlier snapshots, so that no 'rollback' can undo
-    it. Run the command again to finish an erasure that was stopped.
+    --erase also overwrites the data of the selected rows and of their duplicates: tokens, checksums, embeddings, search
+    vectors, names and metadata. Selected rows that are already deleted are erased too. All earlier snapshots are
+    removed, so the erasure cannot be undone. Run the same command again to finish an interrupted erasure.
 
     \b
     Examples:

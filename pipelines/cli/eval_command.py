@@ -33,28 +33,28 @@ if TYPE_CHECKING:
 @click.argument("index", type=PATH)
 @click.argument("captions", type=PATH)
 @images_option
-@click.option("--split", metavar="NAME", help="Split of CAPTIONS to take queries from.  [default: all of CAPTIONS]")
+@click.option("--split", metavar="NAME", help="Take queries only from this split of CAPTIONS.  [default: all splits]")
 @model_option
 @click.option(
     "--also",
     multiple=True,
     metavar="INDEX[=MODEL]",
-    help="Another index to compare, with its model bundle; repeatable.",
+    help="Another index to evaluate, and optionally its model bundle; repeatable.",
 )
 @click.option(
     "--precision",
     "precisions",
     multiple=True,
     metavar="NAME",
-    help="Precision of the tokens to measure; repeatable.  [default: all that INDEX holds]",
+    help="Token precision to evaluate; repeatable.  [default: all precisions stored in INDEX]",
 )
-@click.option("--simulate", is_flag=True, help="Also measure precisions that INDEX does not hold.")
+@click.option("--simulate", is_flag=True, help="Allow --precision NAME if INDEX lacks it; convert tokens in memory.")
 @click.option(
     "--pool",
     "pools",
     type=POSITIVE,
     multiple=True,
-    help="Number of candidates to re-rank; repeatable.  [default: 10 20 50; 100 with --full]",
+    help="Number of candidates to re-rank; repeatable.  [default: 10, 20 and 50; with --full 100]",
 )
 @click.option(
     "--direction",
@@ -66,18 +66,18 @@ if TYPE_CHECKING:
 @click.option(
     "--full",
     is_flag=True,
-    help="Use all images of INDEX and all CAPTIONS as candidates. Reports recall at 5, 10 and 20.",
+    help="Use all images of INDEX and all captions of CAPTIONS as candidates, and report recall at 5, 10 and 20.",
 )
 @click.option(
     "--full-captions",
     type=PATH,
     metavar="FILE",
     multiple=True,
-    help="Further file of candidate captions, with --full; repeatable.",
+    help="With --full: another file with candidate captions; repeatable.",
 )
 @score_option
 @click.option("--rerank/--no-rerank", default=True, help="Re-rank the candidates, or measure the embeddings alone.")
-@click.option("--queries", type=POSITIVE, metavar="N", help="Sample N queries per direction.")
+@click.option("--queries", type=POSITIVE, metavar="N", help="Sample N queries per direction.  [default: all queries]")
 @click.option(
     "--bootstrap",
     type=click.IntRange(min=0),
@@ -93,13 +93,14 @@ if TYPE_CHECKING:
 @quiet_option
 @json_option
 def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Measure the recall of INDEX on captioned images, with embeddings alone and after re-ranking.
+    """Measure the recall of INDEX on captioned images, before and after re-ranking.
 
     CAPTIONS is a file of captions in JSONL, JSON (Karpathy or COCO), Parquet or WebDataset tar format. In text-to-image
     search, the correct hit is the image of the caption. In image-to-text search, every caption of the image is a
     correct hit.
 
-    The candidates are the images and captions of CAPTIONS, or of one split with --split.
+    The candidates are the images and captions of CAPTIONS. With --split, both queries and candidates come from one
+    split. With --full, all images of INDEX and all captions of CAPTIONS are candidates.
 
     \b
     Examples:
@@ -110,9 +111,9 @@ def evaluate(report: Path | None, quiet: bool, as_json: bool, **options: Any) ->
       edje-index eval photos.edje dataset_coco.json --split test --full
     """
     if options["full_captions"] and not options["full"]:
-        raise UsageError("--full-captions needs --full")
+        raise UsageError("--full-captions needs --full; add --full")
     if not options["rerank"] and options["score"] != BUNDLE_SCORE:
-        raise UsageError("--score has no effect with --no-rerank: leave one of them out")
+        raise UsageError("--score has no effect with --no-rerank: leave out --score or --no-rerank")
     config = _config(**options)
     if report is not None:
         _make(report)
@@ -155,7 +156,7 @@ def _show(result: Evaluation, report: Path | None, *, as_json: bool) -> None:
 
     for system in result.systems:
         if not system.trained:
-            note(f"note: the model of {system.name} is untrained, so the recall is that of a random order")
+            note(f"note: the model of {system.name} is untrained, so the order of its hits is random")
     if as_json:
         print_json(to_json(result))
     else:
@@ -166,10 +167,9 @@ def _show(result: Evaluation, report: Path | None, *, as_json: bool) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Create the report directory before the evaluation."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UsageError(f"cannot write the report into {folder}: {error.strerror}") from error
+        raise UsageError(f"cannot write the report to {folder}: {error.strerror}; choose another directory") from error

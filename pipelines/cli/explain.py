@@ -37,7 +37,7 @@ _FREQUENT = 10
     type=POSITIVE,
     default=1000,
     show_default=True,
-    help="Number of images whose words are counted.",
+    help="Number of images in the random sample.",
 )
 @click.option(
     "--captions",
@@ -54,15 +54,16 @@ _FREQUENT = 10
 @click.option(
     "--against",
     metavar="INDEX[=MODEL]",
-    help="Another index of the same images, whose alignment is compared by a paired t-test.",
+    help="Another index of the same images, and optionally its model bundle. A paired t-test compares the alignments.",
 )
 @quiet_option
 @json_option
 def explain(index: Path, rows: tuple[int, ...], out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
-    """Write an HTML page that shows what the tokens of INDEX mean.
+    """Write an HTML page that explains the tokens of INDEX with words.
 
-    The page shows images, each with the words of the language model that are nearest to its tokens. It also shows the
-    most frequent words in a sample of images. With --captions, it shows how well caption words align with tokens.
+    ROW is a row id. For each ROW, the page shows the image and the words of the language model that are nearest to the
+    tokens. Without ROW, the page shows the first images of a random sample. The page also shows the most frequent words
+    in the sample. With --captions, the page also shows how well the words of captions align with tokens.
 
     \b
     Examples:
@@ -72,7 +73,7 @@ def explain(index: Path, rows: tuple[int, ...], out: Path, quiet: bool, as_json:
     """
     captions, images, split, against = (options[name] for name in ("captions", "images", "split", "against"))
     if captions is None and (images or split or against):
-        raise UsageError("--images, --split and --against need --captions")
+        raise UsageError("--images, --split and --against need --captions; add --captions FILE")
     from edje_index.evaluation.interpretation.explain import Captions, ExplainedIndex, explain_index
     from pipelines.pages.explain_page import explain_page
     from pipelines.progress.display import progress_display

@@ -22,7 +22,8 @@ from storage_formats.format.layout import Layout
 def failures(index: Path, reasons: tuple[str, ...], as_json: bool) -> None:
     """List the inputs of INDEX that could not be indexed.
 
-    The command prints one line per failed row: row id, reason, URI and details. 'info' counts the reasons.
+    The command prints one line per failed row: row id, reason, URI and details. 'edje-index info' shows the number of
+    failed rows by reason.
 
     \b
     Examples:
@@ -39,7 +40,7 @@ def failures(index: Path, reasons: tuple[str, ...], as_json: bool) -> None:
 
 
 def failed_rows(root: Path) -> Iterator[dict[str, Any]]:
-    """Yield row id, reason, URI and detail of each failed row. Raises EdjeError if there is no index."""
+    """Yield the row id, reason, URI and detail of each failed row. Raises EdjeError if `root` contains no index."""
     from storage_formats.format.rows import FAILED
 
     columns = ["row_id", "reason", "uri", "detail", "status"]
@@ -50,7 +51,7 @@ def failed_rows(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _tables(root: Path, columns: list[str]) -> Iterator[Any]:
-    """Yield one Arrow table of rows per finished shard."""
+    """Return an iterator over the rows of each finished shard, as Arrow tables."""
     from pipelines.planning.plan import read_plan
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.receipts import read_receipts

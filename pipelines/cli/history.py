@@ -18,9 +18,9 @@ _INDEX = click.argument("index", type=PATH)
 @_INDEX
 @json_option
 def history(index: Path, as_json: bool) -> None:
-    """List the snapshots of INDEX, oldest first. The last one is current.
+    """List the snapshots of INDEX, oldest first. The last snapshot is the current one.
 
-    Every change of a finished index makes a snapshot. Earlier snapshots are kept until 'gc' removes them.
+    Every change of a finished index makes a new snapshot. Old snapshots remain until 'edje-index gc' removes them.
 
     \b
     Example:
@@ -46,9 +46,9 @@ def history(index: Path, as_json: bool) -> None:
 @click.argument("snapshot", type=click.IntRange(min=0))
 @json_option
 def rollback(index: Path, snapshot: int, as_json: bool) -> None:
-    """Return INDEX to its state at SNAPSHOT, a number that 'history' lists.
+    """Restore the contents that INDEX had at SNAPSHOT, a number that 'edje-index history' lists.
 
-    A rollback makes a new snapshot, so you can undo it with another rollback.
+    A rollback makes a new snapshot. To undo a rollback, roll back to the snapshot before it.
 
     \b
     Example:
@@ -71,9 +71,10 @@ def rollback(index: Path, snapshot: int, as_json: bool) -> None:
 )
 @json_option
 def gc(index: Path, keep: int | None, as_json: bool) -> None:
-    """Remove the files of INDEX that no snapshot needs and, with --keep, old snapshots.
+    """Remove the files of INDEX that no snapshot needs. With --keep, also remove old snapshots.
 
-    The command also discards an interrupted change, such as an append or a conversion, which then cannot be resumed.
+    The command also discards an interrupted change, such as an append or a conversion. That change cannot be resumed
+    afterwards.
 
     \b
     Examples:

@@ -26,21 +26,21 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     "--encoder", default="unknown", show_default=True, metavar="NAME", help="Name and version of your encoder."
 )
 @click.option(
-    "--ann/--no-ann", default=True, show_default=True, help="Build a FAISS index of the embeddings, or leave it out."
+    "--ann/--no-ann", default=True, show_default=True, help="Build a nearest-neighbour index of the embeddings."
 )
 @quiet_option
 @json_option
 def import_arrays(quiet: bool, as_json: bool, **options: Any) -> None:
-    """Write an index from the arrays of your own encoder.
+    """Make an index from arrays of tokens and embeddings that your own encoder computed.
 
     \b
-    TOKENS      .npy file [rows, m, d]: float32, float16, or bfloat16 saved as uint16
-    EMBEDDINGS  .npy file [rows, e] of floating-point numbers
+    TOKENS      .npy file, shape [rows, tokens per row, width]: float32, float16, or bfloat16 saved as uint16
+    EMBEDDINGS  .npy file, shape [rows, width]: any floating-point type
     ROWS        Parquet file with the column uri and optionally uri_raw, size, content_hash, width, height
 
-    The files are read through memory maps. Embeddings are normalised to unit length. Without ROWS, the URI of a row
-    is its row id. The index works with 'info', 'verify', 'quantize', 'bench fetch' and the Python interface. Text
-    search is not possible, because the index has no model.
+    Embeddings are normalised to unit length. Without ROWS, the URI of each row is the row id. The index works with
+    'info', 'verify', 'quantize', 'bench fetch' and the Python interface. Text search is not possible, because the index
+    has no model.
 
     \b
     Examples:

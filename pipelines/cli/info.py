@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 def info(index: Path, as_json: bool) -> None:
     """Show what INDEX contains, or how far its build has come.
 
-    The output shows the counts of inputs, the size, the precisions, the columns of the rows table, and the model that
-    built the index. For a column that comes from the sources, it shows the type and the number of values; the values of
-    deleted rows count too. For an unfinished index, it shows the number of finished shards.
+    The output shows the numbers of inputs, the size, the precisions, the columns of the rows table, and the model that
+    built INDEX. Columns from the sources are shown with their type and number of values, including values of deleted
+    rows. For an unfinished index, the output shows the number of finished shards.
 
-    Only a bundle with the encoder fingerprint shown here can search the index. 'edje-index model show' prints the
-    encoder fingerprint of a bundle and the fingerprint of the whole bundle.
+    To search INDEX, a model bundle must have the encoder fingerprint shown here. 'edje-index model show' prints the
+    encoder fingerprint of a bundle.
 
     \b
     Examples:
@@ -43,7 +43,7 @@ def info(index: Path, as_json: bool) -> None:
 
 
 def describe_index(root: Path) -> dict[str, Any]:
-    """Describe a finished or unfinished index as a JSON object. Raises EdjeError if there is no index."""
+    """Return a JSON object that describes a finished or unfinished index. Raises EdjeError if there is no index."""
     from pipelines.planning.plan import read_plan
     from storage_formats.format.receipts import read_receipts
 
@@ -95,7 +95,7 @@ def describe_index(root: Path) -> dict[str, Any]:
 
 
 def _columns(manifest: Manifest) -> list[dict[str, Any]]:
-    """Describe the columns of the rows table. Only columns from the sources have a number of values."""
+    """Return the columns of the rows table. `values` is None for the standard columns."""
     from storage_formats.format.rows import ROW_SCHEMA, type_name
 
     standard = [{"name": field.name, "type": type_name(field.type), "values": None} for field in ROW_SCHEMA]
@@ -103,7 +103,7 @@ def _columns(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the most important values of the description as (name, text) pairs."""
+    """Return the most important entries of `value` as (name, text) pairs."""
     m, d = value["block_shape"]
     lines = [("index", value["index"]), ("state", value["state"])]
     if value["state"] == "begun":
@@ -136,7 +136,7 @@ def _lines(value: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _column_lines(columns: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return one line with the standard columns, and one line for each column from the sources."""
+    """Return one line for all standard columns, and one line for each column from the sources."""
     standard = ", ".join(each["name"] for each in columns if each["values"] is None)
     from_sources = [each for each in columns if each["values"] is not None]
     return [
@@ -146,6 +146,6 @@ def _column_lines(columns: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _precision_line(value: dict[str, Any], name: str) -> str:
-    """Return the name of a precision, followed by its source precision unless the source is bf16."""
+    """Return "NAME", or "NAME (from SOURCE)" if the precision was converted from another precision than bf16."""
     *_, source = value.get("encoded_from", {}).get(name) or ["bf16"]
     return name if source == "bf16" else f"{name} (from {source})"

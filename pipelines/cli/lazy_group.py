@@ -18,8 +18,8 @@ class LazyGroup(click.Group):
     """A group that imports the module of a command only when the command or its help is needed.
 
     Args:
-        sections: commands of each heading of the help text; see `Sections`.
-        hidden: commands that work but do not appear in the help text: name to "module:attribute".
+        sections: commands to list under each heading of the help text; see `Sections`.
+        hidden: commands that work but are not listed in the help text. Maps each name to "module:attribute".
     """
 
     def __init__(self, *, sections: Sections, hidden: Mapping[str, str] | None = None, **settings: Any) -> None:
@@ -53,7 +53,7 @@ class LazyGroup(click.Group):
                 formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. If a UsageError names a parameter, name its option in the message."""
+        """Run the command. Prefix the message of a UsageError about a parameter with the name of the option."""
         try:
             return super().invoke(ctx)
         except UsageError as error:
@@ -66,7 +66,7 @@ class LazyGroup(click.Group):
 
 
 def _spelling(parameter: click.Parameter) -> str:
-    """Return how users write a parameter: the long option, or the name of the argument."""
+    """Return the name of a parameter on the command line: the long option, or the name of the argument."""
     if isinstance(parameter, click.Argument):
         return parameter.metavar or (parameter.name or "").upper()
     return max(parameter.opts, key=len)

@@ -1,4 +1,4 @@
-"""The command line: the list of commands, and the exit code and message of each error."""
+"""The `edje-index` command line: lists the commands, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ def cli() -> None:
 
     \b
     First steps:
-      edje-index model get                    write the trained model of this package to the directory model
+      edje-index model get                    write a small trained model to the directory 'model'
       edje-index build photos --out photos.edje --model model
       edje-index search photos.edje "a dog on a beach"
 
-    Results go to standard output; logs and progress go to standard error. Exit codes: 0 success, 1 problems found
+    Results go to standard output; messages and progress go to standard error. Exit codes: 0 success, 1 problems found
     or command failed, 2 wrong usage.
     """
 
@@ -141,7 +141,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the message of the error that ended a command."""
+    """Return the exit code and the message for an error that ended a command."""
     if isinstance(error, click.ClickException):
         hint = ""
         if isinstance(error, click.UsageError) and error.ctx is not None:

@@ -20,10 +20,11 @@ from pipelines.progress.wording import counted
 def merge(indexes: tuple[Path, ...], out: Path, quiet: bool, as_json: bool) -> None:
     """Copy several indexes of the same model into one new index.
 
-    Every INDEX must have the same shard size and precisions. The model is not needed, because tokens and embeddings are
-    copied. Row ids of the first INDEX stay the same. The row ids of each further INDEX grow by a constant, which the
-    command prints. If several indexes contain the same image, the new index keeps the row of the first of them and
-    marks the other rows as deleted. No INDEX is changed. The new index appears once it is complete.
+    All indexes must have the same shard size and precisions. Tokens and embeddings are copied, so the model is not
+    needed. Rows of the first INDEX keep their ids. A constant is added to the row ids of each other INDEX; the command
+    prints this constant. If several indexes contain the same image, the new index keeps the row from the first INDEX
+    and marks the other rows as deleted. The given indexes do not change. The directory of --out appears when the merge
+    is complete.
 
     Run the same command again to resume a stopped merge.
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, each with one spelling and one help text."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ device_option = click.option(
     type=DEVICE,
     default="auto",
     show_default=True,
-    help="Device that runs the model. auto takes cuda if there is one.",
+    help="Device that runs the model. auto uses cuda if a CUDA device is available.",
 )
 dtype_option = click.option(
     "--dtype",
@@ -44,12 +44,12 @@ dtype_option = click.option(
     "processors that support it. auto is bfloat16 on cuda and float32 on cpu.",
 )
 read_precision_option = click.option(
-    "--precision", metavar="NAME", help="Precision of the tokens to read.  [default: the first that 'info' lists]"
+    "--precision", metavar="NAME", help="Precision of the tokens to read.  [default: first precision that 'info' lists]"
 )
 where_option = click.option(
     "--where",
     metavar="FILTER",
-    help="Only rows that pass this filter, for example \"width > 800 and licence = 'cc0'\". 'info' lists the columns.",
+    help="Select rows by a filter, for example \"width > 800 and licence = 'cc0'\". 'info' lists the columns.",
 )
 stored_precisions_option = click.option(
     "--precision",
@@ -61,7 +61,7 @@ stored_precisions_option = click.option(
     help="Precision of the stored tokens; repeatable.",
 )
 shard_size_option = click.option(
-    "--shard-size", type=POSITIVE, default=SHARD_SIZE, show_default=True, help="Rows per shard."
+    "--shard-size", type=POSITIVE, default=SHARD_SIZE, show_default=True, help="Number of rows per shard."
 )
 
 address_option = click.option(
@@ -70,38 +70,38 @@ address_option = click.option(
 column_option = click.option(
     "--column",
     metavar="NAME",
-    help="Column of image paths, if SOURCE is a list of paths.  [default: the first of path, image, file, uri, ...]",
+    help="Column with the image paths, if SOURCE is a list.  [default: the first of path, image, file, uri, ...]",
 )
 max_failed_option = click.option(
     "--max-failed",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
-    help="Stop if a larger share of the inputs fails.  [default: 0.01, but 20 inputs may always fail]",
+    help="Stop if a larger share of the images fails.  [default: 0.01, but 20 images may always fail]",
 )
 
 images_option = click.option(
     "--images", type=PATH, help="Base directory of relative image paths.  [default: directory of CAPTIONS]"
 )
-wheels_option = click.option("--wheels", type=PATH, help="Directory that holds the two wheels, instead of a download.")
+wheels_option = click.option("--wheels", type=PATH, help="Directory with the two wheels; nothing is downloaded.")
 new_bundle_option = click.option("--out", required=True, type=PATH, help="New directory for the bundle.")
 text_tokenizer_option = click.option(
-    "--text-tokenizer", type=PATH, help="Directory of the text tower's tokenizer, instead of a download."
+    "--text-tokenizer", type=PATH, help="Directory of the text tower's tokenizer.  [default: download the tokenizer]"
 )
 
 
 def engine_option(default: str) -> Callable[[_Command], _Command]:
-    """Return the option `--engine` with the engine that a command uses by default: "ray" or "inline"."""
+    """Return the option `--engine` with the default value `default`: "ray" or "inline"."""
     return click.option(
         "--engine",
         type=click.Choice(["ray", "inline"]),
         default=default,
         show_default=True,
-        help="Run the work in this process (inline) or in Ray workers (ray).",
+        help="Execution engine: this process (inline) or Ray workers (ray).",
     )
 
 
 def html_page_option(default: str) -> Callable[[_Command], _Command]:
-    """Return the option `--out` of a command that writes one HTML page, by default to the file `default`."""
+    """Return the option `--out` for an HTML file, with the default value `default`."""
     return click.option("--out", type=FILE, default=default, show_default=True, help="HTML file to write.")
 
 
@@ -120,6 +120,6 @@ score_option = click.option(
     show_default=True,
     metavar="SCORE",
     callback=_check_score,
-    help="Final score to sort by: 'bundle' (the weights of the model bundle), or PART=WEIGHT,... (a "
-    f"weighted sum). A PART alone has weight 1. The parts are {_PARTS}.",
+    help="Final score that sorts the hits: 'bundle' (weighted sum with the weights of the model bundle), or "
+    f"PART=WEIGHT,... (your own weights). A PART without WEIGHT has weight 1. The parts are {_PARTS}.",
 )

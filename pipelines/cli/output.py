@@ -22,12 +22,12 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def print_line(text: str) -> None:
-    """Print one line of the result on standard output, with control characters escaped."""
+    """Print `text` on standard output, with control characters escaped."""
     click.echo(printable(text))
 
 
 def note(message: str) -> None:
-    """Print one line on standard error, with control characters escaped."""
+    """Print `message` on standard error, with control characters escaped."""
     click.echo(printable(message), err=True)
 
 
@@ -38,7 +38,7 @@ def this_command() -> str:
 
 @contextlib.contextmanager
 def running_job(*, quiet: bool, can_resume: Callable[[], bool] = lambda: True) -> Iterator[tuple[OnEvent, ShouldStop]]:
-    """Yield two callbacks for a job: one shows progress, the other returns True after a signal to stop.
+    """Yield two callbacks for a job: `on_event` shows progress, and `should_stop` returns True after a signal to stop.
 
     If the job stops early and `can_resume()` returns True, the error message says how to resume the job.
     """

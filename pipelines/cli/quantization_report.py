@@ -1,4 +1,4 @@
-"""The option `--report` of `edje-index quantize`, and the options that need it."""
+"""The option `--report` of `edje-index quantize`, and the options that need `--report`."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class ReportRequest:
-    """Values of `--report` and its options.
+    """Values of `--report` and of the options that need `--report`.
 
     Attributes:
         folder: directory to write the report to; None if the report is only printed.
-        settings: fields of `ReportConfig` that the command line sets.
+        settings: values of the `ReportConfig` fields that the user set, by field name.
     """
 
     folder: Path | None
@@ -64,14 +64,14 @@ class ReportRequest:
 
 
 def report_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add `--report` and its options to a command, which receives them as the argument `request`."""
+    """Decorator that adds `--report` and related options to a command, and passes their values as `request`."""
 
     @functools.wraps(function)
     def command(report: Path | None, **others: Any) -> None:
         names = ("rows", "queries", "pool", "model", "device")
         given = {name: value for name in names if (value := others.pop(name)) is not None}
         if report is None and given:
-            raise UsageError(f"--{next(iter(given))} needs --report")
+            raise UsageError(f"--{next(iter(given))} needs --report; add --report")
         folder = None if report == Path(_PRINT_ONLY) else report
         function(request=None if report is None else ReportRequest(folder, given), **others)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("index", type=PATH)
 @click.option("--to", "to", multiple=True, metavar="NAME", help="Precision to add; repeatable.")
-@click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove after the conversion; repeatable.")
+@click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove, after --to; repeatable.")
 @click.option(
     "--from", "source", metavar="NAME", help="Precision to convert from.  [default: the most accurate precision stored]"
 )
@@ -45,14 +45,13 @@ def quantize(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Store the tokens of INDEX in additional precisions.
+    """Add or remove precisions of the tokens in INDEX.
 
     The precisions are bf16, fp16, fp8, mxfp8, int8, nvfp4, mxfp4 and sign1. INDEX can be searched during the
     conversion. Run the same command again to resume a stopped conversion.
 
-    With --report, the command measures how much each precision changes the tokens and the re-ranking, compared with the
-    most accurate precision stored. The report covers the precisions of --to, or all precisions without --to. The report
-    is made before the conversion.
+    With --report, the command first measures how much each precision changes the tokens and the re-ranking, compared
+    with the most accurate precision stored. The report covers the precisions of --to, or all precisions without --to.
 
     \b
     Examples:
@@ -101,5 +100,5 @@ def _engine(name: str, workers: int | None, address: str | None) -> Engine:
     from pipelines.engines import open_engine
 
     if name == "inline" and (workers is not None or address is not None):
-        raise UsageError("--workers and --address need --engine ray")
+        raise UsageError("--workers and --address need --engine ray; add --engine ray")
     return open_engine(name, workers or 2, address=address)

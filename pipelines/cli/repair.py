@@ -18,10 +18,10 @@ from pipelines.progress.wording import counted
 @quiet_option
 @json_option
 def repair(index: Path, dry_run: bool, quiet: bool, as_json: bool) -> int:
-    """Rebuild damaged or lost files of INDEX from its other files.
+    """Rebuild damaged or missing files of INDEX from its other files.
 
-    Damaged tokens are converted again from another precision, and only if the checksums show that the result is what
-    INDEX held. Damaged checksums are computed again from the tokens, and a damaged nearest-neighbour index from the
+    Damaged tokens are converted again from another precision, and stored only if they have the original checksums.
+    Damaged checksums are computed again from the tokens. A damaged nearest-neighbour index is built again from the
     embeddings. The model and the images are not needed. The exit code is 1 if problems remain.
 
     \b

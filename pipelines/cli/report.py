@@ -22,13 +22,13 @@ _DEFAULT_QUERIES = 4
     "queries",
     multiple=True,
     metavar="TEXT",
-    help="Query of a sample search; repeatable.  [default: general captions]",
+    help="Query of a sample search; repeatable.  [default: 4 built-in captions]",
 )
 @quiet_option
 def report(index: Path, out: Path, queries: tuple[str, ...], quiet: bool) -> None:
     """Write one HTML page about INDEX.
 
-    The page shows the counts, the failed inputs, the sizes, the effect of each precision, the times of the build, and
+    The page shows the number of images, failed inputs, file sizes, the effect of each precision, build times, and
     sample searches with images.
 
     \b
@@ -37,7 +37,7 @@ def report(index: Path, out: Path, queries: tuple[str, ...], quiet: bool) -> Non
       edje-index report photos.edje --out photos.html --query "a red canoe" --query "snow"
     """
     if any(not query.strip() for query in queries):
-        raise UsageError("--query is empty: give a text")
+        raise UsageError("--query is empty; give a text")
     from edje_index.evaluation.quantization_report.queries import GENERIC_CAPTIONS
     from pipelines.jobs.index_report import measure_index
     from pipelines.pages.report_page import report_page

@@ -31,12 +31,13 @@ from storage_formats.format.layout import Layout
 @quiet_option
 @json_option
 def retry_failed(as_json: bool, quiet: bool, **options: Any) -> None:
-    """Try the failed inputs of INDEX again.
+    """Try to index the failed inputs of INDEX again.
 
-    'failures' lists these inputs. Inputs that work now get new rows, and their failed rows are deleted. What fails
-    again is listed with its new reason. If nothing has changed, INDEX stays as it is.
+    'edje-index failures' lists these inputs. The old failed rows are deleted, and each input gets a new row. Inputs
+    that fail again are listed with the new reason. If every input fails for the same reason as before, INDEX does not
+    change.
 
-    Run the same command again to resume it.
+    Run the same command again to resume a stopped retry.
 
     \b
     Example:

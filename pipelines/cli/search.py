@@ -38,7 +38,7 @@ _QUERIES_AT_ONCE = 64  # their hits appear together
 
 @dataclass(frozen=True)
 class _Request:
-    """Options of one search: number of hits, candidates, score and output."""
+    """Options of one search."""
 
     k: int
     pool: int
@@ -56,12 +56,12 @@ class _Request:
 @click.option(
     "--queries",
     type=FILE,
-    help="File of queries instead of TEXT: one per line, or .jsonl objects with the key `query`.",
+    help="File of queries: one query per line, or a .jsonl file of objects with the key `query`.",
 )
 @click.option(
     "--image",
     type=FILE,
-    help="Image file to search with, instead of TEXT. Hits are sorted by embedding alone.",
+    help="Image file to search with. Hits are sorted by embedding similarity, without re-ranking.",
 )
 @click.option("-k", "k", type=POSITIVE, default=10, show_default=True, help="Number of hits.")
 @click.option("--pool", type=POSITIVE, default=100, show_default=True, help="Number of candidates to re-rank.")
@@ -69,7 +69,7 @@ class _Request:
 @click.option(
     "--rerank/--no-rerank",
     default=True,
-    help="Sort the candidates by the final score, or keep the order of the embeddings.",
+    help="Sort the candidates by the final score, or by embedding similarity alone.",
 )
 @where_option
 @read_precision_option
@@ -79,9 +79,9 @@ class _Request:
 @click.option(
     "--html",
     type=FILE,
-    help="Also write an HTML page that shows the images before and after re-ranking.",
+    help="Also write an HTML page that shows the hits before and after re-ranking.",
 )
-@click.option("--open", "open_page", is_flag=True, help="Open the page of --html in the browser.")
+@click.option("--open", "open_page", is_flag=True, help="Open the page that --html writes in the browser.")
 @json_option
 def search(
     index: Path,
@@ -94,13 +94,14 @@ def search(
     dtype: str,
     **options: Any,
 ) -> None:
-    """Find the images that match TEXT best. Without a query, prompt for queries on the terminal.
+    """Find the images that match TEXT best. Without TEXT, --queries and --image, prompt for queries.
 
-    The candidates are the rows whose embeddings are nearest to the embedding of TEXT. They are sorted by the final
-    score, a weighted sum of parts. The weights are in the model bundle; --score replaces them.
+    The candidates are the rows whose embeddings are nearest to the embedding of TEXT. The candidates are then sorted by
+    the final score, a weighted sum of several scores. The weights are in the model bundle; --score sets other weights.
 
-    With --json, each hit has the final score, its unweighted parts, `embedding_score` and `joint_score` (weighted
-    logit, late interaction and pooled similarity). With --queries, --json prints one line per query.
+    With --json, each hit has the final score and its parts before weighting. `embedding_score` is the cosine similarity
+    of the embeddings. `joint_score` is the weighted sum of logit, late interaction and pooled similarity. With
+    --queries, --json prints one line per query.
 
     \b
     Examples:
@@ -140,7 +141,7 @@ def search(
 
 
 def _batches(queries: Path | None) -> Iterable[list[str]]:
-    """Return batches of queries: large batches from a file, or single queries from the prompt."""
+    """Return the queries in batches: large batches from a file, or single queries from the prompt."""
     if queries is None:
         return ([query] for query in prompt_for_queries())
     texts = read_queries(queries)
@@ -182,10 +183,10 @@ def _check_query(request: _Request, *, text: str | None, queries: Path | None, i
 def _check(request: _Request) -> None:
     if request.rerank and request.pool < request.k:
         raise UsageError(
-            f"--pool {request.pool} is smaller than -k {request.k}: only candidates in the pool can become hits"
+            f"--pool {request.pool} is smaller than -k {request.k}: only candidates can become hits, so raise --pool"
         )
     if not request.rerank and request.score != BUNDLE_SCORE:
-        raise UsageError("--score has no effect with --no-rerank: leave one of them out")
+        raise UsageError("--score has no effect with --no-rerank: leave out --score or --no-rerank")
     if request.html is not None and not request.rerank:
         raise UsageError("--html compares the order before and after re-ranking: leave out --html or --no-rerank")
     if request.open_page and request.html is None:
@@ -201,7 +202,6 @@ def _write_page(
     query: str,
     loading: float,
 ) -> None:
-    """Write the HTML page to `path`, and open it in the browser if requested."""
     from pipelines.pages.search_page import SearchContext, search_page
     from storage_formats.atomic import write_bytes_atomic
 

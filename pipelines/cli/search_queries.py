@@ -14,10 +14,10 @@ _PROMPT = "query> "
 
 
 def read_queries(file: Path) -> list[str]:
-    """Return the queries of a file, in order.
+    """Return the queries in a file, in order.
 
-    A text file holds one query per line. A .jsonl file holds one object with the key `query` per line. Blank lines are
-    skipped.
+    A text file contains one query per line. A .jsonl file contains one object with the key `query` per line. Blank
+    lines are skipped.
 
     Raises:
         UsageError: the file cannot be read, a line of a .jsonl file has no valid query, or there is no query.
@@ -25,7 +25,9 @@ def read_queries(file: Path) -> list[str]:
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read --queries {file}: {getattr(error, 'strerror', None) or error}") from error
+        raise UsageError(
+            f"cannot read --queries {file}: {getattr(error, 'strerror', None) or error}; give a UTF-8 text file"
+        ) from error
     is_json = file.suffix == ".jsonl"
     queries = [
         _query_of(line, f"line {number} of --queries {file}") if is_json else line.strip()
@@ -33,7 +35,7 @@ def read_queries(file: Path) -> list[str]:
         if line.strip()
     ]
     if not queries:
-        raise UsageError(f"--queries {file} holds no query: write one query per line")
+        raise UsageError(f"--queries {file} contains no query: write one query per line")
     return queries
 
 
@@ -43,7 +45,7 @@ def _query_of(line: str, place: str) -> str:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f'{place} is not an object with the key "query": {line[:80]!r}') from error
     if not isinstance(query, str) or not query.strip():
-        raise UsageError(f"{place} must have a text as its query, got {query!r}")
+        raise UsageError(f"{place} must have a text that is not blank as its query, got {query!r}")
     return query
 
 

@@ -32,28 +32,28 @@ _KEYS_VARIABLE = "EDJE_API_KEYS"
     "--api-keys",
     "key_file",
     type=FILE,
-    help=f"File of API keys, one per line. The variable {_KEYS_VARIABLE} can hold the keys instead.",
+    help=f"File of API keys, one per line. Or set the environment variable {_KEYS_VARIABLE} to the keys.",
 )
 @click.option(
     "--allowed-host",
     "hosts",
     metavar="NAME",
     multiple=True,
-    help="Host name under which clients reach the service; repeatable.",
+    help="Host name that requests may use for the service; repeatable.",
 )
 @click.option(
     "--queue",
     type=click.IntRange(1, 10_000),
     default=64,
     show_default=True,
-    help="Number of requests that may wait; others fail with HTTP status 429.",
+    help="Maximum number of waiting requests; further requests fail with HTTP status 429.",
 )
 @click.option(
     "--deadline",
     type=click.FloatRange(0.1, 3600),
     default=30.0,
     show_default=True,
-    help="Seconds after which a request fails with HTTP status 504.",
+    help="Maximum seconds per request; slower requests fail with HTTP status 504.",
 )
 def serve(
     indexes: tuple[Path, ...],
@@ -67,10 +67,10 @@ def serve(
     queue: int,
     deadline: float,
 ) -> None:
-    """Serve search and re-ranking of INDEX... over HTTP, with a search page for browsers.
+    """Serve search and re-ranking of every INDEX over HTTP, with a search page for browsers.
 
-    The command prints its address when the service is ready. On SIGTERM or Ctrl-C, it answers the requests that have
-    arrived, then exits. docs/serve.md and /openapi.json describe all requests.
+    The command prints the address of the service when the service is ready. On SIGTERM or Ctrl-C, the service answers
+    the requests that have arrived, then exits. docs/serve.md and /openapi.json describe all requests.
 
     Anyone who can reach the address can search and see thumbnails. On a network, use API keys and a proxy with TLS.
 

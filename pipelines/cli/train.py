@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _TrainCommand(click.Command):
-    """Command that names the replacement of each option of earlier versions."""
+    """Command whose error message for a removed option names the replacement."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)  # the parser empties `args`
@@ -40,19 +40,19 @@ class _TrainCommand(click.Command):
     "--dev",
     type=PATH,
     metavar="FILE",
-    help="File of captions of other images, to fit the score weights to.",
+    help="File of captions of other images. The weights of the final score are fitted to this file.",
 )
 @click.option("--model", type=PATH, help="Bundle with the frozen vision and text towers.")
-@click.option("--vision", metavar="NAME", help="Name of the frozen towers in open_clip, instead of --model.")
+@click.option("--vision", metavar="NAME", help="open_clip name of the frozen towers, instead of --model.")
 @click.option(
     "--language", type=PATH, help="Initial language model: directory of a Hugging Face BERT model, or a bundle."
 )
 @click.option(
     "--init",
     type=PATH,
-    help="Bundle with initial weights of the joint encoder and, if sizes match, the adapter.",
+    help="Bundle with the initial weights of the joint encoder and of the adapter (if it has the same size).",
 )
-@click.option("--teacher", type=PATH, help="Bundle of the teacher model, for distillation.")
+@click.option("--teacher", type=PATH, help="Bundle of the teacher model; needed only for distillation.")
 @click.option(
     "--preset",
     type=click.Choice(list(PRESETS)),
@@ -68,12 +68,12 @@ class _TrainCommand(click.Command):
     "assignments",
     multiple=True,
     metavar="GROUP.KEY=VALUE",
-    help="One setting, which overrides --config; repeatable.",
+    help="Value of one setting; overrides --config. Repeatable.",
 )
 @click.option("--show-settings", is_flag=True, help="Print every setting with its description, as TOML, and exit.")
 @click.option("--steps", type=int, help="Number of optimiser steps.")
 @click.option("--epochs", type=float, help="Number of passes over all captions, instead of --steps.")
-@click.option("--run-dir", type=PATH, help="Directory of checkpoints, features and log.  [default: OUT.run]")
+@click.option("--run-dir", type=PATH, help="Directory for checkpoints, features and the log.  [default: OUT.run]")
 @click.option("--workers", type=int, help="Number of worker processes; several processes run on Ray.  [default: 1]")
 @click.option("--device", type=DEVICE, help="Device to train on.  [default: auto]")
 @click.option("--export", is_flag=True, help="Write a bundle from the last checkpoint without further training.")
@@ -93,8 +93,8 @@ def train(
     CAPTIONS are files in JSONL, COCO or Karpathy JSON, Parquet or WebDataset tar format. The features of the vision
     tower are computed once and stored in --run-dir. Run the same command again to resume an interrupted training run.
 
-    All other choices are settings. Settings are read from the preset, --config, --set and the options below; a later
-    source overrides an earlier one. To list all settings, use --show-settings.
+    Settings come from --preset, --config, --set and the other options, in this order; later values override earlier
+    values. --show-settings lists all settings.
 
     \b
     Presets:
@@ -138,7 +138,7 @@ def train(
 
 
 def describe_result(result: TrainResult) -> list[str]:
-    """Describe the result in lines of text."""
+    """Return lines of text that describe the result of a training run."""
     lines = [f"{result.bundle} is already finished; nothing was done"] if result.already_finished else []
     lines.append(
         f"{result.bundle}: {result.steps:,} steps on {result.images:,} images with {result.captions:,} captions, "
@@ -152,7 +152,7 @@ def describe_result(result: TrainResult) -> list[str]:
 
 
 def _describe_choice(candidates: str, choice: dict[str, Any]) -> str:
-    """Describe the recall of `candidates` ("images" or "captions") with the fitted weights."""
+    """Return one line on the dev recall of `candidates` ("images" or "captions") with the fitted weights."""
     queries = "images" if candidates == "captions" else "captions"
     held_out = choice["held_out_recall"]
     cross_validated = "" if held_out is None else f"final {held_out:.1%} with weights fitted to other images, "

@@ -21,13 +21,11 @@ from storage_formats.errors import UsageError
 @click.option(
     "--dev",
     type=PATH,
-    help="File of captions of other images, to choose the epoch to keep.",
+    help="File of captions of other images. The epoch with the highest recall on this file is kept.",
 )
 @click.option("--dev-split", metavar="NAME", help="Use only this split of --dev.")
-@click.option("--towers", type=PATH, help="Directory that 'model fetch-towers' wrote, with both towers.")
-@click.option(
-    "--image-tower", metavar="TIMM_NAME:WEIGHTS", help="Vision tower: model name in timm, and file of weights."
-)
+@click.option("--towers", type=PATH, help="Directory with both towers, written by 'edje-index model fetch-towers'.")
+@click.option("--image-tower", metavar="TIMM_NAME:WEIGHTS", help="Vision tower: timm model name and file of weights.")
 @click.option("--text-tower", type=PATH, help="Text tower: directory of a Hugging Face BERT model and tokenizer.")
 @click.option(
     "--image-size",
@@ -37,7 +35,7 @@ from storage_formats.errors import UsageError
     help="Width and height of the input images in pixels.",
 )
 @click.option("--out", required=True, type=PATH, help="Directory of the open_clip model to write.")
-@click.option("--cache", type=PATH, help="Directory to keep image features in.  [default: OUT.features]")
+@click.option("--cache", type=PATH, help="Directory in which to store image features.  [default: OUT.features]")
 @click.option("--embed-dim", default=512, show_default=True, help="Width of the embedding.")
 @click.option("--epochs", default=14, show_default=True, help="Number of passes over all captions.")
 @click.option("--batch-size", default=512, show_default=True, help="Number of caption-image pairs per step.")
@@ -46,20 +44,20 @@ from storage_formats.errors import UsageError
     "--tune-text",
     default=0,
     show_default=True,
-    help="Number of layers of the text tower to train, counted from the last.",
+    help="Number of last layers of the text tower to train; 0 trains only the heads.",
 )
 @click.option("--text-lr", default=1e-4, show_default=True, help="Learning rate of the layers that --tune-text trains.")
-@click.option("--weight-decay", default=0.5, show_default=True, help="Weight decay; biases and norms have none.")
+@click.option("--weight-decay", default=0.5, show_default=True, help="Weight decay, except of biases and norm layers.")
 @click.option("--image-dropout", default=0.3, show_default=True, help="Dropout in the image head.")
 @click.option("--text-dropout", default=0.3, show_default=True, help="Dropout in the text head.")
 @seed_option
 @json_option
 def train_embedding(captions: Path, out: Path, as_json: bool, **options: Any) -> None:
-    """Train an embedding model: contrastive heads on separately trained vision and text towers.
+    """Train contrastive heads on a vision tower and a text tower that were trained separately.
 
-    CAPTIONS is a file of captions in JSONL, JSON (Karpathy or COCO) or Parquet format. The vision tower is frozen, and
-    its features are kept in --cache for further training runs. The result is an open_clip model. Other commands accept
-    it as --vision local-dir:OUT.
+    CAPTIONS is a file of captions in JSONL, JSON (Karpathy or COCO) or Parquet format. The vision tower is frozen. The
+    image features are stored in --cache, and later training runs reuse them. The result is an open_clip model. To use
+    the model in other commands, give --vision local-dir:OUT.
 
     \b
     Examples:

@@ -52,22 +52,24 @@ Values = dict[str, dict[str, Any]]
 
 
 class TrainSettings(TrainConfig, TrainRequest):
-    """All settings of one training run, with the names that settings files and the command line use."""
+    """All settings of one training run. Settings files and the command line use the same names."""
 
 
 def read_settings(
     preset: str, config_file: Path | None, assignments: Iterable[str], options: Mapping[str, Any]
 ) -> Values:
-    """Merge the settings of all sources, by group. A later source overrides an earlier one.
+    """Merge the settings of the preset, `config_file`, `assignments` and `options`, in this order.
+
+    Later values override earlier values. The result maps each group to its settings.
 
     Args:
         preset: name of a preset.
         config_file: TOML file with one table per group. Relative paths are relative to the directory of the file.
         assignments: texts of the form `group.key=value`, where the value is TOML, a bare word or `none`.
-        options: values of the other options by name; None, False and empty values are ignored.
+        options: values of the other command-line options by name; None, False and empty values are ignored.
 
     Raises:
-        UsageError: a source cannot be read. `make_request` validates the values.
+        UsageError: `config_file` or an assignment cannot be read. `make_request` validates the values.
     """
     given = {DEDICATED_OPTIONS[name]: value for name, value in options.items() if _is_given(value)}
     sources = [
@@ -87,7 +89,7 @@ def read_settings(
 
 
 def _is_given(value: Any) -> bool:
-    """Return True if an option was given on the command line. The value 0 counts as given."""
+    """Return False if `value` means that an option was not given: None, False or an empty tuple."""
     return value is not None and value is not False and value != ()
 
 
@@ -100,7 +102,7 @@ def _grouped(settings: Iterable[tuple[str, Any]]) -> Values:
 
 
 def make_request(values: Values) -> tuple[TrainRequest, TrainConfig]:
-    """Validate merged settings; return the request and the configuration of the training run.
+    """Validate merged settings. Return the request and the configuration of the training run.
 
     Raises:
         UsageError: a setting is invalid; the message has one line per problem.
@@ -141,7 +143,7 @@ def settings_json(values: Values) -> dict[str, Any]:
 
 
 def removed_options(arguments: Sequence[str]) -> list[str]:
-    """Return one line for each option of an earlier version in `arguments`, with its replacement."""
+    """Return one line for each removed option in `arguments`. The line names the replacement of the option."""
     lines = []
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         option, equals, value = argument.removeprefix("--").partition("=")
@@ -154,7 +156,7 @@ def removed_options(arguments: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def options_named() -> Iterator[None]:
-    """Context manager that adds the option of a setting to the message of a UsageError."""
+    """Context manager that adds option names to the message of a UsageError, for example "loop.steps (--steps)"."""
     try:
         yield
     except UsageError as error:
@@ -166,7 +168,7 @@ def options_named() -> Iterator[None]:
 
 
 def _replacement(option: str) -> str | None:
-    """Return the replacement of an option of an earlier version, or None for other names."""
+    """Return the replacement of a removed option, or None if there is no such option."""
     key = option.replace("-", "_")
     if key in DEDICATED_OPTIONS:
         return None

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("root", type=PATH, metavar="INDEX")
 @click.argument("sources", nargs=-1, metavar="[SOURCE...]")
-@click.option("--dry-run", is_flag=True, help="Show what would change and change nothing.")
+@click.option("--dry-run", is_flag=True, help="Show the changes without applying them.")
 @click.option(
     "--max-vanished",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
     default=0.5,
     show_default=True,
-    help="Stop if more than this share of the rows has vanished from the sources.",
+    help="Stop if the files of more than this share of the rows are missing.",
 )
 @model_option
 @engine_option("ray")
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 @quiet_option
 @json_option
 def update(as_json: bool, quiet: bool, **options: Any) -> None:
-    """Make INDEX equal to its sources.
+    """Add, replace and delete rows so that INDEX matches its sources.
 
-    Without SOURCE, the sources are those that INDEX records. With SOURCE, give all sources of INDEX, because rows of
-    other sources are deleted. 'build --help' describes SOURCE.
+    Without SOURCE, the command uses the sources recorded in INDEX. If you give SOURCE, name all sources of INDEX,
+    because the rows of other sources are deleted. 'edje-index build --help' describes SOURCE.
 
-    New and changed files get new rows. The rows of changed and vanished files are deleted. Unchanged files are read and
-    compared by content, but not encoded again. Programs that have INDEX open see the changes after they reopen it.
+    New and changed files get new rows. The old rows of changed files and the rows of missing files are deleted.
+    Unchanged files are read but not encoded again. A program that has INDEX open must reopen it to see the changes.
 
-    If a source cannot be read, or too many rows would vanish, the command stops and INDEX stays as it is.
+    If a source cannot be read, or too many files are missing, the command stops without changing INDEX.
 
     \b
     Examples:

@@ -16,10 +16,10 @@ from pipelines.progress.wording import counted
 @click.argument("index", type=PATH)
 @json_option
 def verify(index: Path, as_json: bool) -> int:
-    """Check every file of INDEX, with its checksums, rows and counts.
+    """Check every file of INDEX: lengths, checksums, rows and counts.
 
     If zarr-python is installed, the command also checks that zarr-python can open the arrays. The exit code is 1 if
-    there is a problem.
+    the command finds a problem.
 
     \b
     Examples:

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
 
 
 def open_engine(name: str, workers: int | None, *, cpus: int = 1, gpus: int = 0, address: str | None = None) -> Engine:
-    """Return the engine `name`, "inline" or "ray". The inline engine ignores the other arguments; see `RayEngine`.
+    """Return the execution engine `name`: "inline" or "ray".
+
+    The other arguments configure `RayEngine`. The inline engine ignores these arguments.
 
     Raises:
         UsageError: `address` does not have the form host:port.

@@ -1,4 +1,4 @@
-"""The interface of execution engines, which take tasks and yield one outcome per task.
+"""The interface of execution engines. An engine takes tasks and yields one outcome per task.
 
 Tasks must be safe to repeat: if a worker process dies, its task runs again on another worker.
 """
@@ -21,7 +21,7 @@ WorkerFactory = Callable[[], Worker]
 
 
 class TaskInterrupted(Exception):
-    """Raised by a worker that gives up a task because `should_stop()` returned True."""
+    """Raised by a task that ended early, because `should_stop()` returned True."""
 
 
 class EngineUnavailableError(EdjeError):
@@ -38,11 +38,11 @@ class TaskDone:
 
 @dataclass(frozen=True)
 class TaskFailure:
-    """The task raised an exception, or too many workers died or stalled while they ran it.
+    """The task raised an exception, or too many workers died or stalled while running the task.
 
     Attributes:
-        message: what failed, in one line for the user.
-        trace: the worker's traceback, for debugging; empty if there is none.
+        message: description of the failure for the user, in one line.
+        trace: traceback of the worker, for debugging; empty if there is none.
     """
 
     task: Task
@@ -68,14 +68,14 @@ class Engine(Protocol):
     ) -> Generator[Outcome, None, None]:
         """Run every task and yield the outcomes in order of completion.
 
-        Once `should_stop()` returns True, no further task starts, the running tasks are told to stop, and the iterator
+        Once `should_stop()` returns True, no further task starts. The running tasks are told to stop, and the generator
         ends.
 
         Args:
             make_worker: called once in each worker process; returns the worker.
-            tasks: tasks to run; the engine takes the next one when a worker is free.
-            on_progress: called in the process that called `run`, with the latest progress of each worker.
-            should_stop: returns whether to stop; called often, so it must be fast.
+            tasks: tasks to run; the engine takes the next task when a worker is free.
+            on_progress: called with the latest progress of each worker, in the process that called `run`.
+            should_stop: returns True to stop. The engine calls this function often, so the function must be fast.
 
         Raises:
             EngineUnavailableError: the engine cannot start.
@@ -85,7 +85,7 @@ class Engine(Protocol):
 
 
 def build_worker(make_worker: WorkerFactory) -> Worker:
-    """Call `make_worker` and return the worker. Raises EdjeError with the reason if this fails."""
+    """Call `make_worker` and return the worker. Raises EdjeError if `make_worker` fails."""
     try:
         return make_worker()
     except Exception as error:
@@ -95,7 +95,7 @@ def build_worker(make_worker: WorkerFactory) -> Worker:
 def run_task(
     worker: Worker, task: Task, on_progress: Callable[[Any], None], should_stop: Callable[[], bool]
 ) -> Outcome | None:
-    """Run `task` in this process. Return None if the worker gave up the task because of a stop."""
+    """Run `task` in this process and return the outcome. Return None if the task was stopped early."""
     try:
         return TaskDone(task, worker(task, on_progress, should_stop))
     except TaskInterrupted:

@@ -9,7 +9,7 @@ from pipelines.engines.base import Outcome, Task, WorkerFactory, build_worker, r
 
 
 class InlineEngine:
-    """Runs tasks in the calling thread. See `pipelines.engines.base.Engine`."""
+    """Engine that runs tasks in the calling thread. See `pipelines.engines.base.Engine`."""
 
     name = "inline"
 

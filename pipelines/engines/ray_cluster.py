@@ -1,11 +1,11 @@
 """Connecting to Ray: start a local Ray for one run, or join a cluster that is already running.
 
 A local Ray listens on 127.0.0.1 only, requires a random token, sends no usage statistics, and ends with the run. Ray
-reads the settings for this when it is first imported. A program that imports Ray earlier must first set
-RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0.
+reads the settings for these properties at import. A program that imports Ray before this module must first set the
+environment variables RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0.
 
-This process opens ports for the nodes of a cluster that it joins. Set RAY_AUTH_MODE=token on each node and in this
-process, and keep the ports behind a firewall.
+To join a cluster, this process opens ports for the nodes of the cluster. Set RAY_AUTH_MODE=token on each node and in
+this process, and keep the ports behind a firewall.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PRIVATE_ENVIRONMENT = {
 
 
 class RayDied(EdjeError):
-    """The local Ray lost a process that it needs."""
+    """A process of the local Ray has ended, so the local Ray no longer works."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class RayCluster:
     """A connection to Ray.
 
     Attributes:
-        ray: imported `ray` package.
-        daemons: daemon processes of a local Ray; empty for a cluster that was joined.
+        ray: the `ray` package.
+        daemons: daemon processes of a local Ray; empty if this process joined a cluster.
     """
 
     ray: Any
     daemons: tuple[Any, ...] = ()
 
     def room(self, *, cpus: int, gpus: int) -> int:
-        """Return how many workers, with `cpus` CPUs and `gpus` GPUs each, the cluster can hold at once.
+        """Return how many workers with `cpus` CPUs and `gpus` GPUs the cluster can run at the same time.
 
         Raises:
-            UsageError: no node has room for even one worker.
+            UsageError: every node is too small for a worker.
         """
         needs = {name: need for name, need in (("CPU", cpus), ("GPU", gpus)) if need}
         nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
@@ -98,8 +98,8 @@ class RayCluster:
 def connected_ray(address: str | None, *, cpus: int, gpus: int) -> Iterator[RayCluster]:
     """Join the cluster at `address`, or start a local Ray if `address` is None.
 
-    Leaving the context disconnects from the cluster, or ends the local Ray. `cpus` and `gpus` are the sizes of a local
-    Ray.
+    Leaving the context disconnects from the cluster, or ends the local Ray. `cpus` and `gpus` are the numbers of CPUs
+    and GPUs of a local Ray.
 
     Raises:
         EngineUnavailableError: the cluster cannot be joined, or Ray does not start.
@@ -147,7 +147,7 @@ def _check_importable_privately() -> None:
 
 
 def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
-    """Call `ray.init` and return the `ray` package. Closing `stack` shuts Ray down."""
+    """Call `ray.init` and return the `ray` package. When `stack` is closed, Ray is shut down."""
     import ray
 
     stack.callback(ray.shutdown)
@@ -162,7 +162,7 @@ def _initialize(stack: contextlib.ExitStack, **options: Any) -> Any:
 
 
 def _probe(address: str) -> None:
-    """Raise OSError unless a server listens at `address`."""
+    """Raise OSError if no server listens at `address`."""
     # Without this check, Ray would retry for minutes and then end this process.
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
@@ -182,12 +182,12 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @functools.cache
 def _token() -> str:
-    """Return the token for local Ray instances. It never changes, because Ray reads it only once."""
+    """Return the authentication token of local Ray instances. The token never changes, because Ray reads it once."""
     return secrets.token_hex(32)
 
 
 def _python_path() -> str:
-    """Return a PYTHONPATH with which workers can import this package from any working directory."""
+    """Return a PYTHONPATH for workers that makes this package importable from any working directory."""
     root = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
@@ -204,7 +204,7 @@ for _ in 1 2 3 4 5; do rm -rf "$folder" && exit; sleep 1; done
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[tuple[str, IO[str]]]:
-    """Create a folder that only this user can enter. Yield it and a stream for Ray's process ids."""
+    """Create a folder that only this user can access. Yield the folder and a stream for Ray's process ids."""
     # When the context ends or this process is killed, the processes in the stream are killed and the folder is removed.
     short = "/tmp" if os.access("/tmp", os.W_OK) else None  # a path to a Unix socket has at most 107 bytes
     folder = tempfile.mkdtemp(prefix=f"edje-ray-{os.getpid()}-", dir=os.environ.get("RAY_TMPDIR", short))

@@ -1,4 +1,4 @@
-"""The Ray engine: each worker is an actor, on this machine or in a cluster."""
+"""The Ray engine, which runs workers as Ray actors on this machine or in a cluster."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _STOP_GRACE_SECONDS = 60.0
 
 
 class RayEngine:
-    """Runs tasks in Ray actors. See `pipelines.engines.base.Engine`.
+    """Engine that runs tasks in Ray actors. See `pipelines.engines.base.Engine`.
 
     Args:
-        workers: number of actors; None starts as many as the cluster has room for.
+        workers: number of actors; None starts as many actors as the cluster can run at the same time.
         cpus: CPUs per actor.
         gpus: GPUs per actor.
         address: address of the head of a Ray cluster to join, "host:port"; None starts Ray on this machine.
-        stall_seconds: seconds without progress after which a worker is killed; its task then runs on another worker.
+        stall_seconds: seconds without progress after which a worker is killed. Its task then runs on another worker.
     """
 
     name = "ray"
@@ -90,7 +90,7 @@ class RayEngine:
 
 
 class _WorkerActor:
-    """The actor in a worker's process. One thread runs tasks, another answers calls of `exchange`."""
+    """Ray actor that runs tasks. One thread runs the tasks; another thread answers calls of `exchange`."""
 
     def __init__(self, make_worker: WorkerFactory) -> None:
         self._make_worker = make_worker
@@ -121,7 +121,7 @@ class _Assignment:
     """A task that runs on an actor.
 
     Attributes:
-        task: the task, and the number of workers that died or stalled while they ran the task.
+        task: pair of the task and the number of workers that died or stalled while running the task.
         question: pending request for the progress of the task; None if there is none.
         progress: latest progress that the worker reported.
         stalled_seconds: seconds since `progress` last changed, not counting pauses of this process.
@@ -189,7 +189,7 @@ class _Pool:
             self._ray.kill(self._idle.pop())
 
     def _admit(self, answer: Any) -> Iterator[Outcome]:
-        """Mark a started actor as idle. If it died during its start, count a lost worker."""
+        """Mark a started actor as idle. If the actor died during its start, count a lost worker."""
         actor = self._starting.pop(answer)
         try:
             self._ray.get(answer)
@@ -200,7 +200,7 @@ class _Pool:
             self._idle.append(actor)
 
     def _exchange(self, assignment: _Assignment, on_progress: Callable[[Any], None], *, stop: bool) -> None:
-        """Pass the progress of a task to `on_progress`, and tell the worker whether to stop."""
+        """Pass the progress of a task to `on_progress`. If `stop` is True, tell the worker to stop."""
         if assignment.question is None:
             assignment.question = assignment.actor.exchange.remote(stop)
         elif self._ray.wait([assignment.question], timeout=0)[0]:
@@ -230,7 +230,7 @@ class _Pool:
             yield dataclasses.replace(outcome, task=assignment.task[0])
 
     def _check_start(self, error: Exception) -> None:
-        """Raise EdjeError if an actor died for a reason that would also end the next actor."""
+        """Raise EdjeError if the worker could not be built, or if the local Ray died."""
         self._cluster.check_alive()
         if getattr(error, "actor_init_failed", False):
             reason = str(error).strip().splitlines()[-1]
@@ -239,7 +239,7 @@ class _Pool:
             ) from error
 
     def _replace(self, actor: Any, task: tuple[Task, int]) -> Iterator[Outcome]:
-        """End an actor that died or stalled. Its task runs again, or fails after `ATTEMPTS` lost workers."""
+        """Kill an actor that died or stalled. Its task runs again, or fails after `ATTEMPTS` lost workers."""
         self._ray.kill(actor)
         lost_workers = task[1] + 1
         if lost_workers < ATTEMPTS:

@@ -1,6 +1,6 @@
 """Training on several workers with Ray Train.
 
-The workers and this process communicate through files in the run folder, so every node must have access to it.
+The workers and this process communicate through files in the run folder. Every node needs access to this folder.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _RESTARTS = 2  # if a worker dies, the whole group restarts from the last checkp
 
 
 def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Callable[[dict[str, Any]], None]) -> None:
-    """Train `task` on `runtime.workers` processes, which communicate by NCCL or Gloo.
+    """Train `task` on several worker processes, which communicate by NCCL or Gloo.
 
     Raises:
-        JobStopped: `should_stop()` returned true, and the last checkpoint holds all finished steps. Also raised if the
+        JobStopped: `should_stop()` returned True; the last checkpoint contains all finished steps. Also raised if the
             local Ray died; the last checkpoint is then kept.
-        UsageError: the cluster has no room for `runtime.workers` workers.
+        UsageError: the cluster cannot run the requested number of workers at the same time.
         EdjeError: Ray or the training run failed; the message gives the reason.
     """
     workers, cpus, gpus = task.runtime.workers, task.runtime.threads or 1, _gpus(task)
@@ -64,7 +64,7 @@ def train_on_ray(task: TrainTask, should_stop: Callable[[], bool], on_record: Ca
         raise EdjeError(f"training on Ray failed: {_cause(fit.error)}") from fit.error
     if stop_file.exists():
         stop_file.unlink()
-        raise JobStopped("the training run stopped; the last checkpoint holds all finished steps")
+        raise JobStopped("the training run stopped; the last checkpoint contains all finished steps")
 
 
 def _gpus(task: TrainTask) -> int:
@@ -99,7 +99,7 @@ def _make_trainer(task: TrainTask, *, cpus: int, gpus: int) -> TorchTrainer:
 
 
 class _Fit(threading.Thread):
-    """Thread that runs `trainer.fit()`. The attribute `error` holds its exception, or None."""
+    """Thread that runs `trainer.fit()`. The attribute `error` is the exception that `fit` raised, or None."""
 
     def __init__(self, trainer: TorchTrainer) -> None:
         super().__init__(daemon=True)
@@ -115,7 +115,7 @@ class _Fit(threading.Thread):
 
 
 def _worker_loop(config: dict[str, Any]) -> None:
-    """Train as one of the workers that Ray started."""
+    """Run the training steps of one Ray worker."""
     from edje_index.training.loop.distributed import WorkerGroup
     from edje_index.training.loop.train_worker import run_worker
     from edje_index.training.loop.training_loop import TrainingStopped
@@ -136,7 +136,7 @@ def _show_new_record(run_dir: Path, records_shown: int, on_record: Callable[[dic
 
 
 def _cause(error: BaseException) -> str:
-    """Describe the error of the worker in one line, without the errors that Ray wraps around it."""
+    """Return the original error of the worker in one line, without the Ray errors that wrap it."""
     failures = getattr(error, "worker_failures", None)
     inner = next(iter(failures.values())) if failures else error
     while (cause := getattr(inner, "cause", None) or inner.__cause__) is not None:

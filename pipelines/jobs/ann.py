@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def run_ann_build(root: Path, ann: str, recall: float, on_event: OnEvent) -> AnnInfo:
-    """Build the nearest-neighbour index of the index at `root`, in place of the existing one.
+    """Build the nearest-neighbour index of the index at `root`, and replace the existing one.
 
     Args:
         root: directory of the index.
         ann: "auto" or a FAISS factory string; see `AnnRequest`.
-        recall: recall of the 100 nearest rows to reach, between 0 and 1.
-        on_event: called with events.
+        recall: target share of the 100 nearest rows that a search finds, between 0 and 1.
+        on_event: called with each progress event.
 
     Raises:
         UsageError: there is no index at `root`, or `ann` or `recall` is invalid.
@@ -43,7 +43,7 @@ def run_ann_tune(root: Path, recall: float, on_event: OnEvent) -> list[Measureme
     """Choose the number of inverted lists that a search reads; see `tune_ann`.
 
     Raises:
-        UsageError: there is no index at `root`, it has no nearest-neighbour index, or `recall` is out of range.
+        UsageError: there is no index at `root`, the index has no nearest-neighbour index, or `recall` is out of range.
         CorruptIndexError: the index is damaged.
         EdjeError: another process is changing the index.
         OSError: a file cannot be written.
@@ -57,7 +57,7 @@ def run_ann_tune(root: Path, recall: float, on_event: OnEvent) -> list[Measureme
 
 
 def ann_info(root: Path) -> AnnInfo:
-    """Describe the nearest-neighbour index of the index at `root`. Raises the errors of `Manifest.load`."""
+    """Describe the nearest-neighbour index of the index at `root`. Raises the same errors as `Manifest.load`."""
     from edje_index.indexing.ann_info import describe_ann
     from storage_formats.format.manifest import Manifest
 

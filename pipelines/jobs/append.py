@@ -1,4 +1,4 @@
-"""The append job: encodes new inputs as further shards of an index, and commits a snapshot."""
+"""The append job: encodes new inputs into new shards of an index, and commits a snapshot."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class AppendResult:
     """The result of an append.
 
     Attributes:
-        inputs: all inputs of the sources; the sum of indexed, duplicates and failed.
-        indexed: inputs that were encoded.
-        duplicates: inputs without a row of their own, because the index or an earlier input has the same content.
-        failed: inputs that could not be encoded; they have rows without tokens.
+        inputs: number of all inputs of the sources; the sum of indexed, duplicates and failed.
+        indexed: number of inputs that were encoded.
+        duplicates: number of inputs that were skipped, because the index or an earlier input has the same content.
+        failed: number of inputs that could not be encoded; they have rows without tokens.
         failed_by_reason: number of failed inputs by reason.
         first_row: row id of the first new row; None if there is no new row.
         rows: number of new rows.
@@ -57,12 +57,12 @@ class AppendResult:
 
 
 def run_append(config: AppendConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> AppendResult:
-    """Append the inputs of `config.sources` that the index does not hold. Resumes a stopped append.
+    """Append the new inputs of `config.sources` to the index, or resume a stopped append.
 
     Raises:
         UsageError: a setting of `config` is invalid, or the index was not made by a build.
         ModelError: the model bundle cannot be used, or another bundle built the index.
-        JobStopped: the append ended early; the same call resumes the append.
+        JobStopped: the append stopped early. Finished shards are kept.
         FailedInputsError: no new input could be indexed, or more inputs failed than allowed. The index is unchanged.
         EdjeError: another process is changing the index, or another append or conversion has not finished.
     """

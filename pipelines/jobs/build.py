@@ -20,12 +20,12 @@ from storage_formats.format.layout import Layout
 
 
 def run_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> BuildResult:
-    """Build the index that `config` describes, resume its build, or check the finished index.
+    """Build the index that `config` describes. Resume an unfinished build, or check a finished index.
 
     Raises:
-        UsageError: a setting of `config` is invalid, or does not fit the index in `config.out`.
+        UsageError: a setting of `config` is invalid, or differs from the settings of the index in `config.out`.
         ModelError: the model bundle cannot be used.
-        JobStopped: the build ended early; the same call resumes the build.
+        JobStopped: the build stopped early. Finished shards are kept.
         EdjeError: another process is changing the index, no input could be indexed, or more inputs failed than
             `config.max_failed` allows.
     """

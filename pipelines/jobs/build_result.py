@@ -19,18 +19,17 @@ class BuildResult:
     """The result of a build.
 
     Attributes:
-        inputs: all inputs; the sum of indexed, duplicates and failed.
-        indexed: inputs that were encoded.
-        duplicates: inputs that are byte-identical to an earlier input.
-        failed: inputs that could not be encoded.
+        inputs: number of all inputs; the sum of indexed, duplicates and failed.
+        indexed: number of inputs that were encoded.
+        duplicates: number of inputs that are byte-identical to an earlier input.
+        failed: number of inputs that could not be encoded.
         failed_by_reason: number of failed inputs by reason.
         rows: number of rows of the index.
         shards: number of shards of the index.
         seconds: wall time of this run.
-        images_per_second: rows that this run encoded, divided by the seconds spent on its shards; 0 if this run encoded
-            no row.
-        bottleneck: the stage that the workers spent most time on; None if no times are known.
-        already_finished: whether the index was finished before this run.
+        images_per_second: rows that this run encoded per second; 0 if this run encoded no row.
+        bottleneck: stage in which the workers spent the most time; None if no times are known.
+        already_finished: True if an earlier run had finished the index.
 
     Example:
         >>> from pipelines import build_index

@@ -30,11 +30,11 @@ class CompactResult:
     """The result of a compaction.
 
     Attributes:
-        rows: number of rows that the index holds now.
-        removed: number of deleted rows that were left out; 0 if there was nothing to do.
-        first_row: first row id of the index now.
-        shards: number of shards of the index now.
-        row_map: path of the Parquet file that maps old to new row ids; None if there was nothing to do.
+        rows: number of rows of the compacted index.
+        removed: number of deleted rows that were removed; 0 if there was nothing to do.
+        first_row: first row id of the compacted index.
+        shards: number of shards of the compacted index.
+        row_map: path of the Parquet file that maps old row ids to new row ids; None if there was nothing to do.
         snapshot: number of the current snapshot.
         seconds: wall time of this run.
 
@@ -56,13 +56,13 @@ class CompactResult:
 
 
 def run_compact(root: Path, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> CompactResult:
-    """Write the rows of the index at `root` that are not deleted into new shards. Does nothing if no row is deleted.
+    """Copy the rows of the index at `root` that are not deleted into new shards, and commit a snapshot.
 
-    A compaction that stopped early is resumed.
+    If no row is deleted, the index does not change. A stopped compaction is resumed.
 
     Raises:
-        UsageError: there is no index at `root`, all its rows are deleted, or the disk is too small.
-        JobStopped: the compaction ended early, or a row is damaged; the same call resumes the compaction.
+        UsageError: there is no index at `root`, all rows are deleted, or the disk is too small.
+        JobStopped: the compaction stopped early, or a row is damaged. Finished shards are kept.
         EdjeError: another process is changing the index, or an append to the index has not finished.
     """
     from storage_formats.format.manifest import CommittedIndex
@@ -96,7 +96,7 @@ def _plan(index: CommittedIndex) -> RowCopy:
 
 
 def _begin(index: CommittedIndex, copy: RowCopy) -> dict[int, ShardReceipt]:
-    """Return the receipts of an earlier run of the same compaction. Discard what a run of another one has left."""
+    """Return the receipts of an earlier run of the same compaction. Files of a different compaction are discarded."""
     from storage_formats.atomic import write_json_atomic
     from storage_formats.format.index_files import read_index_file
     from storage_formats.format.receipts import read_receipts
@@ -113,7 +113,7 @@ def _begin(index: CommittedIndex, copy: RowCopy) -> dict[int, ShardReceipt]:
 
 
 def _publish(index: CommittedIndex, copy: RowCopy, receipts: list[ShardReceipt], on_event: OnEvent) -> Manifest:
-    """Build the nearest-neighbour index of the copied rows and commit the snapshot, which records the sources too."""
+    """Build the nearest-neighbour index of the copied rows, and commit the snapshot."""
     from storage_formats.writing.publish import remove_build
     from storage_formats.writing.snapshots import commit_compaction
 
@@ -130,7 +130,7 @@ def _publish(index: CommittedIndex, copy: RowCopy, receipts: list[ShardReceipt],
 
 
 def _ann(index: CommittedIndex, copy: RowCopy, on_event: OnEvent) -> dict[str, Any]:
-    """Return the description of a nearest-neighbour index of the copied rows, if `index` has one."""
+    """Build a nearest-neighbour index of the copied rows, if `index` has one. Return its entry in the manifest."""
     if not index.manifest.ann_files:
         return index.manifest.ann
     from edje_index.indexing.faiss_index import build_ann

@@ -1,4 +1,4 @@
-"""Runs the copy of rows into new shards, for compactions and copies of an index."""
+"""Copies rows into new shards, for compactions and merges."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardCopy:
-    """The task of writing one shard of a new segment or index, given its number."""
+    """Task that writes the new shard with the number `shard`."""
 
     shard: int
 
@@ -33,7 +33,7 @@ class ShardCopy:
 def copy_rows(
     copy: RowCopy, activity: str, finished: Mapping[int, ShardReceipt], on_event: OnEvent, should_stop: ShouldStop
 ) -> list[ShardReceipt]:
-    """Write the shards of `copy` that have no receipt in `finished`, and return the receipts of all its shards.
+    """Write the shards of `copy` that have no receipt in `finished`. Return the receipts of all shards of `copy`.
 
     Raises:
         UsageError: the disk is too small.
@@ -71,11 +71,11 @@ def _copy_shard(
 
 
 def _check_disk(copy: RowCopy, shards: int) -> None:
-    """Raise UsageError unless the disk has room for `shards` shards of `copy`."""
+    """Raise UsageError if the disk has no room for `shards` shards of `copy`."""
     whole = disk_need(replace(copy.spec, rows=copy.segment.rows, segments=()))
     need, free = whole.total * shards // len(copy.shards), free_disk(copy.target)
     if need > free:
         raise UsageError(
-            f"copying {counted(copy.segment.rows, 'row')} needs {human_bytes(need)} more of disk, but only "
+            f"copying {counted(copy.segment.rows, 'row')} needs {human_bytes(need)} of disk space, but only "
             f"{human_bytes(free)} are free at {copy.target}; free some disk space"
         )

@@ -1,4 +1,4 @@
-"""The part of a build that encodes the images of each shard with the model."""
+"""Encodes the images of each shard with the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_DECODE_THREADS = 16
 
 
 def encode_shards(config: BuildConfig, prepared: PreparedBuild, on_event: OnEvent, should_stop: ShouldStop) -> ShardRun:
-    """Encode the shards that earlier runs did not finish, and return the receipts of all shards.
+    """Encode the shards that earlier runs did not finish. Return the receipts of all shards.
 
     Raises:
         UsageError, EngineUnavailableError: the engine cannot run with the requested workers or devices.
@@ -97,7 +97,7 @@ def _state_of_receipt(receipt: ShardReceipt) -> ShardState:
 
 @dataclass(frozen=True)
 class EncodeWorker:
-    """A worker of an engine that encodes one shard per call."""
+    """Worker of an engine. Each call encodes one shard."""
 
     encoder: Any
 
@@ -113,7 +113,7 @@ class EncodeWorker:
 
 
 def open_worker(bundle: str, device: str, threads: int, dtype: str) -> Worker:
-    """Load the encoder into this process and return a worker that uses it."""
+    """Load the encoder and return a worker that encodes shards."""
     from edje_index.indexing.image_encoder import ImageEncoder
 
     return EncodeWorker(ImageEncoder.open(bundle, device=device, threads=threads, dtype=dtype))

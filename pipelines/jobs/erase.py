@@ -1,4 +1,4 @@
-"""The job that erases rows: it deletes them, and overwrites their data in every file of the index."""
+"""The erase job: deletes rows, and overwrites their data in every file of the index."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def run_erase(
 ) -> DeleteResult:
     """Delete and erase the rows that `run_delete` would delete, and the duplicates of these rows.
 
-    Rows that were deleted before are erased too, if `rows` or `uri` names them. An erasure that was stopped is finished
-    first, also if no rows are named. All earlier snapshots are removed, because they would show the rows.
+    Rows that are already deleted are erased too, if `rows` or `uri` selects them. An interrupted erasure is finished
+    first, even if no rows are selected. All earlier snapshots are removed, because they still contain the rows.
 
     Raises:
         UsageError: there is no index at `root`, or `where` is invalid.
-        RowIdError: a row id is out of range or belongs to no input.
+        RowIdError: a row id does not exist.
         CorruptIndexError: a file with the rows is missing or damaged.
         MissingExtraError: the index has a nearest-neighbour index and FAISS is not installed.
         EdjeError: another process is changing the index.
@@ -74,7 +74,7 @@ def _requested(index: CommittedIndex, rows: Sequence[int], uri: str | None, wher
 
 
 def _finish(index: CommittedIndex, erasure: Erasure) -> CommittedIndex:
-    """Delete the rows of an erasure that is stored, remove earlier snapshots, and overwrite the data of the rows."""
+    """Delete the rows of `erasure`, remove earlier snapshots, and overwrite the data of the rows."""
     from edje_index.indexing.faiss_index import ann_without_rows
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.writing.erase import erase_rows
@@ -88,7 +88,7 @@ def _finish(index: CommittedIndex, erasure: Erasure) -> CommittedIndex:
 
 
 def _stored_rows_of_uris(index: CommittedIndex, pattern: str) -> list[int]:
-    """Return the row ids of the inputs whose uri matches a shell pattern. This includes deleted rows."""
+    """Return the ids of all rows whose uri matches a shell pattern, including deleted rows."""
     from storage_formats.format.rows import ERASED, iter_stored_rows
 
     matches = re.compile(fnmatch.translate(pattern)).match

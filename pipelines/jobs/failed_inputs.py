@@ -1,4 +1,4 @@
-"""The limit on the number of failed inputs of a build."""
+"""Limits the number of failed inputs of a build."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class FailedInputsError(EdjeError):
     """No input could be indexed, or more inputs failed than allowed.
 
     Attributes:
-        problem: the message without the advice on what to do.
-        over_limit: whether a larger `max_failed` lets the build continue.
+        problem: the error message without advice.
+        over_limit: True if a larger `max_failed` lets the build continue.
     """
 
     def __init__(self, problem: str, remedy: str, *, over_limit: bool) -> None:
@@ -38,12 +38,12 @@ class FailedInputsError(EdjeError):
 
 
 class FailureLimit:
-    """Counts the failed inputs of a build. Raises an error if too many inputs or all inputs failed.
+    """Counts the failed inputs of a build, and raises an error if too many inputs failed.
 
     Args:
         plan: plan of the build.
-        max_failed: share of the inputs that may fail, 0 to 1. None allows 1 % of the inputs or `ALWAYS_ALLOWED` inputs,
-            whichever is more.
+        max_failed: maximum share of failed inputs, 0 to 1. None allows 1 % of the inputs, but at least `ALWAYS_ALLOWED`
+            inputs.
     """
 
     def __init__(self, plan: BuildPlan, max_failed: float | None) -> None:
@@ -90,7 +90,7 @@ class FailureLimit:
         )
 
     def _none_indexed(self) -> FailedInputsError:
-        """Return the error for a build without a single indexed input. An empty index would hide the cause."""
+        """Return the error to raise if no input could be indexed."""
         plan = self._plan
         unchanged = "nothing was appended" if plan.is_append else "no index was written"
         return FailedInputsError(
@@ -106,7 +106,7 @@ def _reasons(failed: Counter[str]) -> str:
 
 
 def _first_failures(plan: BuildPlan, receipts: list[ShardReceipt]) -> str:
-    """Return the uris and reasons of the first failed inputs, for a message."""
+    """Return a text with the uris and reasons of the first failed inputs."""
     from storage_formats.format.rows import FAILED, read_shard_rows
 
     layout, columns = Layout(plan.root), ["uri", "status", "reason"]

@@ -29,15 +29,15 @@ class ArraysConfig:
 
     Attributes:
         tokens: .npy file of shape [rows, m, d]. The type is float32, float16, or bfloat16 saved as uint16 or as raw
-            16-bit words.
+            16-bit words. m is the number of tokens per row, d the width of a token.
         embeddings: .npy file of floating-point numbers of shape [rows, embed_dim].
         out: directory of the new index.
-        rows: Parquet file with the column `uri` and any of the other `ROW_COLUMNS`; None if there is no such file.
-            Columns with other names are ignored.
+        rows: Parquet file with the column `uri` and any of the other `ROW_COLUMNS`; other columns are ignored. If None,
+            the uri of each row is its row id.
         precisions: precisions to store.
         shard_size: rows per shard.
         encoder: name and version of the model that computed the arrays.
-        ann: whether to build the nearest-neighbour index.
+        ann: True to build the nearest-neighbour index.
     """
 
     tokens: Path
@@ -59,8 +59,8 @@ class ArraysResult:
         block_shape: (m, d), the shape of one image's tokens.
         embed_dim: width of the embeddings.
         bytes_per_image: length of a record in bytes, by precision.
-        ann: kind of the nearest-neighbour index, "none" if the index has none.
-        seconds: wall time.
+        ann: kind of the nearest-neighbour index; "none" if the index has none.
+        seconds: wall time of the import.
     """
 
     rows: int
@@ -76,8 +76,8 @@ def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldSt
     """Write the index that `config` describes. After an error, the unfinished index is removed.
 
     Raises:
-        UsageError: a file is not what `ArraysConfig` says, the files have different numbers of rows, `out` is in use,
-            or the disk is too small.
+        UsageError: an input file is invalid, the files have different numbers of rows, `out` is in use, or the disk is
+            too small.
         MissingExtraError: `ann` is set and FAISS is not installed.
         JobStopped: `should_stop()` returned True.
         OSError: a file cannot be read, or the index cannot be written.
@@ -109,7 +109,7 @@ def import_arrays(config: ArraysConfig, on_event: OnEvent, should_stop: ShouldSt
     ) as writer:
         for count, rows in parts:
             if should_stop():
-                raise JobStopped(f"stopped; {config.out} was not written, so run the import again")
+                raise JobStopped(f"the import stopped before {config.out} was written; run the import again")
             part = slice(len(writer), len(writer) + count)
             writer.append(tokens[part], embeddings[part], rows)
             on_event(Progress("importing", len(writer), spec.rows))
@@ -160,7 +160,7 @@ def open_npy(path: Path, dimensions: int) -> NDArray[Any]:
 
 
 def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]]:
-    """Yield (number of rows, columns of these rows) for consecutive parts of the index."""
+    """Yield consecutive parts of the index as (number of rows, rows of the Parquet file or None)."""
     if path is None:
         return ((min(_CHUNK_ROWS, rows - start), None) for start in range(0, rows, _CHUNK_ROWS))
     import pyarrow as pa
@@ -177,7 +177,7 @@ def _row_parts(path: Path | None, rows: int) -> Iterator[tuple[int, Rows | None]
     columns = [name for name in file.schema_arrow.names if name in ROW_COLUMNS]
     if "uri" not in columns:
         raise UsageError(
-            f"{path} has no column 'uri', only {', '.join(file.schema_arrow.names)}; rename the column with the URIs"
+            f"{path} has no column 'uri', only {', '.join(file.schema_arrow.names)}; rename the column of URIs to uri"
         )
     if file.metadata.num_rows != rows:
         raise UsageError(

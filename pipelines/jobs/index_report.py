@@ -1,4 +1,4 @@
-"""Measures what `edje-index report` shows: failures, sizes, precisions, timings, and searches."""
+"""Measures what `edje-index report` shows: failures, sizes, precisions, times, and sample searches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ROW_COLUMNS = ["row_id", "uri", "status", "reason", "detail", *TIMING_COLUMNS]
 
 @dataclass(frozen=True)
 class FailedInput:
-    """One input that could not be indexed. `detail` is a description of the failure, or an empty text."""
+    """One input that could not be indexed. `detail` describes the failure, and may be empty."""
 
     row_id: int
     uri: str
@@ -43,8 +43,8 @@ class StageTime:
     """Time of one stage of the build.
 
     Attributes:
-        seconds: seconds for all inputs together.
-        slowest_seconds: seconds for the slowest input.
+        seconds: total seconds of all inputs.
+        slowest_seconds: seconds of the slowest input.
         slowest_uri: uri of the slowest input.
     """
 
@@ -55,13 +55,13 @@ class StageTime:
 
 @dataclass
 class RowFacts:
-    """The facts that the report takes from the rows table.
+    """Facts from the rows table.
 
     Attributes:
-        samples: the first failed inputs by reason of failure.
-        stages: time by stage of the build; empty if no times were recorded.
+        samples: the first failed inputs, by reason of failure.
+        stages: times by stage of the build; empty if no times were recorded.
         timed: number of inputs with recorded times.
-        indexed: the first row ids that hold tokens.
+        indexed: row ids of the first rows that have tokens.
     """
 
     samples: dict[str, list[FailedInput]] = field(default_factory=dict)
@@ -78,10 +78,10 @@ class PrecisionFacts:
         name: name of the precision.
         record_bytes: bytes of one record.
         total_bytes: bytes of all shard files of the precision.
-        encoded_from: precisions that the tokens were converted from, first to last; empty if encoded by the model.
+        encoded_from: precisions that the tokens were converted from, first to last; empty if the model encoded them.
         error: median relative error of the tokens; None for the reference precision, or if all tokens are zero.
-        cosine: lowest cosine similarity of a token and the reference token; None as for `error`.
-        fetch_seconds: median time to fetch `fetched` random blocks, most of them from the page cache.
+        cosine: lowest cosine similarity between a token and its reference token; None if `error` is None.
+        fetch_seconds: median seconds to fetch `fetched` random blocks. Most blocks come from the page cache.
         fetched: number of blocks per fetch.
     """
 
@@ -111,12 +111,12 @@ class IndexReport:
     Attributes:
         root: directory of the index.
         manifest: manifest of the index.
-        bytes_by_part: total file size in bytes of each part of the index: "tokens", "embeddings", ...
+        bytes_by_part: total file size in bytes of each part of the index, such as "tokens" or "embeddings".
         rows: facts from the rows table.
-        reference: the precision that the others are compared with.
+        reference: the precision that the other precisions are compared with.
         precisions: facts about each stored precision.
         searches: the sample searches.
-        searches_left_out: why there are no sample searches; empty if they were run.
+        searches_left_out: reason why `searches` is empty; empty if the sample searches were run.
     """
 
     root: Path
@@ -136,7 +136,7 @@ def measure_index(root: Path, queries: Sequence[str], k: int, on_progress: OnPro
         root: directory of the index.
         queries: texts of the sample searches.
         k: number of hits per search.
-        on_progress: called with the activity, the number of finished items and the number of all items.
+        on_progress: called with the name of the activity, the number of finished items and the number of all items.
 
     Raises:
         UsageError, IncompleteIndexError, CorruptIndexError: the index cannot be opened, or a file is damaged.
@@ -157,7 +157,7 @@ def measure_index(root: Path, queries: Sequence[str], k: int, on_progress: OnPro
 
 
 def _read_row_facts(root: Path, manifest: Manifest, on_progress: OnProgress) -> RowFacts:
-    """Read the facts from the rows table, with one shard in memory at a time."""
+    """Read facts from the rows table, one shard at a time."""
     facts, spec = RowFacts(), manifest.spec
     shards = sum(len(spec.segment_shards(segment)) for segment in spec.used_segments)
     for done, table in enumerate(iter_rows(CommittedIndex(root, manifest), _ROW_COLUMNS)):
@@ -186,7 +186,7 @@ def _add_row(facts: RowFacts, row: dict[str, Any]) -> None:
 
 
 def _bytes_by_folder(root: Path, manifest: Manifest) -> dict[str, int]:
-    """Return the bytes of the committed files by folder, such as "tokens/fp8"."""
+    """Return the total size of the committed files in bytes, by folder such as "tokens/fp8"."""
     sizes: Counter[str] = Counter()
     for _, file in read_shard_tables(root, manifest.shard_tables):
         sizes[file.path.rpartition("/")[0]] += file.bytes
@@ -239,7 +239,7 @@ def _fetch_seconds(store: TokenStore, row_ids: np.ndarray[Any, np.dtype[np.int64
 def _sample_searches(
     root: Path, queries: Sequence[str], k: int, on_progress: OnProgress
 ) -> tuple[list[SampleSearch], str]:
-    """Return the sample searches, and the reason if the index cannot be searched."""
+    """Return (searches, ""), or ([], reason) if the index cannot be searched."""
     from edje_index.search.token_index import TokenIndex
 
     on_progress("sample searches", 0, len(queries))

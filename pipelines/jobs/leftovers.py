@@ -1,4 +1,4 @@
-"""Handles the files that a killed build or a stopped append leaves in a finished index."""
+"""Handles files of killed builds and stopped changes in a finished index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove `build/` from a finished index if the build was killed after its commit."""
+    """Remove `build/` from a finished index. A build that is killed after its commit leaves this directory."""
     # The directory stays if the index is read-only or another process is changing the index.
     from storage_formats.writing.publish import has_build_leftovers, remove_build
 
@@ -28,7 +28,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def discard_unfinished_compaction(index: CommittedIndex) -> None:
-    """Remove the files of a compaction that was stopped before its commit, if there is one.
+    """Remove the files of a stopped compaction, if there is one.
 
     The caller must hold the lock of the index.
     """
@@ -42,9 +42,9 @@ def discard_unfinished_compaction(index: CommittedIndex) -> None:
 
 
 def refuse_unfinished_append(layout: Layout) -> None:
-    """Raise EdjeError if the index has an unfinished change that adds rows."""
+    """Raise EdjeError if an append, update or retry of the index has not finished."""
     if layout.append_plan.exists():
         raise EdjeError(
-            f"a change that adds rows to {layout.root} has not finished; run the same command again, or "
+            f"an append, update or retry of {layout.root} has not finished; run the same command again, or "
             f"{discard_change(layout.root)}"
         )

@@ -20,11 +20,10 @@ def locked_index(root: Path, *, erasing: bool = False) -> Iterator[None]:
 
     Args:
         root: directory of the index.
-        erasing: whether the caller finishes an erasure that was stopped.
+        erasing: True if the caller finishes an interrupted erasure.
 
     Raises:
-        EdjeError: another process holds the lock; the message names that process. Also raised if an erasure was
-            stopped and `erasing` is False.
+        EdjeError: another process holds the lock, or an erasure was interrupted and `erasing` is False.
     """
     layout = Layout(root)
     root_is_new = not root.exists()
@@ -34,7 +33,9 @@ def locked_index(root: Path, *, erasing: bool = False) -> Iterator[None]:
             os.ftruncate(fd, 0)
             os.write(fd, f"{os.getpid()} on {socket.gethostname()}".encode())
         if layout.erasure.exists() and not erasing:
-            raise EdjeError(f"an erasure of rows of {root} has not finished; erase the same rows again to finish it")
+            raise EdjeError(
+                f"an erasure of rows of {root} has not finished; erase the same rows again to finish the erasure"
+            )
         yield
     finally:
         _remove_lock_file(layout, fd)
@@ -57,7 +58,9 @@ def _acquire(layout: Layout) -> int:
             holder = os.read(fd, 200).decode(errors="replace")
             os.close(fd)
             process = f"process {holder}" if holder else "another process"  # the process has not written its name yet
-            raise EdjeError(f"{process} is working on {layout.root}; wait until the process ends, or stop it") from None
+            raise EdjeError(
+                f"{process} is working on {layout.root}; wait until the process ends, or stop the process"
+            ) from None
         if _is_lock_file(layout, fd):
             return fd
         os.close(fd)  # the previous holder removed this file before we locked it
@@ -71,7 +74,7 @@ def _is_lock_file(layout: Layout, fd: int) -> bool:
 
 
 def _remove_lock_file(layout: Layout, fd: int) -> None:
-    """Remove the lock file if `build/` holds nothing else. The lock file of a later process is kept."""
+    """Remove the lock file if `build/` contains no other file. The lock file of a later process is kept."""
     with contextlib.suppress(OSError):
         if _is_lock_file(layout, fd) and not any(entry.name != layout.lock.name for entry in layout.build.iterdir()):
             layout.lock.unlink()

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MergedInput:
-    """What became of the rows of one index in a merge.
+    """One of the indexes that were merged.
 
     Attributes:
         index: directory of the index.
-        offset: row id in the merged index minus row id in this index, the same for all its rows.
+        offset: number that is added to the row ids of this index to get the row ids in the merged index.
         rows: number of rows, including deleted rows and duplicates.
-        duplicates: rows that are deleted in the merged index, because an earlier index has the same content.
+        duplicates: number of rows that are deleted in the merged index, because an earlier index has the same content.
     """
 
     index: str
@@ -49,7 +49,7 @@ class MergeResult:
     Attributes:
         inputs: the merged indexes, in the order of their rows.
         rows: number of rows of the new index that are not deleted.
-        duplicates: number of rows that were deleted, because an earlier index has the same content.
+        duplicates: number of rows that are deleted in the new index, because an earlier index has the same content.
         shards: number of shards of the new index.
         seconds: wall time of this run.
 
@@ -71,11 +71,12 @@ class MergeResult:
 def run_merge(
     indexes: Sequence[Path], out: Path, on_event: OnEvent, should_stop: ShouldStop = lambda: False
 ) -> MergeResult:
-    """Copy the current snapshots of `indexes` into a new index at `out`. A merge that stopped early is resumed.
+    """Copy the current snapshots of `indexes` into a new index at `out`, or resume a stopped merge.
 
     Raises:
-        UsageError: an index does not exist or does not fit the first one, or `out` exists.
-        JobStopped: the merge ended early, or a file is damaged; the same call resumes the merge.
+        UsageError: an index does not exist, the indexes differ in model, block shape, shard size or precisions, or
+            `out` exists.
+        JobStopped: the merge stopped early, or a file is damaged. Finished shards are kept.
         EdjeError: another process is writing to `out`.
     """
     from storage_formats.format.manifest import CommittedIndex
@@ -121,7 +122,7 @@ def _copy_shard(
 
 
 def _ann(merge: Merge, partial: Path, on_event: OnEvent) -> dict[str, Any]:
-    """Build the nearest-neighbour index from the copied embeddings, if one of the inputs has one."""
+    """Build a nearest-neighbour index from the copied embeddings, if one of the merged indexes has one."""
     if not any(each.index.manifest.ann_files for each in merge.inputs):
         return merge.inputs[0].index.manifest.ann
     from edje_index.indexing.faiss_index import build_ann
@@ -131,7 +132,7 @@ def _ann(merge: Merge, partial: Path, on_event: OnEvent) -> dict[str, Any]:
 
 
 def _settings(merge: Merge) -> dict[str, Any]:
-    """Return the settings of the new index: those of the first index, with the sources of all of them."""
+    """Return the settings of the first index, with the sources of all indexes."""
     manifests = [each.index.manifest for each in merge.inputs]
     settings = {name: value for name, value in manifests[0].settings.items() if name != SOURCES_MEMBER}
     digests = [manifest.settings.get("inputs_digest") for manifest in manifests]

@@ -1,4 +1,4 @@
-"""Writes a new index under a hidden name, and renames it once it is complete."""
+"""Writes a new index in a temporary directory, and renames the directory once the index is complete."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from storage_formats.format.layout import IndexSpec, Layout
 
 
 def partial_directory(out: Path) -> Path:
-    """Return the directory that holds the index of `out` until it is complete."""
+    """Return the temporary directory of an unfinished index `out`."""
     return out.absolute().with_name(f".{out.name}.partial")
 
 
 @contextlib.contextmanager
 def new_index(out: Path, plan: str, spec: IndexSpec) -> Iterator[Path]:
-    """Yield the directory in which to write the index of the new directory `out`. Rename it at the end.
+    """Yield a temporary directory in which to write a new index. At the end, rename the directory to `out`.
 
-    The directory `.<name>.partial` next to `out` keeps the finished shards if the job stops. It is emptied first if it
-    belongs to a job with another `plan`.
+    The temporary directory is `.<name>.partial` next to `out`. If the job stops, this directory and its finished shards
+    remain. A directory that a job with another `plan` has left is emptied first.
 
     Raises:
         UsageError: `out` exists already.
@@ -53,7 +53,7 @@ def new_index(out: Path, plan: str, spec: IndexSpec) -> Iterator[Path]:
 
 
 def _keep_only(partial: Path, plan: str) -> None:
-    """Empty the directory `partial`, apart from the lock, unless a job with the same `plan` has begun it."""
+    """Remove all files in `partial` except the lock, unless a job with the same `plan` wrote them."""
     from storage_formats.atomic import write_json_atomic
     from storage_formats.format.index_files import read_index_file
 

@@ -1,4 +1,4 @@
-"""What the changes that add rows share: they encode the rows, extend the search index and commit one snapshot."""
+"""Functions that append, update and retry-failed share: encode new rows and commit a snapshot."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowChange:
-    """The part of a change that is committed together with the new rows.
+    """What a change commits besides new rows.
 
     Attributes:
-        kind: name of the change, for `history`.
-        deleted: row ids that the change deletes, int64, ascending.
-        record: function that adds further members to the manifest, for example the sources.
+        kind: name of the change in the output of `history`.
+        deleted: ids of the rows to delete, int64 [n], ascending.
+        record: function that takes the new manifest and returns it with additional data, for example the sources.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class RowChange:
 
 @contextlib.contextmanager
 def changing(root: Path) -> Iterator[CommittedIndex]:
-    """Lock the index at `root` and open it. The plan of a change that is already committed is removed.
+    """Lock and open the index at `root`. If a committed change has left its plan, remove the plan.
 
     Raises:
         UsageError: there is no index at `root`.
@@ -67,10 +67,10 @@ def changing(root: Path) -> Iterator[CommittedIndex]:
 def encode_rows(
     prepared: PreparedRows, index: CommittedIndex, on_event: OnEvent, should_stop: ShouldStop
 ) -> list[ShardReceipt]:
-    """Encode the rows of `prepared` and return the receipts of their shards; an empty list if there are no rows.
+    """Encode the rows of `prepared` and return the receipts of their shards. The list is empty if there are no rows.
 
     Raises:
-        JobStopped: the job ended early. The finished shards are kept.
+        JobStopped: the job stopped early. Finished shards are kept.
         FailedInputsError: no input could be indexed, or more inputs failed than allowed. The index is unchanged.
     """
     if prepared.build is None or prepared.config is None:
@@ -87,9 +87,9 @@ def encode_rows(
 def commit_rows(
     prepared: PreparedRows, index: CommittedIndex, receipts: list[ShardReceipt], change: RowChange, on_event: OnEvent
 ) -> Manifest:
-    """Commit one snapshot with the new rows and without the deleted rows, and return its manifest.
+    """Commit one snapshot with the new rows and without the deleted rows. Return the manifest of the snapshot.
 
-    If there are no rows to add or delete, the current manifest is returned.
+    If there are no rows to add or delete, nothing is committed, and the current manifest is returned.
     """
     from storage_formats.writing.publish import remove_build
     from storage_formats.writing.snapshots import commit_snapshot, with_deleted_rows
@@ -114,7 +114,7 @@ def commit_rows(
 def _with_segment(
     plan: BuildPlan, index: CommittedIndex, receipts: list[ShardReceipt], on_event: OnEvent
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Extend the nearest-neighbour index. Return the manifest with the new segment, and the details for `history`."""
+    """Extend the nearest-neighbour index. Return the manifest with the new segment, and details for `history`."""
     from edje_index.indexing.faiss_index import extend_ann
     from storage_formats.format.shard_table import write_shard_table
     from storage_formats.writing.publish import add_counts, check_receipts, total_counts

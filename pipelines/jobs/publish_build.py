@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def publish_build(plan: BuildPlan, receipts: list[ShardReceipt], on_event: OnEvent) -> Manifest:
-    """Build the nearest-neighbour index, commit the manifest and return it.
+    """Build the nearest-neighbour index and commit the manifest. Return the manifest.
 
     Raises:
         OSError: the index cannot be written.

@@ -39,10 +39,10 @@ class ReportConfig:
         root: directory of the index.
         precisions: the precisions to measure; empty for all.
         source: the reference precision; None for the highest-fidelity precision stored.
-        rows: number of rows whose tokens are compared, sampled with `seed`.
+        rows: number of random rows whose tokens are compared.
         queries: file of queries; None for `GENERIC_CAPTIONS`.
         pool: number of candidates per query.
-        model: bundle to re-rank with; None for the bundle that built the index, if that bundle still exists.
+        model: bundle to re-rank with; None for the bundle that built the index.
         device: "auto", "cpu" or "cuda".
         seed: seed for sampling the rows.
     """
@@ -64,7 +64,7 @@ class Sample:
 
     Attributes:
         rows: number of sampled rows, holes included.
-        holes: number of sampled rows that hold no tokens. They were left out.
+        holes: number of sampled rows without tokens. These rows were skipped.
         seed: seed for sampling the rows.
     """
 
@@ -96,7 +96,7 @@ class PrecisionCost:
 
     Attributes:
         name: name of the precision.
-        stored: whether the index stores the precision; False if it was encoded in memory for this report.
+        stored: True if the index stores the precision, False if the tokens were converted in memory for this report.
         bytes_per_image: length of a record in bytes.
         tokens: errors of the tokens; None if there were no tokens to compare.
         ranking: changes of the ranking; None if re-ranking was not measured.
@@ -111,19 +111,19 @@ class PrecisionCost:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What each precision of an index costs.
+    """Comparison of the precisions of an index with a reference precision.
 
     Attributes:
         index: path of the index.
         rows: number of rows of the index.
         block_shape: (m, d), the shape of one image's tokens.
-        reference: the precision that all others are compared with.
-        reference_encoded_from: the precisions that the reference was converted from, first to last.
+        reference: the precision that all other precisions are compared with.
+        reference_encoded_from: precisions that the reference was converted from, first to last.
         reference_bytes_per_image: length of a record of the reference in bytes.
         sample: the rows that were compared.
         queries: the queries whose candidates were re-ranked; None if re-ranking was not measured.
-        ranking_left_out: why re-ranking was not measured; None if it was.
-        impossible: for each precision that cannot encode tokens of this width, the reason.
+        ranking_left_out: why re-ranking was not measured; None if it was measured.
+        impossible: reason why a precision cannot encode tokens of this width, by name of the precision.
         precisions: the measured precisions, longest records first.
     """
 
@@ -144,8 +144,8 @@ def measure_precisions(config: ReportConfig, on_event: OnEvent = lambda _: None)
     """Compare every precision of `config` with the reference.
 
     Raises:
-        UsageError: there is no index, a precision is unknown, the index does not hold the reference, or the file of
-            queries is invalid.
+        UsageError: there is no index, a precision is unknown, the index does not store the reference precision, or the
+            file of queries is invalid.
         ModelError: the bundle cannot be used, or another bundle built the index.
         CorruptIndexError: tokens are missing.
     """
@@ -197,7 +197,7 @@ def _queries(config: ReportConfig) -> tuple[list[str], str]:
 
 
 def _subjects(config: ReportConfig, spec: IndexSpec, reference: str) -> tuple[dict[str, Subject], dict[str, str]]:
-    """Return a function per precision that fetches blocks, and a reason per precision that cannot be measured."""
+    """Return (functions that return the blocks of a precision, reasons why there is no function), by precision."""
     from storage_formats.codecs import codec, precisions
 
     subjects: dict[str, Subject] = {}
@@ -229,7 +229,7 @@ def _reader(root: Path, precision: str) -> ReadBlocks:
 def _token_errors(
     config: ReportConfig, spec: IndexSpec, read: ReadBlocks, subjects: dict[str, Subject], on_event: OnEvent
 ) -> tuple[Sample, dict[str, TokenErrors | None]]:
-    """Sample rows, and compare the tokens of each precision with the reference."""
+    """Sample rows. Return the sample and the token errors of each precision."""
     import numpy as np
 
     from edje_index.evaluation.quantization_report.token_errors import TokenErrorMeter
@@ -284,7 +284,7 @@ def _rankings(
     queries: list[str],
     on_event: OnEvent,
 ) -> dict[str, RankingChange]:
-    """Re-rank the candidates of each query at every precision. Return the changes by precision."""
+    """Re-rank the candidates of each query at every precision. Return the ranking changes by precision."""
     from edje_index.evaluation.quantization_report.query_candidates import query_candidates
     from edje_index.evaluation.quantization_report.rankings import compare_rankings
     from edje_index.search.reranking import Reranker

@@ -20,7 +20,7 @@ _DISTRIBUTION = ("p1", "p5", "p50", "mean", "p95", "p99", "worst")
 
 
 def write_report(report: QuantizeReport, folder: Path) -> None:
-    """Write report.json, report.md and quality.png to the directory `folder`. A missing directory is made.
+    """Write report.json, report.md and quality.png to the directory `folder`. A missing directory is created.
 
     Raises:
         UsageError: `folder` is not a directory.
@@ -92,7 +92,7 @@ def markdown(report: QuantizeReport) -> list[str]:
 def plot(report: QuantizeReport, path: Path) -> None:
     """Plot quality against kB per image, and write the plot to `path`.
 
-    Quality is Kendall's tau if re-ranking was measured, else the cosine similarity of the tokens.
+    The quality is Kendall's tau if re-ranking was measured, otherwise the cosine similarity of the tokens.
     """
     from edje_index.evaluation.plots import COLOURS, label_points, new_figure, save_figure
 
@@ -126,7 +126,7 @@ def _quality(cost: PrecisionCost, *, ranked: bool) -> Distribution:
 
 
 def _apart(ticks: Sequence[float]) -> list[float]:
-    """Return `ticks` without ticks that are too close to the previous tick on a log scale."""
+    """Return `ticks` without those that are too close to the previous tick on a log scale."""
     kept: list[float] = []
     for tick in ticks:
         if not kept or tick / kept[-1] > 1.15:
@@ -135,7 +135,7 @@ def _apart(ticks: Sequence[float]) -> list[float]:
 
 
 def _circumstances(report: QuantizeReport) -> list[str]:
-    """Return sentences on what was measured and how, one per line."""
+    """Return notes on the sample, the queries and the reference, one per line."""
     sample = report.sample
     left_out = f"; {sample.holes:,} of them are holes and were left out" if sample.holes else ""
     lines = [f"tokens: a sample of {sample.rows:,} rows, seed {sample.seed}{left_out}."]

@@ -1,4 +1,4 @@
-"""The quantize job: stores the tokens of a finished index in further precisions."""
+"""The quantize job: adds and removes precisions of the tokens in a finished index."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class QuantizeConfig:
     Attributes:
         root: directory of the index.
         to: precisions to add.
-        drop: precisions to remove after the others have been added.
-        source: precision to convert from. None takes the highest-fidelity precision stored, and refuses targets of
-            higher fidelity than that precision.
+        drop: precisions to remove, after all precisions in `to` have been added.
+        source: precision to convert from. None takes the highest-fidelity precision stored; targets of higher fidelity
+            are then refused.
     """
 
     root: Path
@@ -54,7 +54,7 @@ class QuantizeResult:
         source: precision that was read; None if nothing was converted.
         added: precisions that were added.
         dropped: precisions that were removed.
-        precisions: precisions that the index holds now.
+        precisions: precisions that the index stores after the conversion.
         rows: number of rows of the index.
         shards: number of shards of the index.
         bytes_per_image: length of a record in bytes, by precision.
@@ -97,7 +97,7 @@ class _Conversion:
 
     @property
     def plan(self) -> str:
-        """Return the fingerprint of the conversion, which its receipts hold."""
+        """Return the fingerprint of the conversion. The receipts of the conversion contain this fingerprint."""
         text = f"convert {self.spec} {self.source} {self.targets} {self.source_digest}"
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -110,7 +110,7 @@ def run_quantize(
     Raises:
         UsageError: there is no index, the precisions are invalid, or the disk is too small.
         CorruptIndexError: the index is damaged.
-        JobStopped: the job ended early; the same call resumes the conversion.
+        JobStopped: the conversion stopped early. Finished shards are kept.
         EdjeError: another process is changing the index, or an append to the index has not finished.
     """
     from storage_formats.format.manifest import Manifest
@@ -153,17 +153,17 @@ def run_quantize(
 def precision_to_read(root: Path, manifest: Manifest, requested: str | None) -> str:
     """Return the precision to convert from: `requested`, or the most accurate precision stored.
 
-    Among equally accurate precisions, the one with the fewest conversions wins.
+    If several precisions are equally accurate, the precision with the fewest conversions wins.
 
     Raises:
-        UsageError: the index at `root` does not hold `requested`.
+        UsageError: the index at `root` does not store `requested`.
     """
     stored = manifest.spec.precisions
     if requested is None:
         return min(stored, key=lambda name: (_rank(_least_accurate(manifest, name)), len(_origin(manifest, name))))
     if requested not in stored:
         raise UsageError(
-            f"{root} does not hold the precision '{requested}'; convert from one of {', '.join(stored)}",
+            f"{root} does not store the precision '{requested}'; convert from one of {', '.join(stored)}",
             parameter="source",
         )
     return requested
@@ -174,7 +174,7 @@ def _origin(manifest: Manifest, name: str) -> tuple[str, ...]:
 
 
 def _least_accurate(manifest: Manifest, name: str) -> str:
-    """Return the least accurate precision among `name` and the precisions that `name` was converted from."""
+    """Return the least accurate precision in the chain of conversions that ends at `name`."""
     return max((name, *_origin(manifest, name)), key=_rank)
 
 
@@ -187,14 +187,13 @@ def _rank(name: str) -> int:
 
 
 def _refuse_higher_fidelity(root: Path, manifest: Manifest, source: str, targets: tuple[str, ...]) -> None:
-    """Raise UsageError if a target has a higher fidelity than its source."""
+    """Raise UsageError if a target has a higher fidelity than `source`."""
     lossy = _least_accurate(manifest, source)
     for name in targets:
         if _rank(name) < _rank(lossy):
             raise UsageError(
-                f"'{name}' would be larger and have the errors of '{lossy}', because {root} holds no more "
-                f"accurate tokens. Build the index again with '{name}', or set the source to '{source}' to "
-                "convert anyway",
+                f"'{name}' would be larger but not more accurate, because all tokens in {root} have the errors of "
+                f"'{lossy}'. Build the index again with '{name}', or set the source to '{source}' to convert anyway",
                 parameter="source",
             )
 
@@ -232,7 +231,7 @@ def _check_names(config: QuantizeConfig, available: tuple[str, ...]) -> None:
 
 
 def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_stop: ShouldStop) -> Manifest:
-    """Convert the shards that earlier runs did not finish, and publish the new precisions."""
+    """Convert the shards that earlier runs did not finish, and commit the new precisions. Return the new manifest."""
     from storage_formats.format.receipts import read_receipts
     from storage_formats.writing.begin import clear_staging
     from storage_formats.writing.conversion import add_precisions
@@ -261,7 +260,7 @@ def _convert(conversion: _Conversion, engine: Engine, on_event: OnEvent, should_
 
 
 def _check_disk(conversion: _Conversion, shards: int) -> None:
-    """Raise UsageError unless the disk has room for `shards` shards of every target."""
+    """Raise UsageError if the disk has no room for `shards` shards of every target."""
     spec = conversion.spec
     record_sizes = [_record_bytes(spec, name) for name in conversion.targets]
     need = sum(shards * padded_shard_bytes(spec.shard_size, spec.shard_size, size)[1] for size in record_sizes)

@@ -25,9 +25,9 @@ class RepairResult:
     """The result of a repair.
 
     Attributes:
-        repaired: the files that were repaired. With `dry_run`, the files that would be repaired.
-        left: the problems that remain. With `dry_run`, the problems of the files that would not be repaired.
-        dry_run: True if nothing was changed.
+        repaired: files that were repaired, or that would be repaired if `dry_run` is True.
+        left: problems that remain, or that would remain if `dry_run` is True.
+        dry_run: True if the repair was only tried and nothing was changed.
 
     Example:
         >>> from pathlib import Path
@@ -44,12 +44,12 @@ class RepairResult:
 
 
 def run_repair(root: Path, on_event: OnEvent, *, dry_run: bool = False) -> RepairResult:
-    """Verify the index at `root`, and rebuild damaged files if the result is provably what was committed.
+    """Verify the index at `root`, and rebuild damaged files from other files.
 
     Raises:
         UsageError: there is no index at `root`.
         CorruptIndexError: `index.json` is damaged.
-        EdjeError: another process is changing the index, or a change that adds rows has not finished.
+        EdjeError: another process is changing the index, or an append, update or retry has not finished.
         OSError: the index cannot be written.
     """
     from storage_formats.format.manifest import CommittedIndex
@@ -71,10 +71,10 @@ def run_repair(root: Path, on_event: OnEvent, *, dry_run: bool = False) -> Repai
 def _repair(
     index: CommittedIndex, problems: list[Problem], on_event: OnEvent, *, dry_run: bool
 ) -> tuple[list[RepairedFile], set[str]]:
-    """Repair Zarr metadata, tokens and checksums, and then the nearest-neighbour index.
+    """Repair Zarr metadata, tokens, checksums and the nearest-neighbour index.
 
     Returns:
-        The repaired files, and the paths of the files whose problems are settled.
+        The repaired files, and the paths of all files that no longer have a problem.
     """
     damaged = {problem.path for problem in problems}
     repaired, settled = list(_repair_metadata(index, damaged, dry_run=dry_run)), set[str]()
@@ -116,7 +116,7 @@ def _shard_repairs(
 def _repair_ann(
     index: CommittedIndex, damaged: set[str], on_event: OnEvent, *, dry_run: bool
 ) -> Iterator[RepairedFile]:
-    """Build a damaged nearest-neighbour index again, unless embeddings are damaged too."""
+    """Build a damaged nearest-neighbour index again. Nothing is done if embeddings are damaged too."""
     from storage_formats.writing.repair import RepairedFile
 
     paths = [file.path for file in index.manifest.ann_files if file.path in damaged]

@@ -1,4 +1,4 @@
-"""The job that tries failed inputs again, and appends those that now work."""
+"""The retry-failed job: tries to index failed inputs again."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RetryResult:
-    """The result of trying failed inputs again.
+    """The result of a retry of failed inputs.
 
     Attributes:
-        retried: number of failed rows of the index before.
-        inputs: inputs that were found under their names; the sum of indexed, duplicates and failed.
-        indexed: inputs that were encoded.
-        duplicates: inputs without a row of their own, because another row has the same content.
-        failed: inputs that failed again.
+        retried: number of failed rows before the retry.
+        inputs: number of inputs that were found under the names of these rows; the sum of indexed, duplicates and
+            failed.
+        indexed: number of inputs that were encoded.
+        duplicates: number of inputs that got no new row, because another row has the same content.
+        failed: number of inputs that failed again.
         failed_by_reason: number of inputs that failed again, by their new reason.
         first_row: row id of the first new row; None if there is no new row.
-        rows: number of new rows, of inputs that failed again, too.
-        snapshot: number of the current snapshot. If every input failed again for the same reason, nothing changes.
+        rows: number of new rows, including rows of inputs that failed again.
+        snapshot: number of the current snapshot. If every input failed again for the same reason, there is no new
+            snapshot.
         seconds: wall time of this run.
 
     Example:
@@ -55,16 +57,16 @@ class RetryResult:
 
 
 def run_retry_failed(config: AppendConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> RetryResult:
-    """Try the failed inputs of an index again. `config.sources` is not used.
+    """Try to index the failed inputs of an index again. `config.sources` is not used.
 
-    The failed rows are deleted, and every input that is found again gets a new row, in a single snapshot. What failed
-    again is listed with its new reason.
+    One snapshot deletes the old failed rows and adds new rows. An input that fails again gets a new failed row with the
+    new reason.
 
     Raises:
         UsageError: a setting of `config` is invalid, or the index was not made by a build.
         ModelError: the model bundle cannot be used, or another bundle built the index.
-        JobStopped: the retry ended early; the same call resumes it.
-        TransientInputError: an input cannot be read now.
+        JobStopped: the retry stopped early. Finished shards are kept.
+        TransientInputError: an input cannot be read for a temporary reason.
         EdjeError: another process is changing the index, or another change has not finished.
     """
     started = time.monotonic()
@@ -96,7 +98,7 @@ def run_retry_failed(config: AppendConfig, on_event: OnEvent, should_stop: Shoul
 
 
 def _is_unchanged(found: FailedInputs, receipts: list[ShardReceipt], index: CommittedIndex) -> bool:
-    """Whether every input failed again, for the same reasons as before."""
+    """Return True if every input failed again for the same reason as before."""
     from storage_formats.format.rows import read_shard_rows
 
     if any(receipt.indexed for receipt in receipts) or found.new.duplicates:

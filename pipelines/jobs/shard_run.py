@@ -32,13 +32,15 @@ class ShardJob:
     Attributes:
         activity: name of the job in progress events, such as "indexing".
         shards: numbers of the shards, ascending.
-        rows: number of rows in these shards.
-        make_worker: returns the worker of a process; see `pipelines.engines.base`.
-        make_task: returns the task of a shard, given its number.
-        state_of_report: returns (shard number, shard state) for a progress report of a worker.
-        state_of_receipt: returns the state of a finished shard, given its receipt.
-        rows_in_pieces: returns the number of rows stored for unfinished shards, given the finished shards.
-        on_receipt: called with every receipt, including those of earlier runs; may raise FailedInputsError.
+        rows: number of rows in all `shards`.
+        make_worker: function that returns the worker of a process; see `pipelines.engines.base`.
+        make_task: function that takes a shard number and returns the task.
+        state_of_report: function that takes a progress report of a worker and returns (shard number, shard state).
+        state_of_receipt: function that takes the receipt of a finished shard and returns the shard state.
+        rows_in_pieces: function that takes the finished shards and returns how many rows of unfinished shards are
+            stored.
+        on_receipt: function that is called with every receipt, including receipts of earlier runs. It may raise
+            FailedInputsError.
     """
 
     activity: str
@@ -58,7 +60,7 @@ class ShardRun:
 
     Attributes:
         receipts: the receipt of every shard, in the order of the shards.
-        rows: number of rows in the shards that this run finished. Earlier runs finished the other shards.
+        rows: number of rows in the shards that this run finished.
         seconds: wall time of this run.
     """
 
@@ -70,12 +72,12 @@ class ShardRun:
 def run_shards(
     job: ShardJob, earlier: Receipts, engine: Engine, on_event: OnEvent, should_stop: ShouldStop
 ) -> ShardRun:
-    """Run the shards of `job` that have no receipt in `earlier`, and return the receipts of all shards.
+    """Run the shards of `job` that have no receipt in `earlier`. Return the receipts of all shards.
 
     Raises:
         JobStopped: `should_stop()` returned True, a shard failed, or the engine failed. Finished shards are kept.
         UsageError, EngineUnavailableError: the engine cannot run as requested.
-        FailedInputsError: raised by `job.on_receipt`.
+        FailedInputsError: `job.on_receipt` raised this error.
     """
     started = time.monotonic()
     receipts = dict(earlier)
@@ -107,7 +109,7 @@ def run_shards(
 
 @contextlib.contextmanager
 def _stopped_by_errors(job: ShardJob, receipts: Receipts) -> Iterator[None]:
-    """Turn errors that a second run might avoid into JobStopped."""
+    """Context manager that turns errors that a second run might avoid into JobStopped."""
     try:
         yield
     except (UsageError, EngineUnavailableError, FailedInputsError):

@@ -25,9 +25,9 @@ class DeleteResult:
     """The result of a deletion.
 
     Attributes:
-        deleted: ids of the rows that were deleted, ascending. With `dry_run`, ids of the rows that would be deleted.
-        already_deleted: number of requested rows that had been deleted before.
-        left: number of rows that are not deleted after this deletion. With `dry_run`, after the deletion on trial.
+        deleted: ids of the rows that were deleted (or would be deleted, if `dry_run` is True), ascending.
+        already_deleted: number of selected rows that were already deleted.
+        left: number of rows that remain (or would remain, if `dry_run` is True).
         snapshot: number of the current snapshot.
         dry_run: True if the deletion was only tried and nothing was changed.
         erased: number of rows whose data was overwritten.
@@ -50,12 +50,15 @@ class DeleteResult:
 def run_delete(
     root: Path, rows: Sequence[int], uri: str | None, *, where: str | None = None, dry_run: bool = False
 ) -> DeleteResult:
-    """Delete the rows with the ids `rows`, the rows whose uri matches the shell pattern `uri`, and the rows that pass
-    the filter `where`.
+    """Delete rows of the index at `root`, and commit a snapshot.
+
+    Delete the rows with the ids `rows`, the rows whose uri matches the shell pattern `uri`, and the rows that pass the
+    filter `where`.
 
     Raises:
-        UsageError: there is no index at `root`, `rows`, `uri` and `where` are all missing, or `where` is invalid.
-        RowIdError: a row id is out of range or belongs to no input.
+        UsageError: there is no index at `root`, `where` is invalid, or no rows are selected because `rows`, `uri` and
+            `where` are all missing.
+        RowIdError: a row id does not exist.
         EdjeError: another process is changing the index.
         OSError: the index cannot be written.
     """
@@ -64,7 +67,7 @@ def run_delete(
     from storage_formats.writing.snapshots import commit_deletion, plan_deletion
 
     if not len(rows) and uri is None and where is None:
-        raise UsageError("no rows are named; give row ids, a pattern of uris or a filter", parameter="rows")
+        raise UsageError("no rows are selected; give row ids, a uri pattern or a filter", parameter="rows")
     CommittedIndex.open(root)  # fails before the lock makes a directory
     with locked_index(root):
         index = CommittedIndex.open(root)
@@ -79,10 +82,7 @@ def run_delete(
 
 
 def rows_of_uris(index: CommittedIndex, pattern: str) -> NDArray[np.int64]:
-    """Return the row ids of the inputs whose uri matches a shell pattern, int64 [n].
-
-    A `*` also matches slashes.
-    """
+    """Return the ids of the rows whose uri matches a shell pattern, int64 [n]. A `*` also matches slashes."""
     from storage_formats.format.rows import iter_rows
 
     matches = re.compile(fnmatch.translate(pattern)).match
@@ -92,16 +92,16 @@ def rows_of_uris(index: CommittedIndex, pattern: str) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class SnapshotEntry:
-    """A snapshot that is kept.
+    """A snapshot of an index.
 
     Attributes:
         snapshot: number of the snapshot.
-        kind: kind of the change that made the snapshot: "build", "append", "delete" or "rollback".
+        kind: kind of the change that made the snapshot, for example "build", "append" or "delete".
         created: time of the commit in UTC; None for a build.
-        rows: number of inputs that are not deleted.
+        rows: number of rows that are not deleted.
         deleted: number of deleted rows.
-        precisions: precisions that the snapshot holds.
-        change: details of the change by name, for example the number of rows that it deleted.
+        precisions: precisions that the snapshot contains.
+        change: details of the change by name, for example the number of deleted rows.
     """
 
     snapshot: int
@@ -114,7 +114,7 @@ class SnapshotEntry:
 
 
 def history(root: Path) -> list[SnapshotEntry]:
-    """Return the kept snapshots of the index at `root`, oldest first.
+    """Return the snapshots of the index at `root`, oldest first.
 
     Raises:
         UsageError: there is no index at `root`.
@@ -144,7 +144,7 @@ def run_rollback(root: Path, snapshot: int) -> SnapshotEntry:
     """Commit a new snapshot with the contents of the earlier snapshot `snapshot`.
 
     Raises:
-        UsageError: there is no index at `root`, snapshot `snapshot` is not kept, or it is the current snapshot.
+        UsageError: there is no index at `root`, or `snapshot` does not exist or is the current snapshot.
         CorruptIndexError: a file of the snapshot is missing.
         EdjeError: another process is changing the index.
         OSError: the index cannot be written.
@@ -158,9 +158,9 @@ def run_rollback(root: Path, snapshot: int) -> SnapshotEntry:
 
 
 def run_gc(root: Path, keep: int | None) -> Removal:
-    """Keep the newest `keep` snapshots, and remove earlier snapshots, unfinished changes and files without a snapshot.
+    """Remove old snapshots, unfinished changes, and files that no snapshot needs.
 
-    If `keep` is None, all snapshots are kept.
+    The newest `keep` snapshots are kept. If `keep` is None, all snapshots are kept.
 
     Raises:
         UsageError: there is no index at `root`, or `keep` is less than 1.

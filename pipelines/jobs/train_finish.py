@@ -1,4 +1,4 @@
-"""The last stage of a training run: fit the final score to the trained weights and write the bundle."""
+"""The last stage of a training run: fits the final score and writes the bundle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULT = "result.json"
 
 
 def finish_training(task: RunTask, on_event: OnEvent, should_stop: ShouldStop, started: float) -> TrainResult:
-    """Fit the final score to a checkpoint, then write the bundle and `result.json`.
+    """Fit the weights of the final score for a checkpoint. Then write the bundle and `result.json`.
 
     Args:
         task: task of the training run.
@@ -29,7 +29,7 @@ def finish_training(task: RunTask, on_event: OnEvent, should_stop: ShouldStop, s
         started: value of `time.monotonic` when the job began.
 
     Raises:
-        JobStopped: `should_stop()` returned True; the next run repeats this stage.
+        JobStopped: `should_stop()` returned True. The next run repeats this stage.
     """
     from edje_index.training.fitting.finish import finish_model
 

@@ -1,4 +1,4 @@
-"""The update job: makes an index equal to its sources, and commits a single snapshot."""
+"""The update job: adds, replaces and deletes rows so that an index matches its sources, in one snapshot."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class UpdateResult:
     """The result of an update.
 
     Attributes:
-        inputs: all inputs of the sources; the sum of unchanged, new, changed, duplicates and failed.
-        unchanged: inputs whose row stays as it is. This includes inputs that failed before with the same content.
-        new: inputs with a new name that were encoded.
-        changed: inputs with new content that were encoded. Their former rows are deleted.
-        duplicates: inputs without a row of their own, because another row has the same content.
-        failed: new and changed inputs that could not be encoded; they have rows without tokens.
-        failed_by_reason: number of these inputs by reason.
-        vanished: rows without an input; they are deleted.
-        deleted: number of rows that the update deleted: vanished rows, and rows that it replaced.
+        inputs: number of all inputs of the sources; the sum of unchanged, new, changed, duplicates and failed.
+        unchanged: number of inputs with an unchanged row, including failed rows of inputs with unchanged content.
+        new: number of inputs with a new name that were encoded.
+        changed: number of inputs with new content that were encoded. The old rows of these inputs are deleted.
+        duplicates: number of inputs that got no new row, because another row has the same content.
+        failed: number of new and changed inputs that could not be encoded; they have rows without tokens.
+        failed_by_reason: number of failed inputs by reason.
+        vanished: number of rows whose input no longer exists. These rows are deleted.
+        deleted: number of deleted rows: vanished rows, and old rows of changed inputs.
         first_row: row id of the first new row; None if there is no new row.
         rows: number of new rows.
         shards: number of new shards.
         snapshot: number of the current snapshot.
         seconds: wall time of this run.
-        dry_run: True if nothing was changed. `failed` then counts only inputs that cannot be read; others
-            may fail when they are decoded.
-        encode_seconds: with `dry_run`, estimated time of one worker to encode the new rows; otherwise None.
+        dry_run: True if the update was only tried and nothing was changed. `failed` then counts only inputs that cannot
+            be read; other inputs may fail when they are decoded.
+        encode_seconds: estimated seconds that one worker needs to encode the new rows; None unless `dry_run` is True.
 
     Example:
         >>> from pathlib import Path
@@ -71,19 +71,19 @@ class UpdateResult:
 
 
 def run_update(config: UpdateConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> UpdateResult:
-    """Make the index equal to `config.sources`, or to the sources that it records. With `dry_run`, nothing is written.
+    """Add, replace and delete rows so that the index matches its sources. With `config.dry_run`, nothing is written.
 
-    An update that stopped early keeps its finished shards. The next update uses them if it has to encode the same
-    inputs.
+    The sources are `config.sources`; if empty, the sources recorded in the index. A stopped update keeps its finished
+    shards. The next update reuses these shards if it has the same inputs to encode.
 
     Raises:
         UsageError: a setting or a source of `config` is invalid, or the index does not record its sources.
         ModelError: the model bundle cannot be used, or another bundle built the index.
-        JobStopped: the update ended early; the same call resumes the update.
+        JobStopped: the update stopped early. Finished shards are kept.
         FailedInputsError: more inputs failed than allowed. The index is unchanged.
-        TransientInputError: an input cannot be read now.
-        EdjeError: a source cannot be read, too many rows vanished, another process is changing the index, or another
-            change has not finished.
+        TransientInputError: an input cannot be read for a temporary reason.
+        EdjeError: a source cannot be read, the inputs of too many rows no longer exist, another process is changing the
+            index, or another change has not finished.
     """
     started = time.monotonic()
     if config.dry_run:
@@ -104,7 +104,7 @@ def _with_sources(config: UpdateConfig, index: CommittedIndex, manifest: Manifes
 
 
 def _trial(config: UpdateConfig, on_event: OnEvent, should_stop: ShouldStop, started: float) -> UpdateResult:
-    """Compare the sources with the index without a lock, because nothing is written."""
+    """Return the result of a dry run. The index is not locked, because nothing is written."""
     from storage_formats.format.manifest import CommittedIndex
 
     index = CommittedIndex.open(config.root)
@@ -165,7 +165,7 @@ def _result(
 
 
 def _indexed_among(prepared: PreparedRows, positions: tuple[int, ...]) -> int:
-    """Return how many of the new rows at `positions` are indexed."""
+    """Return how many of the new rows at `positions` were encoded."""
     from storage_formats.format.rows import INDEXED, read_rows
 
     if prepared.build is None or not positions:

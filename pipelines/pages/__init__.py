@@ -1,1 +1,1 @@
-"""Self-contained HTML pages: results of a search, and the report of an index."""
+"""Self-contained HTML pages that the commands write: search results, explanations and reports."""

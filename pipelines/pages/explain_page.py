@@ -1,4 +1,4 @@
-"""The page of `explain`: images with the nearest words of their tokens, frequencies, and alignment."""
+"""The HTML page that `edje-index explain` writes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def explain_page(explanation: Explanation) -> str:
 
 
 def _cloud(counts: WordCounts) -> list[_Word]:
-    """Return words whose area grows with their frequency."""
+    """Return the most frequent words with their sizes in a word cloud."""
     most = counts.words[0][1]
     return [
         _Word(text, count, counts.tokens, _SMALLEST + _SPAN * ((count - 1) / max(1, most - 1)) ** 0.5)
@@ -82,7 +82,7 @@ def _cloud(counts: WordCounts) -> list[_Word]:
 
 
 def _bars(alignment: Alignment | None) -> list[list[float]]:
-    """Return the height of each bin, between 0 and 100, of one or two histograms."""
+    """Return the bin heights of one or two histograms: one list per bin, values between 0 and 100."""
     if alignment is None:
         return []
     counts = [alignment.first.counts] + ([alignment.second.counts] if alignment.second else [])

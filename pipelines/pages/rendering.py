@@ -1,4 +1,4 @@
-"""Rendering of the page templates. Every value is escaped."""
+"""Renders the page templates. Every value is HTML-escaped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 @name_missing_extra("search")
 def render(template: str, **values: Any) -> str:
-    """Return the page of the template `templates/<template>` with `values`."""
+    """Render the template `templates/<template>` with `values`. Return the HTML page."""
     return _environment().get_template(template).render(**values)
 
 

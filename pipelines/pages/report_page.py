@@ -1,4 +1,4 @@
-"""The page that `edje-index report` writes."""
+"""The HTML page that `edje-index report` writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipelines.pages.search_page import short_name
 
 
 def report_page(report: IndexReport) -> str:
-    """Return the HTML page of `report`, with the images of its sample searches."""
+    """Return the HTML page for `report`, including the images that the sample searches found."""
     row_ids = sorted({hit.row_id for search in report.searches for hit in search.hits})
     thumbnails = {thumbnail.row_id: thumbnail for thumbnail in read_thumbnails(report.root, row_ids)}
     stages = report.rows.stages

@@ -1,4 +1,4 @@
-"""The page of one search: the order of the embeddings beside the re-ranked order."""
+"""The HTML page of a search, which shows the hits before and after re-ranking."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_SHOWN = 100
 
 @dataclass(frozen=True)
 class SearchContext:
-    """Facts about a search that its page shows besides the hits.
+    """What the page of a search shows besides the hits.
 
     Attributes:
         root: directory of the index.
@@ -63,8 +63,8 @@ def search_page(pool: Sequence[Hit], k: int, context: SearchContext) -> str:
 
     Args:
         pool: every candidate of the search, best first.
-        k: number of hits to show of each order, at most `MAX_SHOWN`.
-        context: facts about the search.
+        k: number of hits to show before and after re-ranking, at most `MAX_SHOWN`.
+        context: what the page shows besides the hits.
     """
     ranked = rank_hits(pool)
     shown = min(k, MAX_SHOWN)
@@ -90,7 +90,7 @@ def search_page(pool: Sequence[Hit], k: int, context: SearchContext) -> str:
 
 
 def movement_summary(by_score: Sequence[RankedHit], by_embedding: Sequence[RankedHit]) -> str:
-    """Return one or two sentences on what re-ranking changed among the hits that are shown."""
+    """Return one or two sentences on how re-ranking changed the order of the shown hits."""
     if not by_score:
         return "There are no hits."
     before = {ranked.hit.row_id for ranked in by_embedding}
@@ -105,5 +105,5 @@ def movement_summary(by_score: Sequence[RankedHit], by_embedding: Sequence[Ranke
 
 
 def short_name(uri: str) -> str:
-    """Return the last part of a path, or the member of an archive."""
+    """Return the last part of a path, or the name of an archive member."""
     return PurePath(uri.rpartition("!")[2]).name or uri

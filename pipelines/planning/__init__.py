@@ -1,1 +1,1 @@
-"""Plans a build or an append: fixes the settings and the list of inputs before the workers start."""
+"""Plans builds and changes: determines the settings and the list of inputs before the workers start."""

@@ -1,4 +1,4 @@
-"""Prepares an append: lists the new inputs of the sources, and plans a segment for them."""
+"""Prepares an append: lists the new inputs of the sources, and plans their rows."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 def prepare_append(
     config: AppendConfig, index: CommittedIndex, on_event: OnEvent, should_stop: ShouldStop
 ) -> PreparedRows:
-    """Read the plan of a stopped append to `index`. If there is none, make a plan and store it in `build/`.
+    """Read the plan of a stopped append to `index`. If there is no plan, make a plan and store it in `build/`.
 
     The caller must hold the lock of the index.
 
     Raises:
         UsageError: a source cannot be used, the machine lacks the device, memory or disk space, or the index was not
             made by a build.
-        ModelError: the model bundle cannot be used, or did not build the index.
+        ModelError: the model bundle cannot be used, or another bundle built the index.
         EdjeError: another change has not finished, or the index has changed since the append was stopped.
         CorruptIndexError: the index or the plan is damaged.
-        JobStopped: `should_stop` returned True.
+        JobStopped: `should_stop()` returned True.
     """
     request = request_rows(config, index, "append")
     stored = read_plan(config.root, append=True)
@@ -47,7 +47,7 @@ def prepare_append(
 
 
 def _refuse_other_change(stored: BuildPlan, request: RowsRequest) -> None:
-    """Raise EdjeError unless `stored` is the plan of the same append, and adds to the rows that the index holds."""
+    """Raise EdjeError unless `stored` is a plan for the same append to the current rows of the index."""
     refuse_change_of_another_kind(stored, request.change)
     if stored.settings != request.settings:
         raise EdjeError(
@@ -71,7 +71,7 @@ def _new_inputs(config: AppendConfig, index: CommittedIndex, on_event: OnEvent, 
 
 
 def _without_known(index: CommittedIndex, refs: list[InputRef]) -> list[InputRef]:
-    """Return the inputs whose content no row of `index` has."""
+    """Return the inputs of `refs` that `index` does not contain yet."""
     from storage_formats.format.rows import iter_rows
 
     hashes = {ref.content_hash for ref in refs if ref.content_hash is not None}

@@ -1,6 +1,6 @@
-"""Collects the source columns of a list of inputs: their names, kinds and numbers of values.
+"""Collects the source columns of a list of inputs: names, kinds and numbers of values.
 
-The result does not depend on the order of the rows, except for the choice of columns if there are too many.
+If there are too many columns, the first columns in row order are kept.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ TOO_MANY = "(too many metadata columns)"
 
 
 class CollectedColumns:
-    """The source columns of the inputs that were added so far.
+    """The source columns of all inputs that were added so far.
 
     Args:
-        shard_size: rows per shard, which limits the metadata of a row.
-        earlier: columns of the rows that the index holds already.
+        shard_size: number of rows per shard, which limits the length of the metadata of a row.
+        earlier: columns of the existing rows of the index.
     """
 
     def __init__(self, shard_size: int, earlier: Iterable[SourceColumn] = ()) -> None:
@@ -41,9 +41,9 @@ class CollectedColumns:
         self._values = Counter({column.name: column.values for column in earlier})
 
     def add(self, ref: InputRef) -> InputRef:
-        """Add the metadata of one input. Return the input with the metadata that the index will hold.
+        """Add the metadata of one input. Return the input with only the metadata to store.
 
-        Values that are left out, because they are too long or belong to too many columns, are counted in `ignored`.
+        Values are left out if the metadata is too long or if there are too many columns. `ignored` counts these values.
         """
         if not ref.metadata:
             return ref
@@ -59,7 +59,7 @@ class CollectedColumns:
         return tuple(SourceColumn(name, tuple(sorted(self._kinds[name])), self._values[name]) for name in names)
 
     def _without_new(self, metadata: Mapping[str, Value]) -> dict[str, Value]:
-        """Leave out columns that have no value so far, once there are `MAX_COLUMNS`."""
+        """Return `metadata` without new columns, once there are `MAX_COLUMNS` columns."""
         kept: dict[str, Value] = {}
         new = 0
         for name, value in metadata.items():
@@ -71,7 +71,7 @@ class CollectedColumns:
         return kept
 
     def _without_long(self, metadata: dict[str, Value]) -> dict[str, Value]:
-        """Leave out the longest values until the metadata of the row is short enough."""
+        """Remove the longest values until the metadata of the row is short enough. Return the rest."""
         from edje_index.images.inputs import metadata_text
 
         lengths = {name: len(metadata_text({name: value}).encode()) for name, value in metadata.items()}

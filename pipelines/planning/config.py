@@ -1,4 +1,4 @@
-"""The requests for a build and for changes that add rows."""
+"""Requests for builds, appends and updates."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class BuildConfig:
         model: directory of the model bundle.
         engine: "ray" or "inline".
         workers: number of worker processes; None derives the number from the hardware.
-        threads: CPU threads per worker; None keeps the value of an unfinished index, or derives the number from the
-            hardware.
-        shard_size: rows per shard.
-        batch_size: images per forward pass.
+        threads: number of CPU threads per worker; None derives the number from the hardware. A resumed build keeps the
+            number of the first run.
+        shard_size: number of rows per shard.
+        batch_size: number of images per forward pass.
         device: device of the encoder: "auto", "cpu" or "cuda".
         dtype: data type of the encoder's matrix products: "auto", "float32" or "bfloat16".
         precisions: precisions of the stored tokens.
-        dedupe: whether to encode byte-identical inputs only once.
-        column: path column of all lists of paths; None selects the first column with a name in
+        dedupe: True to encode byte-identical inputs only once.
+        column: name of the path column in lists of paths; None selects the first column with a name in
             `pipelines.sources.path_list.PATH_COLUMNS`.
-        max_pixels: largest number of pixels of an image; larger images become failed rows. None selects
+        max_pixels: maximum number of pixels of an image; larger images become failed rows. None selects
             `edje_index.images.decode.DEFAULT_MAX_PIXELS`.
-        max_failed: share of the inputs that may fail, 0 to 1. If more inputs fail, the build ends with an error. None
-            allows 1 % of the inputs or 20 inputs, whichever is more.
+        max_failed: maximum share of failed inputs, 0 to 1. If more inputs fail, the build ends with an error. None
+            allows 1 % of the inputs, but at least 20 inputs.
         address: address of the Ray cluster to join; None starts Ray on this machine.
 
     Raises:
@@ -86,13 +86,13 @@ class AppendConfig:
 
 @dataclass(frozen=True)
 class UpdateConfig(AppendConfig):
-    """A request to make an index equal to its sources. The other attributes are those of `AppendConfig`.
+    """A request to update an index from its sources. `AppendConfig` describes the inherited attributes.
 
     Attributes:
-        sources: all sources of the index; empty means the sources that the index records.
-        max_vanished: share of the rows that may have no input any more, 0 to 1. If more rows vanished, the update ends
-            with an error.
-        dry_run: whether to compare only, and to change nothing.
+        sources: all sources of the index; if empty, the sources recorded in the index are used.
+        max_vanished: maximum share of rows whose input no longer exists, 0 to 1. If the share is larger, the update
+            ends with an error.
+        dry_run: True to compare the sources with the index without changing the index.
     """
 
     sources: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Checks that a finished index is complete and that its sources have not changed."""
+"""Checks that a finished index is complete, and that its sources have not changed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 def check_finished(config: BuildConfig, index: CommittedIndex, inputs_digest: str, should_stop: ShouldStop) -> None:
-    """Check that no file of `index` is missing, and that the sources have not changed.
+    """Check that no file of `index` is missing and that the sources have not changed.
 
     Args:
         config: request with the sources.
         index: finished index.
         inputs_digest: digest of the inputs that the index was built from.
-        should_stop: called before each input; True stops the check.
+        should_stop: called before each input; the check stops once `should_stop()` returns True.
 
     Raises:
-        UsageError: the sources now hold other inputs.
-        JobStopped: `should_stop` returned True.
-        CorruptIndexError: a file of the index is missing, or its length differs from the committed length.
+        UsageError: the inputs in the sources have changed.
+        JobStopped: `should_stop()` returned True.
+        CorruptIndexError: a file of the index is missing or has the wrong length.
     """
     from pipelines.sources import digested, iter_all, open_sources
     from storage_formats.presence import check_files

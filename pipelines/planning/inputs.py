@@ -1,4 +1,4 @@
-"""The lists of inputs of a build, one file per shard in `build/inputs/`."""
+"""Writes and checks the lists of inputs of a build: one file per shard in `build/inputs/`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class FrozenInputs:
 
     Attributes:
         rows: number of inputs.
-        digest: SHA-256 over the inputs in row order, in hexadecimal.
+        digest: SHA-256 of the inputs in row order, in hexadecimal.
         duplicates: number of inputs that are byte-identical to an earlier input.
-        ignored: number of entries of the sources that are not inputs, by suffix or reason.
+        ignored: number of entries in the sources that are not inputs, by suffix or reason.
         checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal.
         columns: source columns of the inputs.
     """
@@ -62,8 +62,8 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
     """List the inputs of all sources, and write them to `build/inputs/`, one file per shard.
 
     Raises:
-        UsageError: a source cannot be used, or the sources hold no inputs.
-        JobStopped: `should_stop` returned True.
+        UsageError: a source cannot be used, or the sources contain no inputs.
+        JobStopped: `should_stop()` returned True.
     """
     from pipelines.sources import count_ignored, digested, iter_all, mark_duplicates, open_sources
 
@@ -83,7 +83,7 @@ def freeze_inputs(config: BuildConfig, on_event: OnEvent, should_stop: ShouldSto
 
 @dataclass(frozen=True)
 class InputLists:
-    """A summary of the files that `write_input_lists` wrote. See `FrozenInputs`."""
+    """A summary of the files that `write_input_lists` wrote. `FrozenInputs` describes the fields."""
 
     rows: int
     duplicates: int
@@ -100,14 +100,14 @@ def write_input_lists(
     first_shard: int = 0,
     earlier_columns: Iterable[SourceColumn] = (),
 ) -> InputLists:
-    """Write `refs` to `build/inputs/`, one file per shard. Older files there are removed.
+    """Write `refs` to `build/inputs/`, one file per shard. Existing files in this directory are removed.
 
     Args:
         layout: paths of the index.
         refs: inputs in row order.
-        shard_size: inputs per file.
+        shard_size: number of inputs per file.
         first_shard: number of the first shard.
-        earlier_columns: source columns of the rows that the index holds already.
+        earlier_columns: source columns of the existing rows of the index.
 
     Raises:
         OSError: a file cannot be written.
@@ -137,7 +137,7 @@ def write_input_lists(
 
 
 def check_frozen_inputs(plan: BuildPlan, finished_shards: Container[int]) -> None:
-    """Check that the lists of unfinished shards in `build/inputs/` are unchanged.
+    """Check that the lists of inputs of unfinished shards are unchanged.
 
     Raises:
         CorruptIndexError: a list of an unfinished shard is missing or was changed.

@@ -1,4 +1,4 @@
-"""Measures free memory, free disk space and CUDA devices, without importing torch."""
+"""Measures free memory and free disk space, and counts CUDA devices, without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROBE = "import torch; print(torch.cuda.device_count())"
 
 
 def available_memory() -> int:
-    """Return the bytes of memory available without swapping, within the limit of the container."""
+    """Return the memory in bytes that is available without swapping, within the limit of the container."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -41,7 +41,7 @@ def cuda_devices() -> int:
 
 
 def _file_cache() -> int:
-    """Return the bytes of the container's page cache, which are released when memory is short."""
+    """Return the size of the container's page cache in bytes. The kernel frees this memory when it is needed."""
     fields = dict(line.split() for line in _read_cgroup("memory.stat").splitlines())
     return sum(int(fields.get(name, 0)) for name in ("inactive_file", "active_file"))
 

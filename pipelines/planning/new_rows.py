@@ -1,6 +1,6 @@
-"""Plans the rows that a change adds to a finished index: a segment of its own (SPEC.md section 12).
+"""Plans the rows that `append`, `update` and `retry-failed` add to a finished index.
 
-The changes are `append`, `update` and `retry-failed`. A stopped change resumes from its stored plan, as a build does.
+The new rows form a new segment (SPEC.md section 12). A stopped change resumes from its stored plan.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class NewInputs:
 
     Attributes:
         refs: inputs in row order.
-        digest: SHA-256 over the inputs, in hexadecimal; see `BuildPlan.inputs_digest`.
-        duplicates: number of inputs that are left out, because the index or an earlier input has the same content.
-        ignored: number of entries of the sources that are not inputs, by suffix or reason.
+        digest: SHA-256 of the inputs, in hexadecimal; see `BuildPlan.inputs_digest`.
+        duplicates: number of inputs that get no row, because the index or an earlier input has the same content.
+        ignored: number of entries in the sources that are not inputs, by suffix or reason.
     """
 
     refs: list[InputRef]
@@ -42,7 +42,7 @@ class NewInputs:
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """A change that is ready to encode its rows.
+    """A change whose new rows are ready to be encoded.
 
     Attributes:
         duplicates: see `NewInputs`.
@@ -57,14 +57,14 @@ class PreparedRows:
 
 @dataclass(frozen=True)
 class RowsRequest:
-    """A checked request for new rows.
+    """A validated request for new rows.
 
     Attributes:
         index: the index before the change.
         change: name of the change, see `BuildPlan.change`.
         info: description of the model bundle.
         settings: settings of the new rows.
-        build: build request with these settings.
+        build: build request with the same settings.
         workers: number of worker processes.
     """
 
@@ -82,14 +82,14 @@ class RowsRequest:
         return max(manifest.spec.shards, manifest.snapshot.next_shard)
 
     def fits(self, stored: BuildPlan) -> bool:
-        """Whether the plan of a stopped change adds to the rows that `index` holds now."""
+        """Return True if `stored`, the plan of a stopped change, adds rows to the current rows of `index`."""
         return (
             stored.spec.used_segments[:-1] == self.index.manifest.spec.used_segments
             and stored.shards.start >= self.index.manifest.snapshot.next_shard
         )
 
     def prepared(self, new: NewInputs) -> PreparedRows:
-        """Plan the rows of `new`, and store the plan and the lists of inputs in `build/`.
+        """Plan the rows of `new`. Store the plan and the lists of inputs in `build/`.
 
         Raises:
             UsageError: the disk is too small.
@@ -104,7 +104,7 @@ class RowsRequest:
         return PreparedRows(new.duplicates, PreparedBuild(plan, self.workers), self.build)
 
     def resumed(self, stored: BuildPlan) -> PreparedRows:
-        """Continue a stopped change with the plan `stored`.
+        """Return a stopped change with the plan `stored`, ready to continue.
 
         Raises:
             CorruptIndexError: a list of inputs is damaged.
@@ -141,11 +141,11 @@ class RowsRequest:
 
 
 def request_rows(config: AppendConfig, index: CommittedIndex, change: str) -> RowsRequest:
-    """Check that the machine and the model can encode new rows of `index`.
+    """Check that this machine and the model can encode new rows of `index`, and return the request.
 
     Raises:
         UsageError: the machine lacks the device or memory, or the index was not made by a build.
-        ModelError: the model bundle cannot be used, or did not build the index.
+        ModelError: the model bundle cannot be used, or another bundle built the index.
     """
     from edje_index.bundles.index_bundle import matching_bundle
 
@@ -156,7 +156,7 @@ def request_rows(config: AppendConfig, index: CommittedIndex, change: str) -> Ro
 
 
 def refuse_change_of_another_kind(stored: BuildPlan, change: str) -> None:
-    """Raise EdjeError if `stored` is the plan of another kind of change than `change`."""
+    """Raise EdjeError if `stored` is not a plan for `change` ("append", "update" or "retry-failed")."""
     if stored.change != change:
         raise EdjeError(
             f"'{stored.change}' of {stored.root} has not finished; run 'edje-index {stored.change}' again, or "
@@ -165,7 +165,7 @@ def refuse_change_of_another_kind(stored: BuildPlan, change: str) -> None:
 
 
 def resume_or_plan(config: AppendConfig, index: CommittedIndex, change: str, new: NewInputs) -> PreparedRows:
-    """Resume a stopped `change` if its plan has the rows of `new`. Otherwise discard that plan and make a new one.
+    """Resume a stopped change if its plan contains the inputs of `new`. Otherwise discard that plan and make a new one.
 
     Raises:
         UsageError, ModelError: see `request_rows`.
@@ -186,12 +186,12 @@ def resume_or_plan(config: AppendConfig, index: CommittedIndex, change: str, new
 
 
 def is_committed(plan: BuildPlan, index: CommittedIndex) -> bool:
-    """Whether the index holds the segment of `plan`. True if the change was interrupted after its commit."""
+    """Return True if `index` contains the segment of `plan`, so the change is already committed."""
     return plan.spec.used_segments[-1] in index.manifest.spec.used_segments
 
 
 def discard_rows(index: CommittedIndex) -> None:
-    """Remove the plan and the files of an unfinished change. The committed snapshots stay."""
+    """Remove the plan and the files of an unfinished change. Committed snapshots are kept."""
     from storage_formats.writing.publish import remove_build
     from storage_formats.writing.snapshots import kept_snapshots, remove_unnamed_files
 
@@ -201,7 +201,7 @@ def discard_rows(index: CommittedIndex) -> None:
 
 
 def settings_of_rows(config: AppendConfig, index: CommittedIndex) -> BuildSettings:
-    """Return the settings of new rows: the settings of the index, with the sources of `config` and with `dedupe`.
+    """Return the settings of new rows: the settings of the index, but with the sources of `config` and with `dedupe`.
 
     Raises:
         UsageError: the index was not made by a build.

@@ -10,7 +10,7 @@ from storage_formats.format.layout import Layout
 
 
 def check_output(config: BuildConfig) -> None:
-    """Raise UsageError if `config.out` is a source, a file, or a directory with files that no build wrote."""
+    """Raise UsageError if `config.out` is a source, a file, or a directory with files that are not part of an index."""
     out = config.out
     if any(os.path.realpath(source) == os.path.realpath(out) for source in config.sources):
         raise UsageError(f"{out} is also one of the sources; choose another output directory", parameter="out")
@@ -29,7 +29,7 @@ def check_output(config: BuildConfig) -> None:
 
 
 def _foreign_entries(layout: Layout) -> set[str]:
-    """Return the names of entries that no build wrote."""
+    """Return the names of entries that are not part of an index."""
     # A build that was stopped while it listed its sources leaves `build/` without a plan.
     names = {entry.name for entry in layout.root.iterdir()} - {layout.build.name}
     if layout.build.is_dir():

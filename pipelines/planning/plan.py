@@ -29,7 +29,7 @@ _MAX_THREADS = 4  # a small ViT gains little from more threads; more workers use
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """The settings of a `BuildConfig` that can change stored bytes. All defaults are resolved."""
+    """The settings of a `BuildConfig` that affect the stored bytes. All defaults are replaced by values."""
 
     sources: tuple[str, ...]
     column: str | None
@@ -44,12 +44,12 @@ class BuildSettings:
 
     @classmethod
     def choose(cls, config: BuildConfig, stored: BuildSettings | None = None) -> BuildSettings:
-        """Return the settings of `config` with all defaults resolved.
+        """Return the settings of `config`, with values for all defaults.
 
         Args:
             config: build request.
-            stored: settings of an existing index, which supply the defaults that depend on the hardware. If None, the
-                hardware of this machine determines these defaults.
+            stored: settings of an existing index. They replace the defaults that depend on the hardware. None uses the
+                hardware of this machine.
         """
         from edje_index.images.decode import DEFAULT_MAX_PIXELS
         from edje_index.images.inputs import display_path
@@ -79,7 +79,7 @@ class BuildSettings:
         """Return the settings that a plan stores as `value`.
 
         Raises:
-            KeyError, TypeError: `value` does not hold the settings of a plan.
+            KeyError, TypeError: `value` is not a JSON object with the settings of a plan.
         """
         settings = {field.name: value[field.name] for field in fields(cls)}
         settings["sources"], settings["precisions"] = tuple(settings["sources"]), tuple(settings["precisions"])
@@ -88,20 +88,20 @@ class BuildSettings:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """The plan of a build or an append: everything that determines the stored bytes.
+    """The plan of a build or of a change that adds rows. The plan determines the stored bytes.
 
     Attributes:
         root: directory of the index.
         spec: shape of the index.
-        model: description of the model bundle, see `model_record`.
-        settings: settings that can change stored bytes.
-        inputs_digest: SHA-256 over the inputs in row order, in hexadecimal.
-        duplicates: number of inputs that are byte-identical to an earlier input; 0 without `dedupe`. For an append, the
-            number of inputs that are left out because the index or an earlier input has the same content.
-        ignored: number of entries of the sources that are not inputs, by suffix or reason.
+        model: description of the model bundle; see `model_record`.
+        settings: settings that affect the stored bytes.
+        inputs_digest: SHA-256 of the inputs in row order, in hexadecimal.
+        duplicates: number of inputs that are byte-identical to an earlier input; 0 without `dedupe`. For a change of a
+            finished index, the number of inputs that get no row because another row has the same content.
+        ignored: number of entries in the sources that are not inputs, by suffix or reason.
         input_checksums: CRC-32C of each file in `build/inputs/`, in hexadecimal; empty for a finished index.
-        columns: source columns of the index after the build or append.
-        change: "build", or the change that adds the rows to a finished index: "append", "update" or "retry-failed".
+        columns: source columns of the index after the build or change.
+        change: "build", "append", "update" or "retry-failed".
     """
 
     root: Path
@@ -117,7 +117,7 @@ class BuildPlan:
 
     @property
     def is_append(self) -> bool:
-        """True if the plan appends to a finished index."""
+        """True if the plan adds rows to a finished index."""
         return bool(self.spec.segments)
 
     @property
@@ -138,18 +138,18 @@ class BuildPlan:
 
     @property
     def restart(self) -> str:
-        """Advice for error messages: what to do if the plan cannot be resumed."""
+        """Advice in error messages on what to do if the plan cannot be resumed."""
         if self.is_append:
             return f"{discard_change(self.root)}, and run '{self.change}' again"
         return f"remove {self.root} and build again"
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over everything that determines the stored bytes, in hexadecimal."""
+        """SHA-256 of everything that determines the stored bytes, in hexadecimal."""
         return plan_fingerprint(self.model, self.settings, self.inputs_digest)
 
     def write(self) -> None:
-        """Store the plan. From then on, an interrupted build can resume."""
+        """Store the plan. A build that is interrupted after this call can be resumed."""
         content = {**asdict(self), "version": PLAN_VERSION, "fingerprint": self.fingerprint}
         content["columns"] = [column.to_json() for column in self.columns]
         del content["root"]
@@ -157,7 +157,7 @@ class BuildPlan:
 
 
 def discard_change(root: Path) -> str:
-    """Return advice for error messages: how to discard a stopped append or update of the index at `root`."""
+    """Return the advice in error messages on how to discard a stopped change of the index at `root`."""
     return f"discard the stopped change with 'edje-index gc {root}', which keeps the committed rows"
 
 
@@ -179,14 +179,14 @@ def plan_of_manifest(root: Path, manifest: Manifest) -> BuildPlan:
 
 
 def read_plan(root: Path, *, append: bool = False) -> BuildPlan | None:
-    """Return the plan of an unfinished build or append; None if there is no plan.
+    """Return the plan of an unfinished build or change; None if there is no plan.
 
     Args:
         root: directory of the index.
-        append: True reads the plan of an append, False the plan of a build.
+        append: True to read the plan of a change that adds rows, False to read the plan of a build.
 
     Raises:
-        CorruptIndexError: the plan is damaged, or another version of this program wrote it.
+        CorruptIndexError: the plan is damaged, or another version of this program wrote the plan.
     """
     path = Layout(root).append_plan if append else Layout(root).plan
     restart = discard_change(root) if append else f"remove {root} and build again"
@@ -226,7 +226,7 @@ def read_plan(root: Path, *, append: bool = False) -> BuildPlan | None:
 
 
 def plan_fingerprint(model: dict[str, Any], settings: BuildSettings, inputs_digest: str) -> str:
-    """Return the SHA-256 over the encoder's fingerprint, the settings and the inputs digest, in hexadecimal."""
+    """Return the SHA-256 of the encoder fingerprint, the settings and the inputs digest, in hexadecimal."""
     parts = {
         "version": PLAN_VERSION,
         "encoder": model["fingerprint"],
@@ -247,10 +247,10 @@ def model_record(info: BundleInfo) -> dict[str, Any]:
 
 
 def settings_of_request(config: BuildConfig, info: BundleInfo, plan: BuildPlan | None) -> BuildSettings:
-    """Return the settings of `config`, after a check that they match the stored `plan`.
+    """Return the settings of `config`. If `plan` is not None, check that `plan` has the same model and settings.
 
     Raises:
-        UsageError: the requested model or settings differ from the model or settings of `plan`.
+        UsageError: the model or the settings differ from `plan`.
     """
     settings = BuildSettings.choose(config, plan.settings if plan else None)
     if plan is not None:

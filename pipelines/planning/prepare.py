@@ -1,6 +1,6 @@
 """Prepares a build: reads the plan of an earlier run, or makes a new plan.
 
-Once a plan is stored, an interrupted build resumes from it, and the settings cannot change.
+An interrupted build resumes from its stored plan, so the settings cannot change.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class PreparedBuild:
 
     Attributes:
         plan: plan of the build.
-        workers: number of worker processes; None lets the joined Ray cluster choose the number.
+        workers: number of worker processes; None lets the Ray cluster choose the number.
         receipts: receipts of the shards that earlier runs finished, by shard number.
-        finished: the finished index; None if the build has work left.
+        finished: the finished index; None if shards remain to be encoded.
     """
 
     plan: BuildPlan
@@ -43,14 +43,15 @@ class PreparedBuild:
 def prepare_build(config: BuildConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False) -> PreparedBuild:
     """Prepare the build of the index at `config.out`.
 
-    A finished index is checked. For an unfinished index, the stored plan is read. Otherwise a plan is made and stored.
+    If the index is finished, check the index. If the build has a stored plan, read the plan. Otherwise make and store a
+    plan.
 
     Raises:
         UsageError: a source cannot be used, the machine lacks the device, memory or disk space, or the request differs
             from the model, settings or inputs of the index.
         ModelError: the model bundle cannot be used.
         CorruptIndexError: the index or the plan is damaged.
-        JobStopped: `should_stop` returned True.
+        JobStopped: `should_stop()` returned True.
     """
     from edje_index.bundles.info import read_bundle_info
 

@@ -1,7 +1,7 @@
-"""The sources that an index records, so that an update can list them again.
+"""Reads and writes the sources that are recorded in an index. An update lists these sources again.
 
-A build records its sources in the settings of the index. Later changes record the sources of all rows in the member
-`indexed_sources` of the settings.
+A build records its sources in the settings of the index. Later changes record the sources of all rows in the entry
+`indexed_sources` of these settings.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SOURCES_MEMBER = "indexed_sources"
 
 @dataclass(frozen=True)
 class SourceGroup:
-    """Sources that one command named, as absolute paths, with their path column (see `BuildConfig`)."""
+    """The sources that were given to one command, as absolute paths, and their path column (see `BuildConfig`)."""
 
     sources: tuple[str, ...]
     column: str | None = None
 
 
 def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
-    """Return the sources of all rows; None if the index does not record all of them.
+    """Return the sources of all rows, or None if the index does not record the sources of some rows.
 
     Raises:
         CorruptIndexError: the recorded sources are damaged.
@@ -43,7 +43,7 @@ def recorded_sources(manifest: Manifest) -> tuple[SourceGroup, ...] | None:
         return (SourceGroup(_texts(settings["sources"]), settings.get("column")),)
     except (KeyError, TypeError) as error:
         raise CorruptIndexError(
-            f"the recorded sources of the index are damaged: {error!r}; name the sources"
+            f"the recorded sources of the index are damaged: {error!r}; name all sources"
         ) from error
 
 
@@ -54,18 +54,18 @@ def _texts(value: Sequence[Any]) -> tuple[str, ...]:
 
 
 def with_sources(manifest: Manifest, groups: tuple[SourceGroup, ...]) -> Manifest:
-    """Return `manifest` with `groups` as the sources of all rows."""
+    """Return a copy of `manifest` that records `groups` as the sources of all rows."""
     return replace(manifest, settings={**manifest.settings, SOURCES_MEMBER: [asdict(group) for group in groups]})
 
 
 def with_further_source(before: Manifest, changed: Manifest, group: SourceGroup) -> Manifest:
-    """Return `changed` with `group` and the sources of `before`. Unchanged if `before` does not record its sources."""
+    """Return a copy of `changed` that records the sources of `before` and `group`, if `before` records its sources."""
     groups = recorded_sources(before)
     return changed if groups is None else with_sources(changed, tuple(dict.fromkeys((*groups, group))))
 
 
 def open_recorded(groups: tuple[SourceGroup, ...] | None) -> list[Source]:
-    """Open the recorded sources. A source that repeats another one, or lies inside it, is left out.
+    """Open the recorded sources. A source that is equal to another source, or inside another source, is skipped.
 
     Raises:
         UsageError: the sources are not recorded, or a source cannot be used.

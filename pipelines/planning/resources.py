@@ -1,4 +1,4 @@
-"""Compares the disk space and memory that a build needs with this machine."""
+"""Checks that this machine has the disk space and memory that a build needs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Need:
 
 
 def choose_workers(config: BuildConfig, settings: BuildSettings) -> int | None:
-    """Return the number of worker processes; None lets the joined Ray cluster choose the number."""
+    """Return the number of worker processes; None lets the Ray cluster choose the number."""
     if config.engine == "inline":
         return 1
     if config.workers is not None or config.address is not None:
@@ -54,7 +54,7 @@ def choose_workers(config: BuildConfig, settings: BuildSettings) -> int | None:
 
 
 def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo) -> int | None:
-    """Return the number of worker processes, after a check of device and memory.
+    """Check the device and the memory. Return the number of worker processes, or None as in `choose_workers`.
 
     Raises:
         UsageError: this machine lacks the device or the memory for the workers.
@@ -71,7 +71,7 @@ def check_workers(config: BuildConfig, settings: BuildSettings, info: BundleInfo
 
 
 def check_index_size(root: Path, spec: IndexSpec) -> None:
-    """Raise UsageError if the index does not fit on the disk, or its embeddings do not fit in memory."""
+    """Raise UsageError if the disk is too small for the index, or the memory is too small for its embeddings."""
     _check_memory(ann_memory_need(spec), "split the sources over several indexes", "sources")
     need, free = disk_need(spec), free_disk(root)
     if need.total > free:
@@ -84,7 +84,7 @@ def check_index_size(root: Path, spec: IndexSpec) -> None:
 
 
 def disk_need(spec: IndexSpec) -> Need:
-    """Return the disk space that the whole index needs, with 2 % slack."""
+    """Return the disk space that the whole index needs, plus 2 %."""
     from storage_formats.codecs import codec
 
     tokens = sum(_token_bytes(spec, codec(name, spec.block_shape).record_bytes) for name in spec.precisions)
@@ -102,7 +102,7 @@ def worker_memory_need(workers: int, weights_bytes: int, batch_size: int, image_
 
 
 def ann_memory_need(spec: IndexSpec) -> Need:
-    """Return the memory that building `ann/` needs, after the workers have ended."""
+    """Return the memory that is needed to build the nearest-neighbour index, after the workers have ended."""
     return Need({"vectors": _ann_bytes(spec)})
 
 

@@ -1,4 +1,4 @@
-"""Prepares a retry of failed inputs: finds each failed input of an index again by its name."""
+"""Prepares a retry of failed inputs: looks up each failed input of an index by its name."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _DAMAGED = frozenset({"truncated-archive", "damaged-archive"})
 
 @dataclass(frozen=True)
 class FailedInputs:
-    """The failed inputs of an index, as they are now.
+    """The failed rows of an index, and the inputs to try again.
 
     Attributes:
-        row_ids: row ids of the failed inputs, int64, ascending.
-        reasons: why they failed, one reason per row.
-        inputs: number of inputs that were found under their names. A directory or an archive may hold many.
-        new: inputs to try again. Inputs whose content another row has by now are left out.
+        row_ids: ids of the failed rows, int64 [n], ascending.
+        reasons: reason of each failed row.
+        inputs: number of inputs that were found under the names of the failed rows. One name can stand for a directory
+            or an archive with many inputs.
+        new: inputs to try again. Inputs with the same content as another row are left out.
     """
 
     row_ids: NDArray[np.int64]
@@ -39,10 +40,10 @@ class FailedInputs:
 
 
 def find_failed(index: CommittedIndex) -> FailedInputs:
-    """Find the failed inputs of `index` again. Nothing is written.
+    """Look up the failed inputs of `index` by name. Nothing is written.
 
     Raises:
-        TransientInputError: an input cannot be read now.
+        TransientInputError: an input cannot be read for a temporary reason.
         CorruptIndexError: the rows cannot be read.
     """
     from pipelines.sources import hashed
@@ -64,7 +65,7 @@ def find_failed(index: CommittedIndex) -> FailedInputs:
 
 
 def _refs_of(failed: list[dict[str, Any]], names: list[str]) -> Iterator[InputRef]:
-    """Yield the inputs of failed rows. They keep the values of the source columns `names`."""
+    """Yield the inputs of failed rows, with the stored values of the source columns `names`."""
     from pipelines.sources.folder import FolderSource, file_input
 
     rows_of_archive: dict[bytes, list[dict[str, Any]]] = {}
@@ -84,7 +85,7 @@ def _refs_of(failed: list[dict[str, Any]], names: list[str]) -> Iterator[InputRe
 
 
 def _archive_of(path: bytes) -> bytes | None:
-    """Return the tar archive that an input named `path` is a part of; None if it is a file of its own."""
+    """Return the tar archive that contains the input named `path`; None if the input is not in an archive."""
     if path.lower().endswith(b".tar"):
         return path
     prefix, mark, _ = path.partition(b".tar!")
@@ -92,7 +93,7 @@ def _archive_of(path: bytes) -> bytes | None:
 
 
 def _members(archive: bytes, rows: list[dict[str, Any]], names: list[str]) -> Iterator[InputRef]:
-    """Yield the members of an archive that `rows` name. If the archive was damaged, yield all its members."""
+    """Yield the members of an archive that `rows` name. If the archive was damaged, yield all members."""
     from pipelines.sources.webdataset import WebDatasetSource
 
     rows_of_uri = {row["uri"]: row for row in rows}
@@ -113,7 +114,7 @@ def _metadata(row: dict[str, Any], names: list[str]) -> dict[str, Any] | None:
 
 
 def _hashes_held(index: CommittedIndex, hashes: set[str]) -> set[str]:
-    """Return those of `hashes` that a row which has not failed holds."""
+    """Return the content hashes in `hashes` that belong to a row that has not failed."""
     from storage_formats.format.rows import FAILED, iter_rows
 
     held: set[str] = set()

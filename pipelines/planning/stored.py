@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredBuild:
-    """A build that earlier runs began.
+    """A build that earlier runs started.
 
     Attributes:
         plan: plan of the build.
-        index: the finished index; None if the build has not finished.
-        receipts: receipts of the finished shards, by shard number; empty if the build has finished.
+        index: the finished index; None if the build is not finished.
+        receipts: receipts of the finished shards, by shard number; empty if the build is finished.
     """
 
     plan: BuildPlan
@@ -30,10 +30,10 @@ class StoredBuild:
 
 
 def read_stored_build(root: Path) -> StoredBuild | None:
-    """Return the build that earlier runs began at `root`; None if `root` holds no plan and no index.
+    """Return the build that earlier runs started at `root`; None if there is no plan and no index.
 
     Raises:
-        UsageError: `root` holds an index that was not made by a build.
+        UsageError: the index at `root` was not made by a build.
         CorruptIndexError: the manifest or the plan is damaged.
     """
     from storage_formats.format.manifest import CommittedIndex

@@ -1,4 +1,4 @@
-"""The rows of an index by name and content, to compare the inputs of its sources with them."""
+"""Looks up the rows of an index by name and content, for a comparison with the inputs of the sources."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _CAN_WORK_NOW = frozenset({"changed-since-plan", "original-deleted"})  # these r
 
 @dataclass(slots=True)
 class StoredRow:
-    """One row of the index. `next_of_name` is the next row with the same name, in row order.
+    """One row of an index.
 
     Attributes:
         row_id: row id.
         content_hash: SHA-256 of the input, 32 bytes; None if the input could not be read.
-        failed_for: reason why the row failed; None for other rows.
-        duplicate_of: row id of the original, for a duplicate.
+        failed_for: reason why the row failed; None if the row has not failed.
+        duplicate_of: row id of the original if this row is a duplicate, otherwise None.
+        next_of_name: the next row with the same name, in row order; None if there is none.
     """
 
     row_id: int
@@ -35,7 +36,7 @@ class StoredRow:
     next_of_name: StoredRow | None = None
 
     def is_of(self, ref: InputRef) -> bool:
-        """Whether an update leaves the row as it is if the input `ref` has the same name."""
+        """Return True if an update keeps this row for the input `ref`, which has the same name."""
         if ref.content_hash is None or self.content_hash is None:
             return self.failed_for is not None and self.failed_for == ref.problem
         return self.content_hash == bytes.fromhex(ref.content_hash) and self.failed_for not in _CAN_WORK_NOW
@@ -76,7 +77,7 @@ class StoredRows:
             last_of_name[name] = row
 
     def take(self, ref: InputRef) -> StoredRow | None:
-        """Remove and return the row that has the name and content of `ref`; None if there is no such row."""
+        """Remove and return the row with the name and content of `ref`; None if there is no row."""
         name = ref_name(ref)
         before, row = None, self._of_name.get(name)
         while row is not None and not row.is_of(ref):
@@ -86,7 +87,7 @@ class StoredRows:
         return row
 
     def take_named(self, ref: InputRef) -> StoredRow | None:
-        """Remove and return the first row that has the name of `ref`, whatever its content; None if there is none."""
+        """Remove and return the first row with the name of `ref` and any content; None if there is no row."""
         name = ref_name(ref)
         row = self._of_name.get(name)
         if row is not None:
@@ -103,7 +104,7 @@ class StoredRows:
         row.next_of_name = None
 
     def __iter__(self) -> Iterator[StoredRow]:
-        """Yield the rows that were not taken."""
+        """Yield the rows that `take` and `take_named` have not removed."""
         for first in self._of_name.values():
             row: StoredRow | None = first
             while row is not None:
@@ -112,7 +113,7 @@ class StoredRows:
 
 
 def ref_name(ref: InputRef) -> bytes:
-    """Return a short key that an input shares with its row in an index, and with no input of another name."""
+    """Return a hash of the name of an input. The row of the input has the same hash."""
     return _name(ref.uri, ref.uri_raw)
 
 

@@ -1,4 +1,4 @@
-"""Prepares an update: compares the sources with the rows of an index, and refuses what looks like a lost source."""
+"""Prepares an update: compares the sources with the rows of an index, and fails if a source seems to be lost."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ class SourceChanges:
     """The differences between the sources and the rows of an index.
 
     Attributes:
-        inputs: number of inputs of the sources.
-        unchanged: number of inputs whose row stays as it is.
+        inputs: number of inputs in the sources.
+        unchanged: number of inputs whose row does not change.
         new: inputs that get new rows, in the order of the sources.
-        changed: positions in `new.refs` of the inputs whose content differs from that of their row.
-        vanished: number of rows without an input.
-        deleted: row ids to delete, int64, ascending: of vanished rows, and of rows that
-            a new row or a duplicate replaces.
-        encode_seconds: mean time that the model took per row of the index; None if no row is indexed.
+        changed: positions in `new.refs` of the inputs that have a row with other content.
+        vanished: number of rows whose input no longer exists.
+        deleted: ids of the rows to delete, int64 [n], ascending: vanished rows, and old rows of changed inputs.
+        encode_seconds: mean seconds that the model took per encoded row of the index; None if no row has tokens.
     """
 
     inputs: int
@@ -57,14 +56,14 @@ def compare_sources(
 ) -> SourceChanges:
     """List the sources and compare every input with the rows of `index`. Nothing is written.
 
-    An input and a row belong together if their names are equal. The row is unchanged if the content is equal, too.
+    An input is compared with the row of the same name. The row is unchanged if the content is the same too.
 
     Raises:
         UsageError: a source cannot be used, or the index does not record its sources and `config.sources` is empty.
-        EdjeError: a source or a part of it cannot be read, or a larger share of the rows vanished than
+        EdjeError: a source or a part of a source cannot be read, or more rows have lost their input than
             `config.max_vanished` allows.
-        TransientInputError: an input cannot be read now.
-        JobStopped: `should_stop` returned True.
+        TransientInputError: an input cannot be read for a temporary reason.
+        JobStopped: `should_stop()` returned True.
     """
     from pipelines.sources import count_ignored, digested, hashed, iter_all, open_sources
 
@@ -85,7 +84,7 @@ def compare_sources(
 
 @dataclass
 class _CountedSource:
-    """A source that counts the inputs which it lists."""
+    """Wraps a source and counts its inputs."""
 
     source: Source
     inputs: int = 0
@@ -105,7 +104,7 @@ class _CountedSource:
 
 @dataclass
 class _Pending:
-    """An input, and the row that has its name; the row is None if there is none."""
+    """An input, and the row with the same name; the row is None if no row has this name."""
 
     position: int
     ref: InputRef
@@ -113,15 +112,15 @@ class _Pending:
 
 
 class _Comparison:
-    """Pairs inputs with rows: first those of equal name and content, then those of equal name.
+    """Pairs each input with a row of the same name and content, or else with a row of the same name.
 
-    A duplicate is only paired if the row of its original is paired, too. Otherwise it gets a row with tokens.
+    A duplicate row is kept only if the row of its original is kept too. Otherwise its input gets a new row.
 
     Attributes:
         inputs: number of inputs.
-        kept: rows that have an equal input.
-        pending: the other inputs, in the order of the sources.
-        hidden: paths of directories and archives that could not be read, with the problem.
+        kept: rows that have an input of the same name and content.
+        pending: the inputs without such a row, in the order of the sources.
+        hidden: the problem of each directory or archive that could not be read, by path.
     """
 
     def __init__(self, stored: StoredRows) -> None:
@@ -133,7 +132,7 @@ class _Comparison:
         self._duplicates: list[_Pending] = []
 
     def add(self, ref: InputRef) -> None:
-        """Pair `ref` with a row of the same name and content, if there is one."""
+        """Add the next input. Pair the input with a row of the same name and content if there is one."""
         row = self.stored.take(ref)
         if row is None:
             self.pending.append(_Pending(self.inputs, ref))
@@ -158,7 +157,7 @@ class _Comparison:
             each.row = each.row or self.stored.take_named(each.ref)
 
     def changes(self, ignored: dict[str, int]) -> SourceChanges:
-        """Return the changes that make the rows equal to the inputs."""
+        """Return the changes after which the rows match the inputs."""
         hashes = {each.ref.content_hash for each in self.pending}
         held = {row.content_hash.hex() for row in self.kept if row.content_hash is not None} & hashes
         refs: list[InputRef] = []
@@ -185,7 +184,7 @@ class _Comparison:
 
 
 def digest_of(refs: Iterable[InputRef]) -> str:
-    """Return the SHA-256 over what determines the rows of `refs`, in hexadecimal."""
+    """Return the SHA-256 of everything that determines the rows of `refs`, in hexadecimal."""
     digest = hashlib.sha256()
     for ref in refs:
         digest.update(f"{ref.offset} {ref.size} {ref.content_hash} {ref.problem}\0".encode() + ref.path + b"\0\n")
@@ -193,7 +192,7 @@ def digest_of(refs: Iterable[InputRef]) -> str:
 
 
 def _refuse_unreadable(comparison: _Comparison) -> None:
-    """Raise EdjeError if an input that the index holds exists but cannot be read."""
+    """Raise EdjeError if the input of an existing row exists but cannot be read."""
     for each in comparison.pending:
         if each.ref.problem == "unreadable" and each.row is not None and each.row.failed_for is None:
             raise EdjeError(
@@ -203,7 +202,7 @@ def _refuse_unreadable(comparison: _Comparison) -> None:
 
 
 def _refuse_hidden_rows(index: CommittedIndex, comparison: _Comparison, empty_sources: list[str]) -> None:
-    """Raise EdjeError if rows vanished below a directory or an archive that could not be read or lists nothing."""
+    """Raise EdjeError if inputs are missing from a directory or archive that is empty or cannot be read."""
     from storage_formats.format.rows import iter_rows
 
     hidden = {**dict.fromkeys(empty_sources, "it lists no images"), **comparison.hidden}
@@ -218,23 +217,24 @@ def _refuse_hidden_rows(index: CommittedIndex, comparison: _Comparison, empty_so
                 below[container] = below.get(container, 0) + 1
     for container, rows in below.items():
         raise EdjeError(
-            f"{container} cannot be compared ({hidden[container]}), but the index holds {counted(rows, 'row')} of it; "
-            "check that it is mounted and readable. The index is unchanged"
+            f"{container} cannot be compared ({hidden[container]}), but the index has {counted(rows, 'row')} from this "
+            "path; check that the path is mounted and readable. The index is unchanged"
         )
 
 
 def _container_of(uri: str, hidden: Iterable[str]) -> str | None:
-    """Return the directory or archive of `hidden` that holds the input named `uri`; None if there is none."""
+    """Return the directory or archive in `hidden` that contains the input `uri`; None if there is none."""
     ends = (position for position, letter in enumerate(uri) if letter in "/!")
     return next((uri[:end] for end in ends if uri[:end] in hidden), None)
 
 
 def _refuse_many_vanished(max_vanished: float, comparison: _Comparison, vanished: int) -> None:
-    """Raise EdjeError if too many rows have no readable input any more."""
+    """Raise EdjeError if the inputs of too many rows no longer exist or cannot be read."""
     unread = sum(each.ref.content_hash is None and each.row is not None for each in comparison.pending)
     lost, rows = vanished + unread, comparison.stored.rows
     if lost > max_vanished * rows + 1e-6:
         raise EdjeError(
-            f"{lost:,} of {counted(rows, 'row')} have no input any more, more than max_vanished {max_vanished:g} "
-            "allows; check the sources, or raise max_vanished to delete these rows. The index is unchanged"
+            f"the inputs of {lost:,} of {counted(rows, 'row')} no longer exist, more than max_vanished "
+            f"{max_vanished:g} allows; check the sources, or raise max_vanished to delete these rows. The index is "
+            "unchanged"
         )

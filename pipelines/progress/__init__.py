@@ -1,1 +1,1 @@
-"""Progress of a job: its events, their display, and stopping early."""
+"""Progress events of jobs, the display of these events, and stopping a job early."""

@@ -37,7 +37,7 @@ def progress_display(*, quiet: bool = False, stream: TextIO | None = None) -> It
 
 
 def describe_plan(plan: PlanReady) -> list[str]:
-    """Describe a plan in lines of text."""
+    """Return lines of text that describe a plan."""
     workers = "" if plan.workers is None else f", {counted(plan.workers, 'worker')}"
     lines = [f"{counted(plan.inputs, 'input')} in {counted(plan.shards, 'shard')}{workers}"]
     if plan.duplicates:
@@ -51,9 +51,9 @@ def describe_plan(plan: PlanReady) -> list[str]:
 
 
 def describe_progress(progress: Progress, *, speed: float | None = None, seconds_left: float | None = None) -> str:
-    """Describe progress in one line of text, without the name of the activity.
+    """Return one line of text on the progress, without the name of the activity.
 
-    `speed` is in units of work per second.
+    `speed` is the number of units of work per second.
     """
     parts = [f"{progress.done:,}" if progress.total is None else f"{progress.done:,}/{progress.total:,}"]
     if speed is not None:
@@ -70,7 +70,7 @@ def describe_progress(progress: Progress, *, speed: float | None = None, seconds
 
 
 class _Tracker:
-    """Measures the speed of the current activity with `rich`, and estimates the time left."""
+    """Measures the speed of the current activity with `rich`, and estimates the remaining time."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
         from rich import progress
@@ -97,7 +97,7 @@ class _Tracker:
         return line
 
     def _task_of(self, event: Progress) -> Task:
-        """Return the `rich` task of the activity. Earlier work does not count towards its speed."""
+        """Return the `rich` task of the activity. The speed is measured from the first event of the activity."""
         for task in self.bar.tasks:
             if task.description == event.activity:
                 return task
@@ -154,7 +154,7 @@ class LogDisplay(_Display):
 
 
 class LiveDisplay(_Display):
-    """Redraws the line of the current activity and prints other lines above it. A context manager."""
+    """Context manager that redraws the line of the current activity, and prints other lines above this line."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._tracker = _Tracker(stream, clock)

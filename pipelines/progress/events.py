@@ -13,7 +13,7 @@ Bottleneck = Literal["decode", "model", "write"]
 
 @dataclass(frozen=True)
 class StatusMessage:
-    """One line of text about what the job does next or has noticed."""
+    """One line of text for the user, for example about the next step of a job."""
 
     text: str
 
@@ -23,12 +23,12 @@ class PlanReady:
     """The plan of a job, reported once the amount of work is known.
 
     Attributes:
-        inputs: number of inputs of all sources.
+        inputs: number of inputs in all sources.
         shards: number of shards of the index.
         finished_shards: number of shards that earlier runs finished.
         workers: number of worker processes; None if the engine decides.
         duplicates: number of inputs that are byte-identical to an earlier input.
-        ignored: number of files that are not inputs, by file extension.
+        ignored: number of files in the sources that are not inputs, by file extension.
     """
 
     inputs: int
@@ -44,10 +44,10 @@ class ShardCounts:
     """Counts of the shards of a job, including shards that earlier runs finished.
 
     Attributes:
-        finished: number of committed shards.
+        finished: number of finished shards.
         total: number of shards of the index.
         failed_rows: number of rows that could not be encoded.
-        bottleneck: stage in which the workers of this run spent the most time; None if no time was measured yet.
+        bottleneck: stage in which the workers of this run spent the most time; None if no times are known yet.
     """
 
     finished: int
@@ -58,13 +58,13 @@ class ShardCounts:
 
 @dataclass(frozen=True)
 class Progress:
-    """How much of one activity is finished.
+    """The progress of one activity.
 
     Attributes:
         activity: name of the activity, for example "indexing".
         done: number of finished units of work.
         total: number of all units of work; None if unknown.
-        shards: counts of shards; None for jobs that do not work shard by shard.
+        shards: counts of the shards; None if the job does not process shards.
     """
 
     activity: str
@@ -78,5 +78,5 @@ OnEvent = Callable[[Event], None]
 
 
 def progress_callback(on_event: OnEvent) -> OnProgress:
-    """Return a callback for library functions that passes their progress to `on_event` as `Progress` events."""
+    """Return a callback (activity, done, total) that passes `Progress` events to `on_event`."""
     return lambda activity, done, total: on_event(Progress(activity, done, total))

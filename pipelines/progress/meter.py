@@ -1,4 +1,4 @@
-"""Adds up the states of a job's shards, as the workers report them."""
+"""Computes the progress of a job from the states of its shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BOTTLENECK_OF_STAGE: dict[str, Bottleneck] = {"wait": "decode", "encode": "mode
 
 
 def bottleneck(stage_seconds: Mapping[str, float]) -> Bottleneck | None:
-    """Return the bottleneck that corresponds to the slowest stage, or None if no stage took any time."""
+    """Return the slowest stage, or None if no stage took any time."""
     slowest = max(_BOTTLENECK_OF_STAGE, key=lambda stage: stage_seconds.get(stage, 0.0))
     return _BOTTLENECK_OF_STAGE[slowest] if stage_seconds.get(slowest, 0.0) > 0 else None
 
@@ -33,7 +33,7 @@ class ShardState:
 
 
 class ShardMeter:
-    """Keeps the latest state of every shard of a job, and adds up these states to a `Progress` event.
+    """Computes the `Progress` of a job from the latest state of each shard.
 
     Args:
         activity: name of the activity.

@@ -18,7 +18,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class JobStopped(EdjeError):
-    """The job ended early, on request or because something failed. Finished work is kept.
+    """The job stopped early, on request or because of an error. Finished work is kept.
 
     Example:
         >>> from pipelines import JobStopped, build_index
@@ -31,7 +31,7 @@ class JobStopped(EdjeError):
 
 
 class StopFlag:
-    """A `ShouldStop` callback that returns True once `set` was called."""
+    """A `ShouldStop` callback that returns True after a call of `set`."""
 
     def __init__(self) -> None:
         self._requests = 0
@@ -47,9 +47,9 @@ class StopFlag:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
-    """Yield a flag that SIGINT, SIGTERM and SIGHUP set.
+    """Yield a flag that the signals SIGINT, SIGTERM and SIGHUP set.
 
-    The second signal raises KeyboardInterrupt. The third ends the process at once.
+    The second signal raises KeyboardInterrupt. The third signal ends the process at once.
     """
     # Signals that were ignored before (by nohup, for example) stay ignored.
     flag = StopFlag()

@@ -1,10 +1,10 @@
-"""Formats counts, sizes, durations and names as text for people."""
+"""Formats counts, sizes, durations and names for messages."""
 
 from __future__ import annotations
 
 
 def counted(count: int, noun: str) -> str:
-    """Format a count together with its noun: "1 shard", "2,000 shards"."""
+    """Format a count and a noun, in the plural if needed: "1 shard", "2,000 shards"."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
@@ -18,12 +18,12 @@ def human_bytes(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in seconds with its two largest units: "3m13s"."""
+    """Format a duration, given in seconds, with the two largest units: "3m13s"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 def printable(text: str) -> str:
-    """Escape every non-printable character, so that a file name cannot control the terminal."""
+    """Return `text` with every non-printable character escaped, so that no file name can control the terminal."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -1,4 +1,4 @@
-"""Makes the ASGI application: routes, error handlers, the web page, and the batcher."""
+"""Makes the ASGI application of the service."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def create_app(indexes: ServedIndexes, settings: ServiceSettings) -> ASGIApp:
 
     Args:
         indexes: the open indexes.
-        settings: limits, API keys and accepted hosts.
+        settings: limits, API keys and accepted host names.
     """
     metrics = Metrics()
 

@@ -15,12 +15,12 @@ ARROW_TYPE = "application/vnd.apache.arrow.stream"
 
 
 def blocks_as_arrow(index: TokenIndex, row_ids: Sequence[int]) -> bytes:
-    """Return an Arrow IPC stream of the blocks of `row_ids`, in this order.
+    """Return the blocks of `row_ids` as an Arrow IPC stream, in the order of `row_ids`.
 
     The columns are `row_id` (int64) and `block` (the values [m, d] as little-endian bfloat16; null for a hole).
 
     Raises:
-        RowIdError: a row id is out of range.
+        RowIdError: a row id does not exist.
         CorruptIndexError: a block is damaged.
     """
     import pyarrow as pa

@@ -1,7 +1,7 @@
-"""Dynamic batching: requests that arrive while the model is busy share its next batch.
+"""Dynamic batching: requests that arrive while the model is busy are put into the next batch.
 
-One thread runs the model. A batch takes the first request of the queue and later requests of the same kind, within a
-budget of image tokens.
+One thread runs the model. A batch contains the first request of the queue and later requests of the same kind, up to a
+maximum number of image tokens.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Work:
     """An item of work for the model, made from one request.
 
     Attributes:
-        kind: items of the same kind can share a batch.
+        kind: kind of the item; items of the same kind can be in one batch.
         cost: number of image tokens that the model reads for this item.
         payload: arguments of the item.
-        run: returns the results for the payloads of several items of this kind, in order.
+        run: function that takes the payloads of several items of this kind and returns their results, in order.
     """
 
     kind: Hashable
@@ -44,8 +44,8 @@ class Timing:
 
     Attributes:
         waited: seconds that the request spent in the queue.
-        computed: seconds that the batch of the request took.
-        batch: number of requests in that batch.
+        computed: seconds that the model took for the batch.
+        batch: number of requests in the batch.
     """
 
     waited: float
@@ -62,11 +62,11 @@ class _Job:
 
 
 class Batcher:
-    """Runs the work of requests on one thread. Items of the same kind share a batch.
+    """Runs the work of requests on one thread, in batches of items of the same kind.
 
     Args:
-        limits: limits on the length of the queue, on the image tokens of a batch, and on the time of a request.
-        on_batch: called after each batch with the numbers of requests and of image tokens in the batch.
+        limits: limits on the length of the queue, the image tokens per batch, and the duration of a request.
+        on_batch: called after each batch with the number of requests and the number of image tokens in the batch.
     """
 
     def __init__(self, limits: Limits, on_batch: Callable[[int, int], None] = lambda requests, tokens: None) -> None:
@@ -90,7 +90,7 @@ class Batcher:
         self._task = asyncio.create_task(self._run_batches())
 
     async def stop(self) -> None:
-        """Fail the waiting requests with status 503, and wait for the running batch."""
+        """End the waiting requests with HTTP status 503, and wait for the running batch."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -105,9 +105,9 @@ class Batcher:
         """Queue `work`, wait for the model, and return (result, times).
 
         Raises:
-            ServiceError: status 429 if the queue is full or the deadline cannot be met, 504 if the deadline passes,
-                503 if the service is stopping.
-            Exception: the error that `work` raised.
+            ServiceError: status 429 if the queue is full or the request would take too long, 504 if the request took
+                too long, 503 if the service is stopping.
+            Exception: the error that `work.run` raised.
         """
         self._check_queue(work)
         now = time.monotonic()
@@ -128,7 +128,7 @@ class Batcher:
             raise overloaded(f"the queue is full with {len(self._jobs)} requests; try again later", seconds)
         if self._jobs and seconds > self._limits.deadline_seconds:
             raise overloaded(
-                f"this request would take about {seconds:.0f} s because others are waiting, longer than the "
+                f"this request would take about {seconds:.0f} s because other requests are waiting, longer than the "
                 f"deadline of {self._limits.deadline_seconds:g} s; try again later",
                 seconds - self._limits.deadline_seconds,
             )

@@ -1,4 +1,4 @@
-"""The documents of a re-ranking request: rows of the index, or images in the request."""
+"""Reads the documents of a re-ranking request: rows of the index, or images in the request."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MAX_DIGITS = 15
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents to score. Keys of both dictionaries are positions in the request.
+    """The documents to score.
 
     Attributes:
-        rows: row ids or uris of the documents that are rows.
-        images: encoded bytes of the documents that are images.
+        rows: row id or uri of each document that is a row, by position in the request.
+        images: encoded bytes of each document that is an image, by position in the request.
     """
 
     rows: dict[int, int | str]
@@ -30,7 +30,7 @@ class Documents:
 
 
 def read_documents(documents: Sequence[Document], limits: Limits) -> Documents:
-    """Read the documents of a request, and separate rows from images.
+    """Read the documents of a request. Separate the rows from the images.
 
     Raises:
         ServiceError: status 413 for too many documents or images, 422 for an invalid document.
@@ -54,7 +54,7 @@ def resolve_rows(index: CommittedIndex, documents: Documents) -> dict[int, int]:
     """Return the row ids of the documents that are rows, by position in the request. Reads files.
 
     Raises:
-        ServiceError: status 422 if there is no such row, or if the row has no tokens.
+        ServiceError: status 422 if a row does not exist or has no tokens.
     """
     try:
         row_ids = requested_rows(index, list(documents.rows.values()))
@@ -71,7 +71,7 @@ def _value(document: Document, position: int) -> int | str | bytes:
 
 
 def _text_value(text: str) -> int | str | bytes:
-    """Return an image for a data URI, a row id for digits, else the text as a uri."""
+    """Return the image bytes of a data URI, the row id of a text of digits, or else the text as a uri."""
     if is_data_uri(text):
         return image_bytes(text)
     if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS:

@@ -35,7 +35,7 @@ _SHOWN_PROBLEMS = 5
 
 
 class ServiceError(Exception):
-    """An error that is sent to the client.
+    """An error that the service sends to the client.
 
     Attributes:
         status: HTTP status.
@@ -51,7 +51,7 @@ class ServiceError(Exception):
 
 
 def overloaded(message: str, retry_after: float) -> ServiceError:
-    """Return an error with status 429 and a time in seconds after which to try again."""
+    """Return an error with status 429 that tells the client to try again after `retry_after` seconds."""
     return ServiceError(429, message, {"Retry-After": str(max(1, round(retry_after)))})
 
 
@@ -67,7 +67,7 @@ def error_response(error: ServiceError) -> JSONResponse:
 
 
 def as_service_error(error: Exception) -> ServiceError:
-    """Return the ServiceError for an exception. Details of internal errors are only logged."""
+    """Convert an exception to a ServiceError. Details of internal errors are logged but not sent."""
     if isinstance(error, ServiceError):
         return error
     if isinstance(error, FilterTimeoutError):
@@ -86,7 +86,7 @@ def as_service_error(error: Exception) -> ServiceError:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Add handlers to `app` that give every error the same form."""
+    """Add handlers to `app`, so that every error response has the same form."""
 
     async def handle(_: Request, error: Exception) -> JSONResponse:
         return error_response(as_service_error(error))
@@ -109,7 +109,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _describe(error: RequestValidationError) -> str:
-    """Describe why the request is invalid, without the values that the client sent."""
+    """Return a text on why the request is invalid, without the values that the client sent."""
     problems = [
         f"{'.'.join(str(part) for part in problem['loc'][1:]) or 'body'}: {problem['msg']}"[:300]
         for problem in error.errors()

@@ -1,4 +1,4 @@
-"""The outermost layer of the service: checks each request before the body is read."""
+"""Checks each request before its body is read. This is the outermost layer of the service."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Guard:
 
     Args:
         app: the application.
-        settings: limits, API keys and accepted hosts.
-        metrics: counters, which count every request.
+        settings: limits, API keys and accepted host names.
+        metrics: metrics that count every request.
     """
 
     def __init__(self, app: ASGIApp, settings: ServiceSettings, metrics: Metrics) -> None:
@@ -86,13 +86,13 @@ class Guard:
             )
 
     def _has_key(self, headers: Headers) -> bool:
-        """Return True if the request has a valid API key. Compares in constant time."""
+        """Return True if the request has a valid API key. The comparison takes constant time."""
         scheme, _, sent = headers.get("authorization", "").partition(" ")
         matches = [hmac.compare_digest(sent.strip().encode(), key.encode()) for key in self._settings.api_keys]
         return scheme.lower() == "bearer" and any(matches)
 
     def _reserve(self, headers: Headers) -> int:
-        """Reserve memory for the body, and return the number of reserved bytes."""
+        """Reserve memory for the body of a request. Return the number of reserved bytes."""
         limits = self._settings.limits
         length, chunked = headers.get("content-length"), "transfer-encoding" in headers
         size = limits.body_bytes if chunked else int(length) if length and length.isdecimal() else 0
@@ -131,7 +131,7 @@ class Guard:
 
 
 class _Exchange:
-    """Sends one response. Raises TimeoutError if the client does not read the response."""
+    """Sends one response. Raises TimeoutError if the client reads the response too slowly."""
 
     def __init__(self, send_seconds: float, send: Send) -> None:
         self._send = send
@@ -150,7 +150,7 @@ class _Exchange:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` function that yields `body` first, then the messages of `receive`."""
+    """Return an ASGI `receive` function that returns `body` first, then the messages of `receive`."""
     messages: Iterable[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replay() -> Message:
@@ -162,7 +162,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _host_name(header: str) -> str:
-    """Return the lower-case host name in a Host header; empty if the header is invalid."""
+    """Return the host name in a Host header in lower case; an empty text if the header is invalid."""
     try:
         return (urlsplit(f"//{header}").hostname or "").lower()
     except ValueError:

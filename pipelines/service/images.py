@@ -1,4 +1,4 @@
-"""Decodes the images in requests. URLs are never fetched."""
+"""Decodes images in requests. URLs are never fetched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*:", re.ASCII | re.IGNORECASE)
 
 
 def is_data_uri(text: str) -> bool:
-    """Return True if `text` is a data URI, False if it is the uri of a row."""
+    """Return True if `text` is a data URI, False for any other text."""
     return text[:5].lower() == "data:"
 
 
@@ -41,7 +41,7 @@ def image_bytes(text: str) -> bytes:
 
 
 def decode_image(data: bytes, max_pixels: int) -> Image.Image:
-    """Decode an image, upright and in mode RGB.
+    """Decode an image. Return the image upright and in mode RGB.
 
     Raises:
         ServiceError: status 422 if `data` cannot be decoded, 413 if the image has more than `max_pixels` pixels.

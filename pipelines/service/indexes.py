@@ -19,7 +19,7 @@ _WARM_UP_POOL = 32
 
 
 class ServedIndex:
-    """One index with all stored precisions. Each precision is opened when it is first used.
+    """One index that the service searches. Each stored precision is opened at its first use.
 
     Attributes:
         name: name of the index in requests and responses.
@@ -32,10 +32,10 @@ class ServedIndex:
         self._lock = threading.Lock()
 
     def at(self, precision: str | None) -> TokenIndex:
-        """Return the index open with the tokens of `precision`; None for the default precision.
+        """Return the index, opened with the tokens of `precision`. None means the default precision.
 
         Raises:
-            UsageError: the index does not hold the precision.
+            UsageError: the index does not store this precision.
         """
         if precision is None:
             return self._default
@@ -45,10 +45,10 @@ class ServedIndex:
             return self._by_precision[precision]
 
     def refresh(self) -> None:
-        """Open the index again if a change has been committed.
+        """Open the index again if the index on disk has changed.
 
         Raises:
-            UsageError: the index was built again with another model, or it cannot be opened.
+            UsageError: the index was built again with another model, or cannot be opened.
             CorruptIndexError: the index is damaged.
         """
         changed = self._default.at_current_snapshot()
@@ -66,7 +66,7 @@ class ServedIndex:
         """Read the thumbnail of a row.
 
         Raises:
-            ServiceError: status 404 if there is no such row.
+            ServiceError: status 404 if the row does not exist.
         """
         try:
             return read_thumbnails(self._default.root, [row_id])[0]
@@ -96,7 +96,7 @@ class ServedIndex:
 
 
 class ServedIndexes:
-    """All indexes that the service searches. The first one is the default."""
+    """All indexes that the service searches. The first index is the default."""
 
     def __init__(self, indexes: Sequence[ServedIndex]) -> None:
         self._by_name: Mapping[str, ServedIndex] = {index.name: index for index in indexes}
@@ -118,7 +118,7 @@ class ServedIndexes:
         return self._by_name[name]
 
     def named_or_default(self, name: str | None) -> ServedIndex:
-        """Return the index called `name`, or the default index if there is none."""
+        """Return the index called `name`, or the default index if no index has this name."""
         # Clients of other services send the name of a model, which selects the default index.
         return self._by_name.get(name or "", self.default)
 
@@ -126,10 +126,12 @@ class ServedIndexes:
 def open_indexes(
     paths: Sequence[Path], model: Path | None = None, *, device: str = "auto", dtype: str = "float32"
 ) -> ServedIndexes:
-    """Open the indexes at `paths` and warm them up. The name of an index is its directory name without `.edje`.
+    """Open the indexes at `paths` and warm them up.
+
+    The name of an index is the name of its directory without `.edje`.
 
     Args:
-        paths: directories of the indexes, the default first.
+        paths: directories of the indexes; the first index is the default.
         model: bundle for all indexes; None uses the bundle that built each index.
         device: "auto", "cpu" or "cuda".
         dtype: data type of the joint encoder's matrix products.
@@ -142,9 +144,7 @@ def open_indexes(
     names = [path.resolve().name.removesuffix(".edje") or "index" for path in paths]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
-        raise UsageError(
-            f"two indexes have the name {repeated[0]!r}, so clients could not choose between them; rename one directory"
-        )
+        raise UsageError(f"two indexes have the name {repeated[0]!r}; rename the directory of one index")
     opened = [
         ServedIndex(name, TokenIndex.open(path, model, device=device, dtype=dtype))
         for name, path in zip(names, paths, strict=True)

@@ -39,7 +39,7 @@ class Metrics:
         self._waiting.set_function(length)
 
     def count_request(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count a response. Unknown paths and methods are counted as "other"."""
+        """Count a response with its duration. Unknown paths and methods get the label "other"."""
         route = getattr(scope.get("route"), "path", "other")
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._requests.labels(route, method, str(status or "none")).inc()

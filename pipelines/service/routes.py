@@ -73,7 +73,7 @@ async def metrics(request: Request) -> Response:
 
 @router.post("/search")
 async def search(request: Request, body: SearchRequest) -> SearchAnswer:
-    """Search by text, or search for images similar to an image or to the image of a row."""
+    """Search by text, or search for images that are similar to an image or to a row."""
     state = _state(request)
     served = state.indexes.get(body.index)
     index = await _in_thread(state, served.at, body.precision)
@@ -117,8 +117,8 @@ async def rerank(request: Request, body: TeiRerankRequest | CohereRerankRequest)
     """Score documents for a query, best first.
 
     Requests and responses have the format of text-embeddings-inference, or the common format of Cohere, Jina and vLLM.
-    A document is a row of the index, given by row id or uri, or an image. Scores are final scores of the bundle. They
-    order the documents of one query and are not limited to the range from 0 to 1.
+    A document is an image, or the row id or uri of a row of the index. Scores are final scores of the bundle. Scores
+    can only be compared within one query, and are not limited to the range from 0 to 1.
     """
     state = _state(request)
     if isinstance(body, TeiRerankRequest):
@@ -216,7 +216,7 @@ async def thumbnail(
     row_id: int = Path(ge=0, le=_MAX_ROW_ID),
     index: str | None = Query(None, min_length=1, max_length=255),
 ) -> Response:
-    """Return a small JPEG of the photo of a row, or status 404 with the reason if there is none."""
+    """Return a small JPEG of the image of a row, or status 404 with the reason if there is no image."""
     state = _state(request)
     row_thumbnail = await _in_thread(state, state.indexes.get(index).thumbnail, row_id)
     if row_thumbnail.jpeg is None:
@@ -236,7 +236,7 @@ def _check_query(state: ServiceState, text: str) -> None:
 
 
 async def _in_thread(state: ServiceState, function: Any, *arguments: Any) -> Any:
-    """Call `function`, which reads files, on one of a few threads."""
+    """Call `function`, which reads files, on another thread. The number of threads is limited."""
     limiter: CapacityLimiter = state.file_threads
     if limiter.statistics().tasks_waiting >= state.limits.waiting:
         raise overloaded("too many requests are reading files; try again later", 1)

@@ -103,7 +103,7 @@ class ImageUrl(BaseModel):
 
 
 class ContentPart(BaseModel):
-    """One part of a document in the format of vLLM."""
+    """A text or an image as part of a document, in the format of vLLM."""
 
     type: Literal["text", "image_url"] = "text"
     text: Text | None = None
@@ -113,7 +113,7 @@ class ContentPart(BaseModel):
 class DocumentObject(BaseModel):
     """A document as a JSON object.
 
-    If several members are set, the first of these counts: row_id, uri, text, the text in content, image, image_url, the
+    If several members are set, the first of these is used: row_id, uri, text, text in content, image, image_url,
     image_url in content.
     """
 
@@ -142,7 +142,7 @@ class TeiRerankRequest(BaseModel):
 class CohereRerankRequest(BaseModel):
     """A re-ranking request in the common format of Cohere, Jina and vLLM.
 
-    `model` is the name of an index. Other names select the default index.
+    `model` is the name of an index. A name that no index has selects the default index.
     """
 
     query: Text
@@ -209,6 +209,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The body of every error."""
+    """The body of every error response."""
 
     error: ErrorDetail

@@ -17,7 +17,7 @@ from storage_formats.errors import UsageError
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at `host` and `port`. Port 0 takes a free port.
+    """Return a socket that listens at `host` and `port`. Port 0 selects a free port.
 
     Raises:
         UsageError: the service cannot listen at this address.
@@ -52,8 +52,8 @@ def run_service(
 
     Args:
         indexes: the open indexes.
-        settings: limits, API keys and accepted hosts.
-        listener: a socket from `listen`.
+        settings: limits, API keys and accepted host names.
+        listener: a socket that `listen` returned.
         on_ready: called once before the first request is answered.
     """
     limits = settings.limits
@@ -78,7 +78,7 @@ def run_service(
 
 @contextmanager
 def _signals_end_quietly() -> Iterator[None]:
-    """Ignore SIGTERM and SIGINT, except while uvicorn handles them."""
+    """Context manager that ignores SIGTERM and SIGINT, except while uvicorn handles them."""
     # Uvicorn raises a signal again after it has stopped. Without this context, a requested stop looks like a failure.
     stops = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, lambda *_: None) for number in stops}

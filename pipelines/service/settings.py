@@ -18,19 +18,19 @@ class Limits:
     """Upper limits on the size and duration of requests.
 
     Attributes:
-        body_bytes: bytes in the body of a request.
-        bodies_bytes: bytes in all bodies that are in memory at the same time.
-        body_seconds: seconds to receive the headers of a request, and again to receive the body.
-        send_seconds: seconds that a client may take to receive each part of a response.
+        body_bytes: number of bytes in the body of a request.
+        bodies_bytes: number of bytes of all bodies in memory at the same time.
+        body_seconds: seconds to receive the headers of a request, and the same number of seconds to receive the body.
+        send_seconds: seconds until a client has received a part of a response.
         connections: number of open connections.
-        query_letters: characters in a text.
-        documents: rows, images or texts in one request.
-        images: images in one request, each of which takes one pass of the vision tower.
-        image_pixels: pixels of an image.
-        pool: candidates of a search.
-        blocks: token blocks in one response.
+        query_letters: number of characters in a query or text.
+        documents: number of rows, images or texts in one request.
+        images: number of images in one request.
+        image_pixels: number of pixels of an image.
+        pool: number of candidates of a search.
+        blocks: number of token blocks in one response.
         waiting: number of requests that wait for the model.
-        batch_tokens: image tokens of all requests in one batch.
+        batch_tokens: number of image tokens of all requests in one batch.
         deadline_seconds: seconds from the arrival of a request to the response.
     """
 
@@ -52,12 +52,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """Limits, API keys and accepted hosts of the service.
+    """Limits, API keys and accepted host names of the service.
 
     Attributes:
         limits: limits on the size and duration of requests.
-        api_keys: accepted keys, one of which each request must send; empty for a service without keys.
-        allowed_hosts: accepted host names in the Host header; empty for any.
+        api_keys: valid API keys. Each request must send one of these keys. If empty, requests need no key.
+        allowed_hosts: host names that the Host header may contain; if empty, any host name is accepted.
     """
 
     # Checking the Host header protects a service on loopback from DNS rebinding.
@@ -67,7 +67,7 @@ class ServiceSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only programs on this machine can reach `host`."""
+    """Return True if `host` is an address that only programs on this machine can reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -75,10 +75,9 @@ def is_loopback(host: str) -> bool:
 
 
 def hosts_to_answer(host: str, also: Sequence[str]) -> tuple[str, ...]:
-    """Return the host names to accept in the Host header, or an empty tuple to accept any name.
+    """Return the host names to accept in the Host header: the loopback names, `host`, and the names in `also`.
 
-    These are the loopback names, `host`, and the names in `also`. Any name is accepted if `host` is not a loopback
-    address and `also` is empty.
+    Return an empty tuple, which means any host name, if `host` is not a loopback address and `also` is empty.
     """
     if not is_loopback(host) and not also:
         return ()
@@ -89,27 +88,27 @@ def read_api_keys(text: str, source: str) -> tuple[str, ...]:
     """Read API keys from a text, on separate lines or separated by commas.
 
     Args:
-        text: the text.
-        source: name of the file or variable that holds the text, for error messages.
+        text: the text with the keys.
+        source: name of the file or variable that contains the text, for error messages.
 
     Raises:
-        UsageError: there is no key, or a key is too short or has characters that no header can hold. The message never
-            contains a key.
+        UsageError: there is no key, a key is too short, or a key has characters that are not allowed in a header. The
+            message never contains a key.
     """
     lines = [line.strip() for line in text.replace(",", "\n").splitlines()]
     keys = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
     if not keys:
-        raise UsageError(f"{source} holds no API key; write one key per line")
+        raise UsageError(f"{source} contains no API key; write one key per line")
     if any(len(key) < MIN_KEY_LETTERS or not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise UsageError(
-            f"{source} holds an invalid API key; a key must have at least {MIN_KEY_LETTERS} printable "
+            f"{source} contains an invalid API key; a key must have at least {MIN_KEY_LETTERS} printable "
             "ASCII characters and no spaces"
         )
     return keys
 
 
 def read_api_key_file(path: Path) -> tuple[str, ...]:
-    """Read API keys from the file at `path`, see `read_api_keys`.
+    """Read API keys from the file at `path`. `read_api_keys` describes the format.
 
     Raises:
         UsageError: the file cannot be read, has no key, or has an invalid key.

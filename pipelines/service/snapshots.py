@@ -18,7 +18,7 @@ WATCH_SECONDS = 2.0
 
 
 async def follow_changes(state: ServiceState) -> None:
-    """Open each index again when a change of it has been committed. Runs until the task is cancelled."""
+    """Check the indexes regularly, and open each changed index again. Runs until the task is cancelled."""
     reported: dict[str, str] = {}
     while True:
         await asyncio.sleep(WATCH_SECONDS)
@@ -30,7 +30,7 @@ async def follow_changes(state: ServiceState) -> None:
 
 
 def _refresh(index: ServedIndex) -> str:
-    """Open the index again if it has changed. Return why this failed, or an empty text."""
+    """Open the index again if it has changed. Return the error message, or an empty text on success."""
     try:
         index.refresh()
     except (EdjeError, OSError, MemoryError) as error:

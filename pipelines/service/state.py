@@ -1,4 +1,4 @@
-"""The state that the routes of one service share."""
+"""The state that all routes of the service share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ServiceState:
         limits: limits on the size and duration of requests.
         metrics: metrics for Prometheus.
         batcher: queue of requests for the model.
-        file_threads: limits the number of threads that read files.
+        file_threads: limiter for the number of threads that read files.
     """
 
     indexes: ServedIndexes
@@ -36,7 +36,7 @@ class ServiceState:
 
     @property
     def description(self) -> dict[str, Any]:
-        """The response of `/info`."""
+        """The response to `/info`."""
         # The members from `model_id` to `tokenization_workers` are for clients of text-embeddings-inference.
         default, limits = self.indexes.default.describe(), self.limits
         return {

@@ -1,4 +1,4 @@
-"""Makes the work for each kind of request, which the batcher runs in the thread of the model."""
+"""Makes `Work` from each kind of request. The batcher runs the work on the thread of the model."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ScoreOptions:
 
     Attributes:
         pool: number of candidates.
-        rerank: False keeps the order by embedding.
+        rerank: True to re-rank the candidates, False to keep the order by embedding similarity.
         score: final score to sort by; None for the score of the bundle.
-        where: filter of the rows; None lets all rows pass.
+        where: filter of the rows; None searches all rows.
     """
 
     pool: int
@@ -42,8 +42,8 @@ class ImageOptions:
 
     Attributes:
         k: number of hits.
-        max_pixels: largest number of pixels of the image.
-        where: filter of the rows; None lets all rows pass.
+        max_pixels: maximum number of pixels of the image.
+        where: filter of the rows; None searches all rows.
     """
 
     k: int
@@ -76,7 +76,7 @@ def search_image(index: TokenIndex, data: bytes, options: ImageOptions) -> Work:
 
 
 def search_row(index: TokenIndex, row_id: int, k: int, where: str | None = None) -> Work:
-    """Return work that finds the `k` rows most similar to the row `row_id`, among the rows that pass `where`."""
+    """Return work that finds the `k` rows that pass `where` and are most similar to the row `row_id`."""
 
     def run(payloads: Sequence[int]) -> list[Hits]:
         return [index.search_row(row, k, where=where) for row in payloads]
@@ -85,7 +85,7 @@ def search_row(index: TokenIndex, row_id: int, k: int, where: str | None = None)
 
 
 def rerank_rows(index: TokenIndex, text: str, row_ids: Sequence[int]) -> Work:
-    """Return work that re-ranks the rows `row_ids` for a text, best first."""
+    """Return work that sorts the rows `row_ids` by their score for a text, best first."""
 
     def run(payloads: Sequence[tuple[str, Sequence[int]]]) -> list[Hits]:
         return index.rerank_each([text for text, _ in payloads], [rows for _, rows in payloads])

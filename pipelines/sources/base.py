@@ -15,8 +15,8 @@ class Source(Protocol):
         spec: the source as the user wrote it.
         kind: "folder", "webdataset", "list" or "image".
         path: absolute path of the directory or file.
-        ignored: number of entries that are not inputs in the latest pass over the source, by suffix (".txt") or by
-            reason ("(hidden)").
+        ignored: number of entries that are not inputs, in the latest pass over the source. Keys are suffixes (".txt")
+            or reasons ("(hidden)").
     """
 
     spec: str

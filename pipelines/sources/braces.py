@@ -15,8 +15,8 @@ _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})")
 def expand_braces(pattern: str) -> list[str]:
     """Return all names that `pattern` expands to, in order.
 
-    Groups can be nested. A range can count down. If a bound of a range starts with 0, its numbers are padded with
-    zeros.
+    Groups can be nested. A range can count down. If a bound of a range starts with 0, all numbers of the range are
+    padded with zeros.
 
     Raises:
         UsageError: the pattern expands to more than `MAX_EXPANSIONS` names.
@@ -42,7 +42,7 @@ def _expand(text: str) -> Iterator[str]:
 
 
 def _group(text: str, start: int) -> tuple[list[str], int]:
-    """Return the parts of the group at `start`, and the position after it. No parts if it is not closed."""
+    """Return the parts of the group at `start`, and the position after the group. An open group has no parts."""
     parts, depth, part_start = [], 0, start + 1
     for position in range(start, len(text)):
         letter = text[position]

@@ -1,4 +1,4 @@
-"""Finds byte-identical inputs before the build encodes any input."""
+"""Finds byte-identical inputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _AHEAD = 4  # inputs per thread that are being hashed or wait for the caller
 
 
 def mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
-    """Yield the inputs with their content hashes, and set `duplicate_of` of each duplicate.
+    """Yield the inputs with their content hashes. Each duplicate gets the attribute `duplicate_of`.
 
     `duplicate_of` is the position of the first identical input. An input that cannot be read gets a `problem`. Memory
-    use is about 200 bytes per distinct content.
+    use is about 200 bytes per distinct input.
     """
     first_row: dict[bytes, int] = {}
     for row, ref in enumerate(hashed(refs)):
@@ -31,12 +31,12 @@ def mark_duplicates(refs: Iterable[InputRef]) -> Iterator[InputRef]:
 
 
 def hashed(refs: Iterable[InputRef]) -> Iterator[InputRef]:
-    """Yield `refs` in order with their content hashes. Threads read and hash a bounded number of inputs ahead.
+    """Yield `refs` in order with their content hashes. Threads read and hash a limited number of inputs ahead.
 
-    An input that cannot be read gets a `problem`. An input that has a content hash already is not read.
+    An input that cannot be read gets a `problem`. An input that already has a content hash is not read.
 
     Raises:
-        TransientInputError: an input cannot be read now, for a reason that lies outside the input.
+        TransientInputError: an input cannot be read for a temporary reason.
     """
     threads = min(_MAX_THREADS, 2 * (os.cpu_count() or 1))
     pending: deque[Future[InputRef]] = deque()

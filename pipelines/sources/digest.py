@@ -1,4 +1,4 @@
-"""Computes the digest of a list of inputs, which shows whether the sources have changed."""
+"""Computes the digest of a list of inputs. A different digest shows that the sources have changed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def digested(refs: Iterable[InputRef], digest: Any, on_event: OnEvent, should_st
     Args:
         refs: inputs.
         digest: `hashlib` hash object to update.
-        on_event: receives the progress events.
-        should_stop: called before each input; True stops the listing.
+        on_event: called with each progress event.
+        should_stop: called before each input; the listing stops once `should_stop()` returns True.
 
     Raises:
-        JobStopped: `should_stop` returned True.
+        JobStopped: `should_stop()` returned True.
     """
     for number, ref in enumerate(refs, 1):
         if should_stop():

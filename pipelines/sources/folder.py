@@ -23,8 +23,8 @@ class FolderSource:
     """The images in a directory and its subdirectories.
 
     In each directory, the files come first and the subdirectories follow, both sorted by the bytes of their names.
-    Symbolic links are followed, and each target is used once, at the first path that leads to it. Hidden files and
-    directories are ignored. The files NAME.json and NAME.txt hold the metadata of the image NAME.jpg.
+    Symbolic links are followed. If several paths lead to one file, only the first path is used. Hidden files and
+    directories are ignored. The files NAME.json and NAME.txt contain the metadata of the image NAME.jpg.
     """
 
     spec: str
@@ -57,7 +57,7 @@ class ImageFileSource:
 
 
 def file_input(path: bytes, uri: str | None = None) -> InputRef:
-    """Return the whole file at `path` as an input.
+    """Return an input for the file at `path`.
 
     The input has a `problem` if the file is missing, unreadable or not a regular file.
 
@@ -76,10 +76,10 @@ def file_input(path: bytes, uri: str | None = None) -> InputRef:
 
 
 def problem_of(error: Exception) -> str:
-    """Return the `problem` of an input for an error of the operating system.
+    """Return the `problem` of an input that could not be read because of `error`.
 
     Raises:
-        TransientInputError: the cause of the error is not the file, so a later attempt may succeed.
+        TransientInputError: the error has a temporary reason, so a later attempt may succeed.
     """
     if isinstance(error, OSError) and is_transient(error):
         raise transient_error(display_path(os.fsencode(error.filename or "a source")), error) from error
@@ -102,7 +102,7 @@ class _Entries:
 
 
 class _Walk:
-    """One pass over a directory tree, which uses each file and each directory once."""
+    """One pass over a directory tree. Each file and each directory is used once."""
 
     def __init__(self, ignored: Ignored) -> None:
         self._ignored = ignored
@@ -182,7 +182,7 @@ class _Walk:
         return None
 
     def _leads_to_file(self, link: bytes, name: bytes, entries: _Entries) -> bool:
-        """Return True if a link leads to a file, or is a broken link with an image suffix."""
+        """Return True if the link leads to a file, or if the link is broken and has an image suffix."""
         if name.startswith(b"."):
             self._ignored.count("(hidden)")
             return False

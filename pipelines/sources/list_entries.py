@@ -1,4 +1,4 @@
-"""Reads the entries of a list of paths: a Parquet, CSV or JSON Lines file. The file is streamed."""
+"""Reads the entries of a list of paths (a Parquet, CSV or JSON Lines file) as a stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def json_entries(path: bytes) -> Iterator[Entry]:
 
 
 def csv_rows(path: bytes) -> Iterator[tuple[int, list[str] | None]]:
-    """Yield the line number and the fields of each row, starting with the header. Invalid rows have the fields None."""
+    """Yield (line number, fields) of each row, including the header. The fields of an invalid row are None."""
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.reader(file)
         while True:
@@ -44,7 +44,7 @@ def csv_rows(path: bytes) -> Iterator[tuple[int, list[str] | None]]:
 
 
 def csv_entries(path: bytes, ignored: Ignored) -> Iterator[Entry]:
-    """Yield the entries of a CSV file. Empty fields are left out. If two columns share a name, the first counts."""
+    """Yield the entries of a CSV file without empty fields. If two columns have the same name, the first wins."""
     rows = csv_rows(path)
     names = next(rows)[1] or []
     for _ in range(len(names) - len(set(names))):
@@ -60,7 +60,7 @@ def csv_entries(path: bytes, ignored: Ignored) -> Iterator[Entry]:
 
 
 def parquet_text_columns(path: bytes) -> list[str]:
-    """Return the names of the columns of a Parquet file that can hold paths."""
+    """Return the names of the columns of a Parquet file that can contain paths."""
     import pyarrow as pa
 
     from storage_formats.format.parquet import open_parquet
@@ -73,13 +73,13 @@ def parquet_text_columns(path: bytes) -> list[str]:
 
 
 def parquet_entries(path: bytes, path_column: str, spec: str, ignored: Ignored) -> Iterator[Entry]:
-    """Yield the entries of a Parquet file, numbered from 1. Columns with binary values are counted in `ignored`.
+    """Yield the entries of a Parquet file, numbered from 1. Columns with binary values are left out.
 
     Args:
         path: path of the file.
-        path_column: name of the column with the paths, which may be binary.
-        spec: the file as the user wrote it, for error messages.
-        ignored: counts the columns that are left out.
+        path_column: name of the path column. This column may have binary values.
+        spec: path of the file as the user wrote it, for error messages.
+        ignored: counter for the columns that are left out.
 
     Raises:
         UsageError: the file is damaged.
@@ -103,7 +103,7 @@ def parquet_entries(path: bytes, path_column: str, spec: str, ignored: Ignored) 
 
 
 def _readable_columns(schema: Any, path_column: str, ignored: Ignored) -> list[str]:
-    """Return the names of the path column and of the columns without binary values. Count the other columns."""
+    """Return the names of the path column and of all columns without binary values. Count the other columns."""
     copies = Counter(schema.names)
     names = [path_column]
     for field in schema:

@@ -1,6 +1,6 @@
-"""Metadata of images in a source: the values of list columns, and of `.json` and `.txt` files beside the images.
+"""Reads the metadata of images from columns of a list, or from `.json` and `.txt` files next to the images.
 
-The values become source columns of the rows table (SPEC.md section 9).
+The metadata becomes source columns of the rows table (SPEC.md section 9).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def source_values(values: Mapping[Any, Any], ignored: Ignored) -> dict[str, Value] | None:
-    """Return the metadata of one image by name of the column; None if there is no value.
+    """Return the metadata of one image by column name; None if there is no value.
 
-    Nulls are left out. A value without a type of its own in the rows table, such as a JSON object, becomes text.
+    Nulls are left out. A value of a type that the rows table does not support, such as a JSON object, becomes text.
 
     Args:
         values: values by name, from JSON, Parquet or CSV.
-        ignored: counts the names that a column cannot have.
+        ignored: counter for names that a column cannot have.
     """
     standard_names = _standard_names()
     result: dict[str, Value] = {}
@@ -45,15 +45,14 @@ def source_values(values: Mapping[Any, Any], ignored: Ignored) -> dict[str, Valu
 
 
 def sidecar_values(read: Mapping[str, Callable[[], bytes]], ignored: Ignored) -> dict[str, Value] | None:
-    """Return the metadata in the files beside an image; None if there is none.
+    """Return the metadata in the files next to an image; None if there is no metadata.
 
-    The `.json` file holds an object of values. Each line of the `.txt` file is a caption. A file that cannot be read is
-    counted in `ignored`.
+    The `.json` file contains an object of values. Each line of the `.txt` file is a caption.
 
     Args:
-        read: functions that return the content of a file, by suffix in `SIDECAR_SUFFIXES`. They raise ValueError if
-            the file cannot be used.
-        ignored: counts what is left out.
+        read: functions that return the content of a file, by suffix (see `SIDECAR_SUFFIXES`). The functions raise
+            ValueError if the file cannot be used.
+        ignored: counter for files that cannot be read and for names that a column cannot have.
     """
     values: dict[str, Any] = {}
     for suffix, read_file in sorted(read.items()):  # the object comes first, so that its captions win
@@ -82,7 +81,7 @@ def _standard_names() -> Iterable[str]:
 
 
 def _typed(value: Any) -> Value:
-    """Return a value as one of the types of source columns."""
+    """Convert a value to one of the types of source columns."""
     if isinstance(value, str):
         return value if value.isascii() else type(value)(_as_unicode(value))
     if isinstance(value, bool | float):
@@ -101,5 +100,5 @@ def _typed(value: Any) -> Value:
 
 
 def _as_unicode(text: str) -> str:
-    """Replace lone surrogates, which UTF-8 cannot encode, by escapes such as \\udc80."""
+    """Return `text` with lone surrogates, which UTF-8 cannot encode, replaced by escapes such as \\udc80."""
     return text.encode("utf-8", "backslashreplace").decode()

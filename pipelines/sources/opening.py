@@ -1,4 +1,4 @@
-"""Opens sources, and refuses sources that cannot be read or that overlap."""
+"""Opens sources. Sources that cannot be read or that overlap raise an error."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def open_sources(specs: Iterable[str], column: str | None = None) -> list[Source
 
     Args:
         specs: paths or brace patterns; `ACCEPTED` lists the kinds of sources.
-        column: path column of all lists of paths; None selects the first column with a name in `PATH_COLUMNS`.
+        column: name of the path column in lists of paths; None selects the first column with a name in `PATH_COLUMNS`.
 
     Raises:
-        UsageError: a source does not exist, has no known kind, or overlaps another source. Also raised if `column` is
-            given but no source is a list of paths.
+        UsageError: a source does not exist, is of an unknown kind, or overlaps another source. Also raised if `column`
+            is given but no source is a list of paths.
     """
     sources = [open_source(name, column) for spec in specs for name in _expanded(spec)]
     if column is not None and not any(source.kind == "list" for source in sources):
@@ -88,7 +88,7 @@ def open_source(spec: str, column: str | None = None) -> Source:
 
     Args:
         spec: path of the directory or file.
-        column: path column, if the file is a list of paths; None selects the first column with a name in
+        column: name of the path column, if the file is a list of paths; None selects the first column with a name in
             `PATH_COLUMNS`.
 
     Raises:
@@ -138,7 +138,7 @@ def _head(spec: str) -> bytes:
 
 
 def _refuse_overlaps(sources: Sequence[Source]) -> None:
-    """Raise UsageError if two sources are the same, or one source lies inside another."""
+    """Raise UsageError if two sources are the same, or if one source is inside another source."""
     source_of_path: dict[bytes, Source] = {}
     for source in sources:
         other = source_of_path.setdefault(os.path.realpath(source.path), source)
@@ -151,12 +151,12 @@ def _refuse_overlaps(sources: Sequence[Source]) -> None:
             outer = source_of_path.get(parent)
             if outer is not None and outer.kind == "folder":
                 raise UsageError(
-                    f"{source.spec} lies inside {outer.spec}; leave out one of the two", parameter="sources"
+                    f"{source.spec} is inside {outer.spec}; leave out one of these sources", parameter="sources"
                 )
 
 
 def without_nested(sources: Sequence[Source]) -> list[Source]:
-    """Return `sources` without those that repeat an earlier one, and without those inside a directory of `sources`."""
+    """Return `sources` without repeated sources and without sources that are inside another source."""
     directories = {os.path.realpath(source.path) for source in sources if source.kind == "folder"}
     kept: dict[bytes, Source] = {}
     for source in sources:

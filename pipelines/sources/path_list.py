@@ -1,4 +1,4 @@
-"""A source that reads image paths from one column of a list. The other columns are metadata of the images."""
+"""A source that is a list of paths. One column contains image paths; the other columns are metadata of the images."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ _LINES_WITH_COLUMNS = 1000  # lines of JSON Lines in which an object with column
 
 @dataclass
 class PathListSource:
-    """The files that a list of paths names, in the order of the list, with the values of the other columns.
+    """The files in a list of paths, in the order of the list, with the values of the other columns as metadata.
 
-    Relative paths start at the directory of the list. A missing file gives an input with the problem "missing". An
-    entry without a usable path gives an input with the problem "bad-list-line" and the uri "<list>#<number>".
+    Relative paths are relative to the directory of the list. A missing file becomes an input with the problem
+    "missing". An entry without a valid path becomes an input with the problem "bad-list-line" and the uri
+    "<list>#<number>".
 
     Raises:
         UsageError: the list cannot be read or has no path column. `iter_inputs` also raises this error if a Parquet
@@ -100,7 +101,7 @@ class PathListSource:
 
 
 def _listed_input(value: Any, directory: bytes) -> InputRef | None:
-    """Return the input that a list entry names; None if the value is not a path."""
+    """Return the input with the path `value`; None if `value` is not a path."""
     if isinstance(value, str):
         scheme = _SCHEME.match(value)
         if scheme and scheme[1].lower() != "file":

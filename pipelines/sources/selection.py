@@ -19,27 +19,27 @@ _MAX_KEYS = 100
 
 
 class Ignored(dict[str, int]):
-    """The number of entries that are not inputs. Keys are suffixes, or reasons in parentheses."""
+    """Counts the entries that are not inputs, by suffix or by reason in parentheses."""
 
     def count(self, key: str) -> None:
-        """Count one entry under `key`. Unusual keys count as "(other)"."""
+        """Count one entry under `key`, or under "(other)" if the key is unusual."""
         if key not in self and ((len(key) > _LONGEST_SUFFIX and key[0] == ".") or len(self) >= _MAX_KEYS):
             key = "(other)"
         self[key] = self.get(key, 0) + 1
 
 
 def has_image_suffix(name: bytes) -> bool:
-    """Return True if the suffix of the file name is that of an image."""
+    """Return True if the file name has an image suffix."""
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def ignored_as(name: bytes, read_head: Callable[[], bytes]) -> str | None:
-    """Return the key of `Ignored` for a regular file; None if the file is an input.
+    """Return the key under which `Ignored` counts a regular file; None if the file is an input.
 
     Args:
         name: name of the file, without directories.
-        read_head: function that returns the first bytes of the file and may raise OSError. `ignored_as` calls the
-            function only if the name has no suffix.
+        read_head: function that returns the first bytes of the file, or raises OSError. This function is called only
+            if the name has no suffix.
     """
     if name.startswith(b"."):
         return "(hidden)"

@@ -1,7 +1,7 @@
 """A source that is a WebDataset shard: an uncompressed tar archive, read in place.
 
-Members in a row whose paths are equal up to the first dot of the file name form a sample. The `.json` and `.txt` member
-of a sample hold the metadata of its images.
+Consecutive members form a sample if their paths are equal up to the first dot of the file name. The `.json` and `.txt`
+members of a sample contain the metadata of its images.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class WebDatasetSource:
 
     Members that are neither images nor metadata of an image are ignored.
 
-    Links and sparse members become inputs with the problem "unsupported-member". The members after damage are replaced
-    by one input with the problem "truncated-archive" or "damaged-archive".
+    Links and sparse members become inputs with the problem "unsupported-member". If the archive is damaged, one input
+    with the problem "truncated-archive" or "damaged-archive" replaces all members after the damage.
     """
 
     spec: str
@@ -69,7 +69,7 @@ class WebDatasetSource:
                 return
 
     def _images(self, fd: int, uri: str, sample: list[TarMember]) -> list[InputRef]:
-        """Return the images of a sample with their metadata. Count the other members."""
+        """Return the images of a sample with their metadata. Count all other members as ignored."""
         metadata: dict[str, TarMember] = {}
         for member in sample:
             if (suffix := _metadata_suffix(member)) is not None:
@@ -103,7 +103,7 @@ class WebDatasetSource:
 
 
 def _samples(fd: int) -> Iterator[list[TarMember]]:
-    """Yield the members of each sample. Raise TarDamage after the members before the damage."""
+    """Yield the members of each sample. If the archive is damaged, raise TarDamage after the last complete members."""
     sample: list[TarMember] = []
     try:
         for member in iter_members(fd):
@@ -123,7 +123,7 @@ def _sample_key(member: TarMember) -> bytes:
 
 
 def _metadata_suffix(member: TarMember) -> str | None:
-    """Return the suffix of a member that holds metadata of its sample, else None."""
+    """Return ".json" or ".txt" if the member contains the metadata of its sample, otherwise None."""
     stem, dot, suffix = member.name.rpartition(b"/")[2].partition(b".")
     name = os.fsdecode(dot + suffix).lower()
     return name if stem and name in SIDECAR_SUFFIXES and member.kind == Kind.REGULAR else None

@@ -55,7 +55,7 @@ def test_quantize_resumes_repeats_and_drops(case, tmp_path):
         (["--to", "fp3"], "unknown precision 'fp3'"),
         (["--drop", "fp3"], "unknown precision 'fp3'"),
         (["--to", "fp8", "--from", "fp3"], "unknown precision 'fp3'"),
-        (["--to", "int8", "--from", "bf16"], "does not hold the precision 'bf16'"),
+        (["--to", "int8", "--from", "bf16"], "does not store the precision 'bf16'"),
         (["--to", "int8", "--workers", 2], "need --engine ray"),
         (["--to", "int8", "--address", "head:1"], "need --engine ray"),
     ]:
@@ -98,7 +98,7 @@ def test_a_lossy_precision_does_not_pass_for_the_original(tmp_path):
     write_random_index(tmp_path, SPEC)
     convert(tmp_path, "int8", drop=("bf16",))
     assert Manifest.load(tmp_path).encoded_from == {"int8": ("bf16",)}
-    with pytest.raises(UsageError, match="'bf16' would be larger and have the errors of 'int8'") as caught:
+    with pytest.raises(UsageError, match="'bf16' would be larger but not more accurate") as caught:
         convert(tmp_path, "bf16")
     assert caught.value.parameter == "source"
     convert(tmp_path, "bf16", source="int8")
@@ -108,7 +108,7 @@ def test_a_lossy_precision_does_not_pass_for_the_original(tmp_path):
     assert verify_index(tmp_path) == []
     convert(tmp_path, "fp8", source="bf16", drop=("int8",))
     assert Manifest.load(tmp_path).encoded_from == {"bf16": ("bf16", "int8"), "fp8": ("bf16", "int8", "bf16")}
-    with pytest.raises(UsageError, match="'fp16' would be larger and have the errors of 'int8'"):
+    with pytest.raises(UsageError, match="'fp16' would be larger but not more accurate"):
         convert(tmp_path, "fp16")
 
 

@@ -415,7 +415,7 @@ def test_reductions_are_trained_by_the_same_protocol(case, tmp_path, adapter):
     patches = training(case, tmp_path / "of-patches")
     if adapter == "pruned":
         assert (
-            "does not hold the required features"
+            "does not contain the required features"
             in run_here(*patches, "--set", f"architecture.adapter={adapter}", "--steps", "4", expect=2)["error"]
         )
     else:

@@ -280,7 +280,7 @@ def test_indexes_are_compared_on_the_images_of_both(run, world, tiny_bundle, tmp
         (["--full-captions", "x.jsonl"], "--full"),
         (["--score", "joint"], "unknown part 'joint' of the score: give 'bundle', or PART=WEIGHT"),
         (["--score", "late=x"], "the weight of 'late' must be a finite number, got 'x'"),
-        (["--score", "logit", "--no-rerank"], "leave one of them out"),
+        (["--score", "logit", "--no-rerank"], "leave out --score or --no-rerank"),
         (["--images", "nowhere"], "no directory"),
         (["--also", "=x"], "INDEX=MODEL"),
         (["--also", "nowhere"], "no index at nowhere"),

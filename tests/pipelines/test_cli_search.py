@@ -46,7 +46,7 @@ def test_queries_of_a_file_give_one_object_each(run, built, tmp_path, name):
         (b'{"query": "a"}\n{"text": "b"}\n', "line 2 of --queries q.jsonl is not an object with"),
         (b'{"query": ["b"]}', "line 1 of --queries q.jsonl must have a text"),
         (b"[" * 100_000, "line 1 of --queries q.jsonl is not an object"),
-        (b"\n \n", "holds no query"),
+        (b"\n \n", "contains no query"),
         (b"\xff\xfe", "cannot read --queries q.jsonl"),
         (None, "cannot read --queries q.jsonl: No such file"),
     ],

@@ -178,5 +178,5 @@ def test_a_stopped_import_leaves_nothing(tmp_path):
     process.send_signal(signal.SIGTERM)
     message = process.communicate(timeout=60)[1].decode()
     assert process.returncode == 1
-    assert "stopped; " in message
+    assert "the import stopped before" in message
     assert not out.exists()

@@ -115,7 +115,7 @@ def test_rows_that_only_vanish_need_no_model(built, photos, tiny_bundle):
 def test_too_many_vanished_rows_are_refused(built, photos):
     for name in range(5):
         (photos / f"{name:02d}.jpg").unlink(missing_ok=True)
-    with pytest.raises(EdjeError, match=r"4 of 9 rows have no input any more, more than max_vanished 0\.4 allows"):
+    with pytest.raises(EdjeError, match=r"inputs of 4 of 9 rows no longer exist, more than max_vanished 0\.4 allows"):
         update(built, max_vanished=0.4)
     assert Manifest.load(built).snapshot.number == 0
     assert update(built, max_vanished=0.45).vanished == 4
@@ -126,7 +126,7 @@ def test_an_empty_source_is_refused(built, photos, tmp_path):
     run_append(AppendConfig(built, (str(tmp_path / "more"),), engine="inline"), lambda event: None)
     (tmp_path / "more/a.jpg").unlink()
     with pytest.raises(
-        EdjeError, match=r"more cannot be compared \(it lists no images\), but the index holds 1 row of it"
+        EdjeError, match=r"more cannot be compared \(it lists no images\), but the index has 1 row from this path"
     ):
         update(built)
     assert update(built, max_vanished=1).vanished == 1
@@ -161,7 +161,7 @@ def test_members_of_a_truncated_archive_have_not_vanished(config, photos, tmp_pa
     whole = (tmp_path / "photos.tar").read_bytes()
     assert update(config().out).unchanged == 7
     (tmp_path / "photos.tar").write_bytes(whole[:7000])
-    with pytest.raises(EdjeError, match=r"photos.tar cannot be compared \(truncated-archive\), but the index holds"):
+    with pytest.raises(EdjeError, match=r"photos.tar cannot be compared \(truncated-archive\), but the index has"):
         update(config().out, max_vanished=1)
 
 

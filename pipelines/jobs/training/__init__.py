@@ -1,18 +1,18 @@
 """The training job: trains a model bundle from captions and a frozen vision tower.
 
-`request` defines the request. `run` calls the stages, each of which is a function in its own module:
+`request` defines the request. `run` calls these stages. Each stage is a function in its own module:
 
 1. `read_inputs` reads the captions and the given indexes.
 2. `start` makes the initial model.
-3. `indexes` builds the indexes of features that were not given.
+3. `indexes` builds the indexes of features that the request does not give.
 4. `matching` finds the rows of the captioned images.
 5. `data` prepares the token ids and embeddings of the captions.
 6. `preparation` runs stages 2 to 5 and returns a `task`.
-7. `steps` runs the optimiser steps, and `pipelines.jobs.train_finish` writes the bundle. Both read only the task.
+7. `steps` runs the optimiser steps, and `pipelines.jobs.train_finish` writes the bundle. Both read only this task.
 
 Files in the run folder:
 
-    run.json          settings and fingerprints of everything that determines the trained weights
+    run.json          all settings and digests of input files that determine the trained weights
     start/            bundle with the initial weights
     features-model/   bundle that computes the features
     features.edje/    index of the features

@@ -16,9 +16,9 @@ class Captions:
     """The captioned images of all caption files, in the order of the files.
 
     Attributes:
-        trained: images to train on, with their captions.
-        dev: dev images with their captions. The weights of the final score are fitted to them. May be empty.
-        blank: number of blank captions in the files. Blank captions are left out.
+        trained: captioned images to train on.
+        dev: captioned images to which the weights of the final score are fitted; may be empty.
+        blank: number of blank captions in the files. Blank captions are skipped.
     """
 
     trained: Sequence[CaptionedImage]

@@ -1,4 +1,4 @@
-"""Prepares the token ids and embeddings of the captions, once per run folder."""
+"""Prepares the token ids and embeddings of the captions, once for each run folder."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PreparedData:
 
     Attributes:
         folder: directory of the stored `TrainingData`.
-        temperature: temperature of the softmax that draws hard negatives.
-        dev: dev captions and the embeddings of the dev images; None without dev captions.
+        temperature: temperature of the softmax from which hard negatives are drawn.
+        dev: dev captions and embeddings of the dev images; None if there are no dev captions.
     """
 
     folder: Path
@@ -39,15 +39,15 @@ def prepared_data(
     settings: NegativesConfig,
     on_progress: OnProgress,
 ) -> PreparedData:
-    """Make the `TrainingData` of the captions in `folder` unless `folder` exists.
+    """Prepare the `TrainingData` of the captions in `folder`. An existing folder is reused.
 
     Args:
         folder: directory of the `TrainingData`.
-        start: the initial model, whose tokenizer and text tower read the captions.
-        matched: the captions whose images have features.
+        start: the initial model. Its tokenizer and text tower process the captions.
+        matched: captions of images that have features.
         mining: the model that mines hard negatives.
         settings: settings of hard-negative mining.
-        on_progress: called with the activity, the number of finished items and the number of all items.
+        on_progress: called with the name of the activity, the number of finished items and the number of all items.
 
     Raises:
         UsageError: `folder` was made for another number of images.
@@ -65,7 +65,7 @@ def prepared_data(
         miner, tokenizer = Miner(bundle.text, image_embeddings), start.bundle.joint.tokenizer
         prepare_data(matched.captions, tokenizer, start.bundle.text, miner, on_progress).save(folder)
     if TrainingData.open(folder).images != len(matched.items):
-        raise UsageError(f"{folder} holds the training data of other captions; set run.dir to another folder")
+        raise UsageError(f"{folder} contains the training data of other captions; set run.dir to another folder")
     temperature = 0.0 if settings.selection == "top" else settings.temperature
     if temperature is None:
         temperature = 1 / float(bundle.clip.get_parameter("logit_scale").exp())

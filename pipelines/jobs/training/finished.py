@@ -21,9 +21,9 @@ def finished_result(run: RunSettings, fitting: FittingConfig, fingerprint: str) 
     """Return the result of a training run if an earlier call finished it, else None.
 
     Args:
-        run: output and run folder.
+        run: settings with the output directory and the run folder.
         fitting: settings of the final score.
-        fingerprint: fingerprint of the record of the training run.
+        fingerprint: fingerprint of the record in `run.json`.
 
     Returns:
         The earlier result. None if the run is not finished, or if its bundle is missing or was replaced.
@@ -40,8 +40,8 @@ def finished_result(run: RunSettings, fitting: FittingConfig, fingerprint: str) 
         return None
     if result.fitting != fitting.model_dump():
         raise UsageError(
-            f"{run.out} was trained with other settings of the final score (the group fitting); remove "
-            f"{run.out} to write it again from the last checkpoint, or set run.out to another folder"
+            f"{run.out} was trained with other settings of the final score (group 'fitting'); remove this folder to "
+            "write the bundle again from the last checkpoint, or set run.out to another folder"
         )
     return replace(result, already_finished=True)
 

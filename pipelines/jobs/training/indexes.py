@@ -1,4 +1,4 @@
-"""The indexes that a training run reads, given in the request or built from the images."""
+"""Opens or builds the indexes that a training run reads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class IndexBuilder:
 
     Attributes:
         folder: the run folder.
-        run: hardware settings, which also decide the engine.
+        run: hardware settings, which also select the execution engine.
         dtype: data type of matrix products.
         on_event: called with each progress event.
         should_stop: the build stops once `should_stop()` returns True.
@@ -96,11 +96,11 @@ class IndexBuilder:
 def feature_index(
     given: CommittedIndex | None, start: StartModel, items: Sequence[CaptionedImage], builder: IndexBuilder
 ) -> CommittedIndex:
-    """Return the index of the features of the images `items`: `given`, or a new index.
+    """Return an index of the features of `items`: the index `given`, or a new index.
 
     Raises:
-        UsageError: `given` was built by another tower.
-        JobStopped: the build stopped before its end. Finished shards are kept.
+        UsageError: another tower built `given`.
+        JobStopped: the build stopped early. Finished shards are kept.
     """
     if given is not None:
         return _checked(given, start.accepted_features(), start.feature_adapter.kind)
@@ -115,8 +115,8 @@ class ViewIndex:
 
     Attributes:
         index: the index.
-        files: folder that held the cropped files when the index was built. The uri of each view starts with this path.
-        is_given: True if the index is given in the request, False if this run built the index.
+        files: folder of the cropped image files. The uri of each view in the index starts with this path.
+        is_given: True if the request gives the index, False if this training run built the index.
     """
 
     index: CommittedIndex
@@ -126,11 +126,12 @@ class ViewIndex:
 
 @dataclass(frozen=True)
 class FurtherIndexes:
-    """The indexes that a training run reads in addition to the feature index. They hold the same images.
+    """The indexes that a training run reads in addition to the feature index. All indexes contain the same images.
 
     Attributes:
         mining: index of the mining model's embeddings.
-        teacher: index of the teacher's tokens, or of features for the teacher's adapter; None without a teacher.
+        teacher: index of the teacher's tokens, or of the features from which the teacher's adapter computes tokens;
+            None without a teacher.
         views: index of the features of augmented views; None without views.
     """
 
@@ -150,8 +151,8 @@ def further_indexes(
     """Check the given indexes, and build the missing indexes.
 
     Raises:
-        UsageError: a given index was built by another model, or the teacher has a different tokenizer.
-        JobStopped: a build stopped before its end. Finished shards are kept.
+        UsageError: another model built a given index, or the teacher has a different tokenizer.
+        JobStopped: a build stopped early. Finished shards are kept.
     """
     mining, teacher, views = matched.features, None, None
     if inputs.miner is not None:
@@ -166,7 +167,7 @@ def further_indexes(
 def _mining_index(
     miner: Path, given: CommittedIndex | None, items: Sequence[CaptionedImage], builder: IndexBuilder
 ) -> CommittedIndex:
-    """Return an index with embeddings of `items` by the bundle `miner`: `given`, or a new index."""
+    """Return an index of the embeddings that `miner` computes of `items`: the index `given`, or a new index."""
     from edje_index.bundles.info import read_bundle_info
 
     if given is not None:
@@ -176,7 +177,7 @@ def _mining_index(
 
 
 def _teacher_index(teacher: Path, index: CommittedIndex, start: StartModel) -> CommittedIndex:
-    """Return `index`. Raise UsageError unless the teacher can score the rows of the index."""
+    """Return `index`. Raise UsageError if the teacher cannot score the rows of the index."""
     from edje_index.bundles.info import read_bundle_info
     from edje_index.models.adapter import AdapterConfig
     from edje_index.training.model.start_bundle import feature_fingerprints
@@ -195,7 +196,7 @@ def _view_index(
     photos: Sequence[CaptionedImage],
     builder: IndexBuilder,
 ) -> ViewIndex:
-    """Return an index with features of the views of each photo: `given`, or a new index."""
+    """Return an index of the features of the views of `photos`: the index `given`, or a new index."""
     from storage_formats.format.layout import Layout
     from storage_formats.format.manifest import CommittedIndex
     from storage_formats.format.rows import read_shard_rows
@@ -216,7 +217,7 @@ def _view_index(
 def _crop(
     photos: Sequence[CaptionedImage], files: Path, config: TrainConfig, start: StartModel, builder: IndexBuilder
 ) -> Path:
-    """Write the views of the photos to the folder `files`, and return the file that lists them."""
+    """Write the views of the photos to the folder `files`. Return the path of a file that lists the views."""
     from pipelines.sources import iter_all, open_sources
 
     views, names = config.augmentation.views, {display_path(os.fsencode(photo.path)) for photo in photos}
@@ -227,7 +228,7 @@ def _crop(
 
 
 def _feature_model(folder: Path, start: StartModel) -> Path:
-    """Return the bundle in the run folder that computes features. A missing bundle is made."""
+    """Return the path of the bundle that computes features. Make the bundle if it does not exist."""
     from edje_index.models.adapter import build_adapter
 
     model = folder / "features-model"
@@ -239,7 +240,7 @@ def _feature_model(folder: Path, start: StartModel) -> Path:
 
 
 def _image_sources(list_file: Path, items: Sequence[CaptionedImage]) -> tuple[str, ...]:
-    """Return the sources to build an index of `items` from."""
+    """Return the sources from which to build an index of `items`."""
     # These are the archives that hold images, then `list_file` with the paths of images outside archives, if any.
     paths = list(dict.fromkeys(str(item.path) for item in items))
     archives = {path.partition("!")[0]: None for path in paths if ".tar!" in path}
@@ -253,16 +254,16 @@ def _image_sources(list_file: Path, items: Sequence[CaptionedImage]) -> tuple[st
 
 
 def _path_column(sources: Sequence[str]) -> str | None:
-    """Return the name of the column of paths, or None if the sources hold no list."""
+    """Return the name of the path column, or None if no source is a list of paths."""
     return "path" if sources[-1].endswith(".jsonl") else None
 
 
 def _checked(index: CommittedIndex, accepted: Sequence[str], content: str) -> CommittedIndex:
-    """Return `index`. Raise UsageError unless its encoder fingerprint is one of `accepted`."""
+    """Return `index`. Raise UsageError if the encoder fingerprint of the index is not in `accepted`."""
     encoder = index.manifest.model["fingerprint"]
     if encoder not in accepted:
         raise UsageError(
-            f"{index.root} does not hold the required features ({content}), because its encoder "
+            f"{index.root} does not contain the required features ({content}), because its encoder "
             f"fingerprint is {encoder} instead of {' or '.join(accepted)}; give another index, or leave "
             "the setting out to compute a new index"
         )
@@ -270,7 +271,7 @@ def _checked(index: CommittedIndex, accepted: Sequence[str], content: str) -> Co
 
 
 def _check_tokenizers(teacher: Path, student_info: BundleInfo, teacher_info: BundleInfo) -> None:
-    """Raise UsageError unless student and teacher turn a caption into the same token ids."""
+    """Raise UsageError if student and teacher convert a caption to different token ids."""
     if student_info.canonical_captions != teacher_info.canonical_captions:
         raise UsageError(
             f"architecture.canonical_captions is {student_info.canonical_captions} for the student, but "

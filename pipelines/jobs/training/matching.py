@@ -39,9 +39,9 @@ class MatchedCaptions:
     Attributes:
         features: the feature index.
         items: the images to train on.
-        captions: the captions of `items`, with the rows of `items` in `features`.
-        dev: the dev captions, with the rows of the dev images in `features`; None without dev captions.
-        left_out: number of images to train on without features, by reason; "blank-caption" counts blank captions.
+        captions: captions of `items`, and the rows of `items` in `features`.
+        dev: dev captions, and the rows of the dev images in `features`; None without dev captions.
+        left_out: number of images without features, by reason. The entry "blank-caption" counts blank captions.
     """
 
     features: CommittedIndex
@@ -52,11 +52,10 @@ class MatchedCaptions:
 
 
 def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent) -> MatchedCaptions:
-    """Return the captions whose images have features in `index`.
+    """Return the captions of all images that have features in `index`.
 
     Raises:
-        UsageError: an image is missing from the index. Or none of the images to train on, or none of the dev images,
-            has features.
+        UsageError: an image is missing from the index, or no training image or no dev image has features.
     """
     from edje_index.captions.matching import NOT_IN_INDEX
 
@@ -81,7 +80,7 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
 def _caption_set(
     matched: MatchedRows, items: Sequence[CaptionedImage], setting: str
 ) -> tuple[list[CaptionedImage], CaptionSet]:
-    """Return the images that have features, and their rows and captions."""
+    """Return the images that have features, and a `CaptionSet` of their rows and captions."""
     from edje_index.training.data.dataset import CaptionSet
 
     kept, rows = matched.indexed(items)
@@ -98,7 +97,7 @@ class MiningModel:
     """The embedding model that mines hard negatives.
 
     Attributes:
-        bundle: bundle of the mining model; None for the frozen towers.
+        bundle: bundle of the mining model; None if the frozen towers mine.
         index: index of the mining model's embeddings.
         rows: row in `index` of each image to train on, int64 [n].
     """
@@ -110,12 +109,12 @@ class MiningModel:
 
 @dataclass(frozen=True)
 class FurtherRows:
-    """The further indexes of a training run, each with the rows of the images to train on.
+    """The rows of the images to train on, in each index besides the feature index.
 
     Attributes:
-        mining: the mining model with its index and rows.
-        teacher: the teacher with its index and rows; None without a teacher.
-        views: index and rows of the augmented views; None without views.
+        mining: the mining model, its index, and the rows in that index.
+        teacher: the teacher, its index, and the rows in that index; None without a teacher.
+        views: the index of the augmented views, and the rows in that index; None without views.
     """
 
     mining: MiningModel
@@ -126,7 +125,7 @@ class FurtherRows:
 def further_rows(
     inputs: TrainingInputs, config: TrainConfig, indexes: FurtherIndexes, matched: MatchedCaptions, run_folder: Path
 ) -> FurtherRows:
-    """Find the rows of the images to train on in each further index.
+    """Find the rows of the images to train on in each of `indexes`.
 
     Raises:
         UsageError: an index lacks an image or a view.
@@ -162,7 +161,7 @@ def _rows(index: CommittedIndex, matched: MatchedCaptions) -> NDArray[np.int64]:
 
 
 def _view_rows(views: ViewIndex, photos: Sequence[CaptionedImage], count: int) -> NDArray[np.int64]:
-    """Return the row of each view, int64 [n, count], or -1 for a view that could not be indexed."""
+    """Return the row of each view, int64 [n, count]. The value is -1 for a view that could not be indexed."""
     view_items = [
         replace(photo, path=view_path(views.files, display_path(os.fsencode(photo.path)), view))
         for photo in photos

@@ -1,4 +1,4 @@
-"""Makes the task of a training run from a request, and reuses existing parts of the run folder."""
+"""Prepares the task of a training run from a request. Existing parts of the run folder are reused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prepare_training(
     Args:
         request: the request.
         config: training settings.
-        given: the captions and indexes of the request.
+        given: captions and indexes that the request names.
         run: fingerprint of everything that determines the trained weights.
         on_event: called with each progress event.
         should_stop: the preparation stops once `should_stop()` returns True.

@@ -28,7 +28,7 @@ def stoppable_progress(on_event: OnEvent, should_stop: ShouldStop) -> OnProgress
 
 
 def step_progress(on_event: OnEvent, clock: Callable[[], float] = time.monotonic) -> Callable[[dict[str, Any]], None]:
-    """Return a callback that shows log records, at most one every five seconds."""
+    """Return a callback that reports log records to `on_event`, at most one record every five seconds."""
     # The last record of a phase is always shown.
     last = -_REPORT_SECONDS
     warned = False

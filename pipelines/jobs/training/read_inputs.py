@@ -1,4 +1,4 @@
-"""Reads the captions and opens the indexes that a request gives."""
+"""Reads the captions and opens the indexes that a request names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReadInputs:
-    """The captions and the open indexes of a request.
+    """The captions and the open indexes that a request names.
 
     Attributes:
         captions: captions of the training and dev images.
-        features, view_features, teacher_features, miner_features: the indexes with these names in
-            `pipelines.jobs.training.request.TrainingInputs`; None for an index that is not given.
+        features, view_features, teacher_features, miner_features: open indexes of the settings with the same names in
+            `pipelines.jobs.training.request.TrainingInputs`; None if the setting is None.
     """
 
     captions: Captions

@@ -18,7 +18,7 @@ _LANGUAGE_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tok
 
 
 def training_record(inputs: TrainingInputs, given: ReadInputs, config: TrainConfig) -> dict[str, Any]:
-    """Return all settings except the group `fitting`, and digests of all input files."""
+    """Return a JSON object with all settings except the group `fitting`, and the digests of all input files."""
     # The settings in `fitting` are applied to the last checkpoint and do not change the trained weights.
     groups = config.model_dump(exclude={"fitting"})
     settings = {f"{group}.{key}": value for group, values in groups.items() for key, value in values.items()}
@@ -56,7 +56,7 @@ def _language_digest(path: Path | None) -> str | None:
     files = [path / name for name in _LANGUAGE_FILES if (path / name).is_file()]
     if not files:
         raise UsageError(
-            f"{path} holds no language model, because there is neither config.json nor bundle.json in it; "
+            f"{path} is not a language model, because it contains neither config.json nor bundle.json; "
             "choose another directory"
         )
     return hashlib.sha256("".join(map(_file_digest, files)).encode()).hexdigest()

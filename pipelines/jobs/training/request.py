@@ -21,16 +21,16 @@ class TrainingInputs(Settings):
     )
     images: SettingPath | None = Field(
         default=None,
-        description="Base directory of relative image paths. None: the directory of each caption file.",
+        description="Base directory of relative image paths. None uses the directory of each caption file.",
     )
-    split: str | None = Field(default=None, description="Split of the captions to train on. None takes all.")
+    split: str | None = Field(default=None, description="Split of the captions to train on. None takes all splits.")
     dev: SettingPath | None = Field(
         default=None,
         description="Captions of other images. The weights of the final score are fitted to these captions.",
     )
-    dev_split: str | None = Field(default=None, description="Split of the dev captions to use. None takes all.")
+    dev_split: str | None = Field(default=None, description="Split of the dev captions to use. None takes all splits.")
     model: SettingPath | None = Field(
-        default=None, description="Bundle with the frozen towers. Set either model or vision."
+        default=None, description="Bundle with the frozen towers. Set either inputs.model or inputs.vision."
     )
     vision: str | None = Field(default=None, description="Name of the frozen towers in open_clip.")
     language: SettingPath | None = Field(
@@ -38,34 +38,34 @@ class TrainingInputs(Settings):
     )
     init: SettingPath | None = Field(
         default=None,
-        description="Bundle with the initial joint encoder. Its adapter is used too if the sizes are the same.",
+        description="Bundle with the initial joint encoder. The adapter of the bundle is used too if its sizes match.",
     )
     features: SettingPath | None = Field(
         default=None, description="Index of the frozen tower's features. None computes the features."
     )
     view_features: SettingPath | None = Field(
         default=None,
-        description="Index of the features of augmented views: views.edje of another run. None computes the features.",
+        description="Index of the features of augmented views (views.edje of another run). None computes the features.",
     )
-    teacher: SettingPath | None = Field(default=None, description="Bundle to distil from.")
+    teacher: SettingPath | None = Field(default=None, description="Bundle of the teacher model, for distillation.")
     teacher_features: SettingPath | None = Field(
         default=None,
-        description="Index built by the teacher, or index of its tower's features. None uses the features to train on.",
+        description="Index that the teacher built, or index of its tower's features. None uses the feature index.",
     )
     miner: SettingPath | None = Field(
-        default=None, description="Bundle whose embeddings mine hard negatives. None uses the frozen towers."
+        default=None, description="Bundle of the mining model for hard negatives. None uses the frozen towers."
     )
     miner_features: SettingPath | None = Field(
-        default=None, description="Index built by the mining model. None builds the index."
+        default=None, description="Index that the mining model built. None builds the index."
     )
 
 
 class RunSettings(Settings):
-    """Output, hardware and checkpoints. They change the trained weights only by rounding."""
+    """Output, hardware and checkpoints. These settings change the trained weights only by rounding errors."""
 
     out: SettingPath = Field(description="Directory of the bundle to write.")
     dir: SettingPath | None = Field(
-        default=None, description="Run folder, which holds checkpoints and log. None: OUT.run."
+        default=None, description="Run folder for checkpoints and the log. None uses OUT.run."
     )
     workers: int = Field(default=1, ge=1, description="Number of worker processes. More than one worker run on Ray.")
     address: str | None = Field(
@@ -80,19 +80,19 @@ class RunSettings(Settings):
     evaluate_every: int | None = Field(
         default=None,
         ge=0,
-        description="Number of steps between evaluations on dev captions. None: after every epoch. 0: no evaluations.",
+        description="Number of steps between evaluations on dev captions. None evaluates after every epoch, 0 never.",
     )
     keep_best: int = Field(
         default=0,
         ge=0,
-        description="Number of checkpoints with the highest dev recall to keep, in addition to the last two.",
+        description="Number of checkpoints to keep for their high dev recall, in addition to the last two checkpoints.",
     )
     keep_all: bool = Field(default=False, description="Keep all checkpoints, including those of evaluations.")
-    export: bool = Field(default=False, description="Write the bundle of the last checkpoint without further training.")
+    export: bool = Field(default=False, description="Write a bundle from the last checkpoint without further training.")
     step: int | None = Field(
         default=None,
         ge=1,
-        description="Step of the kept checkpoint to export. Needs export. None exports the last checkpoint.",
+        description="Step of the checkpoint to export, with run.export. None exports the last checkpoint.",
     )
 
     @property
@@ -114,7 +114,7 @@ class TrainRequest(Settings):
 
 
 def check_request(request: TrainRequest, config: TrainConfig) -> None:
-    """Raise UsageError, with one line per problem, if settings conflict or are missing."""
+    """Raise UsageError if settings conflict or are missing. The message has one line per problem."""
     inputs, objective, fitting, loop = request.inputs, config.objective, config.fitting, config.loop
     no_loss = inputs.teacher is None and not objective.itm_weight + objective.mlm_weight + objective.recovery_weight
     problems = {

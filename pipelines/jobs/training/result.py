@@ -19,19 +19,19 @@ class TrainResult:
         fingerprint: fingerprint of the bundle.
         run: fingerprint of the settings and data of the training run.
         images, captions: numbers of images and captions trained on.
-        left_out: number of images without features, by reason; "blank-caption" counts blank captions.
-        steps: number of finished steps of the joint phase, which trains the joint encoder.
+        left_out: number of images without features, by reason. The entry "blank-caption" counts blank captions.
+        steps: number of finished steps of the phase that trains the joint encoder.
         seconds: wall time of this run.
         last: the last log record; empty if there is none.
-        score: weights of the final score by direction, see `edje_index.scoring.weights.DirectionWeights`.
+        score: weights of the final score by direction; see `edje_index.scoring.weights.DirectionWeights`.
         embedding_weight, late_weight, pooled_weight, prior_weight: weights of the embedding similarity, late
             interaction, pooled similarity and hubness correction in text-to-image search, as in `score`.
         caption_weights: weight of each part of the score in image-to-text search, as in `score`.
-        bank_unused: True if a hubness bank was requested, but the hubness correction was fitted with weight 0.
-        fitting: settings of the final score, which were applied to the last checkpoint.
-        dev: fitted weights and recalls on the dev captions, see `edje_index.training.fitting.fit_weights`. The key
+        bank_unused: True if a hubness bank was requested, but the fitted weight of the hubness correction is 0.
+        fitting: settings of the final score.
+        dev: fitted weights and recalls on the dev captions; see `edje_index.training.fitting.fit_weights`. The key
             "images" is for text-to-image search, "captions" for image-to-text search. None without dev captions.
-        already_finished: True if an earlier run had finished the training, so this run did nothing.
+        already_finished: True if an earlier run had finished the training run. Nothing was done in this case.
 
     Example:
         >>> from pipelines import TrainResult
@@ -61,7 +61,7 @@ class TrainResult:
 
 
 def training_result(task: RunTask, model: FinishedModel) -> TrainResult:
-    """Return the result of a training run that has just ended, without fingerprint and seconds."""
+    """Return the result of a training run. The fields `fingerprint` and `seconds` are not set yet."""
     from edje_index.training.loop.log import read_log
 
     train, finish, score = task.train, task.finish, model.bundle.score

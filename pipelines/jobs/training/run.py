@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 def run_training(
     request: TrainRequest, config: TrainConfig, on_event: OnEvent, should_stop: ShouldStop = lambda: False
 ) -> TrainResult:
-    """Train a model bundle. An interrupted training run is resumed if the settings are the same.
+    """Train a model bundle, or resume an interrupted training run with the same settings.
 
     Raises:
         UsageError: a setting is invalid, an input cannot be read, or the run folder belongs to another training run.
         ModelError: a bundle or language model cannot be used.
-        JobStopped: `should_stop()` returned True; the same call resumes the training run.
-        EdjeError: another process uses the run folder, or a file in it is damaged.
+        JobStopped: `should_stop()` returned True. The last checkpoint is kept.
+        EdjeError: another process uses the run folder, or a file in the run folder is damaged.
     """
     started = time.monotonic()
     run = request.run
     check_request(request, config)
     with locked_index(run.folder):
         if run.export and not (run.folder / "checkpoints").is_dir():
-            raise UsageError(f"{run.folder} holds no checkpoint to export; set run.dir to the folder of a training run")
+            raise UsageError(f"{run.folder} has no checkpoint to export; set run.dir to the folder of a training run")
         on_event(StatusMessage("reading captions"))
         given = read_inputs(request.inputs)
         fingerprint = begin_run(run.folder, training_record(request.inputs, given, config))
         if (finished := finished_result(run, config.fitting, fingerprint)) is not None:
             return finished
         if run.out.exists():
-            raise UsageError(f"{run.out} exists already; remove it, or set run.out to another folder")
+            raise UsageError(f"{run.out} exists already; remove this folder, or set run.out to another folder")
         task = prepare_training(request, config, given, fingerprint, on_event, should_stop)
         if not run.export:
             run_steps(task.train, on_event, should_stop)

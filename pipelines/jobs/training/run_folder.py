@@ -15,10 +15,10 @@ RUN_FILE = "run.json"
 
 
 def begin_run(folder: Path, record: dict[str, Any]) -> str:
-    """Write `record` to the run folder, or check it against the stored record. Return its fingerprint.
+    """Write `record` to the run folder, or compare `record` with the stored record. Return the fingerprint of `record`.
 
     Raises:
-        UsageError: the stored record differs, or the folder holds other files and no record.
+        UsageError: the stored record differs, or the folder contains other files but no record.
         EdjeError: the stored record is damaged.
     """
     path = folder / RUN_FILE
@@ -44,7 +44,7 @@ def _refuse_other_files(folder: Path) -> None:
     names = {entry.name for entry in folder.iterdir()} - {"build"}  # holds the lock
     others = sorted(name for name in names if not name.startswith(f".{RUN_FILE}."))  # an unfinished write
     if others:
-        raise UsageError(f"{folder} is not a run folder, because it holds {others[0]}; set run.dir to another folder")
+        raise UsageError(f"{folder} is not a run folder: it contains {others[0]}; set run.dir to another folder")
 
 
 def _refuse_differences(folder: Path, recorded: dict[str, Any], current: dict[str, Any]) -> None:

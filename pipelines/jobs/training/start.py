@@ -1,4 +1,4 @@
-"""Makes the bundle with the initial weights of a training run, once per run folder."""
+"""Makes the bundle with the initial weights of a training run, once for each run folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StartModel:
     Attributes:
         path: directory of the bundle.
         bundle: the loaded bundle.
-        new_adapter: whether the adapter is untrained, because `inputs.init` provided no adapter of the same sizes.
+        new_adapter: True if the adapter is untrained, because `inputs.init` contains no adapter of the same sizes.
     """
 
     path: Path
@@ -33,7 +33,7 @@ class StartModel:
         return self.bundle.adapter.config.features(self.bundle.vision.num_patches)
 
     def accepted_features(self) -> list[str]:
-        """Return the encoder fingerprints of the indexes that this model can be trained on."""
+        """Return the encoder fingerprints that a feature index for this model may have."""
         from edje_index.training.model.start_bundle import feature_fingerprints
 
         assert self.bundle.info is not None
@@ -41,7 +41,7 @@ class StartModel:
 
 
 def start_model(folder: Path, inputs: TrainingInputs, architecture: ArchitectureConfig, seed: int) -> StartModel:
-    """Load the bundle `start/` from the run folder. A missing bundle is made first."""
+    """Load the bundle `start/` from the run folder. Make the bundle first if it does not exist."""
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.bundles.info import read_bundle_info
     from edje_index.training.model.start_bundle import Origin, make_start

@@ -16,7 +16,7 @@ def run_steps(task: TrainTask, on_event: OnEvent, should_stop: ShouldStop) -> No
     """Train from the last checkpoint to the last step.
 
     Raises:
-        JobStopped: `should_stop()` returned True; a checkpoint with all finished steps has been written.
+        JobStopped: `should_stop()` returned True. The last checkpoint contains all finished steps.
     """
     from edje_index.training.loop.distributed import WorkerGroup
     from edje_index.training.loop.train_worker import run_worker

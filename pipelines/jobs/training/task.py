@@ -1,4 +1,4 @@
-"""The task of a prepared training run: the values that the optimiser steps and the last stage read."""
+"""The task of a prepared training run: the input of the optimiser steps and of the last stage."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class FinishTask:
 
     Attributes:
         out: directory of the bundle to write.
-        export: True to write the bundle of a checkpoint without training, and without a `result.json`.
+        export: True to write the bundle of a checkpoint without training and without a `result.json`.
         trained_on: description of the training data, for the notes of the bundle.
-        images, captions: numbers of images and captions that are trained on.
-        left_out: number of images without features, by reason; "blank-caption" counts blank captions.
+        images, captions: numbers of images and captions to train on.
+        left_out: number of images without features, by reason. The entry "blank-caption" counts blank captions.
         step: step of the checkpoint to export; None takes the last checkpoint.
     """
 
@@ -36,7 +36,7 @@ class FinishTask:
 
     @classmethod
     def of(cls, request: TrainRequest, matched: MatchedCaptions) -> FinishTask:
-        """Return the task of the last stage of `request`; `matched` are the captions whose images have features."""
+        """Return the task of the last stage. `matched` are the captions of `request` whose images have features."""
         inputs, images, captions = request.inputs, len(matched.items), len(matched.captions.texts())
         names = ", ".join(path.name for path in inputs.captions)
         teacher = f", distilled from {inputs.teacher.name}" if inputs.teacher else ""

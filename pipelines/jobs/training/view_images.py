@@ -1,6 +1,7 @@
-"""Augmented views of photos: random crops, half of them mirrored, written as files for the build job.
+"""Writes augmented views of photos as image files.
 
-The crops follow Szegedy et al. (2015), with 35 % to 100 % of the area of the photo.
+A view is a random crop as in Szegedy et al. (2015), with 35 % to 100 % of the area of the photo. Half of the views are
+mirrored.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ def write_views(
 
     Args:
         refs: the photos. A photo that cannot be decoded gets no views.
-        folder: directory to write to: `views` files per photo, named by `view_path`, and the list.
+        folder: directory for the list and the views. `view_path` names the files of the views.
         views: number of views per photo.
         size: (height, width) of a view in pixels.
         seed: seed of the random crops.
         should_stop: the cropping stops once `should_stop()` returns True.
 
     Raises:
-        JobStopped: `should_stop()` returned True; the next call crops all photos again.
+        JobStopped: `should_stop()` returned True. The next call crops all photos again.
     """
     list_file = folder / LIST
     if list_file.exists():
@@ -88,7 +89,7 @@ def _write(ref: InputRef, folder: Path, views: int, size: tuple[int, int], seed:
 
 
 def random_view(photo: Image.Image, size: tuple[int, int], rng: np.random.Generator) -> Image.Image:
-    """Return a random crop of `photo`, resized to `size` (height, width), and mirrored with probability 1/2."""
+    """Return a random crop of `photo`, resized to `size` (height, width). Mirror the crop with probability 1/2."""
     area, aspect = rng.uniform(*_AREA), np.exp(rng.uniform(*np.log(_ASPECT)))
     pixels = photo.width * photo.height * area
     width, height = min(photo.width, (pixels * aspect) ** 0.5), min(photo.height, (pixels / aspect) ** 0.5)
