@@ -16,7 +16,7 @@ from storage_formats.format.layout import Layout
 
 @contextlib.contextmanager
 def locked_index(root: Path, *, erasing: bool = False) -> Iterator[None]:
-    """Hold the lock `build/lock` of the index at `root` inside the context.
+    """Context manager that holds the lock `build/lock` of the index at `root`.
 
     Args:
         root: directory of the index.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowChange:
-    """What a change commits besides new rows.
+    """The part of a change that is committed in addition to new rows.
 
     Attributes:
         kind: name of the change in the output of `history`.

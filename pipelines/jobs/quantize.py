@@ -105,7 +105,7 @@ class _Conversion:
 def run_quantize(
     config: QuantizeConfig, engine: Engine, on_event: OnEvent, should_stop: ShouldStop = lambda: False
 ) -> QuantizeResult:
-    """Add the precisions in `config.to` that the index lacks, then remove those in `config.drop`.
+    """Add the precisions in `config.to` that the index lacks, then remove the precisions in `config.drop`.
 
     Raises:
         UsageError: there is no index, the precisions are invalid, or the disk is too small.

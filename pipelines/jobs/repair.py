@@ -74,7 +74,7 @@ def _repair(
     """Repair Zarr metadata, tokens, checksums and the nearest-neighbour index.
 
     Returns:
-        The repaired files, and the paths of all files that no longer have a problem.
+        The repaired files, and the paths of all files that have no problem after the repair.
     """
     damaged = {problem.path for problem in problems}
     repaired, settled = list(_repair_metadata(index, damaged, dry_run=dry_run)), set[str]()

@@ -39,8 +39,8 @@ class ShardJob:
         state_of_receipt: function that takes the receipt of a finished shard and returns the shard state.
         rows_in_pieces: function that takes the finished shards and returns how many rows of unfinished shards are
             stored.
-        on_receipt: function that is called with every receipt, including receipts of earlier runs. It may raise
-            FailedInputsError.
+        on_receipt: function that is called with every receipt, including receipts of earlier runs. This function may
+            raise FailedInputsError.
     """
 
     activity: str

@@ -26,7 +26,7 @@ class UpdateResult:
 
     Attributes:
         inputs: number of all inputs of the sources; the sum of unchanged, new, changed, duplicates and failed.
-        unchanged: number of inputs with an unchanged row, including failed rows of inputs with unchanged content.
+        unchanged: number of inputs whose row did not change. This includes failed inputs that have not changed.
         new: number of inputs with a new name that were encoded.
         changed: number of inputs with new content that were encoded. The old rows of these inputs are deleted.
         duplicates: number of inputs that got no new row, because another row has the same content.
@@ -74,7 +74,7 @@ def run_update(config: UpdateConfig, on_event: OnEvent, should_stop: ShouldStop 
     """Add, replace and delete rows so that the index matches its sources. With `config.dry_run`, nothing is written.
 
     The sources are `config.sources`; if empty, the sources recorded in the index. A stopped update keeps its finished
-    shards. The next update reuses these shards if it has the same inputs to encode.
+    shards. The next update reuses these shards if the same inputs must be encoded.
 
     Raises:
         UsageError: a setting or a source of `config` is invalid, or the index does not record its sources.

@@ -37,7 +37,7 @@ def check_finished(config: BuildConfig, index: CommittedIndex, inputs_digest: st
     if digest.hexdigest() != inputs_digest:
         before = counted(index.manifest.counts.inputs, "input")
         raise UsageError(
-            f"the sources have changed since {config.out} was built: they had {before} and have {inputs} now, with "
+            f"the sources have changed since {config.out} was built: they had {before} and now have {inputs}, with "
             "other names, sizes or metadata. Add new inputs with 'edje-index append', or choose another output "
             "directory",
             parameter="sources",

@@ -47,7 +47,7 @@ class FrozenInputs:
 
 @contextlib.contextmanager
 def removed_on_failure(root: Path) -> Iterator[None]:
-    """Remove the plan and `build/inputs/` if an exception leaves the `with` block."""
+    """Context manager that removes the plan and `build/inputs/` if the `with` block raises an exception."""
     try:
         yield
     except BaseException:

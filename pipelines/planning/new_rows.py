@@ -65,7 +65,7 @@ class RowsRequest:
         info: description of the model bundle.
         settings: settings of the new rows.
         build: build request with the same settings.
-        workers: number of worker processes.
+        workers: number of worker processes; None lets the Ray cluster choose the number.
     """
 
     index: CommittedIndex

@@ -92,7 +92,7 @@ class BuildPlan:
 
     Attributes:
         root: directory of the index.
-        spec: shape of the index.
+        spec: sizes and precisions of the index.
         model: description of the model bundle; see `model_record`.
         settings: settings that affect the stored bytes.
         inputs_digest: SHA-256 of the inputs in row order, in hexadecimal.

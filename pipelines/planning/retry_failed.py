@@ -93,7 +93,7 @@ def _archive_of(path: bytes) -> bytes | None:
 
 
 def _members(archive: bytes, rows: list[dict[str, Any]], names: list[str]) -> Iterator[InputRef]:
-    """Yield the members of an archive that `rows` name. If the archive was damaged, yield all members."""
+    """Yield the members of `archive` that are named in `rows`. If the archive was damaged, yield all members."""
     from pipelines.sources.webdataset import WebDatasetSource
 
     rows_of_uri = {row["uri"]: row for row in rows}

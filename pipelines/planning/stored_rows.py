@@ -47,7 +47,7 @@ class StoredRows:
 
     Attributes:
         rows: number of rows when the index was read.
-        encode_seconds: mean time that the model took per indexed row; None if no row is indexed.
+        encode_seconds: mean seconds that the model took per encoded row; None if no row has tokens.
     """
 
     def __init__(self, index: CommittedIndex) -> None:
@@ -77,7 +77,7 @@ class StoredRows:
             last_of_name[name] = row
 
     def take(self, ref: InputRef) -> StoredRow | None:
-        """Remove and return the row with the name and content of `ref`; None if there is no row."""
+        """Remove and return the row with the name and content of `ref`; None if no row matches."""
         name = ref_name(ref)
         before, row = None, self._of_name.get(name)
         while row is not None and not row.is_of(ref):
@@ -87,7 +87,7 @@ class StoredRows:
         return row
 
     def take_named(self, ref: InputRef) -> StoredRow | None:
-        """Remove and return the first row with the name of `ref` and any content; None if there is no row."""
+        """Remove and return the first row with the name of `ref` and any content; None if no row matches."""
         name = ref_name(ref)
         row = self._of_name.get(name)
         if row is not None:

@@ -60,8 +60,8 @@ def compare_sources(
 
     Raises:
         UsageError: a source cannot be used, or the index does not record its sources and `config.sources` is empty.
-        EdjeError: a source or a part of a source cannot be read, or more rows have lost their input than
-            `config.max_vanished` allows.
+        EdjeError: a source or a part of a source cannot be read, or the share of rows whose input no longer exists is
+            larger than `config.max_vanished`.
         TransientInputError: an input cannot be read for a temporary reason.
         JobStopped: `should_stop()` returned True.
     """
@@ -119,7 +119,7 @@ class _Comparison:
     Attributes:
         inputs: number of inputs.
         kept: rows that have an input of the same name and content.
-        pending: the inputs without such a row, in the order of the sources.
+        pending: inputs that have no row of the same name and content, in the order of the sources.
         hidden: the problem of each directory or archive that could not be read, by path.
     """
 
@@ -157,7 +157,7 @@ class _Comparison:
             each.row = each.row or self.stored.take_named(each.ref)
 
     def changes(self, ignored: dict[str, int]) -> SourceChanges:
-        """Return the changes after which the rows match the inputs."""
+        """Return the changes that make the rows match the inputs."""
         hashes = {each.ref.content_hash for each in self.pending}
         held = {row.content_hash.hex() for row in self.kept if row.content_hash is not None} & hashes
         refs: list[InputRef] = []
@@ -202,7 +202,7 @@ def _refuse_unreadable(comparison: _Comparison) -> None:
 
 
 def _refuse_hidden_rows(index: CommittedIndex, comparison: _Comparison, empty_sources: list[str]) -> None:
-    """Raise EdjeError if inputs are missing from a directory or archive that is empty or cannot be read."""
+    """Raise EdjeError if rows have lost their inputs because a directory or archive is empty or cannot be read."""
     from storage_formats.format.rows import iter_rows
 
     hidden = {**dict.fromkeys(empty_sources, "it lists no images"), **comparison.hidden}

@@ -39,7 +39,7 @@ class ServiceError(Exception):
 
     Attributes:
         status: HTTP status.
-        message: what is wrong and what to do.
+        message: text on what is wrong and what the client can do.
         headers: additional headers of the response.
     """
 

@@ -26,11 +26,11 @@ class SearchRequest(_Request):
     """A search by text, image or row. Exactly one of `query`, `image` and `row_id` is set."""
 
     query: Text | None = Field(None, description="The text to search for.")
-    image: Text | None = Field(None, description="Search for images similar to this one, given as base64 or data URI.")
-    row_id: RowId | None = Field(None, description="Search for images similar to the image of this row.")
+    image: Text | None = Field(None, description="An image as base64 or data URI. Search for similar images.")
+    row_id: RowId | None = Field(None, description="Row id. Search for images similar to this row.")
     k: int = Field(10, ge=1, le=1000, description="Number of hits.")
     pool: int = Field(100, ge=1, le=1000, description="Number of candidates to re-rank, at least k.")
-    rerank: bool = Field(True, description="False skips re-ranking and keeps the order by embedding.")
+    rerank: bool = Field(True, description="False keeps the order by embedding similarity, without re-ranking.")
     score: str | None = Field(
         None, max_length=200, description="Score to sort by; the default is the score of the bundle."
     )
@@ -38,7 +38,7 @@ class SearchRequest(_Request):
         None,
         min_length=1,
         max_length=4096,
-        description="Filter such as width > 800 and licence = 'cc0'; only rows that pass it are searched. /info lists "
+        description="Filter such as width > 800 and licence = 'cc0'; only rows that pass are searched. /info lists "
         "the columns.",
     )
     index: Name | None = Field(None, description="Name of the index; the default is the first index in /info.")
@@ -77,8 +77,8 @@ class TimingAnswer(BaseModel):
     """Times of a request in the queue and in the model."""
 
     waited_ms: float = Field(description="Milliseconds in the queue.")
-    computed_ms: float = Field(description="Milliseconds that the batch of the request took.")
-    batch: int = Field(description="Number of requests that shared the batch.")
+    computed_ms: float = Field(description="Milliseconds that the model took for the batch of the request.")
+    batch: int = Field(description="Number of requests in the batch.")
     stages_ms: dict[str, float] = Field(
         description="Milliseconds of each stage: text_tower or vision_tower, nearest (nearest-neighbour search), fetch "
         "(read and decode tokens), joint_encoder, other_parts (of the score), hits (sort, look up uris), total."
@@ -119,7 +119,7 @@ class DocumentObject(BaseModel):
 
     row_id: RowId | None = None
     uri: Text | None = None
-    text: Text | None = Field(None, description="A uri of a row, a row id in digits, or an image as data URI.")
+    text: Text | None = Field(None, description="The uri of a row, a row id in digits, or an image as data URI.")
     image: Text | None = Field(None, description="An image as base64 or data URI.")
     image_url: ImageUrl | str | None = None
     content: list[ContentPart] | None = Field(None, max_length=1)

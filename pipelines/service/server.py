@@ -54,7 +54,7 @@ def run_service(
         indexes: the open indexes.
         settings: limits, API keys and accepted host names.
         listener: a socket that `listen` returned.
-        on_ready: called once before the first request is answered.
+        on_ready: called once, before the service answers the first request.
     """
     limits = settings.limits
     config = uvicorn.Config(

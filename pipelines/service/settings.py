@@ -21,7 +21,7 @@ class Limits:
         body_bytes: number of bytes in the body of a request.
         bodies_bytes: number of bytes of all bodies in memory at the same time.
         body_seconds: seconds to receive the headers of a request, and the same number of seconds to receive the body.
-        send_seconds: seconds until a client has received a part of a response.
+        send_seconds: seconds in which a client must receive each part of a response.
         connections: number of open connections.
         query_letters: number of characters in a query or text.
         documents: number of rows, images or texts in one request.

@@ -182,7 +182,7 @@ class _Walk:
         return None
 
     def _leads_to_file(self, link: bytes, name: bytes, entries: _Entries) -> bool:
-        """Return True if the link leads to a file, or if the link is broken and has an image suffix."""
+        """Return True if the link leads to a file, or if the link is broken and its name has an image suffix."""
         if name.startswith(b"."):
             self._ignored.count("(hidden)")
             return False

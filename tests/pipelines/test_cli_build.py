@@ -117,7 +117,7 @@ def test_a_finished_index_is_not_rebuilt_for_other_inputs_or_settings(run, build
         file.write(b"longer")
     code, _, err = run(*build)
     assert code == 2
-    assert "they had 10 inputs and have 10 now, with other names, sizes or metadata" in err
+    assert "they had 10 inputs and now have 10, with other names, sizes or metadata" in err
 
 
 def test_a_build_where_everything_fails_writes_no_index(run, build, photos, index):

@@ -55,7 +55,7 @@ def match_captions(index: CommittedIndex, captions: Captions, on_event: OnEvent)
     """Return the captions of all images that have features in `index`.
 
     Raises:
-        UsageError: an image is missing from the index, or no training image or no dev image has features.
+        UsageError: an image is missing from the index, no training image has features, or no dev image has features.
     """
     from edje_index.captions.matching import NOT_IN_INDEX
 
@@ -97,7 +97,7 @@ class MiningModel:
     """The embedding model that mines hard negatives.
 
     Attributes:
-        bundle: bundle of the mining model; None if the frozen towers mine.
+        bundle: bundle of the mining model; None if the frozen towers mine the hard negatives.
         index: index of the mining model's embeddings.
         rows: row in `index` of each image to train on, int64 [n].
     """
@@ -125,7 +125,7 @@ class FurtherRows:
 def further_rows(
     inputs: TrainingInputs, config: TrainConfig, indexes: FurtherIndexes, matched: MatchedCaptions, run_folder: Path
 ) -> FurtherRows:
-    """Find the rows of the images to train on in each of `indexes`.
+    """Return the rows of the images to train on, in each of `indexes`.
 
     Raises:
         UsageError: an index lacks an image or a view.

@@ -30,7 +30,7 @@ def prepare_training(
     """Make the missing parts of the run folder, and return the task of the training run.
 
     Args:
-        request: the request.
+        request: request for the training run.
         config: training settings.
         given: captions and indexes that the request names.
         run: fingerprint of everything that determines the trained weights.
@@ -38,7 +38,7 @@ def prepare_training(
         should_stop: the preparation stops once `should_stop()` returns True.
 
     Raises:
-        UsageError: a captions file or an index does not fit the request.
+        UsageError: a caption file or an index cannot be used for the request.
         ModelError: a bundle or language model cannot be used.
         JobStopped: `should_stop()` returned True; finished parts are kept.
     """

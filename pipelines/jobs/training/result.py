@@ -18,7 +18,7 @@ class TrainResult:
         bundle: path of the trained bundle.
         fingerprint: fingerprint of the bundle.
         run: fingerprint of the settings and data of the training run.
-        images, captions: numbers of images and captions trained on.
+        images, captions: numbers of training images and training captions.
         left_out: number of images without features, by reason. The entry "blank-caption" counts blank captions.
         steps: number of finished steps of the phase that trains the joint encoder.
         seconds: wall time of this run.

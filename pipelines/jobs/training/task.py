@@ -21,7 +21,7 @@ class FinishTask:
         out: directory of the bundle to write.
         export: True to write the bundle of a checkpoint without training and without a `result.json`.
         trained_on: description of the training data, for the notes of the bundle.
-        images, captions: numbers of images and captions to train on.
+        images, captions: numbers of training images and training captions.
         left_out: number of images without features, by reason. The entry "blank-caption" counts blank captions.
         step: step of the checkpoint to export; None takes the last checkpoint.
     """
