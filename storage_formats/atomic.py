@@ -24,7 +24,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def fsync_path(path: Path) -> None:
-    """Call fsync on a file or a directory, so that its contents survive a power failure."""
+    """Call fsync on a file or a directory."""
     fd = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -41,7 +41,7 @@ def fsync_paths(paths: Iterable[Path]) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Create a directory and its missing parents, so that they survive a power failure."""
+    """Create a directory and all missing parent directories, and call fsync on the new directories."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for directory in missing:

@@ -10,7 +10,7 @@ QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use, at most the CPU quota of its container (cgroup v2)."""
+    """Return the number of CPUs that this process may use, at most the CPU quota of the container (cgroup v2)."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cpus, _quota(QUOTA_FILE) or cpus)
 

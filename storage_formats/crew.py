@@ -1,7 +1,7 @@
 """Helper threads that work on a task together with the calling thread.
 
-This module does not use `concurrent.futures`: an exception from a signal handler can leave its locks taken (see
-`interrupts`). Helper threads do not keep the process alive.
+This module does not use `concurrent.futures`: an exception from a signal handler can leave the locks of that
+package taken (see `interrupts`). Helper threads do not keep the process alive.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Crew(Generic[_Item]):
             _threads.submit(self._help)
 
     def finish(self) -> None:
-        """Process items until none is left. Wait for the helper threads, and raise their first error."""
+        """Process items until none is left, and wait for the helper threads. Raise the first error of a helper."""
         for item in self._items:
             self._work(item)
         self.abandon()

@@ -37,7 +37,7 @@ EXTRAS_OF_MODULE = {
 
 
 class MissingExtraError(EdjeError, ImportError):
-    """An optional package is not installed. The message contains the command that installs it.
+    """An optional package is not installed. The message contains the command that installs the package.
 
     Example:
         >>> from storage_formats.extras import missing_extra

@@ -1,8 +1,8 @@
 """Cleanup after an exception that a signal handler raises, for example KeyboardInterrupt after Ctrl-C.
 
-This exception can come between any two instructions of the main thread. It can end a function before the function has
-recorded what it started, and it can interrupt the cleanup. Code that starts helper threads or kernel requests that
-write to the caller's memory follows this pattern:
+The exception can come between any two instructions of the main thread. The exception can end a function that has
+started a task and not recorded the task yet, and it can interrupt the cleanup. Code that starts helper threads or
+kernel requests that write to the caller's memory follows this pattern:
 
     pending = unsettled()
     settle(pending)

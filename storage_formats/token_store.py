@@ -369,7 +369,7 @@ class TokenStore:
     def _read(
         self, requested: _Requested, destinations: DestinationFactory, out: NDArray[Any], *, hole: NDArray[Any]
     ) -> None:
-        """Fill `out`: read each distinct record once, copy it for duplicates, and write `hole` for unused row ids."""
+        """Fill `out`: read each distinct row once, copy it for duplicates, and write `hole` for unused row ids."""
         if len(requested.batch):
             for engine, part in self._engines.split(requested.batch):
                 read_batch(engine, part, destinations)
@@ -382,7 +382,7 @@ class TokenStore:
 
 @dataclass(frozen=True)
 class _Requested:
-    """The row ids of one request, grouped by how to get their blocks.
+    """The row ids of one request, grouped by how to get the blocks.
 
     Attributes:
         batch: the records to read from files, without duplicates.

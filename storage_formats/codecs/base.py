@@ -70,7 +70,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, records: Records, out: Blocks | None = None, threads: int | None = None) -> Blocks:
-        """Decode records, uint8 [k, record_bytes], to blocks, bf16 [k, m, d]. Write to `out` if it is given."""
+        """Decode records, uint8 [k, record_bytes], to blocks, bf16 [k, m, d], in `out` or in a new array."""
         ...
 
     def decode_rows(

@@ -36,7 +36,7 @@ Span: TypeAlias = tuple[int, int]
 class CompiledCodec(ABC):
     """Base class of codecs with compiled kernels. Checks the arguments and splits the work between threads.
 
-    Subclasses import Numba at their first conversion.
+    A subclass imports Numba at the first conversion.
     """
 
     name: str

@@ -1,7 +1,6 @@
 """Compilation of Numba kernels, with a cache on disk. Importing this module imports Numba.
 
-Each kernel has exactly one signature. Several processes can therefore fill Numba's cache at the same time: they write
-equal files.
+Each kernel has exactly one signature. Processes that fill Numba's cache at the same time therefore write equal files.
 """
 
 from __future__ import annotations

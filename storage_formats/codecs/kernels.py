@@ -1,4 +1,4 @@
-"""Compiled kernels of the codecs. A codec imports this module, and with it Numba, at its first conversion.
+"""Compiled kernels of the codecs. A codec imports this module and Numba at the first conversion.
 
 A kernel runs on the calling thread and releases the GIL, so a caller may run one kernel on several threads at once.
 Each kernel takes flat arrays and some of these arguments:

@@ -31,7 +31,7 @@ def run_chunks(work: Callable[[int, int], None], count: int, block_bytes: int, t
     Args:
         work: function `(start, stop)` that converts blocks [start, stop).
         count: number of blocks.
-        block_bytes: length of one decoded block in bytes. It determines the number of parts.
+        block_bytes: length of one decoded block in bytes. This length determines the number of parts.
         threads: maximum number of threads, including the calling thread. None means `default_threads()`.
     """
     limit = default_threads() if threads is None else threads

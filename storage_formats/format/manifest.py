@@ -131,7 +131,7 @@ class Manifest:
     """The contents of `index.json`. SPEC.md section 4 describes the fields.
 
     Attributes:
-        encoded_from: for each converted precision, the precisions that its blocks had before, in the order of the
+        encoded_from: for each converted precision, the earlier precisions of the blocks, in the order of the
             conversions.
         shard_table: file entry of the shard table of the first segment.
         further_tables: file entries of the shard tables of the other segments.

@@ -70,7 +70,7 @@ def read_receipts(layout: Layout, shards: Iterable[int], plan: str) -> dict[int,
 def read_receipt(layout: Layout, shard: int, plan: str) -> ShardReceipt | None:
     """Read the receipt of a shard. Return None if there is no valid receipt for the plan with fingerprint `plan`.
 
-    A receipt is also invalid if one of its files is missing or has a wrong length.
+    A receipt is also invalid if a file in the receipt is missing or has a wrong length.
     """
     try:
         receipt = ShardReceipt.from_json(json.loads(read_index_file(layout.root, layout.receipt(shard))))

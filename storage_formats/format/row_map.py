@@ -30,7 +30,7 @@ _GROUP_LINES = 65_536
 
 
 def write_row_map(layout: Layout, parts: Iterable[tuple[Ints, Ints]]) -> FileEntry:
-    """Write a row map and return its file entry.
+    """Write a row map and return the file entry.
 
     Args:
         layout: layout of the index.

@@ -1,4 +1,4 @@
-"""A selection of rows of an index. Its size in memory depends only on the number of shards."""
+"""A selection of rows of an index. The memory of a selection depends only on the number of shards."""
 
 from __future__ import annotations
 

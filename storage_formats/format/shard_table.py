@@ -51,7 +51,7 @@ class FileEntry:
 
     @classmethod
     def of(cls, layout: Layout, path: Path) -> FileEntry:
-        """Return the file entry of the file at `path`. Reads the whole file to compute its checksum."""
+        """Return the file entry of the file at `path`. Reads the whole file to compute the checksum."""
         length, crc = crc32c_file(path)
         return cls(layout.relative(path), length, crc)
 

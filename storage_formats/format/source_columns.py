@@ -102,7 +102,7 @@ def columns_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[SourceColumn
 
 
 def merge_columns(*tables: Iterable[SourceColumn]) -> tuple[SourceColumn, ...]:
-    """Merge columns of the same name. A merged column has the kinds of all columns, and the sum of their `values`."""
+    """Merge columns of the same name. A merged column has all kinds, and the sum of all `values`."""
     merged: dict[str, SourceColumn] = {}
     for column in (column for table in tables for column in table):
         other = merged.get(column.name, SourceColumn(column.name, (), 0))

@@ -1,7 +1,7 @@
 """Decides for each shard whether to read directly or through the page cache.
 
-Direct reads are fastest for blocks that are read once, but they leave nothing in the page cache. Ski-rental rule: admit
-a shard to the page cache after direct reads of twice its length.
+Direct reads are fastest for blocks that are read once. Later reads are faster from the page cache. Ski-rental rule:
+admit a shard to the page cache after direct reads of twice the length of the shard.
 """
 
 from __future__ import annotations

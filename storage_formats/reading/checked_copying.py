@@ -27,7 +27,7 @@ _ONES = np.uint64(0xFFFFFFFF)
 
 
 def has_crc_instruction() -> bool:
-    """Return True if the processor has a CRC-32C instruction and Numba may use it."""
+    """Return True if the processor has a CRC-32C instruction that Numba may use."""
     if config.CPU_NAME or config.CPU_FEATURES:  # type: ignore[attr-defined]  # compiled for another processor
         return False
     return bool(binding.get_host_cpu_features().get("sse4.2"))

@@ -1,4 +1,4 @@
-"""Comparison of records with their stored checksums (SPEC.md section 8)."""
+"""Comparison of records with the stored checksums (SPEC.md section 8)."""
 
 from __future__ import annotations
 

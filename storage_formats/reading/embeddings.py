@@ -137,7 +137,7 @@ def read_uncompared_embeddings(root: str | Path, spec: IndexSpec, row_ids: RowId
 def _read_rows(
     layout: Layout, spec: IndexSpec, row_ids: NDArray[np.int64], committed: dict[int, FileEntry]
 ) -> NDArray[np.float32]:
-    """Read the embeddings of `row_ids`, float32 [k, embed_dim]. A file must match its entry in `committed`, if any."""
+    """Read the embeddings of `row_ids`, float32 [k, embed_dim]. Files must match the entries in `committed`."""
     distinct_ids, inverse = np.unique(row_ids, return_inverse=True)
     parts = [np.empty((0, spec.embed_dim), dtype=np.float32)]
     shards, starts = np.unique(distinct_ids // spec.shard_size, return_index=True)

@@ -1,4 +1,4 @@
-"""Queries of the page cache: which records are cached, and how much room is left."""
+"""Queries of the page cache: which records are cached, and how much room is left for records."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class QueuedOptions:
     Attributes:
         gap_bytes: maximum number of unrequested bytes between two records in one request, rounded down to whole
             records.
-        gather: whether to read neighbouring records in one request even if their places in the output are not adjacent.
+        gather: whether one request may read neighbouring records with non-adjacent places in the output.
     """
 
     gap_bytes: int
@@ -114,7 +114,7 @@ class _QueuedReader:
 
     @property
     def ahead(self) -> int:
-        """Maximum number of pieces in flight: one more than now if the queue has room, otherwise the current number."""
+        """Maximum number of pieces in flight: one more than now if the queue has room; otherwise the current number."""
         requests = sum(len(flight.needed) for flight in self._flights.values())
         size = sum(int(flight.needed.sum()) for flight in self._flights.values())
         buffered = any(flight.buffer is not None for flight in self._flights.values())

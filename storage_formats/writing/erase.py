@@ -281,7 +281,7 @@ def _without_data(table: pa.Table, positions: Positions) -> pa.Table:
 def _opened(path: Path, staging: Path) -> Iterator[int]:
     """Open a file of the index for writing. Call fsync on the file at the end of the `with` block.
 
-    If the file has hard links in other indexes, it is replaced by a copy first, because other indexes must not change.
+    A file with hard links in other indexes is replaced by a copy first, because other indexes must not change.
     """
     if path.lstat().st_nlink > 1:
         copy = staging / "copy"
@@ -299,7 +299,7 @@ def _opened(path: Path, staging: Path) -> Iterator[int]:
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Move `new` to `path`. Overwrite the contents of the old file at `path` unless it has other hard links."""
+    """Move `new` to `path`. Overwrite the old file at `path` unless the old file has other hard links."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         status = os.fstat(fd)

@@ -43,8 +43,9 @@ _EXPONENT = np.uint16(0x7F80)  # bfloat16: all ones in NaN and in infinity
 class IndexWriter:
     """Writes an index of token blocks and embeddings that the caller computed. Not thread-safe.
 
-    Use the writer in a `with` statement. The end of the block commits the index, and an exception removes all written
-    files. The writer buffers at most one shard in memory. To add a nearest-neighbour index, call `edje_index.add_ann`.
+    Use the writer in a `with` statement. The end of the block commits the index. An exception in the block removes all
+    written files. The writer buffers at most one shard in memory. To add a nearest-neighbour index, call
+    `edje_index.add_ann`.
 
     Example:
         >>> import numpy as np
@@ -96,7 +97,7 @@ class IndexWriter:
             path: directory of the index.
             block_shape: (m, d), tokens per block and values per token.
             embed_dim: width of the embeddings.
-            precisions: names of the precisions to store, see `storage_formats.precisions`.
+            precisions: names of the precisions to store, from `storage_formats.precisions()`.
             shard_size: rows per shard. The writer buffers one shard in memory.
             encoder: name and version of the model that computed the arrays, stored in `index.json`.
 

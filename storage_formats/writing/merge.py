@@ -232,7 +232,7 @@ def _among(values: Hashes, known: Hashes) -> NDArray[np.bool_]:
 def commit_merge(
     merge: Merge, target: Path, receipts: Sequence[ShardReceipt], *, settings: dict[str, Any], ann: dict[str, Any]
 ) -> Manifest:
-    """Write tombstones, shard tables and `index.json` of the merged index, and return its manifest.
+    """Write tombstones, shard tables and `index.json` of the merged index. Return the manifest.
 
     Args:
         merge: the merge.

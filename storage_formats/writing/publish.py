@@ -1,4 +1,4 @@
-"""The commit of an index after its last shard is written (SPEC.md section 11)."""
+"""The commit of an index after the last shard is written (SPEC.md section 11)."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class ShardRepair:
     def _candidates(self, token_codec: Codec) -> Iterator[tuple[str, Records]]:
         """Yield candidates (description of the source, records) for the original records of the shard.
 
-        If the checksum file is undamaged, there is one candidate. It consists of the undamaged stored records, and of
+        If the checksum file is undamaged, there is one candidate: the undamaged stored records, and
         records converted from other precisions that match the checksums. If the checksum file is damaged, there is one
         candidate per precision.
         """

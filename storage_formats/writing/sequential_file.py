@@ -105,7 +105,7 @@ def _page_aligned_buffer() -> mmap.mmap:
 
 
 def _open_new(path: Path) -> tuple[int, bool]:
-    """Create the file. Return its file descriptor, and whether the file is open for direct I/O."""
+    """Create the file. Return (file descriptor, whether the file is open for direct I/O)."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     if hasattr(os, "O_DIRECT"):  # not on macOS
         try:

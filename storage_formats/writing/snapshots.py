@@ -42,7 +42,7 @@ _DATA_FILE = re.compile(
 
 
 def commit_snapshot(index: CommittedIndex, changed: Manifest, change: dict[str, Any]) -> Manifest:
-    """Commit `changed` as the next snapshot, and return its manifest. The snapshot of `index` is kept.
+    """Commit `changed` as the next snapshot, and return the new manifest. The snapshot of `index` is kept.
 
     Args:
         index: the index before the change.
@@ -113,7 +113,7 @@ def plan_deletion(index: CommittedIndex, row_ids: RowIds) -> Deletion:
 
 
 def commit_deletion(index: CommittedIndex, deletion: Deletion) -> Manifest:
-    """Mark the rows `deletion.new` as deleted in a new snapshot, and return its manifest. The data remains on disk."""
+    """Mark the rows `deletion.new` as deleted in a new snapshot. Return the new manifest. The data remains on disk."""
     changed = with_deleted_rows(index, index.manifest, deletion.new)
     return commit_snapshot(index, changed, {"kind": "delete", "rows": len(deletion.new)})
 
@@ -172,7 +172,7 @@ def write_tombstones(layout: Layout, tombstones: Tombstones) -> FileEntry:
 
 
 def roll_back(index: CommittedIndex, number: int) -> Manifest:
-    """Commit a new snapshot with the contents of the earlier snapshot `number`, and return its manifest.
+    """Commit a new snapshot with the contents of the earlier snapshot `number`, and return the new manifest.
 
     Raises:
         UsageError: snapshot `number` does not exist, or is the current snapshot.

@@ -36,7 +36,7 @@ class StagedFiles:
     def add(self, name: str, final: Path, length: int | None = None, crc: int | None = None) -> None:
         """Stage the complete private file `name`, so that `commit` renames the file to `final`.
 
-        If the length or the CRC-32C is None, it is computed from the file.
+        A length or CRC-32C of None is computed from the file.
         """
         if length is None or crc is None:
             length, crc = crc32c_file(self.path(name))
@@ -49,7 +49,7 @@ class StagedFiles:
         self.add(name, final, len(data), crc32c(data))
 
     def commit(self) -> tuple[FileEntry, ...]:
-        """Flush all staged files and rename them to their final paths. Return the file entries."""
+        """Flush all staged files and rename each file to its final path. Return the file entries."""
         fsync_paths(file.path for file in self._files)
         for file in self._files:
             file.final.parent.mkdir(parents=True, exist_ok=True)
