@@ -219,7 +219,7 @@ def _check_space(bench: FetchBench, peers: list[str]) -> None:
     for path in {bench.scratch, index} if peers or bench.index is None else {index}:
         if path.exists() and storage(path)["file_system"] in _NO_DISK:
             raise UsageError(
-                f"{path} is in a file system in memory, so its reads are never cold; choose a folder on a disk"
+                f"{path} is in a file system in memory, so reads are never cold; choose a folder on a disk"
             )
     spec = _spec(bench)
     if bench.memory_cap is not None:

@@ -159,7 +159,7 @@ def _shorter(workload: Workload, blocks: int) -> Workload:
 
 
 def _wrong_state(workload: Workload, resident: float | None) -> str | None:
-    """Return the reason why the page cache is not in the state that the workload needs; None if it is."""
+    """Return the reason why the page cache is not in the state that the workload needs; None if the state is right."""
     if resident is None or workload.cache == "capped":
         return None
     if workload.cache == "cold" and resident > page_cache.COLD:

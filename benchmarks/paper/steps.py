@@ -67,10 +67,7 @@ class Steps:
         return self._once(folder, shlex.join(["edje-index", *command]), work)
 
     def measure(self, name: str, settings: Sequence[object], work: Callable[[], dict[str, Any]]) -> Step:
-        """Call `work` and return its result.
-
-        If an earlier call had the same name and settings, return its stored result.
-        """
+        """Return the result of `work()`. Return the stored result if an earlier call had the same name and settings."""
         words = [str(value) for value in settings]
         return self._once(self._folder(name, words), f"measure {name} of {' '.join(words)}", work)
 

@@ -141,7 +141,7 @@ class Recall:
 
         Args:
             direction: "t2i" or "i2t".
-            cutoff: number of hits in which the correct result must be.
+            cutoff: number k of hits in R@k.
             pool: number of candidates; None for the recall of the embeddings alone, without re-ranking.
             precision: precision of the tokens; ignored if `pool` is None.
         """

@@ -1,7 +1,7 @@
 """Sends searches to a service in an open loop or in a closed loop.
 
-In an open loop, searches are sent at planned times, which form a Poisson process. They do not wait for earlier
-responses. The latency is measured from the planned time, so it includes the time in queues.
+In an open loop, searches are sent at the times of a Poisson process, without waiting for earlier responses. The latency
+is measured from the planned time of a search, so that time in queues is included.
 
 In a closed loop, each client sends its next search after the response to the previous search.
 """

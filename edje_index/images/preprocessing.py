@@ -1,7 +1,8 @@
 """Converts a decoded image to the input of the vision tower, bit for bit as open_clip does.
 
 open_clip resizes and crops the image. The remaining steps convert each byte to a number that depends only on the byte
-and its channel. A table of 3 x 256 numbers replaces these steps: it is faster, and starts no torch threads.
+and its channel. A table of 3 x 256 numbers replaces these steps, because a table is faster and starts no torch
+threads.
 """
 
 from __future__ import annotations

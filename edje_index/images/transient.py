@@ -57,7 +57,7 @@ def transient_error(uri: str, error: OSError) -> TransientInputError:
 
 
 def retry_transient(read: Callable[[], _T], uri: str) -> _T:
-    """Call `read` and return its result. After a transient OSError, wait and call `read` again.
+    """Return the result of `read()`. After a transient OSError, wait and call `read` again.
 
     The pauses between the calls are `PAUSES`.
 
@@ -78,7 +78,7 @@ def retry_transient(read: Callable[[], _T], uri: str) -> _T:
 
 
 def retry_memory(decode: Callable[[], _T], uri: str, enough_bytes: int) -> _T:
-    """Call `decode` and return its result. After a MemoryError, wait and call `decode` again.
+    """Return the result of `decode()`. After a MemoryError, wait and call `decode` again.
 
     The pauses between the calls are `PAUSES`.
 

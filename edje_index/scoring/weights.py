@@ -60,8 +60,8 @@ class ScoreWeights:
         pooled: weight of the pooled similarity.
         embedding: weight of the cosine similarity of the embeddings.
         hubness: weight of the hubness correction.
-        hubness_similarity: how the hubness correction compares candidates with the hubness bank. This object has its
-            own weights, which are independent of the fields `embedding` and `pooled`.
+        hubness_similarity: how the hubness correction compares candidates with the hubness bank. The weights
+            in this object are independent of the fields `embedding` and `pooled`.
     """
 
     logit: float = 1.0

@@ -20,8 +20,8 @@ _SHOWN = 3
 def requested_rows(index: CommittedIndex, rows: Sequence[int | str]) -> NDArray[np.int64]:
     """Return the row id of each entry of `rows`, int64 [k].
 
-    An entry is a row id, which is returned unchanged, or a uri. If several rows share a uri, the first wins. If that
-    row is a duplicate, its original is returned.
+    An entry is a row id, which is returned unchanged, or a uri. If several rows share a uri, the first wins. A
+    duplicate is replaced by its original.
 
     Raises:
         RowIdError: a row id is out of range, unused or deleted.

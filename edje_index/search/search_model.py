@@ -113,7 +113,7 @@ class SearchModel:
 
     @property
     def adapter_config(self) -> AdapterConfig:
-        """Configuration of the adapter, which together with the weights determines the adapter."""
+        """Configuration of the adapter: everything that defines the adapter except the weights."""
         try:
             return AdapterConfig(**self.info.adapter)
         except TypeError as error:

@@ -43,7 +43,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class TimedPart:
-    """A part of the final score whose duration is added to `stage`."""
+    """A part of the final score. The duration of computing the part is added to `stage`."""
 
     part: Part
     stages: Stages
