@@ -331,7 +331,8 @@ def merge_indexes(
         should_stop: as in `build_index`.
 
     Raises:
-        UsageError: an index does not exist, the indexes differ in one of these properties, or `out` exists.
+        UsageError: `out` exists, an index does not exist, or the indexes differ in model, block shape, shard size or
+            precisions.
         JobStopped: the merge stopped early, or a file is damaged. Finished shards are kept.
         EdjeError: another process is writing to `out`.
         MissingExtraError: FAISS is not installed, but an index has a nearest-neighbour index.

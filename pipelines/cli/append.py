@@ -29,7 +29,7 @@ from storage_formats.format.layout import Layout
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @model_option
 @engine_option("ray")
-@click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: as for 'build']")
+@click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: see 'build --help']")
 @address_option
 @column_option
 @max_failed_option

@@ -45,9 +45,11 @@ _NO_MODEL = (
 @click.option(
     "--workers",
     type=POSITIVE,
-    help="Number of worker processes.  [default: one per GPU, or the number of CPUs / --threads]",
+    help="Number of worker processes.  [default: number of GPUs, or number of CPUs divided by --threads]",
 )
-@click.option("--threads", type=POSITIVE, help="Number of CPU threads per worker.  [default: all CPUs, at most 4]")
+@click.option(
+    "--threads", type=POSITIVE, help="Number of CPU threads per worker.  [default: number of CPUs, at most 4]"
+)
 @address_option
 @shard_size_option
 @click.option(

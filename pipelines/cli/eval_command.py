@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Token precision to evaluate; repeatable.  [default: all precisions stored in INDEX]",
 )
-@click.option("--simulate", is_flag=True, help="Allow --precision NAME if INDEX lacks it; convert tokens in memory.")
+@click.option("--simulate", is_flag=True, help="Allow precisions that INDEX does not store (converted in memory).")
 @click.option(
     "--pool",
     "pools",
@@ -76,18 +76,18 @@ if TYPE_CHECKING:
     help="With --full: another file with candidate captions; repeatable.",
 )
 @score_option
-@click.option("--rerank/--no-rerank", default=True, help="Re-rank the candidates, or measure the embeddings alone.")
+@click.option("--rerank/--no-rerank", default=True, help="Evaluate with re-ranking, or evaluate the embeddings alone.")
 @click.option("--queries", type=POSITIVE, metavar="N", help="Sample N queries per direction.  [default: all queries]")
 @click.option(
     "--bootstrap",
     type=click.IntRange(min=0),
     default=1000,
     show_default=True,
-    help="Number of bootstrap resamples; 0 computes no confidence intervals.",
+    help="Number of bootstrap resamples for confidence intervals; 0 computes no intervals.",
 )
 @seed_option
-@click.option("--cache", type=PATH, help="Directory to keep scores in, so that an interrupted evaluation can resume.")
-@click.option("--report", type=PATH, help="Directory to write report.md, report.json and plots to.")
+@click.option("--cache", type=PATH, help="Directory for computed scores. A later evaluation reuses these scores.")
+@click.option("--report", type=PATH, help="Directory for report.md, report.json and plots.")
 @device_option
 @dtype_option
 @quiet_option

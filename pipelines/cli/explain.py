@@ -43,14 +43,14 @@ _FREQUENT = 10
     "--captions",
     type=PATH,
     metavar="FILE",
-    help="File of captions. Measures how well caption words align with tokens.",
+    help="File of captions, to measure how well the words of captions align with tokens.",
 )
 @click.option(
     "--images",
     type=PATH,
     help="Base directory of the relative image paths in --captions.  [default: directory of --captions]",
 )
-@click.option("--split", metavar="NAME", help="Use only this split of --captions.  [default: all]")
+@click.option("--split", metavar="NAME", help="Use only this split of --captions.  [default: all splits]")
 @click.option(
     "--against",
     metavar="INDEX[=MODEL]",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("index", type=PATH)
 @click.option("--to", "to", multiple=True, metavar="NAME", help="Precision to add; repeatable.")
-@click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove, after --to; repeatable.")
+@click.option("--drop", multiple=True, metavar="NAME", help="Precision to remove; repeatable.")
 @click.option(
     "--from", "source", metavar="NAME", help="Precision to convert from.  [default: the most accurate precision stored]"
 )

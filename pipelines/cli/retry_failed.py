@@ -26,7 +26,7 @@ from storage_formats.format.layout import Layout
 @click.argument("root", type=PATH, metavar="INDEX")
 @model_option
 @engine_option("ray")
-@click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: as for 'build']")
+@click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: see 'build --help']")
 @address_option
 @quiet_option
 @json_option

@@ -45,7 +45,7 @@ def _query_of(line: str, place: str) -> str:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f'{place} is not an object with the key "query": {line[:80]!r}') from error
     if not isinstance(query, str) or not query.strip():
-        raise UsageError(f"{place} must have a text that is not blank as its query, got {query!r}")
+        raise UsageError(f"{place} must have a non-blank text as its query, got {query!r}")
     return query
 
 

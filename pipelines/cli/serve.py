@@ -32,14 +32,14 @@ _KEYS_VARIABLE = "EDJE_API_KEYS"
     "--api-keys",
     "key_file",
     type=FILE,
-    help=f"File of API keys, one per line. Or set the environment variable {_KEYS_VARIABLE} to the keys.",
+    help=f"File of API keys, one per line. The environment variable {_KEYS_VARIABLE} can be used instead.",
 )
 @click.option(
     "--allowed-host",
     "hosts",
     metavar="NAME",
     multiple=True,
-    help="Host name that requests may use for the service; repeatable.",
+    help="Additional host name that clients may use for the service; repeatable.",
 )
 @click.option(
     "--queue",

@@ -40,7 +40,7 @@ class _TrainCommand(click.Command):
     "--dev",
     type=PATH,
     metavar="FILE",
-    help="File of captions of other images. The weights of the final score are fitted to this file.",
+    help="File of captions of images that are not in CAPTIONS. The weights of the final score are fitted to this file.",
 )
 @click.option("--model", type=PATH, help="Bundle with the frozen vision and text towers.")
 @click.option("--vision", metavar="NAME", help="open_clip name of the frozen towers, instead of --model.")
@@ -50,7 +50,7 @@ class _TrainCommand(click.Command):
 @click.option(
     "--init",
     type=PATH,
-    help="Bundle with the initial weights of the joint encoder and of the adapter (if it has the same size).",
+    help="Bundle with the initial weights of the joint encoder and, if the sizes match, of the adapter.",
 )
 @click.option("--teacher", type=PATH, help="Bundle of the teacher model; needed only for distillation.")
 @click.option(

@@ -21,7 +21,7 @@ from storage_formats.errors import UsageError
 @click.option(
     "--dev",
     type=PATH,
-    help="File of captions of other images. The epoch with the highest recall on this file is kept.",
+    help="File of captions of images that are not in CAPTIONS. The epoch with the highest recall on this file is kept.",
 )
 @click.option("--dev-split", metavar="NAME", help="Use only this split of --dev.")
 @click.option("--towers", type=PATH, help="Directory with both towers, written by 'edje-index model fetch-towers'.")
@@ -47,7 +47,9 @@ from storage_formats.errors import UsageError
     help="Number of last layers of the text tower to train; 0 trains only the heads.",
 )
 @click.option("--text-lr", default=1e-4, show_default=True, help="Learning rate of the layers that --tune-text trains.")
-@click.option("--weight-decay", default=0.5, show_default=True, help="Weight decay, except of biases and norm layers.")
+@click.option(
+    "--weight-decay", default=0.5, show_default=True, help="Weight decay; not applied to biases and norm layers."
+)
 @click.option("--image-dropout", default=0.3, show_default=True, help="Dropout in the image head.")
 @click.option("--text-dropout", default=0.3, show_default=True, help="Dropout in the text head.")
 @seed_option

@@ -168,7 +168,7 @@ def options_named() -> Iterator[None]:
 
 
 def _replacement(option: str) -> str | None:
-    """Return the replacement of a removed option, or None if there is no such option."""
+    """Return the replacement of a removed option, or None if `option` is not a removed option."""
     key = option.replace("-", "_")
     if key in DEDICATED_OPTIONS:
         return None

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 )
 @model_option
 @engine_option("ray")
-@click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: as for 'build']")
+@click.option("--workers", type=POSITIVE, help="Number of worker processes.  [default: see 'build --help']")
 @address_option
 @column_option
 @max_failed_option

@@ -44,7 +44,7 @@ class RepairResult:
 
 
 def run_repair(root: Path, on_event: OnEvent, *, dry_run: bool = False) -> RepairResult:
-    """Verify the index at `root`, and rebuild damaged files from other files.
+    """Verify the index at `root`, and rebuild damaged files from the other files of the index.
 
     Raises:
         UsageError: there is no index at `root`.

@@ -109,7 +109,7 @@ def run_shards(
 
 @contextlib.contextmanager
 def _stopped_by_errors(job: ShardJob, receipts: Receipts) -> Iterator[None]:
-    """Context manager that turns errors that a second run might avoid into JobStopped."""
+    """Context manager that converts an error to JobStopped if a second run may succeed."""
     try:
         yield
     except (UsageError, EngineUnavailableError, FailedInputsError):

@@ -42,7 +42,7 @@ def _expand(text: str) -> Iterator[str]:
 
 
 def _group(text: str, start: int) -> tuple[list[str], int]:
-    """Return the parts of the group at `start`, and the position after the group. An open group has no parts."""
+    """Return the parts of the group at `start`, and the position after the group. An unclosed group has no parts."""
     parts, depth, part_start = [], 0, start + 1
     for position in range(start, len(text)):
         letter = text[position]

@@ -44,7 +44,7 @@ def test_queries_of_a_file_give_one_object_each(run, built, tmp_path, name):
     ("content", "message"),
     [
         (b'{"query": "a"}\n{"text": "b"}\n', "line 2 of --queries q.jsonl is not an object with"),
-        (b'{"query": ["b"]}', "line 1 of --queries q.jsonl must have a text"),
+        (b'{"query": ["b"]}', "line 1 of --queries q.jsonl must have a non-blank text"),
         (b"[" * 100_000, "line 1 of --queries q.jsonl is not an object"),
         (b"\n \n", "contains no query"),
         (b"\xff\xfe", "cannot read --queries q.jsonl"),

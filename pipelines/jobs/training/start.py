@@ -33,7 +33,7 @@ class StartModel:
         return self.bundle.adapter.config.features(self.bundle.vision.num_patches)
 
     def accepted_features(self) -> list[str]:
-        """Return the encoder fingerprints that a feature index for this model may have."""
+        """Return the accepted encoder fingerprints of a feature index for this model."""
         from edje_index.training.model.start_bundle import feature_fingerprints
 
         assert self.bundle.info is not None
